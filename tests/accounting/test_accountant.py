@@ -1,0 +1,226 @@
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting import pld, rdp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tfdp.accounting import accountant
+from tfdp.accounting.accountant import epsilon, reported_epsilon
+from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+
+MNIST = PoissonSteps(14_063, 1.1, 60_000, 256)
+
+segments = st.one_of(
+    st.builds(
+        PoissonSteps,
+        steps=st.integers(0, 500),
+        noise_multiplier=st.floats(1.5, 20),
+        number_of_examples=st.just(10_000),
+        expected_batch_size=st.integers(1, 5000),
+    ),
+    st.builds(
+        ShuffledPasses,
+        passes=st.integers(0, 20),
+        noise_multiplier=st.floats(1.5, 20),
+        number_of_examples=st.just(10_000),
+        expected_batch_size=st.just(100),
+    ),
+    st.builds(
+        UnamplifiedSteps,
+        steps=st.integers(0, 20),
+        noise_multiplier=st.floats(1.5, 20),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("run", "rdp_epsilon", "pld_epsilon"),
+    [
+        (MNIST, 2.596656, 2.381779),
+        (PoissonSteps(875, 10.0, 50_000, 4096), 0.987709, 0.902772),
+    ],
+)
+def test_known_values(run, rdp_epsilon, pld_epsilon):
+    assert epsilon([run], 1e-5, "RDP") == pytest.approx(rdp_epsilon, rel=2e-3)
+    assert epsilon([run], 1e-5, "PLD") == pytest.approx(pld_epsilon, rel=1e-4)
+    assert epsilon([run], 1e-5) == epsilon([run], 1e-5, "PLD")
+
+
+def test_known_value_of_two_phases():
+    phases = [PoissonSteps(500, noise, 100, 1) for noise in (1.5, 1.0)]
+    assert epsilon(phases, 1e-5, "RDP") == pytest.approx(1.772545, rel=2e-3)
+
+
+def test_shuffled_passes_are_not_amplified():
+    passes = ShuffledPasses(60, 1.1, 60_000, 256)
+    assert epsilon([passes], 1e-5) == pytest.approx(54.05, rel=1e-3)
+    assert epsilon([UnamplifiedSteps(60, 1.1)], 1e-5) == epsilon([passes], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["RDP", "PLD"])
+@pytest.mark.parametrize("noise", [1, 2, np.float32(1.1), np.int64(1)])
+def test_the_type_of_the_noise_multiplier_changes_nothing(noise, name):
+    """A number that is no float, composed as it is, gave 2.10 for 5.26."""
+    mixed = [PoissonSteps(500, noise, 100, 1), UnamplifiedSteps(2, noise)]
+    plain = [PoissonSteps(500, float(noise), 100, 1), UnamplifiedSteps(2, float(noise))]
+    accountant._epsilon.cache_clear()
+    accountant._composed.cache_clear()
+    result = epsilon(mixed, 1e-5, name)
+    accountant._epsilon.cache_clear()
+    accountant._composed.cache_clear()
+    assert result == epsilon(plain, 1e-5, name)
+
+
+def test_several_segments_are_what_dp_accounting_makes_of_their_events():
+    run = [PoissonSteps(500, 1.5, 100, 1), UnamplifiedSteps(2, 4.0), MNIST]
+    by_rdp, by_pld = rdp.RdpAccountant(), pld.PLDAccountant()
+    for segment in run:
+        by_rdp.compose(segment.event())
+        by_pld.compose(segment.event())
+    assert epsilon(run, 1e-5, "RDP") == pytest.approx(by_rdp.get_epsilon(1e-5))
+    assert epsilon(run, 1e-5, "PLD") == pytest.approx(by_pld.get_epsilon(1e-5))
+
+
+def test_what_is_reported_is_the_smaller_bound():
+    rare = PoissonSteps(1_000_000, 30.0, 100_000, 1)
+    assert epsilon([rare], 1e-6, "RDP") < epsilon([rare], 1e-6, "PLD")
+    for run in (rare, MNIST):
+        figures = [epsilon([run], 1e-6, name) for name in ("RDP", "PLD")]
+        assert reported_epsilon([run], 1e-6) == min(figures)
+
+
+@pytest.mark.parametrize("name", ["RDP", "PLD"])
+def test_nothing_run_costs_nothing(name):
+    assert epsilon([], 1e-5, name) == 0.0
+    assert epsilon([UnamplifiedSteps(0, 1.0), MNIST.with_count(0)], 1e-5, name) == 0.0
+    assert epsilon([UnamplifiedSteps(0, 0.0)], 1e-5, name) == 0.0
+
+
+@pytest.mark.parametrize("name", ["RDP", "PLD"])
+@pytest.mark.parametrize("noise", [0, 1e-160])
+@pytest.mark.parametrize(
+    "bare", [lambda z: PoissonSteps(1, z, 10, 1), lambda z: UnamplifiedSteps(1, z)]
+)
+def test_no_noise_is_no_privacy(bare, noise, name):
+    assert epsilon([MNIST, bare(noise)], 1e-5, name) == math.inf
+
+
+def test_very_much_noise_costs_nothing_or_little():
+    assert 0 <= epsilon([PoissonSteps(10, 1e200, 10, 1)], 1e-5, "RDP") < 1e-3
+    assert 0 <= epsilon([PoissonSteps(10, 1e200, 10, 1)], 1e-5, "PLD") < 1e-3
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        PoissonSteps(10, 0.199, 1000, 1),  # memory grows with 1 / noise**2
+        PoissonSteps(14_063, 0.25, 60_000, 256),  # and with epsilon
+        UnamplifiedSteps(14_063, 1.1),
+        PoissonSteps(1_000_001, 1.1, 10**6, 10),  # time grows with the count
+    ],
+    ids=["noise", "epsilon", "epsilon unamplified", "count"],
+)
+def test_rdp_stands_in_where_pld_is_not_affordable(run, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("PLD was run.")
+
+    accountant._epsilon.cache_clear()
+    monkeypatch.setattr(pld, "PLDAccountant", refuse)
+    assert epsilon([run], 1e-5, "PLD") == epsilon([run], 1e-5, "RDP") > 0
+
+
+def test_pld_is_used_up_to_its_limits():
+    at_the_limits = (PoissonSteps(1_000_000, 0.2, 1000, 1), UnamplifiedSteps(1, 0.01))
+    assert accountant._pld_is_affordable(at_the_limits, 200.0)
+    assert not accountant._pld_is_affordable(at_the_limits, 200.1)
+
+
+def test_the_orders_that_dp_accounting_leaves_out_are_not_announced(caplog):
+    """At this setting some versions cannot sum six of the orders."""
+    accountant._composed.cache_clear()
+    accountant._epsilon.cache_clear()
+    epsilon([PoissonSteps(7, 3.0, 10, 3)], 1e-5, "RDP")
+    assert not caplog.records
+
+
+def test_more_segments_than_python_recurses():
+    run = tuple(UnamplifiedSteps(1, 100.0 + i) for i in range(1200))
+    composed = rdp.RdpAccountant()
+    for segment in run:
+        composed.compose(segment.event())
+    assert epsilon(run, 1e-5, "RDP") == pytest.approx(composed.get_epsilon(1e-5))
+
+
+@pytest.mark.parametrize("name", ["RDP", "PLD"])
+def test_a_growing_last_segment_does_not_compose_the_others_again(name, monkeypatch):
+    run = [PoissonSteps(10, noise, 10_000, 100) for noise in (3.0, 4.0, 5.0)]
+    epsilon([*run, UnamplifiedSteps(1, 9.0)], 1e-5, name)
+    composed = []
+    monkeypatch.setattr(PoissonSteps, "event", composed.append)
+    assert epsilon([*run, UnamplifiedSteps(2, 9.0)], 1e-5, name) > 0
+    assert not composed
+
+
+def test_the_neighbouring_relation_is_zero_out_where_it_is_known():
+    special = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+    knows = all(
+        make(neighboring_relation=special).supports(MNIST.event())
+        for make in (rdp.RdpAccountant, pld.PLDAccountant)
+    )
+    assert (accountant._neighboring_relation() == special) == knows
+
+
+@pytest.mark.parametrize("delta", [0, 1, -1e-5, 2, math.nan, math.inf])
+def test_delta_out_of_range_is_refused(delta):
+    with pytest.raises(ValueError, match="`delta`.*Received: delta="):
+        epsilon([MNIST], delta)
+
+
+@pytest.mark.parametrize("delta", [None, "1e-5", True])
+def test_delta_of_a_wrong_type_is_refused(delta):
+    with pytest.raises(TypeError, match="`delta`.*Received: delta="):
+        epsilon([], delta)
+
+
+@pytest.mark.parametrize("name", ["pld", "GDP", None])
+def test_an_unknown_accountant_is_refused(name):
+    with pytest.raises(ValueError, match="`accountant` must be one of 'PLD', 'RDP'"):
+        epsilon([], 1e-5, name)
+
+
+@settings(deadline=None, max_examples=15)
+@given(segments, st.integers(1, 500), st.sampled_from(["RDP", "PLD"]))
+def test_more_steps_cost_more(segment, more, name):
+    longer = segment.with_count(segment.count + more)
+    cost = epsilon([segment], 1e-5, name)
+    assert cost >= 0
+    assert epsilon([longer], 1e-5, name) >= cost * (1 - 1e-9)
+
+
+@settings(deadline=None, max_examples=15)
+@given(segments, st.floats(1.01, 3), st.sampled_from(["RDP", "PLD"]))
+def test_more_noise_costs_less(segment, factor, name):
+    noisier = type(segment)(**{
+        **segment.__dict__,
+        "noise_multiplier": factor * segment.noise_multiplier,
+    })
+    cost = epsilon([segment], 1e-5, name)
+    assert epsilon([noisier], 1e-5, name) <= cost * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=15)
+@given(segments, segments, st.sampled_from(["RDP", "PLD"]))
+def test_together_costs_no_less_than_the_dearer(one, other, name):
+    together = epsilon([one, other], 1e-5, name)
+    assert together >= epsilon([one], 1e-5, name) * (1 - 1e-6) - 1e-4
+    assert together >= epsilon([other], 1e-5, name) * (1 - 1e-6) - 1e-4
+
+
+@settings(deadline=None, max_examples=15)
+@given(segments, st.floats(1e-8, 1e-3), st.floats(1.1, 100))
+def test_a_larger_delta_costs_less(segment, delta, factor):
+    cost = epsilon([segment], delta)
+    assert epsilon([segment], min(delta * factor, 0.9)) <= cost

@@ -1,0 +1,160 @@
+import math
+
+import pytest
+
+from tfdp.accounting import calibration
+from tfdp.accounting.accountant import epsilon
+from tfdp.accounting.calibration import affordable_count, calibrate_noise_multiplier
+from tfdp.accounting.ledger import Ledger
+from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+
+MNIST = {"n": 60_000, "batch_size": 256, "epochs": 60, "delta": 1e-5}
+SMALL = {"n": 1000, "batch_size": 30, "epochs": 3, "delta": 1e-4}
+
+LEDGERS = {
+    "empty": Ledger(),
+    "used": Ledger((PoissonSteps(500, 1.5, 10_000, 100), UnamplifiedSteps(2, 9.0))),
+}
+SEGMENTS = {
+    "poisson": PoissonSteps(99, 1.5, 10_000, 100),
+    "shuffled": ShuffledPasses(99, 8.0, 10_000, 100),
+    "unknown": UnamplifiedSteps(99, 20.0),
+}
+
+
+def cost_of_mnist(noise, accountant="PLD"):
+    return epsilon([PoissonSteps(14_100, noise, 60_000, 256)], 1e-5, accountant)
+
+
+def test_known_value():
+    noise = calibrate_noise_multiplier(3.0, **MNIST)
+    assert noise == pytest.approx(0.9697, rel=1e-3)
+    assert cost_of_mnist(noise) <= 3 < cost_of_mnist(noise * (1 - 1e-5))
+
+
+@pytest.mark.parametrize("target", [1e-3, 0.1, 1.0, 3.0, 8.0, 30.0, 1e5])
+def test_rdp_noise_is_the_least_that_is_enough(target):
+    noise = calibrate_noise_multiplier(target, **MNIST, accountant="RDP")
+    assert cost_of_mnist(noise, "RDP") <= target < cost_of_mnist(noise - 1e-6, "RDP")
+
+
+@pytest.mark.parametrize("target", [0.05, 0.5, 2.0, 10.0, 500.0])
+@pytest.mark.parametrize("batch_size", [30, 999, 1000, 5000])
+def test_the_steps_are_those_of_fit(target, batch_size):
+    setting = SMALL | {"batch_size": batch_size}
+    noise = calibrate_noise_multiplier(target, **setting)
+    steps = 3 * math.ceil(1000 / batch_size)
+
+    def cost(noise):
+        ledger = Ledger().add(PoissonSteps(steps, noise, 1000, batch_size))
+        return ledger.epsilon(delta=1e-4)
+
+    assert cost(noise) <= target < cost(noise - 1e-6)
+
+
+def test_pld_needs_less_noise_than_rdp():
+    by_pld, by_rdp = (
+        calibrate_noise_multiplier(1.0, **SMALL, accountant=name)
+        for name in ("PLD", "RDP")
+    )
+    assert 0.8 * by_rdp < by_pld < by_rdp
+
+
+@pytest.mark.parametrize("accountant", ["PLD", "RDP"])
+def test_a_target_that_no_noise_reaches_is_refused(accountant, monkeypatch):
+    monkeypatch.setattr(calibration, "_MOST_NOISE", 1_000_000)
+    with pytest.raises(ValueError, match=r"too small for 102 steps.*Received: target"):
+        calibrate_noise_multiplier(1e-6, **SMALL, accountant=accountant)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"target_epsilon": 0}, ValueError),
+        ({"target_epsilon": math.nan}, ValueError),
+        ({"target_epsilon": math.inf}, ValueError),
+        ({"target_epsilon": "3"}, TypeError),
+        ({"n": 0}, ValueError),
+        ({"n": None}, TypeError),
+        ({"batch_size": -1}, ValueError),
+        ({"epochs": 1.5}, ValueError),
+        ({"epochs": math.nan}, ValueError),
+        ({"delta": 0}, ValueError),
+        ({"delta": 1}, ValueError),
+        ({"accountant": "GDP"}, ValueError),
+    ],
+)
+def test_wrong_arguments_of_calibration_are_refused(change, error):
+    (name,) = change
+    arguments = SMALL | {"target_epsilon": 1.0} | change
+    with pytest.raises(error, match=f"`{name}`.*Received: {name}="):
+        calibrate_noise_multiplier(**arguments)
+
+
+@pytest.mark.parametrize("accountant", ["PLD", "RDP"])
+@pytest.mark.parametrize("target", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("segment", SEGMENTS.values(), ids=SEGMENTS)
+@pytest.mark.parametrize("ledger", LEDGERS.values(), ids=LEDGERS)
+def test_the_affordable_count_is_the_last_within_budget(
+    ledger, segment, target, accountant
+):
+    count = affordable_count(ledger, segment, target, 1e-5, accountant)
+
+    def cost(count):
+        return ledger.add(segment.with_count(count)).epsilon(1e-5, accountant)
+
+    assert count == 0 or cost(count) <= target
+    assert cost(count + 1) > target
+
+
+@pytest.mark.parametrize("accountant", ["PLD", "RDP"])
+def test_a_spent_budget_affords_nothing(accountant):
+    ledger = LEDGERS["used"]
+    spent = ledger.epsilon(1e-5, accountant)
+    step = SEGMENTS["poisson"]
+    assert affordable_count(ledger, step, spent / 2, 1e-5, accountant) == 0
+    assert affordable_count(ledger, step, spent * 1.5, 1e-5, accountant) > 0
+
+
+def test_a_count_in_two_halves_is_the_count():
+    step = SEGMENTS["poisson"]
+    count = affordable_count(Ledger(), step, 1.0, 1e-5)
+    half = Ledger((step.with_count(count // 2),))
+    assert affordable_count(half, step, 1.0, 1e-5) == count - count // 2
+
+
+def test_no_noise_affords_nothing():
+    assert affordable_count(Ledger(), UnamplifiedSteps(1, 0.0), 1e6, 1e-5) == 0
+
+
+def test_nobody_takes_more_than_a_billion_steps():
+    rare = PoissonSteps(1, 1000.0, 10**9, 1)
+    assert affordable_count(Ledger(), rare, 3.0, 1e-5) == 1_000_000_000
+
+
+@pytest.mark.parametrize("target", [0, -1, math.nan, math.inf])
+def test_a_wrong_target_of_the_count_is_refused(target):
+    with pytest.raises(ValueError, match="`target_epsilon`.*Received: target_eps"):
+        affordable_count(Ledger(), SEGMENTS["poisson"], target, 1e-5)
+
+
+def test_a_wrong_delta_or_accountant_of_the_count_is_refused():
+    with pytest.raises(ValueError, match="Received: delta=0"):
+        affordable_count(Ledger(), SEGMENTS["poisson"], 1.0, 0)
+    with pytest.raises(ValueError, match="Received: accountant='GDP'"):
+        affordable_count(Ledger(), SEGMENTS["poisson"], 1.0, 1e-5, "GDP")
+
+
+@pytest.mark.parametrize("curve", [lambda x: x, lambda x: x**3, math.atan])
+@pytest.mark.parametrize("ends", [(0, 1000), (1000, 0)])
+def test_a_crossing_is_found_in_few_calls(curve, ends):
+    calls = []
+    sign = 1 if ends[0] < ends[1] else -1
+
+    def excess(k):
+        calls.append(k)
+        return sign * curve((k - 617.5) / 100)
+
+    inside, outside = ends
+    assert calibration._crossing(excess, inside, outside) == (617 if sign > 0 else 618)
+    assert len(calls) <= 14

@@ -1,0 +1,185 @@
+import re
+import warnings
+
+import pytest
+
+from tfdp.accounting.ledger import Ledger, compose
+from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.accounting.statement import privacy_statement
+from tfdp.accounting.tf_privacy import compute_dp_sgd_privacy_statement
+
+POISSON = PoissonSteps(14_063, 1.1, 60_000, 256)
+SHUFFLED = ShuffledPasses(60, 4.0, 60_000, 256)
+UNKNOWN = UnamplifiedSteps(10, 9.0)
+TRUTH = "this run's were not"
+
+
+def rows(text):
+    """Return the table of a statement: label -> (RDP, PLD)."""
+    found = re.findall(r"^ +(\S+) +(\S+)  (w\w+ .*)$", text, re.M)
+    return {label: (float(rdp), float(pld)) for rdp, pld, label in found}
+
+
+def flat(ledger, delta=1e-5):
+    return " ".join(privacy_statement(ledger, delta).split())
+
+
+def test_a_poisson_run():
+    text = privacy_statement(Ledger((POISSON,)), 1e-5)
+    assert text.startswith("This training is (2.382, 1e-05)-differentially private.\n")
+    table = rows(text)
+    assert table["what ran"] == pytest.approx((2.597, 2.382), rel=2e-3)
+    assert table[f"would hold for shuffled batches; {TRUTH}"][1] > 50
+    assert len(table) == 2
+
+
+def test_a_shuffled_run_is_not_reported_as_poisson():
+    ledger = Ledger((SHUFFLED,))
+    text = privacy_statement(ledger, 1e-5)
+    table = rows(text)
+    poisson = table[f"would hold for Poisson-sampled batches; {TRUTH}"]
+    assert table["what ran"][1] == round(ledger.epsilon(1e-5), 3) > 10 * poisson[1]
+    assert f"({table['what ran'][1]}, 1e-05)" in text
+    as_poisson = Ledger((PoissonSteps(14_063, 4.0, 60_000, 256),))
+    assert poisson[0] == round(as_poisson.epsilon(1e-5, "RDP"), 3)
+    assert len(table) == 2
+
+
+@pytest.mark.parametrize("steps", [1, 235, 1000, 14_063])
+def test_a_poisson_run_has_the_figure_of_tensorflow_privacys_statement(steps):
+    ours = privacy_statement(Ledger((POISSON.with_count(steps),)), 1e-5)
+    theirs = compute_dp_sgd_privacy_statement(
+        60_000, 256, steps * 256 / 60_000, 1.1, 1e-5, used_microbatching=False
+    )
+    poisson = re.search(r"Poisson-sampled batches: +(\S+)", theirs).group(1)
+    shuffled = re.search(r"Each example once an epoch: +(\S+)", theirs).group(1)
+    assert f" {poisson} " in ours
+    assert rows(ours)["what ran"][0] == float(poisson)
+    assert rows(ours)[f"would hold for shuffled batches; {TRUTH}"][0] == float(shuffled)
+
+
+def test_unknown_batches_have_no_other_row():
+    text = flat(Ledger((UNKNOWN,)))
+    assert "would hold" not in text
+    assert "assumed that a batch holds a row at most once" in text
+    assert "counts in full" in text
+
+
+def test_microbatches_have_no_poisson_row():
+    text = flat(Ledger((ShuffledPasses(3, 4.0, 60_000, 256, examples_per_unit=8),)))
+    assert "would hold" not in text
+    assert "Groups of 8 examples" in text
+    assert "doubles the sensitivity" in text
+    assert "Groups of" not in flat(Ledger((SHUFFLED,)))
+
+
+def test_runs_of_both_kinds_have_both_other_rows():
+    table = rows(privacy_statement(Ledger((POISSON, SHUFFLED)), 1e-5))
+    some = "not all of this run's were"
+    assert list(table) == [
+        "what ran",
+        f"would hold for Poisson-sampled batches; {some}",
+        f"would hold for shuffled batches; {some}",
+    ]
+
+
+def test_batches_larger_than_the_data():
+    run = Ledger((PoissonSteps(3, 4.0, 100, 256),))
+    table = rows(privacy_statement(run, 1e-5))
+    assert table["what ran"] == table[f"would hold for shuffled batches; {TRUTH}"]
+
+
+def test_everything_that_is_public_is_printed():
+    text = flat(Ledger((POISSON, SHUFFLED, UNKNOWN)))
+    for fact in (
+        "14063 steps, noise multiplier 1.1",
+        "60000 examples",
+        "256 of",
+        "sampling probability 0.00426667",
+        "60 passes, noise multiplier 4",
+        "10 steps, noise multiplier 9",
+        "zero-out",
+        "one row of x",
+        "adding or removing",
+    ):
+        assert fact in text
+
+
+def test_a_run_that_was_cut_short_states_what_was_planned():
+    ledger = Ledger((POISSON.with_count(1000),), cut_short=(POISSON.with_count(13_063),))
+    text = privacy_statement(ledger, 1e-5)
+    assert text.startswith("This training is (2.382, 1e-05)")
+    assert rows(text)["what ran"][1] < rows(text)["what was planned"][1] == 2.382
+    assert "- 1000 steps" in text
+    assert "- 14063 steps" in text
+    assert "stopped before its planned end" in flat(ledger)
+    assert "planned" not in flat(Ledger((POISSON,)))
+
+
+@pytest.mark.parametrize(
+    ("noise", "sampling", "words"),
+    [
+        (True, False, "chosen for the noise:"),
+        (False, True, "chosen for the Poisson draws:"),
+        (True, True, "chosen for the noise and the Poisson draws:"),
+    ],
+)
+def test_fixed_seeds_are_told(noise, sampling, words):
+    ledger = Ledger((POISSON,), (), noise, sampling)
+    assert words in flat(ledger)
+    assert "someone who does not know it" in flat(ledger)
+    assert words in flat(compose(ledger, Ledger((UNKNOWN,))))
+    assert "seed" not in flat(Ledger((POISSON,)))
+
+
+@pytest.mark.parametrize("delta", [1 / 60_000, 0.1])
+def test_a_large_delta_warns(delta):
+    with pytest.warns(UserWarning, match="number_of_examples=60000") as record:
+        text = privacy_statement(Ledger((POISSON,)), delta)
+    assert record[0].filename == __file__
+    assert "Warning: `delta` must be well below" in text
+
+
+def test_a_small_delta_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        privacy_statement(Ledger((POISSON,)), 1.6e-5)
+        privacy_statement(Ledger((UNKNOWN,)), 0.5)
+
+
+def test_nothing_run():
+    text = privacy_statement(Ledger((POISSON.with_count(0),)), 1e-5)
+    assert "(0.000, 1e-05)" in text
+    assert "What ran:\n- nothing\n" in text
+    assert rows(text) == {"what ran": (0, 0)}
+
+
+def test_no_noise_is_said_plainly():
+    text = privacy_statement(Ledger((POISSON, UnamplifiedSteps(1, 0))), 1e-5)
+    assert text.startswith("This training is not differentially private")
+
+
+def test_what_is_not_covered_is_listed():
+    text = flat(Ledger((POISSON,)))
+    for words in (
+        "metrics",
+        "early stopping",
+        "best checkpoint",
+        "learning rate",
+        "Validation rows",
+        "vocabularies",
+        "class weights",
+        "oversampling",
+        "hyperparameters",
+        "loaded from elsewhere",
+        "How long steps took",
+        "Philox",
+        "Mironov, 2012",
+    ):
+        assert words in text
+
+
+@pytest.mark.parametrize("delta", [0, 1, float("nan")])
+def test_a_wrong_delta_is_refused(delta):
+    with pytest.raises(ValueError, match="Received: delta="):
+        privacy_statement(Ledger(), delta)

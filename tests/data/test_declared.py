@@ -1,0 +1,196 @@
+import dataclasses
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdp.data import DeclaredDataset, PoissonDataset, declare
+
+N, B = 100, 8
+
+
+def rows(n=N):
+    return tf.data.Dataset.from_tensor_slices((np.ones((n, 3)), np.ones(n)))
+
+
+def shuffled(dataset, n=N, size=B):
+    return declare(
+        dataset, number_of_examples=n, expected_batch_size=size, sampling="shuffle"
+    )
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    @property
+    def num_batches(self):
+        return self.number
+
+    def __getitem__(self, index):
+        raise AssertionError("a declaration reads no data")
+
+
+def test_fields_are_what_was_declared():
+    dataset = rows().shuffle(N).batch(B)
+    declared = shuffled(dataset, np.int64(N), np.int64(B))
+    assert declared == DeclaredDataset(dataset, N, B, "shuffle")
+    assert type(declared.number_of_examples) is int
+    assert type(declared.expected_batch_size) is int
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        declared.sampling = "poisson"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "batches"),
+    [
+        (rows().batch(B), 13),
+        (rows().batch(B, drop_remainder=True), 12),
+        (rows().shuffle(N).batch(B).prefetch(2).cache(), 13),
+        (rows().filter(lambda x, y: y > 0).batch(B), 13),
+        (rows().batch(B).take(5), 5),
+        (Batches(13), 13),
+    ],
+    ids=["partial", "dropped", "cached", "unknown", "fewer", "PyDataset"],
+)
+def test_shuffled_batches_of_one_pass(dataset, batches):
+    assert shuffled(dataset).batches_per_pass == batches
+
+
+def test_number_of_batches_is_none_where_only_the_data_tell():
+    assert shuffled(rows().batch(B)).number_of_batches == 13
+    assert shuffled(rows().filter(lambda *_: True).batch(B)).number_of_batches is None
+    endless = declare(
+        rows().batch(B).repeat(),
+        number_of_examples=N,
+        expected_batch_size=B,
+        sampling="poisson",
+    )
+    assert endless.number_of_batches is None
+    assert endless.batches_per_pass == 13
+
+
+@pytest.mark.parametrize("n", [8, 9, 15, 16, 17, 100])
+@pytest.mark.parametrize("drop_remainder", [True, False])
+@pytest.mark.parametrize("passes", [2, 3])
+def test_every_repetition_that_shows_is_refused(n, drop_remainder, passes):
+    once = rows(n).batch(B, drop_remainder=drop_remainder)
+    assert shuffled(once, n).batches_per_pass == once.cardinality()
+    with pytest.raises(ValueError, match=r"at most once.*Remove `.repeat\(\)`"):
+        shuffled(once.repeat(passes), n)
+    with pytest.raises(ValueError, match=r"at most once.*Remove `.repeat\(\)`"):
+        shuffled(rows(n).repeat(passes).batch(B, drop_remainder=drop_remainder), n)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        rows().shuffle(N).repeat().batch(B),
+        rows().shuffle(N).batch(B).repeat(),
+        rows().filter(lambda x, y: y > 0).repeat().batch(B),
+        Batches(None),
+    ],
+)
+def test_endless_passes_are_refused(dataset):
+    with pytest.raises(ValueError, match=r"an infinite dataset. Remove `.repeat\(\)` "):
+        shuffled(dataset)
+
+
+def test_pydataset_with_more_batches_than_a_pass_is_refused():
+    with pytest.raises(ValueError, match="Received: 14 batches, expected_batch_size=8"):
+        shuffled(Batches(14))
+
+
+def test_static_batches_of_another_size_are_refused():
+    with pytest.raises(ValueError, match="Use `expected_batch_size=16`"):
+        shuffled(rows().batch(16, drop_remainder=True))
+
+
+@pytest.mark.parametrize("sampling", ["shuffle", "poisson"])
+@pytest.mark.parametrize(
+    "dataset",
+    [rows(), tf.data.Dataset.from_tensors((np.ones((28, 2)), np.ones(10)))],
+    ids=["scalar", "sizes"],
+)
+def test_single_examples_are_refused(dataset, sampling):
+    with pytest.raises(ValueError, match=r"must yield batches.*`dataset.batch"):
+        declare(dataset, number_of_examples=N, expected_batch_size=B, sampling=sampling)
+
+
+def test_ragged_sparse_and_missing_components_are_batches():
+    def generate():
+        yield from ()
+
+    dataset = tf.data.Dataset.from_generator(
+        generate,
+        output_signature=(
+            {
+                "ragged": tf.RaggedTensorSpec((None, None)),
+                "sparse": tf.SparseTensorSpec((None, 4)),
+                "any rank": tf.TensorSpec(None),
+            },
+            tf.TensorSpec((None,)),
+        ),
+    ).map(lambda x, y: (x, y, None))
+    assert shuffled(dataset).batches_per_pass == 13
+
+
+@pytest.mark.parametrize(
+    "dataset", [rows().batch(B), rows().batch(B).repeat(), Batches(None), Batches(7)]
+)
+def test_poisson_batches_of_varying_size(dataset):
+    declared = declare(
+        dataset, number_of_examples=N, expected_batch_size=B, sampling="poisson"
+    )
+    assert declared.sampling == "poisson"
+
+
+def test_poisson_batches_of_constant_size_draw_a_warning():
+    with pytest.warns(UserWarning, match="Poisson batches vary.*Received: batches of"):
+        declare(
+            rows().batch(16, drop_remainder=True),
+            number_of_examples=N,
+            expected_batch_size=B,
+            sampling="poisson",
+        )
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [np.ones((N, 3)), iter([]), [rows()], None, (batch for batch in ())],
+)
+def test_other_data_is_refused(dataset):
+    with pytest.raises(TypeError, match=r"`dataset` must be a.*Received: type\("):
+        shuffled(dataset)
+
+
+def test_poisson_dataset_needs_no_declaration():
+    with pytest.raises(TypeError, match=r"`private.fit\(dataset\)`"):
+        shuffled(PoissonDataset(np.ones((N, 3)), expected_batch_size=B))
+
+
+@pytest.mark.parametrize("sampling", ["Shuffle", "", None, "without replacement"])
+def test_unknown_sampling_is_refused(sampling):
+    with pytest.raises(ValueError, match="`sampling` must be one of 'shuffle', 'po"):
+        declare(
+            rows().batch(B),
+            number_of_examples=N,
+            expected_batch_size=B,
+            sampling=sampling,
+        )
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["number_of_examples", "expected_batch_size"])
+def test_numbers_out_of_range_are_refused(name, value):
+    numbers = {"number_of_examples": N, "expected_batch_size": B, name: value}
+    with pytest.raises(ValueError, match=f"`{name}` must be a whole number"):
+        declare(rows().batch(B), sampling="shuffle", **numbers)
+
+
+def test_batch_larger_than_the_data_is_refused():
+    with pytest.raises(ValueError, match="Use `expected_batch_size=100`"):
+        shuffled(rows().batch(256), size=256)

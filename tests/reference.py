@@ -1,0 +1,140 @@
+"""What every engine is compared with: one example at a time, in float64.
+
+Nothing here is vectorised and nothing is shared with tfdp. The loss of an example is
+what Keras's compiled loss gives for a batch that holds only that example; weight
+regularisers are no part of it.
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.problems import Batch, Problem, precision, size, take
+
+
+class _Objective(keras.Model):
+    """A compiled loss without a model, so without the model's regularisers."""
+
+    def __init__(self, model, loss, loss_weights):
+        super().__init__()
+        self.output_names = getattr(model, "output_names", None)
+        self.compile(optimizer=None, loss=loss, loss_weights=loss_weights)
+
+
+def per_example_losses(
+    model, loss, x, y, sample_weight=None, *, loss_weights=None, training=True
+) -> np.ndarray:
+    """The loss of each example alone, summed where its reduction leaves a vector.
+
+    Args:
+        model: A built float64 model.
+        loss: As in ``compile``; of ``Loss`` objects, float64 ones.
+        x: Inputs.
+        y: Targets.
+        sample_weight: As in ``fit``.
+        loss_weights: As in ``compile``.
+        training: Passed to the model.
+
+    Returns:
+        Shape ``(N,)``.
+    """
+    batch = Batch(x, y, sample_weight)
+    with precision("float64"):
+        objective = _Objective(model, loss, loss_weights)
+        results = [
+            np.sum(_loss(model, objective, take(batch, [row]), training))
+            for row in range(size(batch))
+        ]
+    return np.array(results, "float64")
+
+
+def per_example_gradients(
+    model, loss, x, y, sample_weight=None, *, loss_weights=None, training=True
+) -> list[np.ndarray]:
+    """The gradient of each example's loss, in the order of ``trainable_variables``.
+
+    Args:
+        model: A built float64 model.
+        loss: As in ``compile``; of ``Loss`` objects, float64 ones.
+        x: Inputs.
+        y: Targets.
+        sample_weight: As in ``fit``.
+        loss_weights: As in ``compile``.
+        training: Passed to the model.
+
+    Returns:
+        One array for each trainable variable, of its shape behind a leading axis of
+        examples. Zero where the loss does not depend on the variable.
+    """
+    batch = Batch(x, y, sample_weight)
+    variables = model.trainable_variables
+    rows = [np.zeros((size(batch), *variable.shape)) for variable in variables]
+    with precision("float64"):
+        objective = _Objective(model, loss, loss_weights)
+        for row in range(size(batch)):
+            with tf.GradientTape() as tape:
+                value = _loss(model, objective, take(batch, [row]), training)
+            for array, gradient in zip(
+                rows, tape.gradient(value, variables), strict=True
+            ):
+                if gradient is not None:
+                    array[row] = tf.convert_to_tensor(gradient)
+    return rows
+
+
+def problem_gradients(problem: Problem, batch: Batch) -> list[np.ndarray]:
+    """`per_example_gradients` of a problem built in float64.
+
+    Args:
+        problem: The model, with its initial weights, and the loss.
+        batch: Its examples, changed or not, in any dtype.
+    """
+    return per_example_gradients(
+        problem.build("float64"),
+        problem.loss("float64"),
+        *batch,
+        loss_weights=problem.loss_weights,
+    )
+
+
+def clipped_sum(
+    gradients: list[np.ndarray], l2_norm_clip: float, unit_size: int = 1
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Sum of the units' gradients, each scaled into the ball of radius C.
+
+    Args:
+        gradients: From `per_example_gradients`.
+        l2_norm_clip: C.
+        unit_size: Consecutive examples that make a unit, the last of which may be
+            smaller; its gradient is the mean over its examples.
+
+    Returns:
+        The sum, one array for each variable, and the units' norms before clipping. A
+        unit whose norm is not finite adds nothing.
+    """
+    total = [np.zeros(rows.shape[1:]) for rows in gradients]
+    norms = []
+    for start in range(0, len(gradients[0]), unit_size):
+        unit = [rows[start : start + unit_size].mean(axis=0) for rows in gradients]
+        norm = np.linalg.norm(np.concatenate([part.ravel() for part in unit]))
+        norms.append(norm)
+        if np.isfinite(norm):
+            factor = l2_norm_clip / max(norm, l2_norm_clip)
+            total = [add + factor * part for add, part in zip(total, unit, strict=True)]
+    return total, np.array(norms)
+
+
+def assert_all_close(actual: Any, expected: Any, **tolerances: float) -> None:
+    """Compare two lists of arrays, one array for each variable."""
+    for left, right in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(left, right, **tolerances)
+
+
+def _loss(model, objective, batch: Batch, training: bool) -> Any:
+    return objective.compute_loss(
+        y=batch.y,
+        y_pred=model(batch.x, training=training),
+        sample_weight=batch.sample_weight,
+    )

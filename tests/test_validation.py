@@ -1,0 +1,946 @@
+"""What breaks per-example privacy is found, nothing else is, and nothing changes."""
+
+import dataclasses
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from tfdp import validation
+from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
+from tfdp.validation import Problem, check_loss, check_model, validate_model
+
+STATISTICS = "its batch statistics mix"
+SPECTRAL = "it overwrites the kernel"
+ACTIVITY = "its `activity_regularizer`"
+ADDED_LOSS = "it calls `add_loss`"
+UNREPEATABLE = "its output differs from call to call"
+MIXING = "its output for one row of the batch changes"
+MEMORY = "its state"
+
+
+# ---------------------------------------------------------------- layers that mix
+
+
+class Centre(layers.Layer):
+    def call(self, x):
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
+class AddReversed(layers.Layer):
+    def call(self, x):
+        return x + 0.1 * ops.flip(x, axis=0)
+
+
+class AddEarlierRows(layers.Layer):
+    def call(self, x):
+        return ops.cumsum(x, axis=0)
+
+
+class AttendToBatch(layers.Layer):
+    def call(self, x):
+        return ops.softmax(x @ ops.transpose(x), axis=-1) @ x
+
+
+class NormalizeEverySecondRow(layers.Layer):
+    def call(self, x):
+        halves = ops.reshape(x, (-1, 2, *x.shape[1:]))
+        halves -= ops.mean(halves, axis=0, keepdims=True)
+        return ops.reshape(halves, ops.shape(x))
+
+
+class MixInsideFunction(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = Centre(name="inner")
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        return tf.function(self.inner, autograph=False)(x)
+
+
+class TwoOutputs(layers.Layer):
+    def call(self, x):
+        return {"own": 2.0 * x, "total": ops.sum(x, axis=0)}
+
+
+class Block(layers.Layer):
+    """Mixes in its own `call`, between layers that do not."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.parts = [layers.Dense(3, name="first"), layers.Dense(3, name="second")]
+
+    def build(self, shape):
+        for part in self.parts:
+            part.build(shape)
+            shape = part.compute_output_shape(shape)
+
+    def call(self, x):
+        x = self.parts[0](x)
+        return self.parts[1](x / ops.max(x, axis=0, keepdims=True))
+
+
+# --------------------------------------------------------- layers that keep state
+
+
+class Remember(layers.Layer):
+    """Assigns to a variable what `update` makes of its value and the batch."""
+
+    def __init__(self, update, **kwargs):
+        super().__init__(**kwargs)
+        self.update = update
+        self.memory = self.add_weight(
+            shape=(), initializer="zeros", name="memory", trainable=False
+        )
+
+    def call(self, x):
+        self.memory.assign(self.update(self.memory, x))
+        return x
+
+
+def count_calls(memory, x):
+    return memory + 1.0
+
+
+def count_rows(memory, x):
+    return memory + ops.cast(ops.shape(x)[0], "float32")
+
+
+def running_mean(memory, x):
+    return 0.99 * memory + 0.01 * ops.mean(x)
+
+
+class RememberInTensorFlow(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.memory = tf.Variable(0.0, name="memory")
+
+    def call(self, x):
+        self.memory.assign(tf.reduce_mean(x))
+        return x
+
+
+class RememberInKernel(layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1],), name="kernel")
+
+    def call(self, x):
+        self.kernel.assign(ops.mean(x, axis=0))
+        return x
+
+
+class Metered(layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.mean = keras.metrics.Mean()
+
+    def call(self, x):
+        self.mean.update_state(x)
+        return x
+
+
+# -------------------------------------------------------------- losses, randomness
+
+
+class Penalize(layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.mean(ops.square(x)))
+        return x
+
+
+class TensorFlowNoise(layers.Layer):
+    def call(self, x):
+        return x + tf.random.uniform(tf.shape(x))
+
+
+class UnseededNoise(layers.Layer):
+    def call(self, x):
+        return x + keras.random.normal(ops.shape(x))
+
+
+class PythonNoise(layers.Layer):
+    def call(self, x):
+        return x + random.random()
+
+
+class DrawsByData(layers.Layer):
+    """Moves its seed once or not at all; the outputs do not depend on it."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        if tf.executing_eagerly() and int(1000 * ops.sum(x)) % 2:
+            keras.random.normal((), seed=self.seed_generator)
+        return x
+
+
+class Gate(layers.Layer):
+    """A scale per feature that starts at zero."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="zeros")
+
+    def call(self, x):
+        return x * self.scale
+
+
+# --------------------------------------------------------------------- the models
+
+
+def sequential(*parts):
+    return keras.Sequential(list(parts), name="model")
+
+
+def dense(name="dense", **kwargs):
+    return layers.Dense(4, name=name, **kwargs)
+
+
+def normalization(name="norm", **kwargs):
+    return layers.BatchNormalization(name=name, **kwargs)
+
+
+def frozen(layer):
+    layer.trainable = False
+    return layer
+
+
+def functional(make, shape=(4,)):
+    inputs = keras.Input(shape)
+    return keras.Model(inputs, make(inputs), name="model")
+
+
+def mixing_operation(inputs):
+    return dense()(inputs - ops.mean(inputs, axis=0, keepdims=True))
+
+
+def mixing_before_zeros(inputs):
+    centred = inputs - ops.mean(inputs, axis=0, keepdims=True)
+    return dense(kernel_initializer="zeros")(centred)
+
+
+def mixing_behind_gate(inputs):
+    return inputs + Gate()(ops.flip(inputs, axis=0))
+
+
+def base_model():
+    return keras.Sequential([normalization(), dense()], name="base")
+
+
+def base_in_functional_model(inputs):
+    """Keras ignores the `training` given here when the whole model is training."""
+    return dense("head")(base_model()(inputs, training=False))
+
+
+class BaseInInferenceMode(keras.Model):
+    def __init__(self):
+        super().__init__(name="model")
+        self.base, self.head = base_model(), dense("head")
+
+    def call(self, x):
+        return self.head(self.base(x, training=False))
+
+
+def shared_normalization(inputs):
+    norm = normalization("shared")
+    return norm(dense("a")(norm(inputs)))
+
+
+def shared_by_towers(layer):
+    def make(inputs):
+        a, b = (keras.Sequential([layer, dense()], name=name) for name in "ab")
+        return a(inputs) + b(inputs)
+
+    return functional(make)
+
+
+class Nested(keras.Model):
+    """Layers in lists, dicts and models; a dict of inputs and of outputs."""
+
+    def __init__(self):
+        super().__init__(name="model")
+        self.embed = layers.Embedding(10, 4, name="embed")
+        self.towers = {"text": [sequential(normalization(), dense()), Centre(name="c")]}
+        self.towers["text"][0].name = "tower"
+        self.head = dense("head")
+
+    def call(self, inputs, training=None):
+        x = ops.mean(self.embed(inputs["ids"]), axis=1)
+        for layer in self.towers["text"]:
+            x = layer(x)
+        return {"logits": self.head(x), "numbers": inputs["numbers"]}
+
+
+class AddsLoss(keras.Model):
+    def __init__(self):
+        super().__init__(name="model")
+        self.dense = dense()
+
+    def call(self, x):
+        y = self.dense(x)
+        self.add_loss(ops.mean(y))
+        return y
+
+
+class BatchMeanOutput(keras.Model):
+    def call(self, x):
+        return x, ops.mean(x)
+
+
+class PositionsAsRows(keras.Model):
+    """Has the positions of all examples as rows in between, and in an output."""
+
+    def __init__(self):
+        super().__init__(name="model")
+        self.dense = dense()
+        self.over_positions = layers.Softmax(axis=0)
+
+    def call(self, x):
+        rows = self.dense(ops.reshape(x, (-1, 4)))
+        y = ops.transpose(ops.reshape(rows, (-1, 6, 4)), (1, 0, 2))
+        return rows, ops.transpose(self.over_positions(y), (1, 0, 2))
+
+
+def attention(**kwargs):
+    layer = layers.MultiHeadAttention(2, 2, dropout=0.5, name="attention", **kwargs)
+    return functional(lambda x: layer(x, x), (6, 4))
+
+
+def adapted():
+    layer = layers.Normalization()
+    layer.adapt(numbers())
+    return layer
+
+
+def numbers(*shape):
+    return np.random.default_rng(1).normal(size=shape or (8, 4))
+
+
+def ids(*shape):
+    return np.random.default_rng(1).integers(0, 10, size=shape or (8, 6))
+
+
+def mixed_inputs():
+    return {"ids": ids(), "numbers": numbers(8, 2)}
+
+
+SOUND = {
+    "dense": (lambda: sequential(dense(), dense("b")), numbers),
+    "layer normalization": (lambda: sequential(layers.LayerNormalization()), numbers),
+    "group normalization": (
+        lambda: sequential(layers.Dense(8), layers.GroupNormalization(2)),
+        numbers,
+    ),
+    "adapted normalization": (lambda: sequential(adapted(), dense()), numbers),
+    "dropout": (lambda: sequential(dense(), layers.Dropout(0.5)), numbers),
+    "noise": (
+        lambda: sequential(layers.GaussianNoise(1.0), layers.GaussianDropout(0.5)),
+        numbers,
+    ),
+    "spatial dropout": (
+        lambda: sequential(layers.SpatialDropout1D(0.5)),
+        lambda: numbers(8, 6, 4),
+    ),
+    "augmentation": (
+        lambda: sequential(layers.RandomFlip(), layers.RandomRotation(0.2)),
+        lambda: numbers(8, 6, 6, 1),
+    ),
+    "unseeded noise": (lambda: sequential(UnseededNoise(), dense()), numbers),
+    "noise of Python": (lambda: sequential(PythonNoise(), dense()), numbers),
+    "seed moved by data": (lambda: sequential(DrawsByData(), dense()), numbers),
+    "attention": (attention, lambda: numbers(8, 6, 4)),
+    "lstm": (
+        lambda: sequential(
+            layers.Embedding(10, 4, mask_zero=True),
+            layers.Bidirectional(layers.LSTM(3, dropout=0.5, return_sequences=True)),
+            layers.GRU(2, recurrent_dropout=0.5),
+        ),
+        ids,
+    ),
+    "convolution": (
+        lambda: sequential(layers.Conv2D(3, 2), layers.MaxPool2D(), layers.Flatten()),
+        lambda: numbers(8, 6, 6, 1),
+    ),
+    "frozen normalization": (
+        lambda: sequential(frozen(normalization()), dense()),
+        numbers,
+    ),
+    "frozen model": (
+        lambda: frozen(sequential(normalization(), dense())),
+        numbers,
+    ),
+    "base in inference mode": (BaseInInferenceMode, numbers),
+    "weight regularizer": (
+        lambda: sequential(dense(kernel_regularizer="l2", bias_regularizer="l1")),
+        numbers,
+    ),
+    "call counter": (lambda: sequential(Remember(count_calls)), numbers),
+    "metric": (lambda: sequential(Metered(), dense()), numbers),
+    "positions as rows": (PositionsAsRows, lambda: numbers(8, 6, 4)),
+    "strings": (
+        lambda: sequential(
+            keras.Input((), dtype="string"),
+            layers.StringLookup(vocabulary=["a", "b"]),
+            layers.Embedding(4, 2),
+        ),
+        lambda: np.array(["a", "b", "c"]),
+    ),
+    "missing values": (
+        lambda: sequential(layers.Dense(2)),
+        lambda: np.full((8, 4), np.nan),
+    ),
+}
+
+UNSOUND = {
+    "batch normalization": (
+        lambda: sequential(dense(), normalization()),
+        numbers,
+        [("norm", STATISTICS)],
+    ),
+    "normalization without weights": (
+        lambda: sequential(normalization(center=False, scale=False)),
+        numbers,
+        [("norm", STATISTICS)],
+    ),
+    "normalization of constants": (
+        lambda: sequential(normalization()),
+        lambda: np.zeros((1, 4)),
+        [("norm", STATISTICS)],
+    ),
+    "shared normalization": (
+        lambda: functional(shared_normalization),
+        numbers,
+        [("shared", STATISTICS)],
+    ),
+    "normalization shared by towers": (
+        lambda: shared_by_towers(normalization("shared")),
+        numbers,
+        [("a/shared", STATISTICS)],
+    ),
+    "running mean shared by towers": (
+        lambda: shared_by_towers(Remember(running_mean, name="shared")),
+        numbers,
+        [("a/shared", MEMORY)],
+    ),
+    "normalization in a base model": (
+        lambda: functional(base_in_functional_model),
+        numbers,
+        [("base/norm", STATISTICS)],
+    ),
+    "normalization of each time step": (
+        lambda: sequential(layers.TimeDistributed(normalization(), name="steps")),
+        lambda: numbers(8, 3, 4),
+        [("steps/norm", STATISTICS)],
+    ),
+    "spectral normalization": (
+        lambda: sequential(layers.SpectralNormalization(dense(), name="spectral")),
+        numbers,
+        [("spectral", SPECTRAL)],
+    ),
+    "several": (
+        lambda: sequential(
+            Centre(name="c"),
+            normalization("first"),
+            dense(activity_regularizer="l2"),
+            frozen(normalization("frozen")),
+            AddReversed(name="r"),
+            normalization("second"),
+            Remember(count_rows, name="m"),
+        ),
+        numbers,
+        [
+            ("c", MIXING),
+            ("first", STATISTICS),
+            ("dense", ACTIVITY),
+            ("r", MIXING),
+            ("second", STATISTICS),
+            ("m", MEMORY),
+        ],
+    ),
+    "nested": (
+        Nested,
+        mixed_inputs,
+        [("tower/norm", STATISTICS), ("c", MIXING)],
+    ),
+    "batch mean": (
+        lambda: sequential(dense(), Centre(name="c"), dense("b")),
+        numbers,
+        [("c", MIXING)],
+    ),
+    "reversed batch": (
+        lambda: sequential(AddReversed(name="r")),
+        numbers,
+        [("r", MIXING)],
+    ),
+    "cumulative sum": (
+        lambda: sequential(AddEarlierRows(name="s")),
+        numbers,
+        [("s", MIXING)],
+    ),
+    "softmax over the batch": (
+        lambda: sequential(layers.Softmax(axis=0, name="s")),
+        numbers,
+        [("s", MIXING)],
+    ),
+    "attention to the batch": (
+        lambda: sequential(AttendToBatch(name="a")),
+        numbers,
+        [("a", MIXING)],
+    ),
+    "statistics of every second row": (
+        lambda: sequential(NormalizeEverySecondRow(name="n")),
+        numbers,
+        [("n", MIXING)],
+    ),
+    "mixing inside a tf.function": (
+        lambda: sequential(MixInsideFunction(name="f")),
+        numbers,
+        [("f", MIXING)],
+    ),
+    "mixing of an output without rows": (
+        lambda: functional(TwoOutputs(name="two")),
+        numbers,
+        [("two", MIXING)],
+    ),
+    "mixing between layers": (
+        lambda: sequential(Block(name="block")),
+        numbers,
+        [("block", MIXING)],
+    ),
+    "mixing inside a layer called by time step": (
+        lambda: sequential(layers.TimeDistributed(Centre(name="c"), name="steps")),
+        lambda: numbers(8, 3, 4),
+        [("steps/c", MIXING)],
+    ),
+    "mixing operation": (
+        lambda: functional(mixing_operation),
+        numbers,
+        [("model", MIXING)],
+    ),
+    "mixing before zero weights": (
+        lambda: functional(mixing_before_zeros),
+        numbers,
+        [("model", MIXING)],
+    ),
+    "mixing behind a closed gate": (
+        lambda: functional(mixing_behind_gate),
+        numbers,
+        [("model", MIXING)],
+    ),
+    "scalar output": (BatchMeanOutput, numbers, [("batch_mean_output", MIXING)]),
+    "mixing of integers": (
+        lambda: sequential(layers.Embedding(10, 4), Centre(name="c")),
+        ids,
+        [("c", MIXING)],
+    ),
+    "mixing of one row": (
+        lambda: sequential(layers.Embedding(10, 4), Centre(name="c")),
+        lambda: ids(1, 6),
+        [("c", MIXING)],
+    ),
+    "mixing of zeros": (
+        lambda: sequential(Centre(name="c")),
+        lambda: np.zeros((1, 4)),
+        [("c", MIXING)],
+    ),
+    "mixing of strings": (
+        lambda: sequential(
+            keras.Input((), dtype="string"),
+            layers.StringLookup(vocabulary=["a", "b"]),
+            layers.Embedding(4, 2),
+            Centre(name="c"),
+        ),
+        lambda: tf.constant(["a", "b"]),
+        [("c", MIXING)],
+    ),
+    "mixing beside missing values": (
+        lambda: sequential(Centre(name="c")),
+        lambda: np.concatenate([numbers(4, 3), np.full((4, 1), np.nan)], axis=1),
+        [("c", MIXING)],
+    ),
+    "mixed examples": (
+        lambda: sequential(layers.MixUp(seed=1, name="mixup")),
+        lambda: numbers(8, 6, 6, 1),
+        [("mixup", MIXING)],
+    ),
+    "running mean": (
+        lambda: sequential(Remember(running_mean, name="m"), dense()),
+        numbers,
+        [("m", MEMORY)],
+    ),
+    "row counter": (
+        lambda: sequential(Remember(count_rows, name="m"), dense()),
+        numbers,
+        [("m", MEMORY)],
+    ),
+    "running mean in TensorFlow": (
+        lambda: sequential(RememberInTensorFlow(name="m")),
+        numbers,
+        [("m", MEMORY)],
+    ),
+    "mean kept in a weight": (
+        lambda: sequential(RememberInKernel(name="m")),
+        numbers,
+        [("m", MEMORY)],
+    ),
+    "activity regularizer": (
+        lambda: sequential(dense(activity_regularizer="l2"), dense("b")),
+        numbers,
+        [("dense", ACTIVITY)],
+    ),
+    "activity regularizer of a frozen layer": (
+        lambda: sequential(frozen(dense(activity_regularizer="l2")), dense("b")),
+        numbers,
+        [("dense", ACTIVITY)],
+    ),
+    "activity regularizer inside attention": (
+        lambda: attention(activity_regularizer="l2"),
+        lambda: numbers(8, 6, 4),
+        [
+            (f"attention/{name}", ACTIVITY)
+            for name in ("query", "key", "value", "attention_output")
+        ],
+    ),
+    "loss added by a layer": (
+        lambda: sequential(dense(), Penalize(name="p")),
+        numbers,
+        [("p", ADDED_LOSS)],
+    ),
+    "loss added by the model": (AddsLoss, numbers, [("model", ADDED_LOSS)]),
+    "noise of TensorFlow": (
+        lambda: sequential(TensorFlowNoise(name="n"), Centre(name="c")),
+        numbers,
+        [("n", UNREPEATABLE), ("c", MIXING)],
+    ),
+}
+
+
+def by_name(table):
+    return [pytest.param(*case, id=name) for name, case in table.items()]
+
+
+@pytest.mark.parametrize(("make_model", "make_x"), by_name(SOUND))
+def test_sound_models_have_no_problem(make_model, make_x):
+    assert validate_model(make_model(), make_x()) == []
+
+
+@pytest.mark.parametrize(("make_model", "make_x", "expected"), by_name(UNSOUND))
+def test_problems_are_found_and_named(make_model, make_x, expected):
+    found = validate_model(make_model(), make_x())
+    seen = {(problem.path, problem.reason) for problem in found}
+    assert len(found) == len(expected) == len(seen), "\n".join(map(str, found))
+    for path, reason in expected:
+        assert any(p == path and r.startswith(reason) for p, r in seen), found
+
+
+@pytest.mark.parametrize("name", ["several", "attention", "dropout"])
+@pytest.mark.parametrize(
+    "policy", ["float16", "bfloat16", "mixed_float16", "mixed_bfloat16", "float64"]
+)
+def test_precision_changes_no_verdict(name, policy):
+    keras.config.set_dtype_policy(policy)
+    make_model, make_x, *expected = SOUND.get(name) or UNSOUND[name]
+    paths = [path for path, _ in expected[0]] if expected else []
+    assert [p.path for p in validate_model(make_model(), make_x())] == paths
+
+
+# ------------------------------------------------------------- nothing is changed
+
+
+class Stateful(keras.Model):
+    """One of every kind of state that a pass may change."""
+
+    def __init__(self):
+        super().__init__(name="model")
+        self.stack = [
+            dense(kernel_regularizer="l2"),
+            normalization(),
+            layers.Dropout(0.5, seed=3),
+            layers.SpectralNormalization(layers.Dense(4)),
+            Remember(running_mean),
+            RememberInTensorFlow(),
+            Metered(),
+            Penalize(),
+            UnseededNoise(),
+            PythonNoise(),
+        ]
+        self.calls_left = None
+
+    def call(self, x, training=None):
+        if self.calls_left is not None:
+            self.calls_left -= 1
+            if self.calls_left < 0:
+                raise ZeroDivisionError("of the user")
+        for layer in self.stack:
+            x = layer(x)
+        return x
+
+    def state(self):
+        variables = [*self.variables, *self.metrics_variables, self.stack[5].memory]
+        return [variable.numpy().tobytes() for variable in variables]
+
+
+@pytest.fixture
+def stateful():
+    model = Stateful()
+    model.compile("sgd", "mse", metrics=["mae"])
+    model.fit(numbers(), numbers(), batch_size=4, verbose=0)
+    return model
+
+
+def attributes(model):
+    """All but what TensorFlow adds when it looks for variables."""
+    return [
+        {name for name in vars(layer) if not name.startswith("_self_")}
+        for layer in (model, *model.stack)
+    ]
+
+
+@pytest.mark.parametrize("calls_left", [None, 0, 1, 3, 6])
+def test_every_variable_is_restored(stateful, calls_left):
+    before, attributes_before = stateful.state(), attributes(stateful)
+    chance = random.getstate()
+    stateful.calls_left = calls_left
+    if calls_left is None:
+        assert validate_model(stateful, numbers())
+    else:
+        with pytest.raises(ZeroDivisionError, match="of the user"):
+            validate_model(stateful, numbers())
+    assert stateful.state() == before
+    assert attributes(stateful) == attributes_before
+    assert random.getstate() == chance
+    assert len(stateful.losses) == 1  # That of the kernel.
+
+
+def test_unseeded_draws_go_on_as_if_nothing_had_happened():
+    model = sequential(UnseededNoise(), layers.Dropout(0.5))
+    model.build((None, 4))
+
+    def draws(validates):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        if validates:
+            validate_model(model, numbers())
+        return [random.random(), *keras.random.normal((3,)).numpy()]
+
+    assert draws(validates=True) == draws(validates=False)
+
+
+def test_training_goes_on_as_if_nothing_had_happened():
+    weights = []
+    for validates in (False, True):
+        keras.utils.set_random_seed(0)
+        model = sequential(dense(), normalization(), layers.Dropout(0.5), dense("b"))
+        model.compile(keras.optimizers.Adam(), "mse")
+        for _ in range(2):
+            model.fit(numbers(), numbers(), batch_size=4, verbose=0)
+            if validates:
+                validate_model(model, numbers())
+        weights.append([w.tobytes() for w in model.get_weights()])
+    assert weights[0] == weights[1]
+
+
+def test_the_user_keeps_his_own_call():
+    model = sequential(dense())
+    model.build((None, 4))
+
+    def tripled(x, training=None):
+        return 3.0 * x
+
+    object.__setattr__(model.layers[0], "call", tripled)
+    assert validate_model(model, numbers()) == []
+    assert model.layers[0].call is tripled
+
+
+def test_inputs_are_left_alone():
+    x = mixed_inputs()
+    before = {name: value.copy() for name, value in x.items()}
+    validate_model(Nested(), x)
+    for name, value in before.items():
+        np.testing.assert_array_equal(x[name], value)
+
+
+def test_an_unbuilt_model_is_built_for_any_batch_size_and_not_run():
+    model = sequential(dense(), normalization(), Remember(count_rows))
+    validate_model(model, numbers())
+    assert model.input_shape == (None, 4)
+    np.testing.assert_array_equal(model.get_layer("norm").moving_mean, np.zeros(4))
+    assert float(model.layers[-1].memory) == 0.0
+
+
+# ---------------------------------------------------------------- the made-up rows
+
+
+BOUNDS = np.array([3] * 30 + [10] * 30 + [256])
+
+
+class Bounded(layers.Layer):
+    """Fails if a column has a number that is not below its bound."""
+
+    def call(self, x):
+        for numbers in (x, ops.round(x)):
+            ids = ops.cast(numbers, "int32")
+            tf.debugging.assert_non_negative(ids)
+            tf.debugging.assert_less(ids, tf.constant(BOUNDS, "int32"))
+        return ops.cast(ids, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "float32", "float64"])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_vocabularies_hold(dtype, rows):
+    x = np.random.default_rng(0).integers(0, BOUNDS, size=(rows, len(BOUNDS)))
+    x[0] = BOUNDS - 1
+    assert validate_model(sequential(Bounded()), x.astype(dtype)) == []
+
+
+@pytest.mark.parametrize("row", range(4))
+def test_one_row_stays_and_all_others_change(row):
+    x = {
+        "floats": numbers(4, 2),
+        "zeros": np.zeros((4, 2)),
+        "ids": np.array([[7, 1], [7, 1], [2, 5], [0, 9]]),
+        "strings": np.array(["a", "b", "c", "d"]),
+        "flags": np.array([True, False, True, True]),
+    }
+    changed = validation._with_others_changed(x, row)
+    for name, value in x.items():
+        same = (changed[name] == value).reshape(4, -1)
+        assert same[row].all()
+        assert not np.delete(same, row, axis=0).any(axis=1).any(), name
+        assert changed[name].dtype == value.dtype
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "difference"),
+    [("float64", 1e-6, 1e-3), ("float16", 1e-3, 5e-2), ("bfloat16", 1e-2, 0.2)],
+)
+def test_rounding_is_no_difference(dtype, rounding, difference):
+    tolerance = validation._tolerance(["float32", dtype])
+    values = np.array([[1.0, 2.0, np.nan, np.inf], [3.0, 4.0, 5.0, 6.0]] * 2)
+
+    def agrees(other, row=None):
+        return validation._agree([values], [other], row, tolerance)
+
+    assert agrees(values * (1 + rounding))
+    assert not agrees(values * (1 + difference))
+    assert not agrees(np.nan_to_num(values))
+    assert not agrees(values[:, :2])
+    other = values.copy()
+    other[3] += 1.0
+    assert [agrees(other, row) for row in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("x", [np.zeros((0, 4)), np.float32(1.0), [[1.0, 2.0]]])
+def test_inputs_without_rows_are_refused(x):
+    with pytest.raises(ValueError, match=r"leading axis\. Received: an array"):
+        validate_model(sequential(dense()), x)
+
+
+# --------------------------------------------------------------------- the messages
+
+
+def test_check_model_names_all_problems_at_once():
+    make_model, make_x, expected = UNSOUND["several"]
+    with pytest.raises(UnsupportedLayerError) as raised:
+        check_model(make_model(), make_x())
+    message = str(raised.value)
+    lines = message.splitlines()[1:]
+    assert len(lines) == len(expected)
+    for (path, reason), line in zip(expected, lines, strict=True):
+        assert line.startswith(f"  * `{path}` (")
+        assert reason in line
+    assert "Received: model=<Sequential name=model" in message
+    assert "`keras.layers.GroupNormalization(groups=...)`" in message
+    assert "`layer.trainable = False`" in message
+
+
+def test_check_model_accepts_a_sound_model():
+    check_model(sequential(dense(), layers.Dropout(0.5)), numbers())
+
+
+def test_a_problem_reads_as_a_sentence():
+    problem = Problem("encoder/head", "MyDense", "it mixes rows", "Use `Dense`.")
+    assert str(problem) == "`encoder/head` (MyDense): it mixes rows. Use `Dense`."
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        problem.path = "other"
+
+
+# ------------------------------------------------------------------------ the losses
+
+
+def weighted_by_share(y, y_pred, sample_weight):
+    losses = ops.mean(ops.square(ops.cast(y, y_pred.dtype) - y_pred), axis=-1)
+    return losses * ops.cast(sample_weight / ops.mean(sample_weight), losses.dtype)
+
+
+def masked_mean(y, y_pred, sample_weight):
+    mask = ops.cast(y > 0, y_pred.dtype)
+    losses = ops.sum(ops.abs(y_pred) * mask, axis=-1)
+    return losses * ops.cast(ops.size(mask), losses.dtype) / ops.sum(mask)
+
+
+def standardized(y, y_pred, sample_weight):
+    losses = ops.mean(ops.abs(y_pred), axis=-1)
+    return losses - ops.max(losses)
+
+
+LABELS = np.array([0, 1, 2, 1, 0, 2])
+PROBABILITIES = np.random.default_rng(2).dirichlet(np.ones(3), size=6).astype("float32")
+WEIGHTS = np.array([0.5, 2.0, 1.0, 3.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("losses", "y"),
+    [
+        (keras.losses.SparseCategoricalCrossentropy(reduction=None), LABELS),
+        (
+            keras.losses.CategoricalCrossentropy(reduction=None),
+            np.eye(3)[LABELS],
+        ),
+        (keras.losses.MeanSquaredError(reduction=None), np.eye(3)[LABELS]),
+        (lambda y, y_pred, sample_weight: -ops.log(y_pred[:, 0]), None),
+        (lambda y, y_pred, sample_weight: y_pred[:, 0] * np.nan, LABELS),
+    ],
+    ids=["sparse", "categorical", "squared", "no targets", "nan"],
+)
+@pytest.mark.parametrize("sample_weight", [None, WEIGHTS], ids=["plain", "weighted"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_losses_of_one_example_each_pass(losses, y, sample_weight, dtype):
+    check_loss(losses, y, ops.cast(PROBABILITIES, dtype), sample_weight)
+
+
+@pytest.mark.parametrize(
+    ("losses", "y"),
+    [
+        (keras.losses.Circle(reduction=None), LABELS),
+        (weighted_by_share, np.eye(3)[LABELS]),
+        (masked_mean, np.eye(3)[LABELS][:, [0, 0, 1]]),
+        (standardized, None),
+    ],
+    ids=["circle", "weights", "mask", "maximum"],
+)
+@pytest.mark.parametrize("rows", [3, 6])
+def test_losses_that_couple_examples_are_refused(losses, y, rows):
+    y = None if y is None else y[:rows]
+    with pytest.raises(UnsupportedLossError, match=r"Circle.*Use a loss that"):
+        check_loss(losses, y, PROBABILITIES[:rows], WEIGHTS[:rows])
+
+
+def test_losses_of_nested_outputs_are_probed():
+    def losses(y, y_pred, sample_weight):
+        return y_pred["a"][:, 0] + ops.mean(y_pred["b"])
+
+    with pytest.raises(UnsupportedLossError, match="must not depend on other"):
+        check_loss(losses, None, {"a": PROBABILITIES, "b": PROBABILITIES})
+
+
+def test_a_reduced_loss_is_refused():
+    with pytest.raises(UnsupportedLossError, match=r"shape \(\) for 4 examples"):
+        check_loss(keras.losses.MeanSquaredError(), PROBABILITIES, PROBABILITIES)

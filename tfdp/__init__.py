@@ -1,0 +1,20 @@
+"""Differential privacy for Keras 3 on TensorFlow."""
+
+from tfdp import accounting as accounting
+from tfdp import callbacks as callbacks
+from tfdp import data as data
+from tfdp import errors as errors
+from tfdp import optimizers as optimizers
+from tfdp.accounting import (
+    calibrate_noise_multiplier as calibrate_noise_multiplier,
+)
+from tfdp.accounting import compute_dp_sgd_privacy as compute_dp_sgd_privacy
+from tfdp.accounting import (
+    compute_dp_sgd_privacy_statement as compute_dp_sgd_privacy_statement,
+)
+from tfdp.clipping import ClippedSum as ClippedSum
+from tfdp.gradients import clipped_gradients as clipped_gradients
+from tfdp.model import DPModel as DPModel
+from tfdp.validation import validate_model as validate_model
+
+__version__ = "0.1.0"

@@ -1,0 +1,164 @@
+"""All that tfdp takes from the private parts of Keras and TensorFlow.
+
+Everything else in the package uses public names, so that a release that moves
+something breaks this file and nothing else.
+"""
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.compile_utils import CompileLoss, get_loss
+from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops.parallel_for import pfor
+
+
+
+class PerExampleCompileLoss(CompileLoss):
+    """Keras's alignment of losses, outputs, targets and weights, without metrics.
+
+    Keras adds a running mean per output, which would be assigned once per
+    example inside a vectorized map.
+    """
+
+    @property
+    def metrics(self) -> list[None]:
+        """No metric for any of the losses."""
+        return [None] * len(self._flat_losses or ())
+
+
+def resolve_loss(identifier: Any, y_true: Any, y_pred: Any) -> Any:
+    """Return the `keras.losses.Loss` that `compile` would use for `identifier`."""
+    return get_loss(identifier, y_true, y_pred)
+
+
+def inside_xla() -> bool:
+    """Tell whether XLA will compile what is being traced."""
+    graph = tf.compat.v1.get_default_graph()
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """List the model and all the layers in it, at every depth, each once."""
+    return list(model._flatten_layers())
+
+
+def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
+    """Return the metric that a compiled model logs as `loss`."""
+    return model._loss_tracker
+
+
+def takes_training(model: keras.Model) -> bool:
+    """Tell whether the model's `call` has the argument `training`."""
+    return "training" in inspect.signature(model.call).parameters
+
+
+def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
+    """Call a model's own `compute_loss` for training, old signatures included."""
+    if "training" in inspect.signature(model.compute_loss).parameters:
+        return model.compute_loss(x, y, y_pred, weights, training=True)
+    return model.compute_loss(x, y, y_pred, weights)
+
+
+def keras_mask(tensor: Any) -> Any:
+    """Return the mask that Keras attached to `tensor`, or None."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+@contextlib.contextmanager
+def without_regularizers(variables: list[Any]) -> Iterator[None]:
+    """Hide the weight regularizers of `variables` from `Layer.losses`."""
+    hidden = [(variable, variable.regularizer) for variable in variables]
+    try:
+        for variable, _ in hidden:
+            variable.regularizer = None
+        yield
+    finally:
+        for variable, regularizer in hidden:
+            variable.regularizer = regularizer
+
+
+class _RowSeeds(threading.local):
+    """The row whose seeds this thread draws, if any, and what it has drawn."""
+
+    row: Any = None
+    drawn: dict[int, tuple[Any, list[bool]]]
+
+
+_row_seeds = _RowSeeds()
+_next_seed = keras.random.SeedGenerator.next
+
+
+@contextlib.contextmanager
+def seeds_of_row(row: Any) -> Iterator[Callable[[], None]]:
+    """Let every Keras seed generator draw seeds of its own for one row of a batch.
+
+    Inside `tf.vectorized_map` the state of a generator is the same for all rows,
+    so that all of them would get one dropout mask. Here the number of the row
+    and of the draw are folded into the seed, and the state stays as it is.
+
+    Args:
+        row: Scalar integer tensor, the number of the row.
+
+    Yields:
+        A function to call outside the map: it moves the state of every generator
+        that was used past the seeds that were drawn.
+    """
+    drawn: dict[int, tuple[Any, list[bool]]] = {}
+
+    def advance() -> None:
+        for generator, draws in drawn.values():
+            for ordered in draws:
+                _next_seed(generator, ordered=ordered)
+
+    # Outside of this context the replacement does what the original does.
+    keras.random.SeedGenerator.next = _next_seed_of_row
+    _row_seeds.row, _row_seeds.drawn = row, drawn
+    try:
+        yield advance
+    finally:
+        _row_seeds.row = None
+
+
+def _next_seed_of_row(generator: Any, ordered: bool = True) -> Any:
+    if _row_seeds.row is None:
+        return _next_seed(generator, ordered=ordered)
+    draws = _row_seeds.drawn.setdefault(id(generator), (generator, []))[1]
+    state = tf.convert_to_tensor(generator.state)
+    # Odd multipliers modulo 2**31: rows and draws of one state never meet.
+    offset = tf.cast(_row_seeds.row, tf.int64) * 0x9E3779B1 + len(draws) * 0x85EBCA77
+    draws.append(ordered)
+    fold = tf.stack([tf.zeros_like(offset), offset % (1 << 31)])
+    return tf.cast((tf.cast(state, tf.int64) + fold) % (1 << 32), state.dtype)
+
+
+@contextlib.contextmanager
+def pfor_converters(converters: dict[str, Callable[[Any], Any]]) -> Iterator[None]:
+    """Replace conversions that `tf.vectorized_map` makes of operations.
+
+    Args:
+        converters: Functions from TensorFlow's converter input to the stacked
+            output, by the name of the operation. One that returns None leaves the
+            operation to TensorFlow.
+    """
+    registry = pfor._pfor_converter_registry
+    original = {name: registry[name] for name in converters}
+
+    def wrapped(name: str) -> Callable[[Any], Any]:
+        def convert(pfor_input: Any) -> Any:
+            output = converters[name](pfor_input)
+            if output is None:
+                return original[name](pfor_input)
+            return pfor.wrap(output, True)
+
+        return convert
+
+    registry.update({name: wrapped(name) for name in converters})
+    try:
+        yield
+    finally:
+        registry.update(original)

@@ -1,0 +1,80 @@
+"""Checks of arguments, written so that NaN fails every one of them.
+
+Each returns the plain Python number: NumPy scalars and Keras variables that
+reach `dp_accounting` unconverted change its results silently.
+"""
+
+import math
+import numbers
+from typing import Any
+
+
+def number(name: str, value: Any) -> float:
+    """Return `value` as a float, or raise a TypeError if it is no real number."""
+    if isinstance(value, (bool, str, bytes)) or value is None:
+        raise TypeError(f"`{name}` must be a number. Received: {name}={value!r}.")
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`{name}` must be a number. Received: {name}={value!r}."
+        ) from error
+
+
+def positive(name: str, value: Any, fix: str = "") -> float:
+    """Return `value` as a float with 0 < value < inf, or raise."""
+    result = number(name, value)
+    if not 0 < result < math.inf:
+        raise ValueError(_rule(name, "must be positive and finite", value, fix))
+    return result
+
+
+def non_negative(name: str, value: Any, fix: str = "") -> float:
+    """Return `value` as a float with 0 <= value < inf, or raise."""
+    result = number(name, value)
+    if not 0 <= result < math.inf:
+        raise ValueError(_rule(name, "must be at least 0 and finite", value, fix))
+    return result
+
+
+def probability(name: str, value: Any, fix: str = "") -> float:
+    """Return `value` as a float with 0 < value < 1, or raise."""
+    result = number(name, value)
+    if not 0 < result < 1:
+        raise ValueError(
+            _rule(name, "must lie strictly between 0 and 1", value, fix)
+        )
+    return result
+
+
+def positive_int(name: str, value: Any, fix: str = "") -> int:
+    """Return `value` as an int with value >= 1, or raise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"`{name}` must be a whole number. Received: {name}={value!r}."
+        )
+    if not (1 <= value < math.inf and value == int(value)):
+        raise ValueError(
+            _rule(name, "must be a whole number of at least 1", value, fix)
+        )
+    return int(value)
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Return `value` as an int of any sign, or raise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"`{name}` must be an integer. Received: {name}={value!r}.")
+    return int(value)
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """Return `value` if it is one of the allowed strings, or raise."""
+    if value not in allowed:
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"`{name}` must be one of {choices}. Received: {name}={value!r}.")
+    return str(value)
+
+
+def _rule(name: str, rule: str, value: Any, fix: str) -> str:
+    message = f"`{name}` {rule}. Received: {name}={value!r}."
+    return f"{message} {fix}" if fix else message

@@ -1,0 +1,19 @@
+"""What was run and what it cost: NumPy and dp_accounting, without TensorFlow."""
+
+from tfdp.accounting.accountant import epsilon as epsilon
+from tfdp.accounting.accountant import reported_epsilon as reported_epsilon
+from tfdp.accounting.calibration import affordable_count as affordable_count
+from tfdp.accounting.calibration import (
+    calibrate_noise_multiplier as calibrate_noise_multiplier,
+)
+from tfdp.accounting.ledger import Ledger as Ledger
+from tfdp.accounting.ledger import compose as compose
+from tfdp.accounting.segments import PoissonSteps as PoissonSteps
+from tfdp.accounting.segments import Segment as Segment
+from tfdp.accounting.segments import ShuffledPasses as ShuffledPasses
+from tfdp.accounting.segments import UnamplifiedSteps as UnamplifiedSteps
+from tfdp.accounting.statement import privacy_statement as privacy_statement
+from tfdp.accounting.tf_privacy import compute_dp_sgd_privacy as compute_dp_sgd_privacy
+from tfdp.accounting.tf_privacy import (
+    compute_dp_sgd_privacy_statement as compute_dp_sgd_privacy_statement,
+)

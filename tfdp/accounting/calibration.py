@@ -1,0 +1,172 @@
+"""From a target epsilon back to the noise, or to the number of steps."""
+
+from collections.abc import Callable
+
+from tfdp._validate import one_of, positive, positive_int, probability
+from tfdp.accounting.accountant import ACCOUNTANTS, epsilon
+from tfdp.accounting.ledger import Ledger
+from tfdp.accounting.segments import PoissonSteps, Segment
+
+# Noise multipliers are searched among the multiples of 1 / _PER_UNIT, and steps and
+# passes among the whole numbers, up to these ends.
+_PER_UNIT = 1_000_000
+_MOST_NOISE = 100_000 * _PER_UNIT
+_MOST_COUNT = 1_000_000_000
+
+
+def calibrate_noise_multiplier(
+    target_epsilon: float,
+    *,
+    n: int,
+    batch_size: int,
+    epochs: int,
+    delta: float,
+    accountant: str = "PLD",
+) -> float:
+    """Find the least noise multiplier that keeps a training within an epsilon.
+
+    The training is ``epochs * ceil(n / batch_size)`` steps on Poisson-sampled
+    batches, which is what `fit` takes.
+
+    Guarantees:
+        The epsilon of that training with the returned noise multiplier, by the same
+        accountant, is at most ``target_epsilon``; with a millionth less noise it
+        would not be.
+
+    Args:
+        target_epsilon: Epsilon that the training may cost.
+        n: Number of examples in the training data.
+        batch_size: Expected number of examples in a batch.
+        epochs: Number of epochs.
+        delta: Probability with which the bound may fail, between 0 and 1.
+        accountant: ``"PLD"`` or ``"RDP"``: the one that the budget is kept by.
+
+    Returns:
+        The noise multiplier, with six decimals.
+
+    Raises:
+        TypeError: If an argument is no number.
+        ValueError: If an argument is out of its range, or no noise is enough.
+
+    Example:
+        >>> calibrate_noise_multiplier(
+        ...     3.0, n=60_000, batch_size=256, epochs=60, delta=1e-5, accountant="RDP"
+        ... )
+        1.014801
+    """
+    target_epsilon = positive("target_epsilon", target_epsilon)
+    one_of("accountant", accountant, ACCOUNTANTS)
+    n = positive_int("n", n)
+    batch_size = positive_int("batch_size", batch_size)
+    steps = positive_int("epochs", epochs) * -(-n // batch_size)
+    delta = probability("delta", delta)
+
+    def excess(noise: int, by: str) -> float:
+        run = PoissonSteps(steps, noise / _PER_UNIT, n, batch_size)
+        return epsilon([run], delta, by) - target_epsilon
+
+    noise = _least_noise(lambda k: excess(k, "RDP"), _PER_UNIT // 2, _PER_UNIT)
+    if accountant == "PLD":
+        noise = _least_noise(
+            lambda k: excess(k, "PLD"), noise * 4 // 5, noise + noise // 100 + 1
+        )
+    if excess(noise, accountant) > 0:
+        raise ValueError(
+            f"`target_epsilon` is too small for {steps} steps by {accountant} "
+            f"accounting, whatever the noise. Received: "
+            f"target_epsilon={target_epsilon}, delta={delta}."
+        )
+    return noise / _PER_UNIT
+
+
+def affordable_count(
+    ledger: Ledger,
+    segment: Segment,
+    target_epsilon: float,
+    delta: float,
+    accountant: str = "PLD",
+) -> int:
+    """Find how many more steps or passes an epsilon allows.
+
+    Guarantees:
+        With the returned number of steps or passes added to the ledger, its epsilon
+        by the same accountant is at most ``target_epsilon``; with one more it would
+        not be. Never more than a billion.
+
+    Args:
+        ledger: What was run already.
+        segment: What is to be added; its own count is ignored.
+        target_epsilon: Epsilon that everything together may cost.
+        delta: Probability with which the bound may fail, between 0 and 1.
+        accountant: ``"PLD"`` or ``"RDP"``.
+
+    Returns:
+        The number of steps or passes, ``0`` if the budget is spent.
+
+    Raises:
+        TypeError: If an argument is no number.
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> step = PoissonSteps(1, 1.1, 60_000, 256)
+        >>> affordable_count(Ledger(), step, 3.0, delta=1e-5, accountant="RDP")
+        18338
+    """
+    target_epsilon = positive("target_epsilon", target_epsilon)
+    one_of("accountant", accountant, ACCOUNTANTS)
+
+    def excess(count: int, by: str) -> float:
+        longer = ledger.add(segment.with_count(count))
+        return longer.epsilon(delta, by) - target_epsilon
+
+    count = _greatest_count(lambda k: excess(k, "RDP"), 0, 1)
+    if accountant == "PLD":
+        count = _greatest_count(
+            lambda k: excess(k, "PLD"), count, count + count // 4 + 1
+        )
+    return count
+
+
+def _least_noise(excess: Callable[[int], float], low: int, high: int) -> int:
+    """Return the least number without excess, or the greatest one that is searched."""
+    while excess(high) > 0:
+        if high >= _MOST_NOISE:
+            return _MOST_NOISE
+        low, high = high, 2 * high
+    while low > 0 and excess(low) <= 0:
+        low, high = low // 2, low
+    return _crossing(excess, inside=high, outside=low)
+
+
+def _greatest_count(excess: Callable[[int], float], low: int, high: int) -> int:
+    """Return the greatest number without excess: 0 at least, `_MOST_COUNT` at most."""
+    while low > 0 and excess(low) > 0:
+        low, high = low // 2, low
+    while excess(high) <= 0:
+        if high >= _MOST_COUNT:
+            return _MOST_COUNT
+        low, high = high, 4 * high
+    return _crossing(excess, inside=low, outside=high)
+
+
+def _crossing(excess: Callable[[int], float], inside: int, outside: int) -> int:
+    """Return the number next to the change of sign, on the side without excess.
+
+    False position with the Illinois rule: an end that stays twice counts for half.
+    Accounting is slow, and this takes a third of the calls of bisection.
+    """
+    value_inside, value_outside, kept = excess(inside), excess(outside), ""
+    while abs(outside - inside) > 1:
+        share = value_inside / (value_inside - value_outside)
+        guess = inside + round(share * (outside - inside))
+        guess = min(max(guess, min(inside, outside) + 1), max(inside, outside) - 1)
+        value = excess(guess)
+        if value <= 0:
+            inside, value_inside = guess, value
+            value_outside /= 2 if kept == "outside" else 1
+            kept = "outside"
+        else:
+            outside, value_outside = guess, value
+            value_inside /= 2 if kept == "inside" else 1
+            kept = "inside"
+    return inside

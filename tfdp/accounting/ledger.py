@@ -1,0 +1,192 @@
+"""The ledger: what was really run, as a value."""
+
+import dataclasses
+import json
+from typing import Any
+
+from tfdp.accounting import accountant as accountants
+from tfdp.accounting.segments import (
+    Segment,
+    ShuffledPasses,
+    segment_from_dict,
+    segment_to_dict,
+)
+
+_SEGMENTS = ("segments", "cut_short")
+_FLAGS = ("noise_seed_fixed", "sampling_seed_fixed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """What was really run on one data set, and the epsilon that it cost.
+
+    A ledger never changes: adding to it gives a new one.
+
+    Args:
+        segments: What was run, in order.
+        cut_short: What runs that something else than a privacy budget stopped had
+            announced beyond their last step. The decision to stop may have looked at
+            private data, so only ``planned()`` is proven for such runs.
+        noise_seed_fixed: Whether a user chose a seed of the noise.
+        sampling_seed_fixed: Whether a user chose a seed of the Poisson draws.
+
+    Raises:
+        TypeError: If a segment is none, or a flag is no bool.
+
+    Example:
+        >>> from tfdp.accounting import Ledger, PoissonSteps
+        >>> ledger = Ledger().add(PoissonSteps(14_063, 1.1, 60_000, 256))
+        >>> round(ledger.epsilon(delta=1e-5), 3)
+        2.382
+    """
+
+    segments: tuple[Segment, ...] = ()
+    cut_short: tuple[Segment, ...] = ()
+    noise_seed_fixed: bool = False
+    sampling_seed_fixed: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _SEGMENTS:
+            segments = tuple(getattr(self, name))
+            for segment in segments:
+                if not isinstance(segment, Segment):
+                    raise TypeError(
+                        f"`{name}` must hold segments only. Received: {segment!r}."
+                    )
+            object.__setattr__(self, name, segments)
+        for name in _FLAGS:
+            flag = getattr(self, name)
+            if not isinstance(flag, bool):
+                raise TypeError(
+                    f"`{name}` must be True or False. Received: {name}={flag!r}."
+                )
+
+    @property
+    def steps(self) -> int:
+        """Steps run, those inside shuffled passes left out."""
+        return sum(s.count for s in self.segments if not isinstance(s, ShuffledPasses))
+
+    @property
+    def passes(self) -> int:
+        """Shuffled passes started."""
+        return sum(s.count for s in self.segments if isinstance(s, ShuffledPasses))
+
+    def add(self, *segments: Segment) -> "Ledger":
+        """Return a ledger in which these segments ran after the others."""
+        return dataclasses.replace(self, segments=self.segments + segments)
+
+    def planned(self) -> "Ledger":
+        """Return the ledger as it were if every run had reached its planned end."""
+        return dataclasses.replace(
+            self, segments=self.segments + self.cut_short, cut_short=()
+        )
+
+    def merged(self) -> "Ledger":
+        """Return the same ledger with equal segments added up and empty ones gone.
+
+        A merged segment stands where its last part stood.
+        """
+        return dataclasses.replace(
+            self, segments=_merged(self.segments), cut_short=_merged(self.cut_short)
+        )
+
+    def epsilon(self, delta: float, accountant: str = "PLD") -> float:
+        """Compute the epsilon of everything that was run.
+
+        Args:
+            delta: Probability with which the bound may fail, between 0 and 1.
+            accountant: ``"PLD"`` or ``"RDP"``.
+
+        Returns:
+            An upper bound, ``0`` where nothing ran, ``inf`` where noise was missing.
+
+        Raises:
+            TypeError: If ``delta`` is no number.
+            ValueError: If ``delta`` is outside (0, 1) or the accountant is unknown.
+
+        Example:
+            >>> Ledger().epsilon(delta=1e-5)
+            0.0
+        """
+        return accountants.epsilon(self.merged().segments, delta, accountant)
+
+    def to_json(self) -> str:
+        """Return the ledger as JSON.
+
+        Returns:
+            The text that `from_json` reads.
+
+        Example:
+            >>> Ledger.from_json(Ledger().to_json()) == Ledger()
+            True
+        """
+        fields: dict[str, Any] = {
+            name: [segment_to_dict(segment) for segment in getattr(self, name)]
+            for name in _SEGMENTS
+        }
+        return json.dumps(fields | {name: getattr(self, name) for name in _FLAGS})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Ledger":
+        """Read a ledger that `to_json` wrote.
+
+        Args:
+            text: The JSON.
+
+        Returns:
+            A ledger equal to the one written.
+
+        Raises:
+            ValueError: If the text is damaged: no JSON, or a field is missing,
+                unknown or wrong.
+        """
+        try:
+            fields = json.loads(text)
+            if sorted(fields) != sorted(_SEGMENTS + _FLAGS):
+                raise ValueError(f"Its fields are {sorted(fields)}.")
+            for name in _SEGMENTS:
+                fields[name] = [segment_from_dict(entry) for entry in fields[name]]
+            return cls(**fields)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"A ledger must be JSON written by `Ledger.to_json`. {error} "
+                f"Received: text={text!r:.200}."
+            ) from error
+
+
+def compose(*ledgers: Ledger) -> Ledger:
+    """Return the joint ledger of models trained on the same data.
+
+    Args:
+        *ledgers: One ledger a model, all of the same data set.
+
+    Returns:
+        A ledger whose epsilon protects against someone who sees all of the models.
+
+    Raises:
+        TypeError: If an argument is no ledger.
+
+    Example:
+        >>> from tfdp.accounting import Ledger, PoissonSteps, compose
+        >>> one = Ledger((PoissonSteps(875, 10.0, 50_000, 4096),))
+        >>> round(compose(one, one).epsilon(delta=1e-5), 3)
+        1.319
+    """
+    for ledger in ledgers:
+        if not isinstance(ledger, Ledger):
+            raise TypeError(f"`compose` takes ledgers only. Received: {ledger!r}.")
+    return Ledger(
+        segments=tuple(s for ledger in ledgers for s in ledger.segments),
+        cut_short=tuple(s for ledger in ledgers for s in ledger.cut_short),
+        noise_seed_fixed=any(ledger.noise_seed_fixed for ledger in ledgers),
+        sampling_seed_fixed=any(ledger.sampling_seed_fixed for ledger in ledgers),
+    )
+
+
+def _merged(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    counts: dict[Segment, int] = {}
+    for segment in segments:
+        if segment.count:
+            key = segment.with_count(1)
+            counts[key] = counts.pop(key, 0) + segment.count
+    return tuple(key.with_count(count) for key, count in counts.items())

@@ -1,0 +1,222 @@
+"""The privacy statement: what a ledger proves, in words."""
+
+import math
+import textwrap
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+from tfdp._validate import probability
+from tfdp.accounting.accountant import epsilon, reported_epsilon
+from tfdp.accounting.ledger import Ledger
+from tfdp.accounting.segments import (
+    PoissonSteps,
+    Segment,
+    ShuffledPasses,
+    UnamplifiedSteps,
+)
+
+_Segments: TypeAlias = tuple[Segment, ...]
+
+_ADJACENCY = (
+    "Neighbouring data sets: one record is replaced by an empty one that contributes "
+    "nothing (zero-out); the figures are those of adding or removing a record. Public "
+    "are the number of examples, the sampling probability, the number of steps, and "
+    "the constant that clipped sums are divided by. All weights seen during training "
+    "are covered, not only the last."
+)
+
+_NOT_COVERED = (
+    "Training metrics: Keras's `loss` and metrics and everything named `nonprivate_*` "
+    "are exact. Publishing them, or deciding by them (early stopping, keeping the best "
+    "checkpoint, lowering the learning rate, a person watching), is outside the "
+    "guarantee.",
+    "Validation rows, and every decision made by them.",
+    "What was computed from the data beforehand: adapted preprocessing layers, "
+    "vocabularies, scalers, class weights, oversampling.",
+    "Other runs on the same data, such as those that chose the hyperparameters. Runs "
+    "that have a ledger can be added up: `tfdp.accounting.compose`.",
+    "What trained weights that were loaded from elsewhere.",
+    "How long steps took.",
+    "Noise as a computer draws it: Philox is no certified cryptographic generator, and "
+    "single gradients, if observed, are not protected against attacks on their "
+    "floating-point bits (Mironov, 2012).",
+)
+
+
+def privacy_statement(ledger: Ledger, delta: float) -> str:
+    """Say in words what a ledger proves, and what it does not.
+
+    The epsilon stated is that of what really ran, the smaller of the bounds of both
+    accountants. What it would be had the batches been drawn the other way is printed
+    beside it and labelled so.
+
+    Args:
+        ledger: What was run.
+        delta: Probability with which the bound may fail, between 0 and 1. A value of
+            ``1 / number_of_examples`` or more draws a warning.
+
+    Returns:
+        The text, with epsilon rounded to three decimals.
+
+    Raises:
+        TypeError: If ``delta`` is no number.
+        ValueError: If ``delta`` is outside (0, 1).
+
+    Example:
+        >>> ledger = Ledger().add(PoissonSteps(14_063, 1.1, 60_000, 256))
+        >>> print(privacy_statement(ledger, delta=1e-5).splitlines()[0])
+        This training is (2.382, 1e-05)-differentially private.
+    """
+    delta = probability("delta", delta)
+    run, planned = ledger.merged().segments, ledger.planned().merged().segments
+    if delta * _most_examples(planned) >= 1:
+        warnings.warn(_delta_message(planned, delta), stacklevel=2)
+    paragraphs = [
+        _headline(reported_epsilon(planned, delta), delta),
+        *_cautions(ledger, planned, delta),
+        _unit(planned),
+        _filled(_ADJACENCY),
+        *_lists(run, planned),
+        _table(run, planned, delta),
+        "Not covered:\n" + _items(_NOT_COVERED),
+    ]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _headline(figure: float, delta: float) -> str:
+    if math.isinf(figure):
+        return "This training is not differentially private: steps ran without noise."
+    return f"This training is ({figure:.3f}, {delta:g})-differentially private."
+
+
+def _cautions(ledger: Ledger, planned: _Segments, delta: float) -> Iterator[str]:
+    """Yield the paragraphs that only some trainings need."""
+    if delta * _most_examples(planned) >= 1:
+        yield _filled(f"Warning: {_delta_message(planned, delta)}")
+    if any(segment.count for segment in ledger.cut_short):
+        yield _filled(
+            "A run was stopped before its planned end by something else than a privacy "
+            "budget. That decision may depend on the data, so only the epsilon of what "
+            "was planned is proven: it is the one stated."
+        )
+    seeds = []
+    if ledger.noise_seed_fixed:
+        seeds.append("the noise")
+    if ledger.sampling_seed_fixed:
+        seeds.append("the Poisson draws")
+    if seeds:
+        yield _filled(
+            f"A seed was chosen for {' and '.join(seeds)}: the guarantee holds only "
+            f"against someone who does not know it."
+        )
+
+
+def _most_examples(segments: _Segments) -> int:
+    return max(
+        (s.number_of_examples for s in segments if not isinstance(s, UnamplifiedSteps)),
+        default=0,
+    )
+
+
+def _delta_message(segments: _Segments, delta: float) -> str:
+    return (
+        f"`delta` must be well below 1 / number_of_examples to mean anything: a "
+        f"mechanism that publishes one whole record satisfies a larger one. Received: "
+        f"delta={delta:g}, number_of_examples={_most_examples(segments)}."
+    )
+
+
+def _unit(segments: _Segments) -> str:
+    text = (
+        "Protected is one example, that is one row of x. Several rows of one person "
+        "are not one row: together they are protected less "
+        "(`compute_dp_sgd_privacy_statement` with `max_examples_per_user` says how much)."
+    )
+    sizes = {
+        s.examples_per_unit for s in segments if not isinstance(s, PoissonSteps)
+    } - {1}
+    if sizes:
+        text += (
+            f" Groups of {' or '.join(map(str, sorted(sizes)))} examples were clipped "
+            f"together, which doubles the sensitivity (the noise multipliers below are "
+            f"relative to the doubled one); no figure of Poisson sampling holds for "
+            f"them."
+        )
+    if any(isinstance(segment, UnamplifiedSteps) for segment in segments):
+        text += " It is assumed that a batch holds a row at most once."
+    return _filled(text)
+
+
+def _lists(run: _Segments, planned: _Segments) -> Iterator[str]:
+    yield "What ran:\n" + (_items(map(_description, run)) or "- nothing")
+    if planned != run:
+        yield "What was planned:\n" + _items(map(_description, planned))
+
+
+def _description(segment: Segment) -> str:
+    noise = f"noise multiplier {segment.noise_multiplier:g}"
+    if isinstance(segment, UnamplifiedSteps):
+        return f"{segment.steps} steps, {noise}, unknown batches: each counts in full"
+    data = f"{segment.number_of_examples} examples"
+    if isinstance(segment, ShuffledPasses):
+        return (
+            f"{segment.passes} passes, {noise}, shuffled batches of "
+            f"{segment.expected_batch_size} of {data}: a row at most once a pass"
+        )
+    return (
+        f"{segment.steps} steps, {noise}, Poisson-sampled batches: "
+        f"{segment.expected_batch_size} of {data} expected, sampling probability "
+        f"{segment.sampling_probability:g}"
+    )
+
+
+def _table(run: _Segments, planned: _Segments, delta: float) -> str:
+    """Return the epsilons of what ran, of what was planned, and of what did not run."""
+    rows = [("what ran", run)]
+    if planned != run:
+        rows.append(("what was planned", planned))
+    for name, convert in (("Poisson-sampled", _as_poisson), ("shuffled", _as_shuffled)):
+        redrawn = tuple(s for s in map(convert, planned) if s is not None)
+        if redrawn == planned or len(redrawn) < len(planned):
+            continue
+        some_were = set(redrawn) & set(planned)
+        truth = "not all of this run's were" if some_were else "this run's were not"
+        rows.append((f"would hold for {name} batches; {truth}", redrawn))
+    lines = [
+        f"Epsilon at delta = {delta:g} by either accountant; the smaller is reported:",
+        f"{'RDP':>9}{'PLD':>9}",
+    ]
+    for label, segments in rows:
+        figures = [epsilon(segments, delta, name) for name in ("RDP", "PLD")]
+        lines.append("".join(f"{figure:9.3f}" for figure in figures) + f"  {label}")
+    return "\n".join(lines)
+
+
+def _as_poisson(segment: Segment) -> Segment | None:
+    """Return the segment as Poisson draws of the same data, where it could be."""
+    if isinstance(segment, ShuffledPasses) and segment.examples_per_unit == 1:
+        n, batch_size = segment.number_of_examples, segment.expected_batch_size
+        steps = -(-segment.passes * n // min(batch_size, n))
+        return PoissonSteps(steps, segment.noise_multiplier, n, batch_size)
+    return segment if isinstance(segment, PoissonSteps) else None
+
+
+def _as_shuffled(segment: Segment) -> Segment | None:
+    """Return the segment as passes over the same data, where it could be."""
+    if isinstance(segment, PoissonSteps):
+        n, batch_size = segment.number_of_examples, segment.expected_batch_size
+        passes = -(-segment.steps * min(batch_size, n) // n)
+        return ShuffledPasses(passes, segment.noise_multiplier, n, batch_size)
+    return segment if isinstance(segment, ShuffledPasses) else None
+
+
+def _items(items: Iterable[str]) -> str:
+    return "\n".join(
+        textwrap.fill(item, 80, initial_indent="- ", subsequent_indent="  ")
+        for item in items
+    )
+
+
+def _filled(paragraph: str) -> str:
+    return textwrap.fill(paragraph, 80, break_on_hyphens=False)

@@ -1,0 +1,3 @@
+"""Callbacks of private training."""
+
+from tfdp.callbacks.privacy_budget import PrivacyBudget as PrivacyBudget

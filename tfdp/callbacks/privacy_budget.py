@@ -1,0 +1,62 @@
+"""Shows what a training costs, and ends it before it costs too much."""
+
+from typing import Any
+
+from tfdp import _validate
+from tfdp.errors import NotPrivateError
+from tfdp.model import DPModel, PrivacyCallback
+from tfdp.recorder import Budget
+
+
+class PrivacyBudget(PrivacyCallback):
+    """Logs epsilon after every epoch and stops before a target is overspent.
+
+    The target becomes a number of steps that the training graph itself checks: a
+    step beyond it does nothing, is not counted, and ends `fit`. So it also binds
+    inside `steps_per_execution`, and it goes on binding `train_on_batch` and later
+    calls of `fit` on the same model, until another `PrivacyBudget` is given. What
+    earlier trainings have spent counts.
+
+    Guarantees:
+        ``private.epsilon(delta)`` never exceeds `target_epsilon`, if it did not
+        before.
+
+    Args:
+        delta: The delta of the guarantee, in (0, 1). Take one well below one over
+            the number of examples.
+        target_epsilon: The largest epsilon, positive; None only logs.
+
+    Raises:
+        ValueError: If a number is out of its range.
+
+    Example:
+        >>> budget = tfdp.callbacks.PrivacyBudget(delta=1e-5, target_epsilon=3.0)
+    """
+
+    def __init__(self, delta: float, target_epsilon: float | None = None) -> None:
+        super().__init__()
+        self.delta = _validate.probability("delta", delta)
+        if target_epsilon is not None:
+            target_epsilon = _validate.positive("target_epsilon", target_epsilon)
+        self.target_epsilon = target_epsilon
+
+    def set_model(self, model: Any) -> None:
+        """Refuse a model that is not private."""
+        if not isinstance(model, DPModel):
+            raise NotPrivateError(
+                "`PrivacyBudget` needs a private model. Received: model of type "
+                f"{type(model).__name__}. Use `tfdp.DPModel(model).fit(...)`."
+            )
+        super().set_model(model)
+
+    def before_training(self, model: DPModel) -> None:
+        """Set the budget, so that it is enforced before the first step."""
+        if self.target_epsilon is None:
+            model.recorder.budget = None
+        else:
+            model.recorder.budget = Budget(self.delta, self.target_epsilon)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log what all steps up to now cost."""
+        if logs is not None:
+            logs["epsilon"] = self.model.epsilon(self.delta)

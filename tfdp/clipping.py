@@ -1,0 +1,208 @@
+"""Clipped sums of per-example gradients, and the factors that clip them."""
+
+import math
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _keras, _validate
+
+
+class ClippedSum(NamedTuple):
+    """The sum over all units of their clipped gradients, not yet noised.
+
+    It knows its own sensitivity: noise and accounting ask it and never a second
+    copy of the clip norm. It is a nest of tensors, so a `tf.function` may return
+    it.
+
+    Guarantees:
+        Replacing one record by an empty one changes `gradients`, all together,
+        by at most `l2_sensitivity` in the l2 norm.
+
+    Attributes:
+        gradients: One tensor for each trainable variable, in their order, of the
+            variable's shape: ``sum_u f_u g_u``. Neither divided nor noised.
+        norms: Norms of the units' gradients before clipping, rounded up, shape
+            ``(U,)``. They are not noised: what is made of them is not private.
+        l2_norm_clip: The C that clipped, a scalar tensor.
+        examples_per_unit: How many examples a unit averages, a scalar.
+    """
+
+    gradients: list[tf.Tensor]
+    norms: tf.Tensor
+    l2_norm_clip: tf.Tensor
+    examples_per_unit: int | tf.Tensor
+
+    @property
+    def sensitivity_in_clips(self) -> tf.Tensor:
+        """`l2_sensitivity` as a multiple of `l2_norm_clip`, a float64 scalar.
+
+        1 for units of one example. 2 for units of several: their mean moves from
+        one point of the clip ball to any other when one of them is emptied.
+        """
+        return tf.where(
+            tf.convert_to_tensor(self.examples_per_unit) > 1,
+            tf.constant(2.0, tf.float64),
+            tf.constant(1.0, tf.float64),
+        )
+
+    @property
+    def l2_sensitivity(self) -> tf.Tensor:
+        """The l2 sensitivity of `gradients` under zero-out, a scalar tensor."""
+        clip = self.l2_norm_clip
+        return clip * tf.cast(self.sensitivity_in_clips, clip.dtype)
+
+
+def clip_as_tensor(l2_norm_clip: Any, variables: list[Any]) -> tf.Tensor:
+    """Return the clip norm in the widest dtype of the variables' gradients.
+
+    Args:
+        l2_norm_clip: A positive number, variable or scalar tensor.
+        variables: Trainable variables.
+
+    Raises:
+        ValueError: If it is a number that is not positive and finite.
+    """
+    if not isinstance(l2_norm_clip, (tf.Tensor, tf.Variable, keras.Variable)):
+        l2_norm_clip = _validate.positive("l2_norm_clip", l2_norm_clip)
+    is_wide = any(variable.dtype == "float64" for variable in variables)
+    return tf.cast(l2_norm_clip, tf.float64 if is_wide else tf.float32)
+
+
+def norms_rounded_up(per_unit_gradients: list[tf.Tensor]) -> tf.Tensor:
+    """Compute the l2 norm of each unit over all its gradients, never too small.
+
+    Squares are summed in blocks, the blocks in float64; then the norm grows by the
+    largest error that this can have, in whatever order the hardware adds. Summed
+    in float32 throughout, many small squares can vanish beside a large one.
+
+    Args:
+        per_unit_gradients: Tensors of shape ``(U, ...)``, static but for ``U``.
+
+    Returns:
+        Upper bounds of the norms, float64, shape ``(U,)``; not finite where a
+        gradient is not finite.
+    """
+    number_of_units = tf.shape(per_unit_gradients[0])[0]
+    squared_norms = tf.zeros([number_of_units], tf.float64)
+    for gradients in per_unit_gradients:
+        size = math.prod(gradients.shape[1:])
+        block = _largest_divisor(size, _LARGEST_BLOCK)
+        blocks = tf.reshape(gradients, [number_of_units, size // block, block])
+        block_norms = tf.cast(_norms(blocks), tf.float64)
+        error = (block + 4) * _machine_epsilon(gradients.dtype) / 2
+        squared_norms += tf.reduce_sum(tf.square(block_norms), 1) * (1 + error)
+    return tf.sqrt(squared_norms)
+
+
+def clip_factors(norms: tf.Tensor, *, l2_norm_clip: tf.Tensor) -> tf.Tensor:
+    """Compute the weight that brings each unit's gradient inside the clip ball.
+
+    A unit keeps its gradient when its norm is at most `l2_norm_clip` and is
+    otherwise scaled onto the sphere of that radius [1]_.
+
+    Guarantees:
+        ``norms[u] * result[u] <= l2_norm_clip`` for every finite norm, also after
+        a matrix product has rounded gradients and factors on the way to their
+        sum. A norm that is not finite gives 0; the caller must drop that unit by
+        selection, because ``0 * nan`` is ``nan``.
+
+    Args:
+        norms: Upper bounds of the units' norms, floating point, shape ``(U,)``;
+            ``U`` may be 0.
+        l2_norm_clip: Radius of the clip ball, a positive scalar tensor whose
+            dtype is the gradients'.
+
+    Returns:
+        Weights in ``[0, 1]``, shape ``(U,)``, dtype of `l2_norm_clip`.
+
+    Example:
+        >>> norms = tf.constant([0.0, 0.5, 4.0])
+        >>> clip_factors(norms, l2_norm_clip=tf.constant(1.0)).numpy().round(4)
+        array([1.  , 1.  , 0.25], dtype=float32)
+
+    References:
+        .. [1] Abadi et al., "Deep Learning with Differential Privacy", CCS 2016,
+           Algorithm 1. https://arxiv.org/abs/1607.00133
+    """
+    rounded_up = tf.cast(norms, tf.float64) * (
+        1.0 + 2.0 * _matmul_roundoff(l2_norm_clip.dtype)
+    )
+    factors = tf.minimum(
+        tf.ones([], tf.float64), tf.cast(l2_norm_clip, tf.float64) / rounded_up
+    )
+    factors = tf.where(tf.math.is_finite(norms), factors, tf.zeros_like(factors))
+    return tf.cast(factors, l2_norm_clip.dtype)
+
+
+def clip_and_sum(
+    per_unit_gradients: list[tf.Tensor],
+    *,
+    is_empty: tf.Tensor,
+    l2_norm_clip: tf.Tensor,
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Clip each unit's gradient and add the units up.
+
+    Args:
+        per_unit_gradients: Tensors of shape ``(U, ...)``, static but for ``U``.
+        is_empty: bool, shape ``(U,)``, marks units that contribute nothing.
+        l2_norm_clip: Radius of the clip ball, a positive scalar tensor.
+
+    Returns:
+        The clipped sums, without the leading axis, and the norms before clipping
+        rounded up, shape ``(U,)`` and dtype of `l2_norm_clip`. A unit whose norm
+        is not finite contributes nothing.
+    """
+    norms = norms_rounded_up(per_unit_gradients)
+    factors = clip_factors(norms, l2_norm_clip=l2_norm_clip)
+    factors = tf.where(is_empty, tf.zeros_like(factors), factors)
+    finite = tf.math.is_finite(norms)
+    per_unit_gradients = tf.cond(
+        tf.reduce_all(finite),
+        lambda: per_unit_gradients,
+        lambda: [_select(finite, gradients) for gradients in per_unit_gradients],
+    )
+    sums = []
+    for gradients in per_unit_gradients:
+        flat = tf.reshape(gradients, [tf.shape(norms)[0], -1])
+        weights = tf.cast(factors, flat.dtype)
+        summed = tf.linalg.matvec(flat, weights, transpose_a=True)
+        sums.append(tf.reshape(summed, gradients.shape[1:]))
+    return sums, tf.cast(norms, l2_norm_clip.dtype)
+
+
+# The sum of a float32 block is off by less than 8e-6 of itself.
+_LARGEST_BLOCK = 128
+
+
+def _norms(blocks: tf.Tensor) -> tf.Tensor:
+    """Norms over the last axis: in one pass where XLA does not fuse by itself."""
+    if _keras.inside_xla():
+        return tf.sqrt(tf.reduce_sum(tf.square(blocks), axis=-1))
+    return tf.math.reduce_euclidean_norm(blocks, axis=-1)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(d for d in range(1, min(number, limit) + 1) if number % d == 0)
+
+
+def _select(units: tf.Tensor, gradients: tf.Tensor) -> tf.Tensor:
+    """Replace the gradients of the other units by zeros."""
+    units = tf.reshape(units, [-1] + [1] * (gradients.shape.rank - 1))
+    return tf.where(units, gradients, tf.zeros_like(gradients))
+
+
+def _machine_epsilon(dtype: tf.DType) -> float:
+    return float(np.finfo(dtype.as_numpy_dtype).eps)
+
+
+def _matmul_roundoff(dtype: tf.DType) -> float:
+    """Relative error of a matrix product's inputs, for what hardware may use."""
+    tensor_float_32 = (
+        dtype == tf.float32
+        and tf.config.experimental.tensor_float_32_execution_enabled()
+        and bool(tf.config.list_physical_devices("GPU"))
+    )
+    return 2.0**-11 if tensor_float_32 else _machine_epsilon(dtype)

@@ -1,0 +1,6 @@
+"""Data whose sampling is known: drawn by tfdp, or declared by the user."""
+
+from tfdp.data.declared import DeclaredDataset, declare
+from tfdp.data.poisson_dataset import PoissonDataset
+
+__all__ = ["DeclaredDataset", "PoissonDataset", "declare"]

@@ -1,0 +1,196 @@
+"""Data that is sampled by the user's own pipeline, and how it is sampled."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _validate
+from tfdp.data.poisson_dataset import PoissonDataset
+from tfdp.sampling import poisson_probability
+
+_TENSOR_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeclaredDataset:
+    """A dataset and what its owner says about it; made by `declare`.
+
+    Attributes:
+        dataset: The `tf.data.Dataset` or `keras.utils.PyDataset`.
+        number_of_examples: Number of examples that the batches are made of.
+        expected_batch_size: Mean number of examples in a batch.
+        sampling: `"shuffle"` or `"poisson"`.
+    """
+
+    dataset: Any
+    number_of_examples: int
+    expected_batch_size: int
+    sampling: str
+
+    @property
+    def number_of_batches(self) -> int | None:
+        """Number of batches of the dataset; None if it is unknown or infinite."""
+        if isinstance(self.dataset, tf.data.Dataset):
+            size = int(self.dataset.cardinality())
+            return size if size >= 0 else None
+        number: int | None = self.dataset.num_batches
+        return number
+
+    @property
+    def batches_per_pass(self) -> int:
+        """Number of batches in one pass over the examples.
+
+        The number of batches of the dataset or, where it is unknown,
+        `number_of_examples / expected_batch_size`, rounded up. A new pass begins
+        with every new iterator, and with every further `batches_per_pass` batches
+        of the same one: a dataset that is as declared has none.
+        """
+        if self.number_of_batches is None:
+            return -(-self.number_of_examples // self.expected_batch_size)
+        return self.number_of_batches
+
+
+def declare(
+    dataset: Any, *, number_of_examples: int, expected_batch_size: int, sampling: str
+) -> DeclaredDataset:
+    """Say how a dataset samples its examples, so that its privacy can be accounted.
+
+    Give the result to `DPModel.fit` in place of the dataset. Nothing but the worst
+    case is accounted for a dataset that is not declared.
+
+    The epsilon of the training is only as true as this declaration. What is checked
+    is what the dataset tells about itself (its number of batches and their static
+    size); what its code does is taken on trust:
+
+    * `"shuffle"`: a record occurs at most once each time the dataset is iterated.
+      `.repeat()` breaks this wherever it stands: behind `.shuffle()`, the batch in
+      which one pass ends and the next begins can hold a record twice. So does
+      oversampling.
+    * `"poisson"`: every batch is a fresh draw in which each record takes part with
+      probability `expected_batch_size / number_of_examples`, independently of the
+      other records and of the other batches. Nothing is cached after the draw, the
+      random state is secret, and no two worker processes have copies of it.
+
+    Args:
+        dataset: A `tf.data.Dataset` that yields batches, or a
+            `keras.utils.PyDataset`.
+        number_of_examples: Number of records that the batches are made of.
+        expected_batch_size: Mean number of records in a batch, at most
+            `number_of_examples`. With `"shuffle"` the last batch of a pass does not
+            count and may be smaller.
+        sampling: `"shuffle"` or `"poisson"`.
+
+    Returns:
+        The dataset and its description. Under `"poisson"`, batches of constant size
+        draw a UserWarning: Poisson batches vary in size.
+
+    Raises:
+        TypeError: If `dataset` is of another type or a number is none.
+        ValueError: If an argument lies outside its range, or if the declaration
+            contradicts what the dataset tells about itself.
+
+    Example:
+        >>> rows = tf.data.Dataset.range(1000).shuffle(1000).batch(50)
+        >>> declared = declare(
+        ...     rows,
+        ...     number_of_examples=1000,
+        ...     expected_batch_size=50,
+        ...     sampling="shuffle",
+        ... )
+        >>> declared.batches_per_pass
+        20
+    """
+    _check_type(dataset)
+    _validate.one_of("sampling", sampling, ("shuffle", "poisson"))
+    poisson_probability(
+        expected_batch_size=expected_batch_size, number_of_examples=number_of_examples
+    )
+    declared = DeclaredDataset(
+        dataset, int(number_of_examples), int(expected_batch_size), sampling
+    )
+    static_size = _static_batch_size(dataset)
+    if sampling == "shuffle":
+        _check_shuffle(declared, static_size)
+    elif static_size is not None:
+        warnings.warn(
+            "`sampling='poisson'` was declared for batches of constant size, but "
+            "Poisson batches vary in size: shuffled batches have a larger epsilon. "
+            f"Received: batches of {static_size}. Use `sampling='shuffle'` unless the "
+            "batches are Poisson draws padded to one size.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return declared
+
+
+def _check_type(dataset: Any) -> None:
+    """Raise a TypeError unless `dataset` can and need be declared."""
+    if isinstance(dataset, PoissonDataset):
+        raise TypeError(
+            "A `PoissonDataset` knows how it samples and is not declared. "
+            "Use `private.fit(dataset)`."
+        )
+    if not isinstance(dataset, tf.data.Dataset | keras.utils.PyDataset):
+        raise TypeError(
+            "`dataset` must be a `tf.data.Dataset` or a `keras.utils.PyDataset`. "
+            f"Received: type(dataset)={type(dataset)}. "
+            "Use `private.fit(x, y, batch_size=...)` for arrays, and "
+            "`tf.data.Dataset.from_generator(...)` for a generator."
+        )
+
+
+def _check_shuffle(declared: DeclaredDataset, static_size: int | None) -> None:
+    """Raise a ValueError if records must occur more than once in a pass."""
+    examples, expected = declared.number_of_examples, declared.expected_batch_size
+    batches = declared.number_of_batches
+    if static_size is not None and static_size != expected:
+        raise ValueError(
+            "`expected_batch_size` must be the size of the batches. Received: "
+            f"expected_batch_size={expected}, batches of {static_size}. "
+            f"Use `expected_batch_size={static_size}`."
+        )
+    if isinstance(declared.dataset, tf.data.Dataset):
+        endless = declared.dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+    else:
+        endless = batches is None
+    if endless:
+        raise ValueError(
+            "`sampling='shuffle'` means a record at most once each time the dataset "
+            "is iterated. Received: an infinite dataset. Remove `.repeat()` (give a "
+            "`PyDataset` its `__len__`): `fit(epochs=...)` iterates the dataset again "
+            "for every epoch."
+        )
+    if batches is None:
+        return
+    # All batches but the last are full, and the last too where its size is static.
+    least = expected * batches if static_size else expected * (batches - 1) + 1
+    if least > examples:
+        raise ValueError(
+            "`sampling='shuffle'` means a record at most once each time the dataset "
+            f"is iterated. Received: {batches} batches, "
+            f"expected_batch_size={expected}, number_of_examples={examples}. Remove "
+            "`.repeat()` (`fit(epochs=...)` iterates the dataset again for every "
+            "epoch), or declare what the batches are."
+        )
+
+
+def _static_batch_size(dataset: Any) -> int | None:
+    """Return the number of rows if it is the same in every batch by construction."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return None
+    shapes = [
+        spec.shape
+        for spec in tf.nest.flatten(dataset.element_spec)
+        if isinstance(spec, _TENSOR_SPECS) and spec.shape.rank is not None
+    ]
+    sizes = {shape[0] for shape in shapes if shape.rank > 0} - {None}
+    if any(shape.rank == 0 for shape in shapes) or len(sizes) > 1:
+        raise ValueError(
+            "`dataset` must yield batches. "
+            f"Received: dataset.element_spec={dataset.element_spec}. "
+            "Use `dataset.batch(...)`."
+        )
+    return sizes.pop() if sizes else None

@@ -1,0 +1,285 @@
+"""What `DPModel.fit` was given, and how its examples reach the steps."""
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _tree, _validate
+from tfdp.accounting import PoissonSteps, Segment, ShuffledPasses, UnamplifiedSteps
+from tfdp.data.declared import DeclaredDataset
+from tfdp.data.poisson_dataset import PoissonDataset
+
+_DEFAULT_BATCH_SIZE = 32  # as in keras.Model.fit
+
+# Rows that the checks of a model look at, and batches to find them in.
+_SAMPLE = 4
+_BATCHES_LOOKED_AT = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingData:
+    """Data in the form that Keras takes, and how they are accounted.
+
+    Attributes:
+        x: What Keras gets as `x`.
+        y: What Keras gets as `y`.
+        sample_weight: What Keras gets as `sample_weight`.
+        segment: How the steps are accounted; its count has no meaning.
+        expected_batch_size: Examples in a batch on average; None if unknown.
+        batches_per_pass: Steps after which a new pass has begun; 1 where steps are
+            counted, not passes.
+        steps_per_epoch: Steps in an epoch; None if only the data tell.
+        keras_steps_per_epoch: What Keras gets as `steps_per_epoch`.
+        begins_pass_each_epoch: Whether every epoch may iterate the data anew.
+        shuffle: What Keras gets as `shuffle`.
+        batch_size: What Keras gets as `batch_size`.
+    """
+
+    x: Any
+    y: Any
+    sample_weight: Any
+    segment: Segment
+    expected_batch_size: int | None = None
+    batches_per_pass: int = 1
+    steps_per_epoch: int | None = None
+    keras_steps_per_epoch: int | None = None
+    begins_pass_each_epoch: bool = True
+    shuffle: bool = False
+    batch_size: int | None = None
+
+    def with_sample(self) -> tuple[Self, Any]:
+        """Take a few rows out for checks, without losing any of the data.
+
+        Returns:
+            The data, and ``(x, y, sample_weight)`` of a few rows with None for what
+            is missing; None if the first batches have no rows.
+        """
+        if isinstance(self.x, PoissonDataset):
+            indices = np.arange(min(_SAMPLE, self.x.number_of_examples))
+            return self, keras.utils.unpack_x_y_sample_weight(self.x.rows_at(indices))
+        if not _comes_in_batches(self.x):
+            arrays = (self.x, self.y, self.sample_weight)
+            return self, _tree.map_tensors(lambda array: array[:_SAMPLE], arrays)
+        if not hasattr(self.x, "__next__"):
+            first = (
+                (self.x[0],) if isinstance(self.x, keras.utils.PyDataset) else self.x
+            )
+            return self, _first_rows(itertools.islice(iter(first), _BATCHES_LOOKED_AT))
+        first = list(itertools.islice(self.x, 1))
+        rest = _generator(itertools.chain(first, self.x))
+        return dataclasses.replace(self, x=rest), _first_rows(first)
+
+
+def _first_rows(batches: Iterable[Any]) -> Any:
+    for batch in batches:
+        if number_of_examples(batch):
+            rows = _tree.map_tensors(lambda array: array[:_SAMPLE], batch)
+            return keras.utils.unpack_x_y_sample_weight(rows)
+    return None
+
+
+def _generator(items: Iterable[Any]) -> Iterator[Any]:
+    yield from items
+
+
+def training_data(
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    *,
+    batch_size: int | None,
+    steps_per_epoch: int | None,
+    shuffle: bool,
+    sampling: str,
+) -> TrainingData:
+    """Find out how the steps over some data must be accounted.
+
+    Args:
+        x: What `fit` got as `x`: arrays, a `PoissonDataset`, a `DeclaredDataset`,
+            or anything else that Keras takes.
+        y: What it got as `y`.
+        sample_weight: What it got as `sample_weight`.
+        batch_size: What it got as `batch_size`.
+        steps_per_epoch: What it got as `steps_per_epoch`.
+        shuffle: What it got as `shuffle`.
+        sampling: `"poisson"` or `"shuffle"`, for arrays.
+
+    Raises:
+        ValueError: If arrays are not to be shuffled, or a batch size is given for
+            data that come in batches.
+    """
+    if isinstance(x, DeclaredDataset):
+        return _declared(x, y, sample_weight, batch_size, steps_per_epoch)
+    if isinstance(x, PoissonDataset):
+        _refuse_batch_size(batch_size)
+        return _poisson(x, steps_per_epoch)
+    if _comes_in_batches(x):
+        _refuse_batch_size(batch_size)
+        return TrainingData(
+            x,
+            y,
+            sample_weight,
+            UnamplifiedSteps(steps=0, noise_multiplier=1.0),
+            keras_steps_per_epoch=steps_per_epoch,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle and isinstance(x, keras.utils.PyDataset),
+        )
+    if shuffle is not True:
+        raise ValueError(
+            "Arrays must be sampled at random: a fixed order has no amplification "
+            f"and no accounting. Received: shuffle={shuffle!r}. Leave `shuffle` out, "
+            "or declare what your own pipeline does: "
+            "`private.fit(tfdp.data.declare(dataset, ...))`."
+        )
+    rows = number_of_examples(x)
+    batch_size = min(batch_size or _DEFAULT_BATCH_SIZE, rows)
+    if sampling == "poisson":
+        return _poisson(
+            PoissonDataset(
+                x,
+                y,
+                sample_weight,
+                expected_batch_size=batch_size,
+                steps_per_epoch=steps_per_epoch,
+            ),
+            None,
+        )
+    batches = math.ceil(rows / batch_size)
+    return TrainingData(
+        x,
+        y,
+        sample_weight,
+        ShuffledPasses(
+            passes=0,
+            noise_multiplier=1.0,
+            number_of_examples=rows,
+            expected_batch_size=batch_size,
+        ),
+        expected_batch_size=batch_size,
+        batches_per_pass=batches,
+        steps_per_epoch=steps_per_epoch or batches,
+        keras_steps_per_epoch=steps_per_epoch,
+        begins_pass_each_epoch=steps_per_epoch is None,
+        shuffle=True,
+        batch_size=batch_size,
+    )
+
+
+def number_of_examples(x: Any) -> int:
+    """Return the number of rows of arrays.
+
+    Args:
+        x: Arrays or array-like sources, possibly nested.
+    """
+    first = _tree.tensors(x)[0]
+    return int(first.shape[0]) if hasattr(first, "shape") else len(first)
+
+
+def _poisson(dataset: PoissonDataset, steps_per_epoch: int | None) -> TrainingData:
+    return TrainingData(
+        dataset,
+        None,
+        None,
+        PoissonSteps(
+            steps=0,
+            noise_multiplier=1.0,
+            number_of_examples=dataset.number_of_examples,
+            expected_batch_size=dataset.expected_batch_size,
+        ),
+        expected_batch_size=dataset.expected_batch_size,
+        steps_per_epoch=steps_per_epoch or len(dataset),
+        keras_steps_per_epoch=steps_per_epoch,
+    )
+
+
+def _declared(
+    declared: DeclaredDataset,
+    y: Any,
+    sample_weight: Any,
+    batch_size: int | None,
+    steps_per_epoch: int | None,
+) -> TrainingData:
+    _refuse_batch_size(batch_size)
+    facts = {
+        "noise_multiplier": 1.0,
+        "number_of_examples": declared.number_of_examples,
+        "expected_batch_size": declared.expected_batch_size,
+    }
+    is_poisson = declared.sampling == "poisson"
+    batches = declared.batches_per_pass
+    return TrainingData(
+        declared.dataset,
+        y,
+        sample_weight,
+        PoissonSteps(steps=0, **facts)
+        if is_poisson
+        else ShuffledPasses(passes=0, **facts),
+        expected_batch_size=declared.expected_batch_size,
+        batches_per_pass=1 if is_poisson else batches,
+        steps_per_epoch=steps_per_epoch or declared.number_of_batches,
+        keras_steps_per_epoch=steps_per_epoch,
+        # Keras goes on with the same iterator only if it knows where it ends.
+        begins_pass_each_epoch=steps_per_epoch is None
+        or declared.number_of_batches is None,
+    )
+
+
+def _refuse_batch_size(batch_size: int | None) -> None:
+    if batch_size is not None:
+        raise ValueError(
+            "`batch_size` belongs to arrays; these data come in batches. Received: "
+            f"batch_size={batch_size!r}. Leave it out."
+        )
+
+
+def _comes_in_batches(x: Any) -> bool:
+    """Whether Keras takes whole batches from `x`, not rows."""
+    return (
+        isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
+        or (
+            hasattr(x, "__next__")
+            or hasattr(x, "__iter__")
+            and not hasattr(x, "__len__")
+        )
+        or type(x).__module__.startswith(("torch.utils.data", "grain."))
+    )
+
+
+def split_for_validation(data: Any, fraction: float) -> tuple[Any, Any]:
+    """Cut the last rows of arrays off for validation, as Keras does.
+
+    Args:
+        data: ``(x, y, sample_weight)``, nested arrays or None.
+        fraction: Share of the rows, in (0, 1).
+
+    Returns:
+        The first rows, and the last ones, each like `data`.
+
+    Raises:
+        ValueError: If the data come in batches, or one side would have no rows.
+    """
+    fraction = _validate.probability("validation_split", fraction)
+    if _comes_in_batches(data[0]) or isinstance(data[0], DeclaredDataset):
+        raise ValueError(
+            "`validation_split` needs arrays. Received: validation_split="
+            f"{fraction}, x of type {type(data[0]).__name__}. Use "
+            "`validation_data=...`."
+        )
+    rows = number_of_examples(data[0])
+    kept = math.floor(rows * (1 - fraction))
+    if not 0 < kept < rows:
+        raise ValueError(
+            "`validation_split` leaves no rows on one side. Received: "
+            f"validation_split={fraction}, {rows} rows. Use `validation_data=...`."
+        )
+    return tuple(
+        _tree.map_tensors(operator.itemgetter(part), data)
+        for part in (slice(None, kept), slice(kept, None))
+    )

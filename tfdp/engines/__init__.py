@@ -1,0 +1,27 @@
+"""Engines turn a batch and a clip norm into a clipped sum."""
+
+from typing import Any
+
+from tfdp.engines.vectorized import VectorizedEngine
+
+_BY_NAME = {"auto": VectorizedEngine, "vectorized": VectorizedEngine}
+
+
+def get(engine: Any) -> VectorizedEngine:
+    """Return an engine by its name, or the engine object itself.
+
+    Args:
+        engine: `"auto"`, `"vectorized"` or an engine.
+
+    Raises:
+        ValueError: If there is no engine of that name.
+    """
+    if isinstance(engine, VectorizedEngine):
+        return engine
+    if not isinstance(engine, str) or engine not in _BY_NAME:
+        names = ", ".join(f"'{name}'" for name in _BY_NAME)
+        raise ValueError(
+            f"`engine` must be an engine or one of {names}. Received: "
+            f"engine={engine!r}. Use `engine='auto'`."
+        )
+    return _BY_NAME[engine]()

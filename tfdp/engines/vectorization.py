@@ -1,0 +1,140 @@
+"""Better conversions of operations for `tf.vectorized_map`."""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _keras
+from tfdp.rules import convolution
+
+
+def efficient_vectorization() -> contextlib.AbstractContextManager[None]:
+    """Let `tf.vectorized_map` convert some operations in better ways.
+
+    By itself it takes the filter gradient of a convolution in a sequential loop
+    over the examples. And it makes of a product with a matrix that all examples
+    share a broadcasting `BatchMatMulV2`, whose oneDNN kernel was seen to corrupt
+    memory when the ranks differ by two. And it leaves the sums of gradients over
+    broadcast axes in place where there are no such axes, which copies every
+    activation unless the graph optimizer folds them: in branches and loops it does
+    not. And the gradient of max pooling is only fast beside its own forward pass.
+    """
+    return _keras.pfor_converters(
+        {
+            "Conv2DBackpropFilter": _convert_filter_gradient,
+            "BatchMatMulV2": _convert_batch_matmul,
+            "MaxPoolGrad": _convert_max_pool_gradient,
+            "Sum": _convert_sum,
+        }
+    )
+
+
+def _convert_filter_gradient(pfor_input: Any) -> tf.Tensor | None:
+    inputs, is_stacked, _ = pfor_input.input(0)
+    kernel_shape = tf.get_static_value(pfor_input.unstacked_input(1))
+    pfor_input.stack_inputs([2])
+    output_gradients = pfor_input.stacked_input(2)
+    padding = pfor_input.get_attr("padding").decode()
+    is_static = (
+        inputs.shape[1:].is_fully_defined()
+        and output_gradients.shape[1:].is_fully_defined()
+    )
+    if (
+        not is_stacked
+        or not is_static
+        or kernel_shape is None
+        or padding not in {"SAME", "VALID"}
+        or pfor_input.get_attr("data_format") != b"NHWC"
+    ):
+        return None
+    return convolution.filter_gradients(
+        inputs,
+        output_gradients,
+        kernel_shape=tuple(int(size) for size in kernel_shape),
+        strides=tuple(pfor_input.get_attr("strides")[1:3]),
+        dilations=tuple(pfor_input.get_attr("dilations")[1:3]),
+        padding=padding,
+    )
+
+
+def _convert_batch_matmul(pfor_input: Any) -> tf.Tensor:
+    x, x_stacked, _ = pfor_input.input(0)
+    y, y_stacked, _ = pfor_input.input(1)
+    adj_x, adj_y = pfor_input.get_attr("adj_x"), pfor_input.get_attr("adj_y")
+    if x_stacked and not y_stacked and y.shape.rank == 2 and not adj_x:
+        shape = tf.shape(x)
+        product = tf.matmul(tf.reshape(x, [-1, shape[-1]]), y, adjoint_b=adj_y)
+        return tf.reshape(product, tf.concat([shape[:-1], tf.shape(product)[1:]], 0))
+    pfor_input.expanddim_inputs_for_broadcast()
+    x, y = pfor_input.input(0)[0], pfor_input.input(1)[0]
+    batch = tf.broadcast_dynamic_shape(tf.shape(x)[:-2], tf.shape(y)[:-2])
+    x, y = (
+        tf.broadcast_to(factor, tf.concat([batch, tf.shape(factor)[-2:]], 0))
+        for factor in (x, y)
+    )
+    return tf.matmul(x, y, adjoint_a=adj_x, adjoint_b=adj_y)
+
+
+def _convert_max_pool_gradient(pfor_input: Any) -> tf.Tensor:
+    pfor_input.stack_inputs()
+    inputs, outputs, output_gradients = (
+        pfor_input.stacked_input(index) for index in range(3)
+    )
+    window = {
+        "ksize": pfor_input.get_attr("ksize"),
+        "strides": pfor_input.get_attr("strides"),
+        "padding": pfor_input.get_attr("padding").decode(),
+        "explicit_paddings": pfor_input.get_attr("explicit_paddings"),
+        "data_format": pfor_input.get_attr("data_format").decode(),
+    }
+    rows, _, gradient_rows = (
+        tf.reshape(tensor, tf.concat([[-1], tf.shape(tensor)[2:]], 0))
+        for tensor in (inputs, outputs, output_gradients)
+    )
+    rows = tf.ensure_shape(rows, [None, *inputs.shape[2:]])
+    gradients = tf.raw_ops.MaxPoolGrad(
+        orig_input=rows,
+        orig_output=tf.raw_ops.MaxPool(input=rows, **window),
+        grad=gradient_rows,
+        **window,
+    )
+    return tf.reshape(gradients, tf.shape(inputs))
+
+
+def _convert_sum(pfor_input: Any) -> tf.Tensor | None:
+    axes = _static_axes(pfor_input.unstacked_input(1))
+    if axes is None:
+        return None
+    stacked = pfor_input.stacked_input(0)
+    if not axes:
+        return stacked
+    return tf.reduce_sum(
+        stacked,
+        [axis + 1 if axis >= 0 else axis for axis in axes],
+        keepdims=pfor_input.get_attr("keep_dims"),
+    )
+
+
+def _static_axes(axes: tf.Tensor) -> list[int] | None:
+    """Find the axes of a sum, also where they come from a gradient's broadcast."""
+    known = tf.get_static_value(axes)
+    if known is not None:
+        return [int(axis) for axis in np.ravel(known)]
+    if axes.op.type != "BroadcastGradientArgs":
+        return None
+    shapes = [tf.get_static_value(shape) for shape in axes.op.inputs]
+    if any(shape is None for shape in shapes):
+        return None
+    rank = max(len(shape) for shape in shapes)
+    own, other = (
+        [1] * (rank - len(shape)) + shape.tolist()
+        for shape in (shapes if axes.value_index == 0 else shapes[::-1])
+    )
+    missing = rank - len(shapes[axes.value_index])
+    return [
+        axis
+        for axis in range(rank)
+        if axis < missing or (own[axis] == 1 and other[axis] != 1)
+    ]

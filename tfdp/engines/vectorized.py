@@ -1,0 +1,181 @@
+"""Per-example gradients by vectorizing the gradient of one unit."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tfdp import _keras, _tree
+from tfdp.clipping import clip_and_sum
+from tfdp.engines.vectorization import efficient_vectorization
+from tfdp.losses.objective import Batch, Objective
+
+
+@dataclasses.dataclass(frozen=True)
+class VectorizedEngine:
+    """Computes each unit's whole gradient, all units at once.
+
+    Works for nearly every model and holds one gradient of the model's size for
+    each unit. A unit is evaluated alone, so batch mates cannot influence it. What
+    `tf.vectorized_map` cannot trace runs under `tf.map_fn`, one unit after the
+    other, and one log line says so.
+    """
+
+    name = "vectorized"
+
+    def clip_and_sum(
+        self,
+        objective: Objective,
+        batch: Batch,
+        *,
+        l2_norm_clip: tf.Tensor,
+        rows_per_unit: int | tf.Tensor,
+    ) -> tuple[list[tf.Tensor], tf.Tensor, Any]:
+        """Sum the clipped gradients of the units of a batch.
+
+        Args:
+            objective: What to differentiate.
+            batch: Its number of rows is a multiple of `rows_per_unit`.
+            l2_norm_clip: Radius of the clip ball, a positive scalar tensor.
+            rows_per_unit: Consecutive rows whose mean loss is one unit's loss. A
+                unit without a real row contributes nothing.
+
+        Returns:
+            The clipped sums in the order of the variables, the units' norms
+            before clipping with shape ``(U,)``, and the model's outputs for all
+            rows.
+        """
+        units = _tree.map_tensors(lambda rows: _stack(rows, rows_per_unit), batch)
+        has_path: list[bool] = []
+        advance_seeds: list[Callable[[], None]] = []
+
+        def of_one_unit(elements: Any) -> tuple[list[tf.Tensor], Any]:
+            number, leaves = elements
+            with _keras.seeds_of_row(number) as advance:
+                gradients, y_pred = _gradients(objective, _tree.pack(leaves, units))
+            has_path[:] = [gradient is not None for gradient in gradients]
+            advance_seeds[:] = [advance]
+            return _tree.tensors(gradients), y_pred
+
+        numbers = tf.range(tf.shape(units.is_padding)[0])
+        gradients, y_pred = _map(
+            of_one_unit,
+            (numbers, _tree.tensors(units)),
+            is_loop=_has_loop_over_time(objective.model),
+        )
+        advance_seeds[0]()
+        is_empty = tf.reduce_all(units.is_padding, axis=1)
+        sums, norms = clip_and_sum(
+            gradients, is_empty=is_empty, l2_norm_clip=l2_norm_clip
+        )
+        remaining = iter(sums)
+        return (
+            [
+                next(remaining) if path else tf.zeros(variable.shape, variable.dtype)
+                for path, variable in zip(has_path, objective.variables, strict=True)
+            ],
+            norms,
+            _tree.map_tensors(_unstack, y_pred),
+        )
+
+
+def _gradients(
+    objective: Objective, unit: Batch
+) -> tuple[list[tf.Tensor | None], Any]:
+    """Differentiate the mean loss of a unit's real rows; None where no path leads."""
+    variables = [variable.value for variable in objective.variables]
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(variables)
+        y_pred = objective.predict(unit.x)
+        losses = objective.losses(unit.x, unit.y, y_pred, unit.sample_weight)
+        losses = tf.where(unit.is_padding, tf.zeros_like(losses), losses)
+        rows = tf.reduce_sum(tf.cast(~unit.is_padding, losses.dtype))
+        loss = tf.reduce_sum(losses) / tf.maximum(rows, 1)
+        loss *= objective.loss_scale
+    gradients = tape.gradient(loss, variables)
+    gradients = [
+        None
+        if gradient is None
+        else tf.convert_to_tensor(gradient) / objective.loss_scale
+        for gradient in gradients
+    ]
+    return gradients, y_pred
+
+
+def _map(
+    function: Callable[[Any], Any], elements: Any, *, is_loop: bool
+) -> tuple[list[tf.Tensor], Any]:
+    """Apply a function to every element, all at once where TensorFlow can.
+
+    Vectorized loops over time are what it cannot always run though it traces them:
+    with XLA none, without XLA not those with masks.
+    """
+
+    def vectorized(elements: Any) -> Any:
+        with efficient_vectorization():
+            return tf.vectorized_map(function, elements, warn=False)
+
+    if not tf.executing_eagerly():
+        # A function of its own: what a failed attempt leaves behind must not run.
+        vectorized = tf.function(vectorized, autograph=False)
+    if is_loop and not _rehearse(vectorized, elements):
+        reason = "its loop over time cannot be vectorized"
+    else:
+        try:
+            return vectorized(elements)
+        # Whatever stops the tracing: an error of the model itself comes again.
+        except Exception as error:  # noqa: BLE001
+            reason = str(error)
+    logging.warning(
+        "tfdp takes the gradients of this model one example after the other, "
+        "which is slow: %s.",
+        reason,
+    )
+    of_first = keras.tree.map_structure(
+        lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), elements
+    )
+    outputs = tf.function(function).get_concrete_function(of_first).structured_outputs
+    signature = keras.tree.map_structure(
+        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), outputs
+    )
+    return tf.map_fn(function, elements, fn_output_signature=signature)
+
+
+def _rehearse(vectorized: Callable[[Any], Any], elements: Any) -> bool:
+    """Run a vectorized map on two elements of zeros, to see whether it can."""
+    shapes = [tensor.shape[1:] for tensor in keras.tree.flatten(elements)]
+    if _keras.inside_xla() or not all(shape.is_fully_defined() for shape in shapes):
+        return False
+    with tf.init_scope():
+        zeros = keras.tree.map_structure(
+            lambda tensor: tf.zeros([2, *tensor.shape[1:]], tensor.dtype), elements
+        )
+        try:
+            vectorized(zeros)
+        except Exception:  # noqa: BLE001 (whatever it is, map_fn does without)
+            return False
+    return True
+
+
+def _has_loop_over_time(model: keras.Model) -> bool:
+    return any(
+        isinstance(layer, keras.layers.RNN) and not layer.unroll
+        for layer in _keras.flatten_layers(model)
+    )
+
+
+def _stack(rows: tf.Tensor, rows_per_unit: int | tf.Tensor) -> tf.Tensor:
+    """(N, ...) -> (U, rows_per_unit, ...)."""
+    shape = tf.concat([[-1, rows_per_unit], tf.shape(rows)[1:]], 0)
+    stacked = tf.reshape(rows, shape)
+    known = rows_per_unit if isinstance(rows_per_unit, int) else None
+    return tf.ensure_shape(stacked, [None, known, *rows.shape[1:]])
+
+
+def _unstack(units: tf.Tensor) -> tf.Tensor:
+    """(U, rows_per_unit, ...) -> (N, ...)."""
+    rows = tf.reshape(units, tf.concat([[-1], tf.shape(units)[2:]], 0))
+    return tf.ensure_shape(rows, [None, *units.shape[2:]])

@@ -1,0 +1,90 @@
+"""Clipped gradients for training loops of one's own."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _tree, _validate, engines
+from tfdp.clipping import ClippedSum, clip_as_tensor
+from tfdp.engines.passes import number_of_rows, run_whole
+from tfdp.losses.objective import Batch, Objective
+
+
+def clipped_gradients(
+    model: keras.Model,
+    loss: Any,
+    x: Any,
+    y: Any,
+    sample_weight: Any = None,
+    *,
+    l2_norm_clip: Any,
+    num_microbatches: int | None = None,
+    engine: Any = "auto",
+) -> ClippedSum:
+    """Sum the clipped gradients of the examples of a batch.
+
+    Works eagerly and inside `tf.function`, also with `jit_compile=True`. The sum
+    is neither divided nor noised: `optimizer.apply_clipped_sum` does both.
+
+    Guarantees:
+        See `tfdp.clipping.ClippedSum`. A unit whose gradient is not finite
+        contributes nothing; an empty batch gives zeros.
+
+    Args:
+        model: A Keras model, called in training mode.
+        loss: A Keras loss (name, object, list or dict, as in `compile`) or a
+            function ``(y_true, y_pred) -> (N,)``.
+        x: Inputs with leading axis N, nested as the model takes them.
+        y: Targets likewise.
+        sample_weight: None, or weights of the examples' losses.
+        l2_norm_clip: Radius of the clip ball, a positive number or the optimizer's
+            variable.
+        num_microbatches: None to clip each example's gradient; m to clip the mean
+            gradients of m groups of consecutive examples, which doubles the
+            sensitivity.
+        engine: See `tfdp.DPModel`.
+
+    Returns:
+        The clipped sums in the order of ``model.trainable_variables``, with the
+        norms before clipping and the l2 sensitivity.
+
+    Raises:
+        ValueError: If `l2_norm_clip` is not positive and finite, or the model has
+            no trainable variable or has layers that break per-example privacy.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> clipped_sum = tfdp.clipped_gradients(
+        ...     model,
+        ...     "mse",
+        ...     np.ones((3, 2), "float32"),
+        ...     np.ones((3, 1), "float32"),
+        ...     l2_norm_clip=1.0,
+        ... )
+        >>> [gradient.shape.as_list() for gradient in clipped_sum.gradients]
+        [[2, 1], [1]]
+    """
+    chosen = engines.get(engine)
+    data = _tree.map_tensors(tf.convert_to_tensor, (x, y, sample_weight))
+    if not model.built:
+        model(data[0])
+    objective = Objective.of(model, loss)
+    clip = clip_as_tensor(l2_norm_clip, objective.variables)
+    rows_per_unit: int | tf.Tensor = 1
+    if num_microbatches is not None:
+        groups = _validate.positive_int("num_microbatches", num_microbatches)
+        rows_per_unit = (number_of_rows(data) + groups - 1) // groups
+        rows_per_unit = (
+            max(rows_per_unit, 1)
+            if isinstance(rows_per_unit, int)
+            else tf.maximum(rows_per_unit, 1)
+        )
+
+    def run_pass(batch: Batch) -> tuple[list[tf.Tensor], tf.Tensor, Any]:
+        return chosen.clip_and_sum(
+            objective, batch, l2_norm_clip=clip, rows_per_unit=rows_per_unit
+        )
+
+    sums, norms, _ = run_whole(run_pass, data, rows_per_unit=rows_per_unit)
+    return ClippedSum(sums, norms, clip, rows_per_unit)

@@ -1,0 +1,117 @@
+"""What an engine differentiates: a model, its losses per example, its variables."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import keras
+import tensorflow as tf
+
+from tfdp import _keras
+from tfdp.losses.per_example import PerExampleLoss, each_row_alone
+
+# A public constant. The loss of one example is not divided by the batch size, so
+# it needs less scaling than the mean of a batch does.
+_FLOAT16_LOSS_SCALE = 128.0
+
+
+class Batch(NamedTuple):
+    """Rows of data on their way through an engine.
+
+    Attributes:
+        x: Inputs, tensors with leading axis N, nested as the model takes them.
+        y: Targets likewise, or None.
+        sample_weight: Weights likewise, or None.
+        is_padding: bool, shape ``(N,)``, marks rows that only fill up.
+    """
+
+    x: Any
+    y: Any
+    sample_weight: Any
+    is_padding: tf.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """A model and the loss of each of its examples.
+
+    Attributes:
+        model: The Keras model, built.
+        losses: ``(x, y, y_pred, sample_weight) -> (N,)``.
+        variables: The trainable Keras variables, in the model's order.
+    """
+
+    model: keras.Model
+    losses: Callable[[Any, Any, Any, Any], tf.Tensor]
+    variables: list[Any]
+
+    @classmethod
+    def of(cls, model: keras.Model, loss: Any, loss_weights: Any = None) -> Self:
+        """Pair a model with a Keras loss, as `compile` takes it.
+
+        Args:
+            model: The Keras model, built.
+            loss: Name, object or function, or a list or dict of them.
+            loss_weights: Weights of the outputs' losses.
+
+        Raises:
+            ValueError: If the model has no trainable variable.
+        """
+        per_example = PerExampleLoss(
+            loss, loss_weights, getattr(model, "output_names", None)
+        )
+
+        def losses(x: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+            del x
+            return per_example(y, y_pred, sample_weight)
+
+        return cls(model, losses, trainable_variables(model))
+
+    @classmethod
+    def of_compute_loss(cls, model: keras.Model) -> Self:
+        """Take the losses from the model's own `compute_loss`, row by row.
+
+        The model must have been compiled with what its `compute_loss` uses. Weight
+        regularizers are left out of it: their gradient is added after the noise.
+
+        Args:
+            model: The Keras model, built.
+
+        Raises:
+            ValueError: If the model has no trainable variable.
+        """
+        variables = trainable_variables(model)
+
+        def loss_of_row(*row: Any) -> tf.Tensor:
+            with _keras.without_regularizers(variables):
+                return tf.reduce_sum(_keras.compute_loss(model, *row))
+
+        def losses(*rows: Any) -> tf.Tensor:
+            return each_row_alone(loss_of_row, rows)
+
+        return cls(model, losses, variables)
+
+    def predict(self, x: Any) -> Any:
+        """Run the model in training mode."""
+        if _keras.takes_training(self.model):
+            return self.model(x, training=True)
+        return self.model(x)
+
+    @property
+    def loss_scale(self) -> float:
+        """The constant that keeps float16 gradients from underflowing."""
+        uses_float16 = any(
+            layer.compute_dtype == "float16"
+            for layer in _keras.flatten_layers(self.model)
+        )
+        return _FLOAT16_LOSS_SCALE if uses_float16 else 1.0
+
+
+def trainable_variables(model: keras.Model) -> list[Any]:
+    """List a model's trainable variables, of which there must be some."""
+    if not model.trainable_variables:
+        raise ValueError(
+            f"Model `{model.name}` has nothing to train. Received: no trainable "
+            "variables. Set `model.trainable = True`, or that of some layers."
+        )
+    return list(model.trainable_variables)

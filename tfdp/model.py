@@ -1,0 +1,733 @@
+"""A Keras model whose training steps are differentially private."""
+
+import contextlib
+import dataclasses
+import math
+import warnings
+import weakref
+from typing import Any, Self
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _keras, _tree, _validate, engines, validation
+from tfdp.accounting import (
+    Ledger,
+    PoissonSteps,
+    Segment,
+    affordable_count,
+    privacy_statement,
+)
+from tfdp.clipping import ClippedSum, clip_as_tensor
+from tfdp.data import PoissonDataset
+from tfdp.data.training_data import TrainingData, split_for_validation, training_data
+from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
+from tfdp.errors import NotPrivateError, PrivacyBudgetError
+from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.per_example import PerExampleLoss
+from tfdp.optimizers import DPOptimizer
+from tfdp.recorder import UNDECLARED, LedgerRecorder
+
+# One ledger for every model, whatever wraps it.
+_recorders: "weakref.WeakKeyDictionary[keras.Model, LedgerRecorder]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@keras.saving.register_keras_serializable("tfdp")
+class DPModel(keras.Model):
+    """Wraps a Keras model so that `fit` trains it with differential privacy.
+
+    It shares the model's layers and weights: after `fit` the user's own model is
+    trained, and has nothing of tfdp in it. Each step clips the gradient of every
+    example, adds them up, adds Gaussian noise once, and divides by the expected
+    batch size [1]_. Arrays given to `fit` are sampled by independent coin flips.
+    What was run is counted in `ledger`, inside the training graph; the ledger
+    belongs to the wrapped model and only grows.
+
+    Guarantees:
+        ``epsilon(delta)`` holds for the weights after every step, if each record
+        of the data is one row: one record replaced by an empty one. The metrics
+        in the logs are not private; `privacy_statement` lists what is not covered.
+
+    Args:
+        model: Any Keras 3 model. It must not mix examples in training
+            (`tfdp.validate_model`) nor override `train_step`. A model that
+            overrides `compute_loss` has it evaluated for each example alone.
+        engine: How per-example gradients are clipped: `"auto"`, `"vectorized"`, or
+            an engine object.
+        physical_batch_size: Rows that go through the model at once. A batch of any
+            size runs in passes of this size, within their memory, as one step. By
+            default a batch runs whole.
+        sampling: For arrays given to `fit`: `"poisson"`, or `"shuffle"`, whose
+            epsilon is larger.
+        augmentation: Reserved; must be None.
+        augmentation_multiplicity: Reserved; must be 1.
+        **kwargs: Name of the model.
+
+    Raises:
+        TypeError: If `model` is no Keras model.
+        ValueError: If an argument is out of its range, or the model overrides
+            `train_step`, `test_step` or `compute_metrics`.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> private = tfdp.DPModel(model)
+        >>> private.compile(
+        ...     tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.1),
+        ...     loss="mse",
+        ... )
+        >>> x, y = np.ones((100, 2)), np.ones((100, 1))
+        >>> history = private.fit(x, y, batch_size=10, epochs=2, verbose=0)
+        >>> round(private.epsilon(delta=1e-3), 2)
+        3.27
+
+    References:
+        .. [1] Abadi et al., "Deep Learning with Differential Privacy", CCS 2016,
+           Algorithm 1. https://arxiv.org/abs/1607.00133
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        *,
+        engine: Any = "auto",
+        physical_batch_size: int | None = None,
+        sampling: str = "poisson",
+        augmentation: None = None,
+        augmentation_multiplicity: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        _check_wrapped(model)
+        engines.get(engine)
+        if physical_batch_size is not None:
+            physical_batch_size = _validate.positive_int(
+                "physical_batch_size", physical_batch_size
+            )
+        _validate.one_of("sampling", sampling, ("poisson", "shuffle"))
+        if augmentation is not None or augmentation_multiplicity != 1:
+            raise ValueError(
+                "`augmentation` is not there yet. Received: "
+                f"augmentation={augmentation!r}, augmentation_multiplicity="
+                f"{augmentation_multiplicity!r}. Augment in the data pipeline."
+            )
+        kwargs.setdefault("name", f"private_{model.name}")
+        super().__init__(dtype=model.dtype_policy, **kwargs)
+        self.model = model
+        self.engine = engine
+        self.physical_batch_size = physical_batch_size
+        self.sampling = sampling
+        self._has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
+        self.recorder = _recorders.setdefault(model, LedgerRecorder())
+        # Examples clipped together, and rows in a pass if their number is fixed.
+        self._plan: tuple[int, int | None] = (1, None)
+        self._is_checked = False
+        if getattr(model, "optimizer", None) is not None:
+            # Its slots would be saved with the private model.
+            model.optimizer = None
+        self.built = model.built
+
+    # What the model is.
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        """Run the wrapped model."""
+        if _keras.takes_training(self.model):
+            return self.model(inputs, training=training)
+        return self.model(inputs)
+
+    def build(self, input_shape: Any) -> None:
+        """Build the wrapped model."""
+        if not self.model.built:
+            self.model.build(input_shape)
+        self.built = True
+
+    @property
+    def output_names(self) -> Any:
+        """Names of the wrapped model's outputs, which dict losses refer to."""
+        return getattr(self.model, "output_names", None)
+
+    def summary(self, *args: Any, **kwargs: Any) -> None:
+        """Print the summary of the wrapped model."""
+        self.model.summary(*args, **kwargs)
+
+    def export(self, *args: Any, **kwargs: Any) -> None:
+        """Export the wrapped model, which has nothing of tfdp in it."""
+        self.model.export(*args, **kwargs)
+
+    def explain(self) -> str:
+        """Describe how each layer's per-example gradients are clipped.
+
+        Returns:
+            A table: layer, rule, how its norm is computed, and the bytes that one
+            example's gradient takes.
+        """
+        return engines.get(self.engine).explain(self.model)
+
+    # What was run.
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was run on the wrapped model, by this object and any other."""
+        return self.recorder.ledger
+
+    def epsilon(self, delta: float) -> float:
+        """Return the epsilon of all that was run, by the PLD accountant.
+
+        Args:
+            delta: In (0, 1); smaller than one over the number of examples.
+        """
+        return self.ledger.epsilon(delta)
+
+    def privacy_statement(self, delta: float) -> str:
+        """Say what guarantee holds for the trained weights, and what it leaves out.
+
+        Args:
+            delta: In (0, 1); smaller than one over the number of examples.
+        """
+        return privacy_statement(self.ledger, delta)
+
+    # Compilation.
+
+    def compile(
+        self,
+        optimizer: DPOptimizer,
+        loss: Any = None,
+        *,
+        loss_weights: Any = None,
+        metrics: Any = None,
+        weighted_metrics: Any = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int = 1,
+        jit_compile: bool | str = "auto",
+        auto_scale_loss: bool = False,
+    ) -> None:
+        """Configure the private training, like `keras.Model.compile`.
+
+        Args:
+            optimizer: A `tfdp.optimizers.DPOptimizer`.
+            loss: As in Keras; may be left out if the wrapped model overrides
+                `compute_loss`.
+            loss_weights: As in Keras.
+            metrics: As in Keras. They are exact: what they show is not private.
+            weighted_metrics: As in Keras.
+            run_eagerly: As in Keras.
+            steps_per_execution: As in Keras.
+            jit_compile: Whether XLA compiles the passes through the model.
+            auto_scale_loss: Must be False: float16 losses get a constant scale.
+
+        Raises:
+            NotPrivateError: If the optimizer is not a private one.
+            ValueError: If there is no loss, or `auto_scale_loss` is set.
+        """
+        _check_optimizer(optimizer)
+        if auto_scale_loss:
+            raise ValueError(
+                "`auto_scale_loss` would change the scale and skip steps because of "
+                "un-noised gradients. Received: auto_scale_loss=True. Leave it out: "
+                "float16 losses get a constant scale."
+            )
+        if loss is None and not self._has_own_loss:
+            raise ValueError(
+                "`loss` is missing. Received: loss=None. Use "
+                "`private.compile(optimizer, loss='mse')`."
+            )
+        super().compile(
+            optimizer=optimizer,
+            loss=loss,
+            loss_weights=loss_weights,
+            metrics=metrics,
+            weighted_metrics=weighted_metrics,
+            run_eagerly=run_eagerly,
+            steps_per_execution=steps_per_execution,
+            jit_compile=jit_compile,
+            auto_scale_loss=False,
+        )
+        self._given_jit_compile = jit_compile
+        self._is_checked = False
+        if self._has_own_loss:
+            self.model.compile(
+                optimizer=None, loss=loss, loss_weights=loss_weights, jit_compile=False
+            )
+        self._loss_weights = loss_weights
+        optimizer.recorder = self.recorder
+        optimizer.renew_noise_key()
+
+    def get_compile_config(self) -> dict[str, Any]:
+        """Return the arguments of `compile`."""
+        config = super().get_compile_config()
+        config["jit_compile"] = self._given_jit_compile
+        return config
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """Compile with saved arguments, and build the optimizer's variables."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.built:
+            self.optimizer.build(self.trainable_variables)
+
+    # Training.
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        validation_split: float = 0.0,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: dict[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int = 1,
+    ) -> keras.callbacks.History:
+        """Train privately, with the arguments of `keras.Model.fit`.
+
+        Args:
+            x: Arrays, which are sampled as `sampling` says, with `batch_size` as
+                the expected size of a batch; a `tfdp.data.PoissonDataset`; what
+                `tfdp.data.declare` returns; or any other data that Keras takes,
+                for which every step counts in full.
+            y: Targets, if `x` is arrays.
+            batch_size: Expected number of examples in a batch, if `x` is arrays.
+            epochs: As in Keras.
+            verbose: As in Keras.
+            callbacks: As in Keras.
+            validation_split: Fraction of the rows of arrays kept for validation;
+                they do not count as examples.
+            validation_data: As in Keras.
+            shuffle: Must be True for arrays.
+            class_weight: As in Keras; scales losses before clipping.
+            sample_weight: As in Keras; scales losses before clipping.
+            initial_epoch: As in Keras.
+            steps_per_epoch: As in Keras.
+            validation_steps: As in Keras.
+            validation_batch_size: As in Keras.
+            validation_freq: As in Keras.
+
+        Returns:
+            The history of the logs, which are not private.
+
+        Raises:
+            NotPrivateError: If the model was not compiled with a private optimizer.
+            PrivacyBudgetError: If a `PrivacyBudget` has no room for a first step.
+            UnsupportedLayerError: If layers break per-example privacy.
+            ValueError: If the arguments contradict each other.
+        """
+        self._require_compiled()
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = split_for_validation(
+                (x, y, sample_weight), validation_split
+            )
+        data = training_data(
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            sampling=self.sampling,
+        )
+        callbacks = _sorted_callbacks(callbacks)
+        callbacks.insert(0, _LedgerCallback(self.recorder, data))
+        for callback in callbacks:
+            if isinstance(callback, PrivacyCallback):
+                callback.before_training(self)
+        self._plan_for(data.segment, data.expected_batch_size)
+        data = self._check(data)
+        self.optimizer.renew_noise_key()
+        self._begin(data, epochs - initial_epoch)
+        try:
+            return super().fit(
+                x=data.x,
+                y=data.y,
+                batch_size=data.batch_size,
+                epochs=epochs,
+                verbose=verbose,
+                callbacks=callbacks,
+                validation_data=validation_data,
+                shuffle=data.shuffle,
+                class_weight=class_weight,
+                sample_weight=data.sample_weight,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=data.keras_steps_per_epoch,
+                validation_steps=validation_steps,
+                validation_batch_size=validation_batch_size or batch_size,
+                validation_freq=validation_freq,
+            )
+        finally:
+            self.recorder.begin(self._in_units(UNDECLARED))
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Take one private step on a batch, with the arguments of Keras.
+
+        Nobody has said how the batch was sampled, so the step counts in full: "a
+        record at most once in a batch" is assumed. The optimizer needs its
+        `expected_batch_size`.
+        """
+        self._require_compiled()
+        self._plan_for(UNDECLARED, None)
+        segment = self._in_units(UNDECLARED)
+        if self.recorder.segment != segment:
+            self.recorder.begin(segment)
+        self.enforce_budget()
+        return super().train_on_batch(*args, **kwargs)
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """Make the training function; XLA compiles the passes in it, not all of it."""
+        jit_compile, self.jit_compile = self.jit_compile, False
+        self._jit_compile_passes = jit_compile
+        try:
+            return super().make_train_function(force)
+        finally:
+            self.jit_compile = jit_compile
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Take one private step if the budget has room for it.
+
+        Args:
+            data: ``x``, ``(x, y)`` or ``(x, y, sample_weight)``; may have no rows.
+
+        Returns:
+            The logs of the epoch up to now.
+        """
+        data = keras.utils.unpack_x_y_sample_weight(data)
+        has_room = self.recorder.has_room()
+        clipped_sum = self._clipped_sum(data, has_room)
+
+        def apply() -> bool:
+            self.optimizer.apply_clipped_sum(clipped_sum, self.trainable_variables)
+            return True
+
+        tf.cond(has_room, apply, lambda: False)
+        return self.get_metrics_result()
+
+    def _clipped_sum(self, data: Any, has_room: tf.Tensor) -> ClippedSum:
+        """Clip and sum the units of a logical batch, and update the metrics."""
+        examples_per_unit, physical_batch_size = self._plan
+        objective = self._objective()
+        clip = clip_as_tensor(self.optimizer.l2_norm_clip.value, objective.variables)
+        engine = engines.get(self.engine)
+
+        def run_pass(batch: Batch, clip: tf.Tensor) -> Any:
+            return engine.clip_and_sum(
+                objective, batch, l2_norm_clip=clip, rows_per_unit=examples_per_unit
+            )
+
+        if self._jit_compile_passes:
+            run_pass = tf.function(run_pass, jit_compile=True)
+
+        def update_metrics(data: Any, rows: tf.Tensor, y_pred: Any) -> None:
+            tf.cond(
+                has_room & (rows > 0),
+                lambda: self._update_metrics(data, rows, y_pred),
+                lambda: False,
+            )
+
+        if physical_batch_size is None:
+            sums, norms, y_pred = run_whole(
+                lambda batch: run_pass(batch, clip),
+                data,
+                rows_per_unit=examples_per_unit,
+            )
+            update_metrics(data, tf.convert_to_tensor(number_of_rows(data)), y_pred)
+        else:
+            sums, norms = run_in_passes(
+                lambda batch: run_pass(batch, clip),
+                data,
+                rows_per_unit=examples_per_unit,
+                physical_batch_size=physical_batch_size,
+                on_outputs=update_metrics,
+            )
+        return ClippedSum(sums, norms, clip, examples_per_unit)
+
+    def _update_metrics(self, data: Any, rows: tf.Tensor, y_pred: Any) -> bool:
+        """Log the ordinary loss and metrics of the first `rows` rows."""
+        x, y, sample_weight, y_pred = _tree.map_tensors(
+            lambda tensor: tensor[:rows], (*data, y_pred)
+        )
+        loss = self.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
+        _keras.loss_tracker(self).update_state(loss, sample_weight=rows)
+        self.compute_metrics(x, y, y_pred, sample_weight)
+        return True
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        """Compute the ordinary loss of a batch, as the wrapped model would."""
+        if not self._has_own_loss:
+            return super().compute_loss(x, y, y_pred, sample_weight, training)
+        return _keras.compute_loss(self.model, x, y, y_pred, sample_weight)
+
+    def _objective(self) -> Objective:
+        if self._has_own_loss:
+            return Objective.of_compute_loss(self.model)
+        return Objective.of(self.model, self.loss, self._loss_weights)
+
+    # Before a training begins.
+
+    def enforce_budget(self) -> None:
+        """Allow only the steps that the budget set by a `PrivacyBudget` has room for.
+
+        Raises:
+            PrivacyBudgetError: If there is no room for a single one.
+        """
+        budget = self.recorder.budget
+        if budget is None:
+            return
+        noise_multiplier = float(self.optimizer.noise_multiplier)
+        segment = dataclasses.replace(
+            self.recorder.segment,
+            noise_multiplier=noise_multiplier / (2 if self._plan[0] > 1 else 1),
+        )
+        count = affordable_count(
+            self.ledger,
+            segment,
+            target_epsilon=budget.target_epsilon,
+            delta=budget.delta,
+        )
+        self.recorder.limit(count)
+        if not self.recorder.has_room():
+            raise PrivacyBudgetError(
+                "The privacy budget has no room for another step. Received: "
+                f"target_epsilon={budget.target_epsilon:g}, delta={budget.delta:g}, "
+                f"spent epsilon={self.epsilon(budget.delta):.4g}. Stop here, or use "
+                "`tfdp.callbacks.PrivacyBudget(delta, target_epsilon=...)` with a "
+                "larger target."
+            )
+
+    def _require_compiled(self) -> None:
+        if not self.compiled:
+            raise NotPrivateError(
+                f"Model `{self.name}` was not compiled. Received: no optimizer. Use "
+                "`private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, "
+                "noise_multiplier=1.1), loss=...)`."
+            )
+        if not self.trainable_variables and self.built:
+            raise ValueError(
+                f"Model `{self.name}` has nothing to train. Received: no trainable "
+                "variables. Set `model.trainable = True` and compile again."
+            )
+
+    def _check(self, data: TrainingData) -> TrainingData:
+        """Refuse layers and losses that mix examples, on a few rows of the data."""
+        if self._is_checked:
+            return data
+        data, sample = data.with_sample()
+        if sample is not None:
+            self._check_sample(*sample)
+        return data
+
+    def _check_sample(self, x: Any, y: Any, sample_weight: Any) -> None:
+        validation.check_model(self.model, x)
+        if not self._has_own_loss and y is not None:
+            losses = PerExampleLoss(self.loss, self._loss_weights, self.output_names)
+            y_pred = self.model(x)
+            validation.check_loss(losses, y, y_pred, sample_weight)
+        self.built = True
+        self._is_checked = True
+
+    def _plan_for(self, segment: Segment, batch_size: float | None) -> None:
+        """Settle what depends on the expected batch size."""
+        optimizer = self.optimizer
+        batch_size = batch_size or optimizer.expected_batch_size
+        if batch_size is None:
+            raise ValueError(
+                "The expected batch size of these data is not known, and the divisor "
+                "of the noised sum is never taken from the data. Received: "
+                f"expected_batch_size=None. Use `{type(optimizer).__name__}(..., "
+                "expected_batch_size=256)` or `private.fit(tfdp.data.declare(dataset, "
+                "number_of_examples=..., expected_batch_size=256, sampling=...))`."
+            )
+        optimizer.expect_batch_size(batch_size)
+        examples_per_unit = optimizer.examples_per_unit(batch_size)
+        if examples_per_unit > 1 and isinstance(segment, PoissonSteps):
+            raise ValueError(
+                "Microbatches of several examples need batches of fixed size: under "
+                "Poisson sampling one example more shifts all groups behind it, and "
+                "no clipping bounds that. Received: num_microbatches="
+                f"{optimizer.num_microbatches}, batch_size={batch_size:g}. Use "
+                "`num_microbatches=None`, or `DPModel(model, sampling='shuffle')`."
+            )
+        plan = (examples_per_unit, self._rows_in_a_pass(batch_size, examples_per_unit))
+        if plan != self._plan:
+            self._plan, self.train_function = plan, None
+
+    def _begin(self, data: TrainingData, epochs: int) -> None:
+        """Open the ledger's segment for a call of `fit`."""
+        steps = data.steps_per_epoch and data.steps_per_epoch * epochs
+        planned = steps and math.ceil(steps / data.batches_per_pass)
+        if data.begins_pass_each_epoch and data.batches_per_pass > 1:
+            planned = epochs
+        self.recorder.begin(
+            self._in_units(data.segment),
+            steps_per_item=data.batches_per_pass,
+            planned_items=planned,
+        )
+        self.enforce_budget()
+        is_seeded = isinstance(data.x, PoissonDataset) and data.x.seeded
+        self.recorder.note_seeds(
+            noise=self.optimizer.noise_is_seeded, sampling=is_seeded
+        )
+        if is_seeded:
+            data.x.advance_to(max(data.x.epoch, self.recorder.sampled_epochs + 1))
+
+    def _in_units(self, segment: Segment) -> Segment:
+        """Say how many examples share a clipped gradient."""
+        if isinstance(segment, PoissonSteps):
+            return segment
+        return dataclasses.replace(segment, examples_per_unit=self._plan[0])
+
+    def _rows_in_a_pass(self, batch_size: float, examples_per_unit: int) -> int | None:
+        rows = self.physical_batch_size
+        if rows is None and self.jit_compile:
+            # XLA compiles for one size: hardly any Poisson batch is larger.
+            rows = math.ceil(batch_size + 4 * math.sqrt(batch_size))
+            rows += -rows % examples_per_unit
+        if rows is not None and rows % examples_per_unit:
+            raise ValueError(
+                "`physical_batch_size` must hold whole microbatches. Received: "
+                f"physical_batch_size={rows}, {examples_per_unit} examples in a "
+                "microbatch. Use `physical_batch_size="
+                f"{rows + -rows % examples_per_unit}`."
+            )
+        return rows
+
+    # Saving.
+
+    def save_own_variables(self, store: Any) -> None:
+        """Save the ledger beside the weights."""
+        super().save_own_variables(store)
+        store["ledger"] = np.frombuffer(self.recorder.state().encode(), np.uint8)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Take over a saved ledger; what was run here stays counted."""
+        saved = {key: store[key] for key in store.keys()}  # noqa: SIM118 (HDF5)
+        ledger = saved.pop("ledger", None)
+        super().load_own_variables(saved)
+        if ledger is not None:
+            self.recorder.restore(np.asarray(ledger, np.uint8).tobytes().decode())
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Load weights, the optimizer's state and the ledger, as Keras does."""
+        if self.compiled and self.built and not self.optimizer.built:
+            self.optimizer.build(self.trainable_variables)
+        super().load_weights(*args, **kwargs)
+        if self.compiled:
+            self.optimizer.renew_noise_key()
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that rebuild the model."""
+        return {
+            "model": keras.saving.serialize_keras_object(self.model),
+            "engine": engines.get(self.engine).name,
+            "physical_batch_size": self.physical_batch_size,
+            "sampling": self.sampling,
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
+        """Rebuild a model from `get_config`."""
+        model = keras.saving.deserialize_keras_object(
+            config.pop("model"), custom_objects=custom_objects
+        )
+        return cls(model, **config)
+
+
+class PrivacyCallback(keras.callbacks.Callback):
+    """Base of tfdp's callbacks: `fit` runs them first, so that loggers see them."""
+
+    def before_training(self, model: DPModel) -> None:
+        """See the model before `fit` has done anything."""
+
+
+class _LedgerCallback(PrivacyCallback):
+    """Tells the ledger where epochs begin, and ends `fit` when the budget is spent."""
+
+    def __init__(self, recorder: LedgerRecorder, data: TrainingData) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._data = data
+        self._noise_multiplier = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Remember for which noise the budget was computed."""
+        self._noise_multiplier = float(self.model.optimizer.noise_multiplier)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin a new pass, and remember which draws are used up."""
+        if self._data.begins_pass_each_epoch:
+            self._recorder.begin_item()
+        if isinstance(self._data.x, PoissonDataset):
+            self._recorder.sampled_epochs = self._data.x.epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Stop if there is no room; find out anew if the noise has changed."""
+        if self._recorder.budget is None:
+            return
+        noise_multiplier = float(self.model.optimizer.noise_multiplier)
+        if noise_multiplier != self._noise_multiplier:
+            self._noise_multiplier = noise_multiplier
+            with contextlib.suppress(PrivacyBudgetError):
+                self.model.enforce_budget()
+        if not self._recorder.has_room():
+            self.model.stop_training = True
+
+
+def _sorted_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
+    """List callbacks, tfdp's own first; warn of those that read private metrics."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = callbacks.callbacks
+    callbacks = keras.tree.flatten(callbacks or [])
+    for callback in callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and not monitor.startswith(("val_", "epsilon")):
+            warnings.warn(
+                f"`{type(callback).__name__}` decides by a metric of the private "
+                "data, and no noise covers its decision. Received: monitor="
+                f"{monitor!r}. Monitor a metric of public validation data, "
+                f"`monitor='val_{monitor}'`.",
+                stacklevel=3,
+            )
+    return sorted(callbacks, key=lambda item: not isinstance(item, PrivacyCallback))
+
+
+def _check_wrapped(model: Any) -> None:
+    if not isinstance(model, keras.Model) or isinstance(model, DPModel):
+        raise TypeError(
+            "`model` must be a Keras model that is not private yet. Received: model "
+            f"of type {type(model).__name__}. Use "
+            "`tfdp.DPModel(keras.Sequential([...]))`."
+        )
+    overridden = [
+        name
+        for name in ("train_step", "test_step", "compute_metrics")
+        if getattr(type(model), name) is not getattr(keras.Model, name)
+    ]
+    if overridden:
+        names = ", ".join(f"`{name}`" for name in overridden)
+        raise ValueError(
+            f"Model `{model.name}` overrides {names}, which DPModel replaces. Received: "
+            f"model of type {type(model).__name__}. Override `compute_loss` instead: "
+            "it is evaluated for each example alone."
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, DPOptimizer):
+        raise NotPrivateError(
+            "`optimizer` would train without privacy. Received: optimizer="
+            f"{optimizer!r}. Use `private.compile(tfdp.optimizers.DPOptimizer("
+            "optimizer, l2_norm_clip=1.0, noise_multiplier=1.1), loss=...)`."
+        )

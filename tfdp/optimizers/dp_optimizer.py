@@ -1,0 +1,410 @@
+"""An optimizer that only takes clipped sums, and noises them."""
+
+import math
+import warnings
+from typing import Any, Self
+
+import keras
+import tensorflow as tf
+
+from tfdp import _validate
+from tfdp.accounting import Ledger
+from tfdp.clipping import ClippedSum
+from tfdp.errors import NotPrivateError
+from tfdp.noise import NoiseSource
+from tfdp.recorder import LedgerRecorder
+
+_REFUSED_OF_INNER = {
+    "gradient_accumulation_steps": (
+        "it would average gradients that are already noised",
+        "`DPModel(model, physical_batch_size=...)`, which accumulates before the "
+        "noise is drawn",
+    ),
+    "clipnorm": (
+        "it would clip the noised mean, not the gradient of an example",
+        "`l2_norm_clip` alone",
+    ),
+    "clipvalue": (
+        "it would clip the noised mean, not the gradient of an example",
+        "`l2_norm_clip` alone",
+    ),
+    "global_clipnorm": (
+        "it would clip the noised mean, not the gradient of an example",
+        "`l2_norm_clip` alone",
+    ),
+    "loss_scale_factor": (
+        "the gradients that reach it are not scaled",
+        "no loss scale: tfdp scales float16 losses itself, before clipping",
+    ),
+}
+
+
+@keras.saving.register_keras_serializable("tfdp")
+class DPOptimizer(keras.optimizers.Optimizer):
+    """Wraps a Keras optimizer so that every update it makes is private.
+
+    It takes a `tfdp.ClippedSum` S of per-example gradients and lets the inner
+    optimizer apply ``(S + Normal(0, (noise_multiplier * C)^2 I)) / D``, where D is
+    the expected number of clipped units, a public constant [1]_. Gradients of
+    weight regularizers do not depend on data and are added after the noise.
+
+    Guarantees:
+        Noise is drawn once in every step for every trainable variable in full,
+        with the C that clipped. Without a `ClippedSum` there is no update: under a
+        plain `keras.Model.fit`, and in `apply` and `apply_gradients`, the
+        optimizer raises `NotPrivateError` before any weight moves.
+
+    Args:
+        inner: A `keras.optimizers.Optimizer`, or the name of one. Its learning
+            rate schedule, weight decay and moving averages work as always.
+        l2_norm_clip: Radius C of the ball into which each unit's gradient is
+            clipped, in units of the gradient of an example's loss. Positive and
+            finite.
+        noise_multiplier: Standard deviation of the noise as a multiple of C.
+            Finite and at least 0; 0 gives no privacy, and a warning.
+        num_microbatches: None to clip each example's gradient. An integer m clips
+            the mean gradient of ``expected_batch_size / m`` consecutive examples
+            instead. More than one example a group doubles the sensitivity and
+            needs batches of fixed size.
+        expected_batch_size: Examples in a batch on average. `DPModel.fit` fills
+            it in where it knows it.
+        noise_seed: For tests only: makes the noise reproducible, and warns.
+        name: Name of the optimizer.
+
+    Raises:
+        ValueError: If a number is out of its range, or `inner` clips or
+            accumulates gradients itself.
+        TypeError: If `inner` is no optimizer for a single private step.
+
+    Example:
+        >>> optimizer = tfdp.optimizers.DPOptimizer(
+        ...     keras.optimizers.SGD(0.15), l2_norm_clip=1.0, noise_multiplier=1.1
+        ... )
+        >>> optimizer.l2_norm_clip = 0.5
+        >>> float(optimizer.l2_norm_clip)
+        0.5
+
+    References:
+        .. [1] Abadi et al., "Deep Learning with Differential Privacy", CCS 2016,
+           Algorithm 1. https://arxiv.org/abs/1607.00133
+    """
+
+    def __init__(
+        self,
+        inner: keras.optimizers.Optimizer | str,
+        *,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        expected_batch_size: float | None = None,
+        noise_seed: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        l2_norm_clip = _validate.positive("l2_norm_clip", l2_norm_clip)
+        noise_multiplier = _checked_noise_multiplier(noise_multiplier)
+        if num_microbatches is not None:
+            num_microbatches = _validate.positive_int(
+                "num_microbatches", num_microbatches
+            )
+        if expected_batch_size is not None:
+            expected_batch_size = _validate.positive(
+                "expected_batch_size", expected_batch_size
+            )
+        inner = _checked_inner(inner)
+        super().__init__(learning_rate=0.0, name=name or f"dp_{inner.name}")
+        self.inner_optimizer = inner
+        self.num_microbatches = num_microbatches
+        self._l2_norm_clip = self._scalar("l2_norm_clip", l2_norm_clip)
+        self._noise_multiplier = self._scalar("noise_multiplier", noise_multiplier)
+        self._configured_batch_size = expected_batch_size
+        self._noise = NoiseSource(noise_seed)
+        self.recorder = LedgerRecorder()
+        with tf.init_scope():
+            # NaN until it is known; no update can happen before.
+            self._expected_batch_size = tf.Variable(
+                expected_batch_size or math.nan, dtype=tf.float64, trainable=False
+            )
+
+    def _scalar(self, name: str, value: float) -> keras.Variable:
+        variable = self.add_variable(
+            shape=(), dtype="float64", aggregation="only_first_replica", name=name
+        )
+        variable.assign(value)
+        return variable
+
+    @property
+    def l2_norm_clip(self) -> keras.Variable:
+        """The clip norm C, a variable that clipping and noise both read."""
+        return self._l2_norm_clip
+
+    @l2_norm_clip.setter
+    def l2_norm_clip(self, value: float) -> None:
+        self._l2_norm_clip.assign(_validate.positive("l2_norm_clip", value))
+
+    @property
+    def noise_multiplier(self) -> keras.Variable:
+        """Standard deviation of the noise over C, a variable."""
+        return self._noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        self._noise_multiplier.assign(_checked_noise_multiplier(value))
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        """Examples in a batch on average, or None while nobody has said."""
+        value = float(self._expected_batch_size.numpy())
+        return None if math.isnan(value) else value
+
+    def expect_batch_size(self, value: float) -> None:
+        """Set the expected batch size for the training that begins.
+
+        Args:
+            value: Examples in a batch on average.
+
+        Raises:
+            ValueError: If the optimizer was made for another size.
+        """
+        configured = self._configured_batch_size
+        if configured is not None and configured != value:
+            raise ValueError(
+                "`expected_batch_size` of the optimizer contradicts the data's. "
+                f"Received: expected_batch_size={configured}, and {value} from the "
+                "data. Leave `expected_batch_size` out of the optimizer, or pass "
+                f"`batch_size={configured:g}`."
+            )
+        self._expected_batch_size.assign(_validate.positive("batch_size", value))
+
+    def examples_per_unit(self, batch_size: float) -> int:
+        """Return how many examples share one clipped gradient.
+
+        Args:
+            batch_size: Examples in a batch on average.
+
+        Raises:
+            ValueError: If there are more microbatches than examples.
+        """
+        if self.num_microbatches is None:
+            return 1
+        if self.num_microbatches > batch_size:
+            raise ValueError(
+                "`num_microbatches` must be at most the batch size. Received: "
+                f"num_microbatches={self.num_microbatches}, batch_size="
+                f"{batch_size:g}. Use `num_microbatches=None` to clip each example."
+            )
+        return math.ceil(batch_size / self.num_microbatches)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was run with this optimizer, as the accountant sees it."""
+        return self.recorder.ledger
+
+    def renew_noise_key(self) -> None:
+        """Draw the noise with a fresh secret key from here on."""
+        self._noise.renew_key()
+
+    @property
+    def noise_is_seeded(self) -> bool:
+        """Whether the noise can be reproduced by someone who knows the seed."""
+        return self._noise.seed is not None
+
+    def apply_clipped_sum(
+        self, clipped_sum: ClippedSum, trainable_variables: list[Any]
+    ) -> None:
+        """Noise a clipped sum, divide it, and let the inner optimizer apply it.
+
+        Counts one step in `ledger`.
+
+        Args:
+            clipped_sum: From `tfdp.clipped_gradients`, one gradient for each of
+                the variables.
+            trainable_variables: The model's trainable variables, in order.
+
+        Raises:
+            TypeError: If `clipped_sum` is no `tfdp.ClippedSum`.
+            ValueError: If the number of variables differs from the number of
+                gradients, or the expected batch size is not known.
+        """
+        self._check(clipped_sum, trainable_variables)
+        if not self.built:
+            self.build(trainable_variables)
+        noised = self._noise.noised(
+            clipped_sum,
+            noise_multiplier=self._noise_multiplier.value,
+            step=self.recorder.steps,
+        )
+        units = self._expected_batch_size / tf.cast(
+            clipped_sum.examples_per_unit, tf.float64
+        )
+        gradients = [
+            _with_regularizer(gradient / tf.cast(units, gradient.dtype), variable)
+            for gradient, variable in zip(noised, trainable_variables, strict=True)
+        ]
+        self.recorder.record(
+            self._noise_multiplier.value / clipped_sum.sensitivity_in_clips
+        )
+        self.inner_optimizer.apply(gradients, trainable_variables)
+
+    def _check(self, clipped_sum: ClippedSum, variables: list[Any]) -> None:
+        if not isinstance(clipped_sum, ClippedSum):
+            raise TypeError(
+                "`apply_clipped_sum` takes what `tfdp.clipped_gradients` returns. "
+                f"Received: clipped_sum of type {type(clipped_sum).__name__}."
+            )
+        if len(clipped_sum.gradients) != len(variables):
+            raise ValueError(
+                "`apply_clipped_sum` needs one gradient for each variable. Received: "
+                f"{len(clipped_sum.gradients)} gradients, {len(variables)} variables. "
+                "Pass `model.trainable_variables` of the model that was clipped."
+            )
+        with tf.init_scope():
+            is_unknown = self.expected_batch_size is None
+        if is_unknown:
+            raise ValueError(
+                "`expected_batch_size` must be known: the divisor of the noised sum "
+                "is a public constant, never the size of a batch. Received: "
+                "expected_batch_size=None. Use "
+                f"`{type(self).__name__}(..., expected_batch_size=256)`."
+            )
+
+    def build(self, variables: list[Any]) -> None:
+        """Create the inner optimizer's variables.
+
+        Args:
+            variables: The model's trainable variables.
+        """
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
+        super().build(variables)
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The optimizer's own variables and the inner optimizer's."""
+        return self._variables + self.inner_optimizer.variables
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def iterations(self) -> keras.Variable:
+        """Steps of the inner optimizer."""
+        return self.inner_optimizer.iterations
+
+    def finalize_variable_values(self, var_list: list[Any]) -> None:
+        """Let the inner optimizer put its moving averages into the variables."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
+        """Exclude variables from the inner optimizer's weight decay."""
+        self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load saved values, or raise where Keras would only warn."""
+        if len(store.keys()) != len(self.variables):
+            raise ValueError(
+                f"Optimizer `{self.name}` cannot load a state of another shape. "
+                f"Received: {len(store.keys())} saved variables for "
+                f"{len(self.variables)}. Build the model and compile it with the "
+                "optimizer that was saved."
+            )
+        super().load_own_variables(store)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Raise: only a plain training step scales a whole batch's loss."""
+        raise self._not_private("a plain `keras.Model.fit`")
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Raise: gradients that are no clipped sum would not be private."""
+        raise self._not_private("`apply`")
+
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        """Raise: gradients that are no clipped sum would not be private."""
+        raise self._not_private("`apply_gradients`")
+
+    def _not_private(self, where: str) -> NotPrivateError:
+        return NotPrivateError(
+            f"`{type(self).__name__}` never trains without privacy: {where} gives it "
+            "gradients of a whole batch, which cannot be clipped for each example. "
+            "Received: no ClippedSum. Wrap the model: `private = "
+            "tfdp.DPModel(model); private.compile(optimizer, loss=...); "
+            "private.fit(...)`, or in a loop of your own call "
+            "`optimizer.apply_clipped_sum(tfdp.clipped_gradients(model, loss, x, y, "
+            "l2_norm_clip=optimizer.l2_norm_clip), model.trainable_variables)`."
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that rebuild the optimizer."""
+        return {
+            "inner": keras.saving.serialize_keras_object(self.inner_optimizer),
+            **self._private_config(),
+        }
+
+    def _private_config(self) -> dict[str, Any]:
+        return {
+            "l2_norm_clip": float(self._l2_norm_clip),
+            "noise_multiplier": float(self._noise_multiplier),
+            "num_microbatches": self.num_microbatches,
+            "expected_batch_size": self._configured_batch_size,
+            "noise_seed": self._noise.seed,
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
+        """Rebuild an optimizer from `get_config`."""
+        inner = keras.saving.deserialize_keras_object(
+            config.pop("inner"), custom_objects=custom_objects
+        )
+        return cls(inner, **config)
+
+
+def _checked_noise_multiplier(value: float) -> float:
+    value = _validate.non_negative("noise_multiplier", value)
+    if value == 0:
+        warnings.warn(
+            "Training without noise is not private: its epsilon is infinite. "
+            "Received: noise_multiplier=0. Take a multiplier from "
+            "`tfdp.calibrate_noise_multiplier(...)`.",
+            stacklevel=3,
+        )
+    return value
+
+
+def _checked_inner(inner: Any) -> keras.optimizers.Optimizer:
+    if isinstance(inner, str):
+        inner = keras.optimizers.get(inner)
+    is_wrapper = isinstance(inner, (DPOptimizer, keras.optimizers.LossScaleOptimizer))
+    if not isinstance(inner, keras.optimizers.Optimizer) or is_wrapper:
+        raise TypeError(
+            "`inner` must be a plain Keras optimizer. Received: inner of type "
+            f"{type(inner).__name__}. Use `tfdp.optimizers.DPOptimizer("
+            "keras.optimizers.SGD(0.1), ...)`; float16 losses are scaled by tfdp."
+        )
+    for argument, (reason, fix) in _REFUSED_OF_INNER.items():
+        value = getattr(inner, argument, None)
+        if value is not None:
+            raise ValueError(
+                f"`{argument}` of the inner optimizer is refused: {reason}. "
+                f"Received: {argument}={value!r}. Use {fix}."
+            )
+    return inner
+
+
+def _with_regularizer(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
+    """Add the gradient of a variable's regularizer, which no data enter."""
+    if getattr(variable, "regularizer", None) is None:
+        return gradient
+    value = tf.convert_to_tensor(variable)
+    with tf.GradientTape() as tape:
+        tape.watch(value)
+        penalty = variable.regularizer(value)
+    penalty_gradient = tape.gradient(
+        penalty, value, unconnected_gradients=tf.UnconnectedGradients.ZERO
+    )
+    return gradient + tf.cast(penalty_gradient, gradient.dtype)

@@ -1,0 +1,231 @@
+"""Counts, inside the graph, what a model's training really runs."""
+
+import dataclasses
+import json
+import numpy as np
+import tensorflow as tf
+
+from tfdp.accounting import Ledger, Segment, UnamplifiedSteps, compose
+
+_NO_LIMIT = np.iinfo(np.int64).max
+
+# Distinct noise multipliers within one segment of training. Past that many, the
+# last row takes them all at the smallest.
+_ROWS = 1024
+
+# What is counted while nobody has said how the data are sampled.
+UNDECLARED = UnamplifiedSteps(steps=0, noise_multiplier=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What a model's training may cost in all.
+
+    Attributes:
+        delta: The delta of the guarantee.
+        target_epsilon: The largest epsilon.
+    """
+
+    delta: float
+    target_epsilon: float
+
+
+class LedgerRecorder:
+    """The ledger of one model, written where the steps happen.
+
+    An *item* is what the accountant counts: a step, or for shuffled data a pass.
+    Items are counted by variables that the training graph updates, whatever calls
+    it, in a table of ``(noise multiplier, items)``. A pass counts from its first
+    step on, with the smallest noise multiplier of its steps.
+    """
+
+    def __init__(self) -> None:
+        """Begin an empty ledger."""
+        self._ledger = Ledger()
+        self._segment: Segment = UNDECLARED
+        self._planned_items: int | None = None
+        self.sampled_epochs = 0
+        self.budget: Budget | None = None
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._steps = _counter(0)
+            self._items = tf.Variable(tf.zeros([_ROWS], tf.int64), trainable=False)
+            self._noise_multipliers = tf.Variable(
+                tf.zeros([_ROWS], tf.float64), trainable=False
+            )
+            self._row = _counter(0)
+            self._open_items = _counter(0)
+            self._open_noise_multiplier = tf.Variable(
+                tf.zeros([], tf.float64), trainable=False
+            )
+            self._steps_in_item = _counter(1)
+            self._steps_per_item = _counter(1)
+            self._items_started = _counter(0)
+            self._item_limit = _counter(_NO_LIMIT)
+
+    @property
+    def steps(self) -> tf.Tensor:
+        """Steps ever recorded, a scalar int64 tensor that never falls."""
+        return self._steps.read_value()
+
+    @property
+    def segment(self) -> Segment:
+        """The kind of segment that is being recorded, its count without meaning."""
+        return self._segment
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was run up to now."""
+        rows = zip(
+            self._items.numpy(), self._noise_multipliers.numpy(), strict=True
+        )
+        counted = [(items, z) for items, z in rows if items]
+        if self._open_items.numpy():
+            counted.append((1, self._open_noise_multiplier.numpy()))
+        segments = [
+            dataclasses.replace(
+                self._segment.with_count(int(items)), noise_multiplier=float(z)
+            )
+            for items, z in counted
+        ]
+        return self._ledger.add(*segments).merged()
+
+    def begin(
+        self,
+        segment: Segment,
+        *,
+        steps_per_item: int = 1,
+        planned_items: int | None = None,
+    ) -> None:
+        """End the segment being recorded and begin another.
+
+        If the one that ends fell short of its plan although its limit had room,
+        somebody stopped it, and the ledger says so.
+
+        Args:
+            segment: How the data are sampled from now on; count and noise
+                multiplier have no meaning.
+            steps_per_item: Steps after which a new item has begun if `begin_item`
+                was not called before.
+            planned_items: Items that are to come, if that is known.
+        """
+        ledger = self.ledger
+        started = int(self._items_started.numpy())
+        missing = (self._planned_items or 0) - started
+        if started and missing > 0 and self.has_room():
+            rest = dataclasses.replace(
+                self._segment.with_count(missing),
+                noise_multiplier=float(self._open_noise_multiplier.numpy()),
+            )
+            ledger = dataclasses.replace(ledger, cut_short=(*ledger.cut_short, rest))
+        self._ledger = ledger
+        self._segment, self._planned_items = segment, planned_items
+        self._items.assign(tf.zeros_like(self._items))
+        for counter in (self._row, self._open_items, self._items_started):
+            counter.assign(0)
+        self._steps_per_item.assign(steps_per_item)
+        self._steps_in_item.assign(steps_per_item)
+        self._item_limit.assign(_NO_LIMIT)
+
+    def note_seeds(self, *, noise: bool, sampling: bool) -> None:
+        """Remember that somebody knows a seed, if so.
+
+        Args:
+            noise: Whether the noise was drawn with a known seed.
+            sampling: Whether the batches were.
+        """
+        self._ledger = dataclasses.replace(
+            self._ledger,
+            noise_seed_fixed=self._ledger.noise_seed_fixed or noise,
+            sampling_seed_fixed=self._ledger.sampling_seed_fixed or sampling,
+        )
+
+    def begin_item(self) -> None:
+        """Let the next step begin a new item."""
+        self._steps_in_item.assign(self._steps_per_item)
+
+    def limit(self, further_items: int) -> None:
+        """Allow this many more items of the present segment, beyond those begun."""
+        self._item_limit.assign(self._items_started + further_items)
+
+    def has_room(self) -> tf.Tensor:
+        """Tell whether one more step is within the limit, a scalar bool tensor."""
+        return self._items_started + self._begins_item() <= self._item_limit
+
+    def record(self, noise_multiplier: tf.Tensor) -> None:
+        """Count one step, as operations of the graph.
+
+        Args:
+            noise_multiplier: Standard deviation of the step's noise over its l2
+                sensitivity, scalar float64 tensor.
+        """
+        begins = self._begins_item()
+        is_first = begins == 1
+        self._close_item(begins * self._open_items)
+        self._open_noise_multiplier.assign(
+            tf.where(
+                is_first,
+                noise_multiplier,
+                tf.minimum(self._open_noise_multiplier, noise_multiplier),
+            )
+        )
+        self._open_items.assign(1)
+        self._steps_in_item.assign((1 - begins) * self._steps_in_item + 1)
+        self._items_started.assign_add(begins)
+        self._steps.assign_add(1)
+
+    def _begins_item(self) -> tf.Tensor:
+        return tf.cast(self._steps_in_item >= self._steps_per_item, tf.int64)
+
+    def _close_item(self, count: tf.Tensor) -> None:
+        """Move the open item into the table; nothing if `count` is 0."""
+        row, opened = self._row.read_value(), self._open_noise_multiplier.read_value()
+        fits = (self._items[row] == 0) | (self._noise_multipliers[row] == opened)
+        row = tf.where(fits | (count == 0), row, tf.minimum(row + 1, _ROWS - 1))
+        known = self._noise_multipliers[row]
+        lowest = tf.where(self._items[row] == 0, opened, tf.minimum(known, opened))
+        self._noise_multipliers.scatter_nd_update(
+            [[row]], [tf.where(count == 0, known, lowest)]
+        )
+        self._items.scatter_nd_add([[row]], [count])
+        self._row.assign(row)
+
+    def state(self) -> str:
+        """Return all that a saved model must remember, as JSON."""
+        return json.dumps(
+            {
+                "ledger": self.ledger.to_json(),
+                "steps": int(self._steps.numpy()),
+                "sampled_epochs": self.sampled_epochs,
+            }
+        )
+
+    def restore(self, state: str) -> None:
+        """Take over what a saved model had run; nothing recorded here is lost.
+
+        Args:
+            state: What `state` returned.
+        """
+        saved = json.loads(state)
+        self.begin(self._segment, steps_per_item=int(self._steps_per_item.numpy()))
+        self._ledger = _larger(self._ledger, Ledger.from_json(saved["ledger"]))
+        self._steps.assign(max(int(self._steps.numpy()), saved["steps"]))
+        self.sampled_epochs = max(self.sampled_epochs, saved["sampled_epochs"])
+
+
+def _larger(one: Ledger, other: Ledger) -> Ledger:
+    """Return the ledger that contains the other one, or both of them together."""
+    if _contains(one, other):
+        return one
+    return other if _contains(other, one) else compose(one, other)
+
+
+def _contains(large: Ledger, small: Ledger) -> bool:
+    counts = {segment.with_count(1): segment.count for segment in large.segments}
+    return all(
+        segment.count <= counts.get(segment.with_count(1), 0)
+        for segment in small.segments
+    )
+
+
+def _counter(value: int) -> tf.Variable:
+    return tf.Variable(value, dtype=tf.int64, trainable=False)

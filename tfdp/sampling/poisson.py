@@ -1,0 +1,144 @@
+"""Poisson sampling: every example takes part in a step by a coin of its own."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfdp import _validate
+
+_KEY_BITS = 128
+_WORD_BITS = 64
+
+
+def fresh_key() -> int:
+    """Return a secret 128-bit key from the operating system."""
+    return secrets.randbits(_KEY_BITS)
+
+
+def seeded_key(seed: Any) -> int:
+    """Return the 128-bit key that belongs to a seed.
+
+    Who knows the seed knows every draw made with this key.
+
+    Args:
+        seed: A whole number of at least 0.
+
+    Returns:
+        The key. Different seeds give unrelated keys.
+
+    Raises:
+        TypeError: If `seed` is not a whole number.
+        ValueError: If `seed` is negative.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise TypeError(f"`seed` must be a whole number. Received: seed={seed!r}.")
+    if seed < 0:
+        raise ValueError(f"`seed` must be at least 0. Received: seed={seed!r}.")
+    low, high = np.random.SeedSequence(int(seed)).generate_state(2, np.uint64)
+    return int(low) | int(high) << _WORD_BITS
+
+
+def poisson_probability(*, expected_batch_size: Any, number_of_examples: Any) -> float:
+    """Return the probability with which each example joins a batch.
+
+    Args:
+        expected_batch_size: Mean number of examples in a batch, a whole number
+            from 1 to `number_of_examples`.
+        number_of_examples: Number of examples to draw from, at least 1.
+
+    Returns:
+        `expected_batch_size / number_of_examples`, in (0, 1].
+
+    Raises:
+        TypeError: If an argument is not a number.
+        ValueError: If an argument is not a whole number of at least 1, or if the
+            batches are to be larger than the data.
+    """
+    examples = _validate.positive_int("number_of_examples", number_of_examples)
+    batch_size = _validate.positive_int("expected_batch_size", expected_batch_size)
+    if batch_size > examples:
+        raise ValueError(
+            "`expected_batch_size` must be at most the number of examples. "
+            f"Received: expected_batch_size={batch_size}, "
+            f"number_of_examples={examples}. "
+            f"Use `expected_batch_size={examples}` to take all of them in every step."
+        )
+    return batch_size / examples
+
+
+def poisson_indices(
+    key: int,
+    draw: Sequence[int],
+    *,
+    number_of_examples: int,
+    sampling_probability: float,
+) -> NDArray[np.int64]:
+    """Draw one Poisson batch.
+
+    The number of examples is drawn from Binomial(N, q), then a uniform subset of
+    that size. Every subset S then has the probability q^|S| (1 - q)^(N - |S|) that
+    it has when each example tosses a coin of its own, which is what amplification
+    by sampling assumes [1]_.
+
+    Guarantees:
+        The result depends on the arguments alone. Distinct values of `draw` read
+        disjoint parts of the Philox sequence of `key` [2]_: their batches are
+        independent, and to whoever does not know the key they look random (Philox
+        passes statistical tests; it is no certified cryptographic generator). Time
+        and memory grow with the size of the batch, not with N.
+
+    Args:
+        key: The secret, a whole number in [0, 2^128); see `fresh_key`.
+        draw: The name of the draw, three whole numbers in [0, 2^64). Two draws of
+            the same name are the same batch: never use a name twice in training.
+        number_of_examples: N, at least 1.
+        sampling_probability: q, in (0, 1].
+
+    Returns:
+        Distinct indices in [0, N), ascending, int64, shape (n,); n may be 0.
+
+    Raises:
+        TypeError: If an argument is not a number.
+        ValueError: If an argument lies outside its range.
+
+    Example:
+        >>> indices = poisson_indices(
+        ...     fresh_key(), (1, 0, 0), number_of_examples=8, sampling_probability=1.0
+        ... )
+        >>> indices.tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
+
+    References:
+        .. [1] Mironov, Talwar and Zhang, "Rényi Differential Privacy of the Sampled
+           Gaussian Mechanism", 2019. https://arxiv.org/abs/1908.10530
+        .. [2] Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
+           https://doi.org/10.1145/2063384.2063405
+    """
+    examples = _validate.positive_int("number_of_examples", number_of_examples)
+    probability = _validate.number("sampling_probability", sampling_probability)
+    if not 0 < probability <= 1:
+        raise ValueError(
+            "`sampling_probability` must be above 0 and at most 1. "
+            f"Received: sampling_probability={sampling_probability!r}."
+        )
+    if not _fits(key, _KEY_BITS):
+        # The key is a secret: no message shows it.
+        raise ValueError("`key` must be a whole number in [0, 2^128).")
+    if len(draw) != 3 or not all(_fits(number, _WORD_BITS) for number in draw):
+        raise ValueError(
+            f"`draw` must be three whole numbers in [0, 2^64). Received: draw={draw!r}."
+        )
+    # Philox counts blocks in the lowest of four words. The name of the draw fills
+    # the other three, so that no two draws share a block.
+    philox = np.random.Philox(key=int(key), counter=np.array([0, *draw], np.uint64))
+    random = np.random.Generator(philox)
+    size = random.binomial(examples, probability)
+    return np.sort(random.choice(examples, size, replace=False, shuffle=False))
+
+
+def _fits(value: Any, bits: int) -> bool:
+    """Whether `value` is a whole number in [0, 2^bits)."""
+    return isinstance(value, int | np.integer) and 0 <= int(value) < 2**bits
