@@ -12,10 +12,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from keras.src.trainers.compile_utils import CompileLoss, get_loss
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.parallel_for import pfor
-
 
 
 class PerExampleCompileLoss(CompileLoss):
@@ -45,6 +45,37 @@ def inside_xla() -> bool:
 def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """List the model and all the layers in it, at every depth, each once."""
     return list(model._flatten_layers())
+
+
+def layers_by_path(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
+    """Return the model and all the layers in it, with the names that lead to them.
+
+    Every layer comes after all that contain it; a shared one is listed once, with
+    the path that was found first. Only the model itself goes by the model's name.
+    """
+    found: dict[int, tuple[str, keras.layers.Layer]] = {}
+
+    def visit(layer: keras.layers.Layer, path: str) -> None:
+        found[id(layer)] = found.pop(id(layer), (path, layer))
+        prefix = "" if layer is model else f"{path}/"
+        for child in layer._layers:
+            visit(child, prefix + child.name)
+
+    visit(model, model.name)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def own_global_seed() -> Iterator[keras.random.SeedGenerator]:
+    """Yield a generator that stands in for the one of unseeded random functions."""
+    name = "global_seed_generator"
+    original = global_state.get_global_attribute(name)
+    generator = keras.random.SeedGenerator(seed=0, name="tfdp_probe")
+    global_state.set_global_attribute(name, generator)
+    try:
+        yield generator
+    finally:
+        global_state.set_global_attribute(name, original)
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:

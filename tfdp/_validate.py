@@ -41,23 +41,20 @@ def probability(name: str, value: Any, fix: str = "") -> float:
     """Return `value` as a float with 0 < value < 1, or raise."""
     result = number(name, value)
     if not 0 < result < 1:
-        raise ValueError(
-            _rule(name, "must lie strictly between 0 and 1", value, fix)
-        )
+        raise ValueError(_rule(name, "must lie strictly between 0 and 1", value, fix))
     return result
 
 
 def positive_int(name: str, value: Any, fix: str = "") -> int:
     """Return `value` as an int with value >= 1, or raise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"`{name}` must be a whole number. Received: {name}={value!r}."
-        )
-    if not (1 <= value < math.inf and value == int(value)):
+        raise TypeError(f"`{name}` must be a whole number. Received: {name}={value!r}.")
+    result = float(value)
+    if not (1 <= result < math.inf and result.is_integer()):
         raise ValueError(
             _rule(name, "must be a whole number of at least 1", value, fix)
         )
-    return int(value)
+    return int(result)
 
 
 def whole_number(name: str, value: Any) -> int:
@@ -71,7 +68,9 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     """Return `value` if it is one of the allowed strings, or raise."""
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"`{name}` must be one of {choices}. Received: {name}={value!r}.")
+        raise ValueError(
+            f"`{name}` must be one of {choices}. Received: {name}={value!r}."
+        )
     return str(value)
 
 

@@ -23,7 +23,8 @@ class ClippedSum(NamedTuple):
 
     Attributes:
         gradients: One tensor for each trainable variable, in their order, of the
-            variable's shape: ``sum_u f_u g_u``. Neither divided nor noised.
+            variable's shape and at least float32: ``sum_u f_u g_u``. Neither
+            divided nor noised.
         norms: Norms of the units' gradients before clipping, rounded up, shape
             ``(U,)``. They are not noised: what is made of them is not private.
         l2_norm_clip: The C that clipped, a scalar tensor.
@@ -75,11 +76,13 @@ def norms_rounded_up(per_unit_gradients: list[tf.Tensor]) -> tf.Tensor:
     """Compute the l2 norm of each unit over all its gradients, never too small.
 
     Squares are summed in blocks, the blocks in float64; then the norm grows by the
-    largest error that this can have, in whatever order the hardware adds. Summed
-    in float32 throughout, many small squares can vanish beside a large one.
+    largest error that this can have, in whatever order the hardware adds, and by
+    what squares too small for the dtype can be worth. Summed in float32 throughout,
+    many small squares can vanish beside a large one.
 
     Args:
-        per_unit_gradients: Tensors of shape ``(U, ...)``, static but for ``U``.
+        per_unit_gradients: float32 or float64 tensors of shape ``(U, ...)``, static
+            but for ``U``.
 
     Returns:
         Upper bounds of the norms, float64, shape ``(U,)``; not finite where a
@@ -87,13 +90,16 @@ def norms_rounded_up(per_unit_gradients: list[tf.Tensor]) -> tf.Tensor:
     """
     number_of_units = tf.shape(per_unit_gradients[0])[0]
     squared_norms = tf.zeros([number_of_units], tf.float64)
+    variables = len(per_unit_gradients)
     for gradients in per_unit_gradients:
         size = math.prod(gradients.shape[1:])
         block = _largest_divisor(size, _LARGEST_BLOCK)
         blocks = tf.reshape(gradients, [number_of_units, size // block, block])
         block_norms = tf.cast(_norms(blocks), tf.float64)
         error = (block + 4) * _machine_epsilon(gradients.dtype) / 2
+        error += (size // block + variables) * _machine_epsilon(tf.float64) / 2
         squared_norms += tf.reduce_sum(tf.square(block_norms), 1) * (1 + error)
+        squared_norms += size * float(np.finfo(gradients.dtype.as_numpy_dtype).tiny)
     return tf.sqrt(squared_norms)
 
 
@@ -151,10 +157,11 @@ def clip_and_sum(
         l2_norm_clip: Radius of the clip ball, a positive scalar tensor.
 
     Returns:
-        The clipped sums, without the leading axis, and the norms before clipping
-        rounded up, shape ``(U,)`` and dtype of `l2_norm_clip`. A unit whose norm
+        The clipped sums, without the leading axis and at least float32, and the
+        norms before clipping rounded up, shape ``(U,)`` and dtype of `l2_norm_clip`. A unit whose norm
         is not finite contributes nothing.
     """
+    per_unit_gradients = [at_least_float32(g) for g in per_unit_gradients]
     norms = norms_rounded_up(per_unit_gradients)
     factors = clip_factors(norms, l2_norm_clip=l2_norm_clip)
     factors = tf.where(is_empty, tf.zeros_like(factors), factors)
@@ -166,11 +173,17 @@ def clip_and_sum(
     )
     sums = []
     for gradients in per_unit_gradients:
-        flat = tf.reshape(gradients, [tf.shape(norms)[0], -1])
+        size = math.prod(gradients.shape[1:])
+        flat = tf.reshape(gradients, [tf.shape(norms)[0], size])
         weights = tf.cast(factors, flat.dtype)
         summed = tf.linalg.matvec(flat, weights, transpose_a=True)
         sums.append(tf.reshape(summed, gradients.shape[1:]))
     return sums, tf.cast(norms, l2_norm_clip.dtype)
+
+
+def at_least_float32(tensor: tf.Tensor) -> tf.Tensor:
+    """Widen half precision, in which sums and noise would be rounded too coarsely."""
+    return tensor if tensor.dtype.size >= 4 else tf.cast(tensor, tf.float32)
 
 
 # The sum of a float32 block is off by less than 8e-6 of itself.
@@ -185,7 +198,8 @@ def _norms(blocks: tf.Tensor) -> tf.Tensor:
 
 
 def _largest_divisor(number: int, limit: int) -> int:
-    return max(d for d in range(1, min(number, limit) + 1) if number % d == 0)
+    divisors = (d for d in range(1, min(number, limit) + 1) if number % d == 0)
+    return max(divisors, default=1)
 
 
 def _select(units: tf.Tensor, gradients: tf.Tensor) -> tf.Tensor:

@@ -21,7 +21,13 @@ from tfdp.accounting import (
 )
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data import PoissonDataset
-from tfdp.data.training_data import TrainingData, split_for_validation, training_data
+from tfdp.data.training_data import (
+    TrainingData,
+    first_rows,
+    number_of_examples,
+    split_for_validation,
+    training_data,
+)
 from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
 from tfdp.errors import NotPrivateError, PrivacyBudgetError
 from tfdp.losses.objective import Batch, Objective
@@ -95,7 +101,7 @@ class DPModel(keras.Model):
         engine: Any = "auto",
         physical_batch_size: int | None = None,
         sampling: str = "poisson",
-        augmentation: None = None,
+        augmentation: Any = None,
         augmentation_multiplicity: int = 1,
         **kwargs: Any,
     ) -> None:
@@ -108,7 +114,7 @@ class DPModel(keras.Model):
         _validate.one_of("sampling", sampling, ("poisson", "shuffle"))
         if augmentation is not None or augmentation_multiplicity != 1:
             raise ValueError(
-                "`augmentation` is not there yet. Received: "
+                "`augmentation` is not available in this version. Received: "
                 f"augmentation={augmentation!r}, augmentation_multiplicity="
                 f"{augmentation_multiplicity!r}. Augment in the data pipeline."
             )
@@ -176,6 +182,9 @@ class DPModel(keras.Model):
 
         Args:
             delta: In (0, 1); smaller than one over the number of examples.
+
+        Returns:
+            An upper bound of the epsilon; infinite if a step had no noise.
         """
         return self.ledger.epsilon(delta)
 
@@ -184,6 +193,9 @@ class DPModel(keras.Model):
 
         Args:
             delta: In (0, 1); smaller than one over the number of examples.
+
+        Returns:
+            Several paragraphs and a table, as plain text.
         """
         return privacy_statement(self.ledger, delta)
 
@@ -255,9 +267,10 @@ class DPModel(keras.Model):
 
     def get_compile_config(self) -> dict[str, Any]:
         """Return the arguments of `compile`."""
-        config = super().get_compile_config()
-        config["jit_compile"] = self._given_jit_compile
-        return config
+        return {
+            **super().get_compile_config(),
+            "jit_compile": self._given_jit_compile,
+        }
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compile with saved arguments, and build the optimizer's variables."""
@@ -363,25 +376,50 @@ class DPModel(keras.Model):
         finally:
             self.recorder.begin(self._in_units(UNDECLARED))
 
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Take one private step on a batch, with the arguments of Keras.
+    def train_on_batch(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: dict[int, float] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Take one private step on a batch.
 
         Nobody has said how the batch was sampled, so the step counts in full: "a
         record at most once in a batch" is assumed. The optimizer needs its
         `expected_batch_size`.
+
+        Args:
+            x: Inputs, as in Keras.
+            y: Targets, as in Keras.
+            sample_weight: As in Keras; scales losses before clipping.
+            class_weight: As in Keras; scales losses before clipping.
+            return_dict: As in Keras.
+
+        Returns:
+            The loss and metrics, which are not private, as in Keras.
+
+        Raises:
+            NotPrivateError: If the model was not compiled with a private optimizer.
+            PrivacyBudgetError: If a `PrivacyBudget` has no room for the step.
+            UnsupportedLayerError: If layers break per-example privacy.
         """
         self._require_compiled()
         self._plan_for(UNDECLARED, None)
+        if not self._is_checked and number_of_examples(x):
+            self._check_sample(*first_rows((x, y, sample_weight)))
         segment = self._in_units(UNDECLARED)
         if self.recorder.segment != segment:
             self.recorder.begin(segment)
-        self.enforce_budget()
-        return super().train_on_batch(*args, **kwargs)
+            self.enforce_budget()
+        self._require_room()
+        return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the training function; XLA compiles the passes in it, not all of it."""
-        jit_compile, self.jit_compile = self.jit_compile, False
-        self._jit_compile_passes = jit_compile
+        jit_compile = bool(self.jit_compile)  # type: ignore[has-type]
+        self._jit_compile_passes, self.jit_compile = jit_compile, False
         try:
             return super().make_train_function(force)
         finally:
@@ -405,7 +443,8 @@ class DPModel(keras.Model):
             return True
 
         tf.cond(has_room, apply, lambda: False)
-        return self.get_metrics_result()
+        logs: dict[str, Any] = self.get_metrics_result()
+        return logs
 
     def _clipped_sum(self, data: Any, has_room: tf.Tensor) -> ClippedSum:
         """Clip and sum the units of a logical batch, and update the metrics."""
@@ -497,7 +536,11 @@ class DPModel(keras.Model):
             delta=budget.delta,
         )
         self.recorder.limit(count)
-        if not self.recorder.has_room():
+        self._require_room()
+
+    def _require_room(self) -> None:
+        budget = self.recorder.budget
+        if budget is not None and not self.recorder.has_room():
             raise PrivacyBudgetError(
                 "The privacy budget has no room for another step. Received: "
                 f"target_epsilon={budget.target_epsilon:g}, delta={budget.delta:g}, "
@@ -513,7 +556,7 @@ class DPModel(keras.Model):
                 "`private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, "
                 "noise_multiplier=1.1), loss=...)`."
             )
-        if not self.trainable_variables and self.built:
+        if self.built and not self.trainable_variables:
             raise ValueError(
                 f"Model `{self.name}` has nothing to train. Received: no trainable "
                 "variables. Set `model.trainable = True` and compile again."

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _validate
-from tfdp.clipping import ClippedSum
+from tfdp.clipping import ClippedSum, at_least_float32
 
 
 class NoiseSource:
@@ -55,8 +55,11 @@ class NoiseSource:
     def _new_key(self) -> np.ndarray:
         if self.seed is None:
             return np.frombuffer(secrets.token_bytes(16), np.int64)
-        return np.random.SeedSequence(self.seed).generate_state(2, np.uint64).view(
-            np.int64
+        return (
+            np.random
+            .SeedSequence(self.seed)
+            .generate_state(2, np.uint64)
+            .view(np.int64)
         )
 
     def noised(
@@ -70,16 +73,18 @@ class NoiseSource:
             step: Scalar int64 tensor, a number that never repeats for this key.
 
         Returns:
-            The noised sums, in order, of the sums' shapes and dtypes.
+            The noised sums, in order, of the sums' shapes; float64 where the sum
+            is, float32 otherwise.
         """
         clip = clipped_sum.l2_norm_clip
         stddev = tf.cast(noise_multiplier, clip.dtype) * clip
         noised = []
-        for number, gradient in enumerate(clipped_sum.gradients):
+        for number, gradient in enumerate(map(at_least_float32, clipped_sum.gradients)):
             seed = self._key + tf.stack([step, tf.constant(number, tf.int64)])
             noise = standard_normal(gradient.shape, seed)
             noised.append(
-                gradient + tf.cast(noise, gradient.dtype) * tf.cast(stddev, gradient.dtype)
+                gradient
+                + tf.cast(noise, gradient.dtype) * tf.cast(stddev, gradient.dtype)
             )
         return noised
 

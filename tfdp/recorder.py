@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+
 import numpy as np
 import tensorflow as tf
 
@@ -75,9 +76,7 @@ class LedgerRecorder:
     @property
     def ledger(self) -> Ledger:
         """What was run up to now."""
-        rows = zip(
-            self._items.numpy(), self._noise_multipliers.numpy(), strict=True
-        )
+        rows = zip(self._items.numpy(), self._noise_multipliers.numpy(), strict=True)
         counted = [(items, z) for items, z in rows if items]
         if self._open_items.numpy():
             counted.append((1, self._open_noise_multiplier.numpy()))
@@ -191,13 +190,11 @@ class LedgerRecorder:
 
     def state(self) -> str:
         """Return all that a saved model must remember, as JSON."""
-        return json.dumps(
-            {
-                "ledger": self.ledger.to_json(),
-                "steps": int(self._steps.numpy()),
-                "sampled_epochs": self.sampled_epochs,
-            }
-        )
+        return json.dumps({
+            "ledger": self.ledger.to_json(),
+            "steps": int(self._steps.numpy()),
+            "sampled_epochs": self.sampled_epochs,
+        })
 
     def restore(self, state: str) -> None:
         """Take over what a saved model had run; nothing recorded here is lost.
@@ -206,24 +203,41 @@ class LedgerRecorder:
             state: What `state` returned.
         """
         saved = json.loads(state)
-        self.begin(self._segment, steps_per_item=int(self._steps_per_item.numpy()))
+        started, limit = self._items_started.numpy(), self._item_limit.numpy()
+        planned, self._planned_items = self._planned_items, None
+        self.begin(
+            self._segment,
+            steps_per_item=int(self._steps_per_item.numpy()),
+            planned_items=planned and max(planned - int(started), 0),
+        )
+        if limit != _NO_LIMIT:
+            self.limit(limit - started)
         self._ledger = _larger(self._ledger, Ledger.from_json(saved["ledger"]))
         self._steps.assign(max(int(self._steps.numpy()), saved["steps"]))
         self.sampled_epochs = max(self.sampled_epochs, saved["sampled_epochs"])
 
 
 def _larger(one: Ledger, other: Ledger) -> Ledger:
-    """Return the ledger that contains the other one, or both of them together."""
+    """Return a ledger that contains both: the larger, or both of them together."""
+    return dataclasses.replace(
+        compose(one, other),
+        segments=_larger_segments(one.segments, other.segments),
+        cut_short=_larger_segments(one.cut_short, other.cut_short),
+    )
+
+
+def _larger_segments(
+    one: tuple[Segment, ...], other: tuple[Segment, ...]
+) -> tuple[Segment, ...]:
     if _contains(one, other):
         return one
-    return other if _contains(other, one) else compose(one, other)
+    return other if _contains(other, one) else one + other
 
 
-def _contains(large: Ledger, small: Ledger) -> bool:
-    counts = {segment.with_count(1): segment.count for segment in large.segments}
+def _contains(large: tuple[Segment, ...], small: tuple[Segment, ...]) -> bool:
+    counts = {segment.with_count(1): segment.count for segment in large}
     return all(
-        segment.count <= counts.get(segment.with_count(1), 0)
-        for segment in small.segments
+        segment.count <= counts.get(segment.with_count(1), 0) for segment in small
     )
 
 

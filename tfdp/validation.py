@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _keras_layers, _tree
+from tfdp import _keras, _tree
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 
 # Halves of the batch, and every second row of it, are still two rows each.
@@ -131,7 +131,7 @@ def validate_model(model: keras.Model, x: Any) -> list[Problem]:
     """
     rows = _first_rows("x", x)
     _build(model, rows)
-    layers = _keras_layers.layers_by_path(model)
+    layers = _keras.layers_by_path(model)
     with _probe(model, layers) as forward:
         plain = forward(rows)
         again = forward(rows, plain)
@@ -360,7 +360,7 @@ def _probe(
     """
     tolerance = _tolerance(layer.compute_dtype for _, layer in layers)
     rng = np.random.default_rng(0)
-    with _keras_layers.own_global_seed() as seed:
+    with _keras.own_global_seed() as seed:
         own = [variable for _, variable in _variables(layers)]
         held = [*own, *model.metrics_variables, seed.state]
         originals = [variable.numpy() for variable in held]
@@ -397,7 +397,7 @@ def _probe(
 
 def _build(model: keras.Model, rows: Any) -> None:
     """Create the variables of the model, if need be, without running it."""
-    if all(layer.built for _, layer in _keras_layers.layers_by_path(model)):
+    if all(layer.built for _, layer in _keras.layers_by_path(model)):
         return
     signature = _tree.map_tensors(
         lambda leaf: tf.TensorSpec(

@@ -65,23 +65,35 @@ class TrainingData:
             indices = np.arange(min(_SAMPLE, self.x.number_of_examples))
             return self, keras.utils.unpack_x_y_sample_weight(self.x.rows_at(indices))
         if not _comes_in_batches(self.x):
-            arrays = (self.x, self.y, self.sample_weight)
-            return self, _tree.map_tensors(lambda array: array[:_SAMPLE], arrays)
+            return self, first_rows((self.x, self.y, self.sample_weight))
         if not hasattr(self.x, "__next__"):
             first = (
                 (self.x[0],) if isinstance(self.x, keras.utils.PyDataset) else self.x
             )
-            return self, _first_rows(itertools.islice(iter(first), _BATCHES_LOOKED_AT))
+            return self, _rows_of_first(
+                itertools.islice(iter(first), _BATCHES_LOOKED_AT)
+            )
         first = list(itertools.islice(self.x, 1))
         rest = _generator(itertools.chain(first, self.x))
-        return dataclasses.replace(self, x=rest), _first_rows(first)
+        return dataclasses.replace(self, x=rest), _rows_of_first(first)
 
 
-def _first_rows(batches: Iterable[Any]) -> Any:
+def first_rows(data: Any) -> Any:
+    """Take the few rows that the checks of a model look at.
+
+    Args:
+        data: Nested arrays or None.
+
+    Returns:
+        The same nest with the first rows.
+    """
+    return _tree.map_tensors(lambda array: array[:_SAMPLE], data)
+
+
+def _rows_of_first(batches: Iterable[Any]) -> Any:
     for batch in batches:
         if number_of_examples(batch):
-            rows = _tree.map_tensors(lambda array: array[:_SAMPLE], batch)
-            return keras.utils.unpack_x_y_sample_weight(rows)
+            return keras.utils.unpack_x_y_sample_weight(first_rows(batch))
     return None
 
 
@@ -110,6 +122,9 @@ def training_data(
         steps_per_epoch: What it got as `steps_per_epoch`.
         shuffle: What it got as `shuffle`.
         sampling: `"poisson"` or `"shuffle"`, for arrays.
+
+    Returns:
+        The data as Keras gets them, and how their steps are accounted.
 
     Raises:
         ValueError: If arrays are not to be shuffled, or a batch size is given for
@@ -177,6 +192,9 @@ def number_of_examples(x: Any) -> int:
 
     Args:
         x: Arrays or array-like sources, possibly nested.
+
+    Returns:
+        The length of the first one.
     """
     first = _tree.tensors(x)[0]
     return int(first.shape[0]) if hasattr(first, "shape") else len(first)
@@ -207,20 +225,14 @@ def _declared(
     steps_per_epoch: int | None,
 ) -> TrainingData:
     _refuse_batch_size(batch_size)
-    facts = {
-        "noise_multiplier": 1.0,
-        "number_of_examples": declared.number_of_examples,
-        "expected_batch_size": declared.expected_batch_size,
-    }
+    facts = (1.0, declared.number_of_examples, declared.expected_batch_size)
     is_poisson = declared.sampling == "poisson"
     batches = declared.batches_per_pass
     return TrainingData(
         declared.dataset,
         y,
         sample_weight,
-        PoissonSteps(steps=0, **facts)
-        if is_poisson
-        else ShuffledPasses(passes=0, **facts),
+        PoissonSteps(0, *facts) if is_poisson else ShuffledPasses(0, *facts),
         expected_batch_size=declared.expected_batch_size,
         batches_per_pass=1 if is_poisson else batches,
         steps_per_epoch=steps_per_epoch or declared.number_of_batches,
@@ -245,8 +257,7 @@ def _comes_in_batches(x: Any) -> bool:
         isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
         or (
             hasattr(x, "__next__")
-            or hasattr(x, "__iter__")
-            and not hasattr(x, "__len__")
+            or (hasattr(x, "__iter__") and not hasattr(x, "__len__"))
         )
         or type(x).__module__.startswith(("torch.utils.data", "grain."))
     )

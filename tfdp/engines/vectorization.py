@@ -20,15 +20,16 @@ def efficient_vectorization() -> contextlib.AbstractContextManager[None]:
     broadcast axes in place where there are no such axes, which copies every
     activation unless the graph optimizer folds them: in branches and loops it does
     not. And the gradient of max pooling is only fast beside its own forward pass.
+
+    Returns:
+        A context within which the better conversions are in force.
     """
-    return _keras.pfor_converters(
-        {
-            "Conv2DBackpropFilter": _convert_filter_gradient,
-            "BatchMatMulV2": _convert_batch_matmul,
-            "MaxPoolGrad": _convert_max_pool_gradient,
-            "Sum": _convert_sum,
-        }
-    )
+    return _keras.pfor_converters({
+        "Conv2DBackpropFilter": _convert_filter_gradient,
+        "BatchMatMulV2": _convert_batch_matmul,
+        "MaxPoolGrad": _convert_max_pool_gradient,
+        "Sum": _convert_sum,
+    })
 
 
 def _convert_filter_gradient(pfor_input: Any) -> tf.Tensor | None:
@@ -52,7 +53,7 @@ def _convert_filter_gradient(pfor_input: Any) -> tf.Tensor | None:
     return convolution.filter_gradients(
         inputs,
         output_gradients,
-        kernel_shape=tuple(int(size) for size in kernel_shape),
+        kernel_shape=tuple(kernel_shape.tolist()),
         strides=tuple(pfor_input.get_attr("strides")[1:3]),
         dilations=tuple(pfor_input.get_attr("dilations")[1:3]),
         padding=padding,

@@ -1,6 +1,7 @@
 """Per-example gradients by vectorizing the gradient of one unit."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -81,10 +82,38 @@ class VectorizedEngine:
             _tree.map_tensors(_unstack, y_pred),
         )
 
+    def explain(self, model: keras.Model) -> str:
+        """Tabulate what each layer's gradients take; see `DPModel.explain`."""
+        rows = [("layer", "rule", "norm", "bytes per example")]
+        rows += [
+            (path, self.name, "instantiated", f"{size:,}")
+            for path, layer in _keras.layers_by_path(model)
+            if (size := _own_trainable_bytes(layer))
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+            )
+            for row in rows
+        )
 
-def _gradients(
-    objective: Objective, unit: Batch
-) -> tuple[list[tf.Tensor | None], Any]:
+
+def _own_trainable_bytes(layer: keras.layers.Layer) -> int:
+    inner = {
+        id(variable)
+        for sublayer in _keras.flatten_layers(layer)
+        if sublayer is not layer
+        for variable in sublayer.trainable_variables
+    }
+    return sum(
+        math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+        for variable in layer.trainable_variables
+        if id(variable) not in inner
+    )
+
+
+def _gradients(objective: Objective, unit: Batch) -> tuple[list[tf.Tensor | None], Any]:
     """Differentiate the mean loss of a unit's real rows; None where no path leads."""
     variables = [variable.value for variable in objective.variables]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -125,7 +154,8 @@ def _map(
         reason = "its loop over time cannot be vectorized"
     else:
         try:
-            return vectorized(elements)
+            mapped: tuple[list[tf.Tensor], Any] = vectorized(elements)
+            return mapped
         # Whatever stops the tracing: an error of the model itself comes again.
         except Exception as error:  # noqa: BLE001
             reason = str(error)
@@ -141,7 +171,10 @@ def _map(
     signature = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), outputs
     )
-    return tf.map_fn(function, elements, fn_output_signature=signature)
+    in_turn: tuple[list[tf.Tensor], Any] = tf.map_fn(
+        function, elements, fn_output_signature=signature
+    )
+    return in_turn
 
 
 def _rehearse(vectorized: Callable[[Any], Any], elements: Any) -> bool:

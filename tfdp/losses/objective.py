@@ -54,6 +54,9 @@ class Objective:
             loss: Name, object or function, or a list or dict of them.
             loss_weights: Weights of the outputs' losses.
 
+        Returns:
+            The objective that trains all trainable variables.
+
         Raises:
             ValueError: If the model has no trainable variable.
         """
@@ -76,6 +79,9 @@ class Objective:
 
         Args:
             model: The Keras model, built.
+
+        Returns:
+            The objective that trains all trainable variables.
 
         Raises:
             ValueError: If the model has no trainable variable.

@@ -358,10 +358,11 @@ class DPOptimizer(keras.optimizers.Optimizer):
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
         """Rebuild an optimizer from `get_config`."""
+        arguments = dict(config)
         inner = keras.saving.deserialize_keras_object(
-            config.pop("inner"), custom_objects=custom_objects
+            arguments.pop("inner"), custom_objects=custom_objects
         )
-        return cls(inner, **config)
+        return cls(inner, **arguments)
 
 
 def _checked_noise_multiplier(value: float) -> float:

@@ -7,8 +7,9 @@ import keras
 from tfdp.optimizers.families import DPSGD, DPAdagrad, DPAdam
 
 
-def _refuse_accumulation(gradient_accumulation_steps: int) -> None:
-    if gradient_accumulation_steps != 1:
+def _refuse_accumulation(gradient_accumulation_steps: int | None) -> None:
+    # None is what the configuration of a Keras optimizer says.
+    if gradient_accumulation_steps not in {None, 1}:
         raise ValueError(
             "`gradient_accumulation_steps` is not needed: large batches run in "
             "passes of a fixed size, with one noise. Received: "
