@@ -1,0 +1,813 @@
+"""DPModel under `fit`: weights, ledger, refusals, saving."""
+
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfdp
+from tests.problems import PROBLEMS, cases, precision
+from tests.reference import clipped_sum, per_example_gradients
+from tfdp.accounting import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+
+ROWS = 12
+CLIP = 0.5
+RATE = 0.25
+
+
+def data(rows=ROWS, outlier=True):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(rows, 3)).astype("float32")
+    if outlier:
+        x[1] *= 1e6
+    return x, rng.integers(0, 2, rows).astype("int32")
+
+
+def network():
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [keras.Input((3,)), layers.Dense(4, activation="tanh"), layers.Dense(2)]
+    )
+
+
+def logits_loss():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def optimizer(noise_multiplier=1.0, **options):
+    return tfdp.optimizers.DPSGD(
+        RATE, l2_norm_clip=CLIP, noise_multiplier=noise_multiplier, **options
+    )
+
+
+def noiseless(**options):
+    with pytest.warns(UserWarning, match="not private"):
+        return optimizer(0.0, **options)
+
+
+def private(model=None, opt=None, loss=None, *, wrap=None, **compile_options):
+    model = tfdp.DPModel(model or network(), **(wrap or {}))
+    model.compile(opt or optimizer(), loss or logits_loss(), **compile_options)
+    return model
+
+
+def step_of_reference(x, y, divisor, unit_size=1, sample_weight=None):
+    """Weights after one noiseless private step, one example at a time."""
+    start = network().get_weights()
+    with precision("float64"):
+        model = network()
+        model.set_weights(start)
+        gradients = per_example_gradients(model, logits_loss(), x, y, sample_weight)
+    total, _ = clipped_sum(gradients, CLIP, unit_size)
+    return [
+        weight - RATE * gradient / divisor
+        for weight, gradient in zip(weights_of(model), total, strict=True)
+    ]
+
+
+def weights_of(model):
+    return [variable.numpy() for variable in model.trainable_variables]
+
+
+def assert_weights(model, expected):
+    for actual, wanted in zip(weights_of(model), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=2e-6)
+
+
+def segments(model):
+    return model.ledger.segments
+
+
+# ------------------------------------------------------------------ one exact step
+
+
+@pytest.mark.parametrize(
+    ("wrap", "compile_options"),
+    [
+        ({}, {}),
+        ({}, {"run_eagerly": True}),
+        ({}, {"jit_compile": True}),
+        ({}, {"steps_per_execution": 3}),
+        ({"physical_batch_size": 5}, {}),
+        ({"physical_batch_size": 5}, {"jit_compile": True}),
+        ({"physical_batch_size": 5}, {"run_eagerly": True}),
+        ({"physical_batch_size": 64}, {}),
+        ({"engine": "vectorized"}, {}),
+    ],
+    ids=str,
+)
+def test_one_step_of_fit_is_the_clipped_mean(wrap, compile_options):
+    x, y = data()
+    model = private(opt=noiseless(), wrap=wrap, **compile_options)
+    # Every row is drawn with probability one.
+    model.fit(x, y, batch_size=ROWS, epochs=1, verbose=0)
+    assert_weights(model.model, step_of_reference(x, y, ROWS))
+    assert segments(model) == (PoissonSteps(1, 0.0, ROWS, ROWS),)
+
+
+def as_dataset(x, y):
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(len(x))
+
+
+class AsPyDataset(keras.utils.PyDataset):
+    def __init__(self, x, y):
+        super().__init__()
+        self.batch = x, y
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return self.batch
+
+
+def as_generator(x, y):
+    yield x, y
+
+
+@pytest.mark.parametrize("feed", [as_dataset, AsPyDataset, as_generator])
+def test_data_in_batches_train_the_same_and_count_in_full(feed):
+    x, y = data()
+    model = private(opt=noiseless(expected_batch_size=ROWS))
+    model.fit(feed(x, y), epochs=1, verbose=0, steps_per_epoch=1)
+    assert_weights(model.model, step_of_reference(x, y, ROWS))
+    assert segments(model) == (UnamplifiedSteps(1, 0.0),)
+
+
+def test_train_on_batch_trains_the_same_and_counts_in_full():
+    x, y = data()
+    model = private(opt=noiseless(expected_batch_size=ROWS))
+    model.train_on_batch(x, y)
+    assert_weights(model.model, step_of_reference(x, y, ROWS))
+    assert segments(model) == (UnamplifiedSteps(1, 0.0),)
+
+
+def test_class_weight_and_sample_weight_scale_before_clipping():
+    x, y = data()
+    weights = np.where(y == 1, 0.05, 2.0).astype("float32")
+    expected = step_of_reference(x, y, ROWS, sample_weight=weights)
+    by_class = private(opt=noiseless())
+    by_class.fit(x, y, batch_size=ROWS, class_weight={0: 2.0, 1: 0.05}, verbose=0)
+    assert_weights(by_class.model, expected)
+    by_sample = private(opt=noiseless())
+    by_sample.fit(x, y, batch_size=ROWS, sample_weight=weights, verbose=0)
+    assert_weights(by_sample.model, expected)
+
+
+@pytest.mark.parametrize("microbatches", [12, 4, 5])
+def test_microbatches_clip_the_mean_of_consecutive_examples(microbatches):
+    x, y = data()
+    size = -(-ROWS // microbatches)
+    model = private(
+        opt=noiseless(num_microbatches=microbatches, expected_batch_size=ROWS)
+    )
+    model.fit(as_dataset(x, y), verbose=0)
+    expected = step_of_reference(x, y, ROWS / size, unit_size=size)
+    assert_weights(model.model, expected)
+
+
+def test_a_partial_last_batch_is_divided_by_the_expected_size():
+    x, y = data()
+    model = private(opt=noiseless(expected_batch_size=ROWS))
+    model.fit(as_dataset(x[:5], y[:5]), verbose=0)
+    assert_weights(model.model, step_of_reference(x[:5], y[:5], ROWS))
+
+
+@pytest.mark.parametrize("wrap", [{}, {"physical_batch_size": 4}], ids=str)
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_an_empty_batch_is_a_step(wrap, eagerly):
+    x, y = data()
+    model = private(
+        opt=optimizer(expected_batch_size=ROWS), wrap=wrap, run_eagerly=eagerly
+    )
+    before = weights_of(model.model)
+    empty = tf.data.Dataset.from_tensor_slices((x, y)).batch(ROWS).map(
+        lambda a, b: (a[:0], b[:0])
+    )
+    history = model.fit(empty, verbose=0)
+    assert segments(model) == (UnamplifiedSteps(1, 1.0),)
+    assert all(np.any(a != b) for a, b in zip(before, weights_of(model), strict=True))
+    assert np.isfinite(history.history["loss"]).all()
+
+
+def test_a_nan_row_contributes_nothing():
+    x, y = data()
+    x[2] = np.nan
+    model = private(opt=noiseless(expected_batch_size=ROWS))
+    model.fit(as_dataset(x, y), verbose=0)
+    others = np.arange(ROWS) != 2
+    assert_weights(model.model, step_of_reference(x[others], y[others], ROWS))
+
+
+@pytest.mark.parametrize("problem", cases(having={"structure"}))
+def test_structures_train_under_fit(problem):
+    batch = problem.batch(6)
+    model = tfdp.DPModel(problem.build())
+    model.compile(optimizer(), problem.loss(), loss_weights=problem.loss_weights)
+    model.fit(
+        batch.x, batch.y, batch_size=3, sample_weight=batch.sample_weight, verbose=0
+    )
+    assert segments(model) == (PoissonSteps(2, 1.0, 6, 3),)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_mixed_precision_trains(policy):
+    problem = PROBLEMS["mlp_logits"]
+    batch = problem.batch(8)
+    reference = problem.build("float32")
+    model = tfdp.DPModel(problem.build(policy))
+    with precision(policy):
+        model.compile(noiseless(expected_batch_size=8), problem.loss(policy))
+        assert isinstance(model.optimizer, tfdp.optimizers.DPOptimizer)
+        model.fit(as_dataset(batch.x, batch.y), verbose=0)
+    plain = tfdp.DPModel(reference)
+    plain.compile(noiseless(expected_batch_size=8), problem.loss())
+    plain.fit(as_dataset(batch.x, batch.y), verbose=0)
+    for low, full in zip(weights_of(model), weights_of(plain), strict=True):
+        np.testing.assert_allclose(low, full, atol=0.02)
+
+
+def test_weight_regularizers_are_neither_clipped_nor_divided():
+    def build(strength):
+        keras.utils.set_random_seed(0)
+        return keras.Sequential(
+            [
+                keras.Input((3,)),
+                layers.Dense(2, kernel_regularizer=keras.regularizers.L2(strength)),
+            ]
+        )
+
+    x, y = data(outlier=False)
+    weights = []
+    for strength in (0.0, 7.0):
+        model = private(build(strength), noiseless())
+        start = weights_of(model)[0]
+        model.fit(x, y, batch_size=ROWS, verbose=0)
+        weights.append(weights_of(model)[0])
+    np.testing.assert_allclose(
+        weights[0] - weights[1], RATE * 2 * 7.0 * start, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_frozen_layers_do_not_move():
+    model = network()
+    model.layers[0].trainable = False
+    before = model.layers[0].get_weights()
+    wrapped = private(model)
+    wrapped.fit(*data(), batch_size=4, verbose=0)
+    for old, new in zip(before, model.layers[0].get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_a_compute_loss_of_the_model_is_taken_for_each_example():
+    @keras.saving.register_keras_serializable("tests")
+    class Halved(keras.Model):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.inner = network()
+
+        def call(self, x):
+            return self.inner(x)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+            return 0.5 * super().compute_loss(x, y, y_pred, sample_weight)
+
+    x, y = data()
+    model = private(Halved(), noiseless())
+    model.fit(x, y, batch_size=ROWS, verbose=0)
+    half = np.full(ROWS, 0.5, "float32")
+    assert_weights(model, step_of_reference(x, y, ROWS, sample_weight=half))
+
+
+# ---------------------------------------------------------------- noise under fit
+
+
+def silent_model(parameters=100_000):
+    """A model whose per-example gradients are all zero."""
+    return keras.Sequential(
+        [keras.Input((parameters,)), layers.Dense(1, use_bias=False)]
+    )
+
+
+def noise_of_fit(wrap=None, steps=1, **compile_options):
+    z, clip, size = 1.7, 0.3, 4
+    model = tfdp.DPModel(silent_model(), **(wrap or {}))
+    model.compile(
+        tfdp.optimizers.DPSGD(0.5, l2_norm_clip=clip, noise_multiplier=z),
+        loss="mse",
+        **compile_options,
+    )
+    before = weights_of(model)[0]
+    zeros = np.zeros((size, 100_000), "float32")
+    model.fit(zeros, np.zeros((size, 1)), batch_size=size, epochs=steps, verbose=0)
+    update = (weights_of(model)[0] - before).ravel()
+    return update * size / (0.5 * clip * z)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "compile_options"),
+    [
+        ({}, {}),
+        ({"physical_batch_size": 1}, {}),
+        ({"physical_batch_size": 3}, {"jit_compile": True}),
+        ({}, {"run_eagerly": True}),
+    ],
+    ids=str,
+)
+def test_noise_is_drawn_once_a_logical_batch(wrap, compile_options):
+    noise = noise_of_fit(wrap, **compile_options)
+    assert np.std(noise) == pytest.approx(1, rel=0.01)
+
+
+def test_noise_of_steps_is_independent():
+    noise = noise_of_fit(steps=4, steps_per_execution=2)
+    assert np.std(noise) == pytest.approx(2, rel=0.01)
+
+
+def test_noise_does_not_follow_seeds():
+    draws = []
+    for _ in range(2):
+        keras.utils.set_random_seed(5)
+        draws.append(noise_of_fit())
+    assert abs(np.corrcoef(*draws)[0, 1]) < 4 / np.sqrt(len(draws[0]))
+
+
+def test_noise_does_not_replay_after_loading_weights(tmp_path):
+    model = private(opt=optimizer(expected_batch_size=ROWS))
+    x, y = data()
+    model.train_on_batch(x, y)
+    model.save_weights(tmp_path / "at.weights.h5")
+    at = weights_of(model)
+    updates = []
+    for _ in range(2):
+        model.load_weights(tmp_path / "at.weights.h5")
+        model.train_on_batch(x, y)
+        updates.append([b - a for a, b in zip(at, weights_of(model), strict=True)])
+    assert all(np.any(a != b) for a, b in zip(*updates, strict=True))
+    assert segments(model) == (UnamplifiedSteps(3, 1.0),)
+
+
+# ------------------------------------------------------------------------- dropout
+
+
+def test_dropout_differs_between_examples_and_steps():
+    model = keras.Sequential([keras.Input((64,)), layers.Dropout(0.5)])
+    seen = []
+
+    class Recorder(layers.Layer):
+        def build(self, shape):
+            self.scale = self.add_weight(shape=(), initializer="ones")
+
+        def call(self, x):
+            return x * self.scale
+
+    model.add(Recorder())
+
+    def record(y_true, y_pred):
+        seen.append(y_pred)
+        return keras.ops.mean(y_pred, axis=-1)
+
+    wrapped = private(model, loss=record, metrics=[OutputSum()])
+    ones = np.ones((8, 64), "float32")
+    sums = []
+    for _ in range(2):
+        wrapped.fit(ones, np.zeros(8), batch_size=8, verbose=0)
+        sums.append(wrapped.metrics[1].metrics[0].rows.numpy())
+    masks = np.concatenate(sums)
+    assert len(np.unique(masks != 0, axis=0)) == len(masks)
+
+
+class OutputSum(keras.metrics.Metric):
+    """Keeps the outputs of the last batch."""
+
+    def __init__(self):
+        super().__init__(name="outputs")
+        self.rows = self.add_weight(shape=(8, 64), initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.rows.assign(y_pred)
+
+    def result(self):
+        return keras.ops.sum(self.rows)
+
+    def reset_state(self):
+        pass
+
+
+# -------------------------------------------------------------------------- ledger
+
+
+def test_poisson_steps_of_fit():
+    x, y = data(50)
+    model = private()
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    model.fit(x, y, batch_size=8, epochs=1, steps_per_epoch=3, verbose=0)
+    assert segments(model) == (PoissonSteps(17, 1.0, 50, 8),)
+
+
+def test_validation_split_is_cut_off_first():
+    x, y = data(40)
+    model = private()
+    history = model.fit(x, y, batch_size=6, validation_split=0.25, verbose=0)
+    assert segments(model) == (PoissonSteps(5, 1.0, 30, 6),)
+    assert "val_loss" in history.history
+
+
+def test_shuffled_arrays_count_passes():
+    x, y = data(20)
+    model = private(wrap={"sampling": "shuffle"})
+    model.fit(x, y, batch_size=8, epochs=3, verbose=0)
+    assert segments(model) == (ShuffledPasses(3, 1.0, 20, 8),)
+
+
+def test_short_epochs_share_a_pass():
+    x, y = data(20)
+    model = private(wrap={"sampling": "shuffle"})
+    model.fit(x, y, batch_size=4, epochs=2, steps_per_epoch=2, verbose=0)
+    assert segments(model) == (ShuffledPasses(1, 1.0, 20, 4),)
+
+
+def test_a_pass_counts_as_soon_as_it_has_begun():
+    x, y = data(20)
+    model = private(wrap={"sampling": "shuffle"})
+    for _ in range(2):
+        model.fit(x, y, batch_size=4, steps_per_epoch=1, verbose=0)
+    assert segments(model) == (ShuffledPasses(2, 1.0, 20, 4),)
+
+
+@pytest.mark.parametrize("sampling", ["shuffle", "poisson"])
+def test_declared_datasets(sampling):
+    x, y = data(20)
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(20).batch(5)
+    declared = tfdp.data.declare(
+        rows, number_of_examples=20, expected_batch_size=5, sampling=sampling
+    )
+    model = private()
+    model.fit(declared, epochs=2, verbose=0)
+    expected = {
+        "shuffle": ShuffledPasses(2, 1.0, 20, 5),
+        "poisson": PoissonSteps(8, 1.0, 20, 5),
+    }
+    assert segments(model) == (expected[sampling],)
+
+
+def test_microbatches_of_several_examples_halve_the_recorded_noise():
+    x, y = data(20)
+    model = private(
+        opt=optimizer(num_microbatches=4), wrap={"sampling": "shuffle"}
+    )
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert segments(model) == (ShuffledPasses(1, 0.5, 20, 8, examples_per_unit=2),)
+
+
+def test_microbatches_of_one_example_keep_the_poisson_row():
+    x, y = data(20)
+    model = private(opt=optimizer(num_microbatches=8))
+    model.fit(x, y, batch_size=8, verbose=0)
+    assert segments(model) == (PoissonSteps(3, 1.0, 20, 8),)
+
+
+@pytest.mark.parametrize(
+    ("feed", "holds", "not_holding"),
+    [
+        ("poisson", "Poisson-sampled", "shuffled batches; this run's were not"),
+        ("shuffle", "shuffled", "Poisson-sampled batches; this run's were not"),
+        ("unknown", "each counts in full", None),
+    ],
+)
+def test_the_statement_has_the_row_of_what_ran(feed, holds, not_holding):
+    x, y = data(20)
+    wrap = {"sampling": feed} if feed != "unknown" else {}
+    model = private(opt=optimizer(expected_batch_size=5), wrap=wrap)
+    if feed == "unknown":
+        model.fit(as_dataset(x, y), verbose=0)
+    else:
+        model.fit(x, y, batch_size=5, verbose=0)
+    statement = " ".join(model.privacy_statement(1e-3).split())
+    assert holds in statement.split("Not covered")[0]
+    assert not_holding is None or not_holding in statement
+
+
+def test_a_changed_noise_multiplier_is_a_segment_of_its_own():
+    x, y = data(20)
+    model = private()
+    change = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: setattr(
+            model.optimizer, "noise_multiplier", 1.0 + epoch
+        )
+    )
+    model.fit(x, y, batch_size=5, epochs=2, callbacks=[change], verbose=0)
+    assert segments(model) == (
+        PoissonSteps(4, 1.0, 20, 5),
+        PoissonSteps(4, 2.0, 20, 5),
+    )
+
+
+def test_the_ledger_only_grows(tmp_path):
+    x, y = data(20)
+    model = private()
+    model.fit(x, y, batch_size=5, verbose=0)
+    model.save_weights(tmp_path / "early.weights.h5")
+    model.fit(x, y, batch_size=5, verbose=0)
+    spent = model.ledger
+    model.compile(optimizer(), logits_loss())
+    assert model.ledger == spent
+    model.load_weights(tmp_path / "early.weights.h5")
+    assert model.ledger == spent
+    model.optimizer.iterations.assign(0)
+    assert model.ledger == spent
+    again = private(model.model)
+    assert again.ledger == spent
+    again.fit(x, y, batch_size=5, verbose=0)
+    assert model.ledger.steps == spent.steps + 4
+
+
+def test_a_run_stopped_by_hand_states_its_plan():
+    x, y = data(20)
+    model = private()
+    stop = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", True)
+    )
+    model.fit(x, y, batch_size=5, epochs=3, callbacks=[stop], verbose=0)
+    assert segments(model) == (PoissonSteps(4, 1.0, 20, 5),)
+    assert model.ledger.cut_short == (PoissonSteps(8, 1.0, 20, 5),)
+
+
+def test_seeds_are_remembered():
+    x, y = data(20)
+    with pytest.warns(UserWarning, match="noise_seed=1"):
+        opt = optimizer(noise_seed=1)
+    model = private(opt=opt)
+    model.fit(x, y, batch_size=5, verbose=0)
+    assert model.ledger.noise_seed_fixed
+    assert not model.ledger.sampling_seed_fixed
+
+
+def test_a_seeded_sampler_goes_on_after_a_restart(tmp_path):
+    x, y = data(20)
+
+    class Spy(tfdp.data.PoissonDataset):
+        drawn: list
+
+        def __getitem__(self, index):
+            batch = super().__getitem__(index)
+            self.drawn.append(batch[0].tobytes())
+            return batch
+
+    def sampler():
+        with pytest.warns(UserWarning, match="seed"):
+            spy = Spy(x, y, expected_batch_size=10, seed=4)
+        spy.drawn = []
+        return spy
+
+    model = private()
+    first = sampler()
+    model.fit(first, verbose=0)
+    model.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    second = sampler()
+    loaded.fit(second, verbose=0)
+    # The adapter looks at two batches of the epoch it starts in.
+    assert not set(second.drawn[2:]) & set(first.drawn[2:])
+
+
+# ------------------------------------------------------------------- Keras's habits
+
+
+def test_the_logs_are_those_of_keras():
+    problem = PROBLEMS["dict_losses"]
+    batch = problem.batch(8)
+    plain = problem.build()
+    plain.compile("sgd", problem.loss(), loss_weights=problem.loss_weights)
+    wrapped = tfdp.DPModel(problem.build())
+    wrapped.compile(optimizer(), problem.loss(), loss_weights=problem.loss_weights)
+    wrapped.optimizer.learning_rate = 0.0
+    logs = wrapped.fit(batch.x, batch.y, batch_size=8, verbose=0).history
+    expected = plain.evaluate(batch.x, batch.y, return_dict=True, verbose=0)
+    assert logs.keys() == expected.keys()
+    for name, value in expected.items():
+        assert logs[name][0] == pytest.approx(value, rel=1e-5), name
+    evaluated = wrapped.evaluate(batch.x, batch.y, return_dict=True, verbose=0)
+    assert evaluated == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [{}, {"physical_batch_size": 3}], ids=str)
+def test_metrics_see_the_real_rows_only(wrap):
+    x, y = data(outlier=False)
+    model = private(wrap=wrap, metrics=["accuracy"])
+    model.optimizer.learning_rate = 0.0
+    logs = model.fit(x, y, batch_size=ROWS, verbose=0).history
+    loss, accuracy = model.evaluate(x, y, verbose=0)
+    assert logs["loss"][0] == pytest.approx(loss, rel=1e-5)
+    assert logs["accuracy"][0] == pytest.approx(accuracy, rel=1e-5)
+
+
+def test_the_users_model_is_trained_and_plain(tmp_path):
+    x, y = data(20)
+    inner = network()
+    inner.compile("adam", logits_loss())
+    inner.fit(x, y, verbose=0)
+    model = private(inner)
+    model.fit(x, y, batch_size=5, verbose=0)
+    np.testing.assert_array_equal(
+        inner.predict(x, verbose=0), model.predict(x, verbose=0)
+    )
+    assert type(inner) is keras.Sequential
+    inner.save(tmp_path / "plain.keras")
+    code = f"""
+        import sys
+        sys.modules["tfdp"] = None
+        import keras, numpy as np
+        model = keras.models.load_model({str(tmp_path / "plain.keras")!r})
+        np.save({str(tmp_path / "y.npy")!r}, model.predict(np.ones((2, 3)), verbose=0))
+    """
+    run_python(code)
+    np.testing.assert_allclose(
+        np.load(tmp_path / "y.npy"), inner.predict(np.ones((2, 3)), verbose=0), 1e-5
+    )
+
+
+def run_python(code):
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("family", ["DPSGD", "DPAdam"])
+def test_a_saved_model_goes_on_in_a_fresh_process(tmp_path, family):
+    x, y = data(20)
+    opt = getattr(tfdp.optimizers, family)(
+        0.01, l2_norm_clip=0.7, noise_multiplier=1.25
+    )
+    model = private(opt=opt, wrap={"physical_batch_size": 7})
+    model.fit(x, y, batch_size=5, verbose=0)
+    path = str(tmp_path / "private.keras")
+    model.save(path)
+    output = run_python(f"""
+        import keras, numpy as np, tfdp
+        model = keras.models.load_model({path!r})
+        assert isinstance(model, tfdp.DPModel) and model.physical_batch_size == 7
+        assert float(model.optimizer.l2_norm_clip) == 0.7
+        assert float(model.optimizer.noise_multiplier) == 1.25
+        assert int(model.optimizer.iterations) == 4
+        print(model.ledger.to_json())
+        x, y = np.ones((20, 3), "float32"), np.ones(20, "int32")
+        model.fit(x, y, batch_size=5, verbose=0)
+        print(model.ledger.to_json())
+    """)
+    before, after = output.strip().splitlines()[-2:]
+    assert tfdp.accounting.Ledger.from_json(before) == model.ledger
+    longer = tfdp.accounting.Ledger.from_json(after)
+    assert longer.segments == (PoissonSteps(8, 1.25, 20, 5),)
+
+
+def test_a_checkpoint_of_weights_carries_the_ledger(tmp_path):
+    x, y = data(20)
+    model = private()
+    checkpoint = keras.callbacks.ModelCheckpoint(
+        str(tmp_path / "{epoch}.weights.h5"), save_weights_only=True
+    )
+    model.fit(x, y, batch_size=5, epochs=2, callbacks=[checkpoint], verbose=0)
+    fresh = private()
+    fresh.load_weights(tmp_path / "2.weights.h5")
+    assert fresh.ledger == model.ledger
+
+
+def test_summary_and_explain_name_the_layers(capsys):
+    model = private()
+    model.summary()
+    assert "Total params: 26" in capsys.readouterr().out
+    table = model.explain()
+    assert all(layer.name in table for layer in model.model.layers)
+
+
+def test_an_inner_optimizers_slots_are_not_saved(tmp_path):
+    x, y = data(20)
+    inner = network()
+    inner.compile("adam", logits_loss())
+    inner.fit(x, y, verbose=0)
+    model = private(inner)
+    model.fit(x, y, batch_size=5, verbose=0)
+    model.save_weights(tmp_path / "m.weights.h5")
+    import h5py  # noqa: PLC0415
+
+    names = []
+    with h5py.File(tmp_path / "m.weights.h5") as file:
+        file.visit(names.append)
+    assert not any("model/optimizer" in name for name in names)
+
+
+# ------------------------------------------------------------------------ refusals
+
+
+def test_a_plain_optimizer_is_refused():
+    with pytest.raises(tfdp.errors.NotPrivateError, match="DPOptimizer"):
+        tfdp.DPModel(network()).compile("sgd", "mse")
+
+
+def test_fit_before_compile_is_refused():
+    with pytest.raises(tfdp.errors.NotPrivateError, match="compile"):
+        tfdp.DPModel(network()).fit(*data())
+
+
+def test_unshuffled_arrays_are_refused():
+    with pytest.raises(ValueError, match="shuffle=False"):
+        private().fit(*data(), shuffle=False)
+
+
+def test_a_model_with_its_own_train_step_is_refused():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return {}
+
+    with pytest.raises(ValueError, match="train_step"):
+        tfdp.DPModel(Own([keras.Input((3,)), layers.Dense(2)]))
+
+
+@pytest.mark.parametrize("model", [None, "model", layers.Dense(1)])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match="Received"):
+        tfdp.DPModel(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine": "fast"},
+        {"engine": None},
+        {"physical_batch_size": 0},
+        {"physical_batch_size": float("nan")},
+        {"physical_batch_size": -3},
+        {"physical_batch_size": 2.5},
+        {"sampling": "random"},
+        {"augmentation": layers.RandomFlip()},
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused(options):
+    with pytest.raises(ValueError, match="Received"):
+        tfdp.DPModel(network(), **options)
+
+
+def test_batch_normalization_is_refused_before_training():
+    model = keras.Sequential(
+        [keras.Input((3,)), layers.Dense(2), layers.BatchNormalization()]
+    )
+    before = weights_of(model)
+    wrapped = private(model)
+    with pytest.raises(tfdp.errors.UnsupportedLayerError, match="GroupNormalization"):
+        wrapped.fit(*data())
+    with pytest.raises(tfdp.errors.UnsupportedLayerError, match="GroupNormalization"):
+        private(model, optimizer(expected_batch_size=4)).train_on_batch(*data())
+    for old, new in zip(before, weights_of(model), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert segments(wrapped) == ()
+
+
+def test_a_loss_that_couples_examples_is_refused():
+    def coupled(y_true, y_pred):
+        return keras.ops.sum(keras.ops.square(y_pred - keras.ops.mean(y_pred, 0)), -1)
+
+    with pytest.raises(tfdp.errors.UnsupportedLossError):
+        private(loss=coupled).fit(*data())
+
+
+def test_poisson_with_microbatches_of_several_examples_is_refused():
+    model = private(opt=optimizer(num_microbatches=2))
+    with pytest.raises(ValueError, match="fixed size"):
+        model.fit(*data(), batch_size=4)
+
+
+def test_an_unknown_batch_size_is_refused():
+    with pytest.raises(ValueError, match="expected_batch_size"):
+        private().fit(as_dataset(*data()))
+    with pytest.raises(ValueError, match="expected_batch_size"):
+        private().train_on_batch(*data())
+
+
+def test_contradicting_batch_sizes_are_refused():
+    with pytest.raises(ValueError, match="contradicts"):
+        private(opt=optimizer(expected_batch_size=5)).fit(*data(), batch_size=4)
+
+
+def test_a_frozen_model_is_refused():
+    model = network()
+    model.trainable = False
+    with pytest.raises(ValueError, match="nothing to train"):
+        private(model).fit(*data())
+
+
+def test_a_callback_that_monitors_private_metrics_is_named():
+    callback = keras.callbacks.EarlyStopping(monitor="loss")
+    with pytest.warns(UserWarning, match="EarlyStopping"):
+        private().fit(*data(), callbacks=[callback], verbose=0)
