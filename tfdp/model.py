@@ -1,6 +1,5 @@
 """A Keras model whose training steps are differentially private."""
 
-import contextlib
 import dataclasses
 import math
 import warnings
@@ -412,8 +411,7 @@ class DPModel(keras.Model):
         segment = self._in_units(UNDECLARED)
         if self.recorder.segment != segment:
             self.recorder.begin(segment)
-            self.enforce_budget()
-        self._require_room()
+        self.enforce_budget()
         return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
 
     def make_train_function(self, force: bool = False) -> Any:
@@ -525,22 +523,17 @@ class DPModel(keras.Model):
         if budget is None:
             return
         noise_multiplier = float(self.optimizer.noise_multiplier)
-        segment = dataclasses.replace(
-            self.recorder.segment,
-            noise_multiplier=noise_multiplier / (2 if self._plan[0] > 1 else 1),
-        )
-        count = affordable_count(
-            self.ledger,
-            segment,
-            target_epsilon=budget.target_epsilon,
-            delta=budget.delta,
-        )
-        self.recorder.limit(count)
-        self._require_room()
-
-    def _require_room(self) -> None:
-        budget = self.recorder.budget
-        if budget is not None and not self.recorder.has_room():
+        if noise_multiplier != self.recorder.limited_for:
+            segment = dataclasses.replace(
+                self.recorder.segment,
+                noise_multiplier=noise_multiplier / (2 if self._plan[0] > 1 else 1),
+            )
+            count = affordable_count(
+                self.ledger, segment, budget.target_epsilon, budget.delta
+            )
+            self.recorder.limit(count)
+            self.recorder.limited_for = noise_multiplier
+        if not self.recorder.has_room():
             raise PrivacyBudgetError(
                 "The privacy budget has no room for another step. Received: "
                 f"target_epsilon={budget.target_epsilon:g}, delta={budget.delta:g}, "
@@ -702,11 +695,6 @@ class _LedgerCallback(PrivacyCallback):
         super().__init__()
         self._recorder = recorder
         self._data = data
-        self._noise_multiplier = 0.0
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Remember for which noise the budget was computed."""
-        self._noise_multiplier = float(self.model.optimizer.noise_multiplier)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin a new pass, and remember which draws are used up."""
@@ -716,15 +704,10 @@ class _LedgerCallback(PrivacyCallback):
             self._recorder.sampled_epochs = self._data.x.epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop if there is no room; find out anew if the noise has changed."""
-        if self._recorder.budget is None:
-            return
-        noise_multiplier = float(self.model.optimizer.noise_multiplier)
-        if noise_multiplier != self._noise_multiplier:
-            self._noise_multiplier = noise_multiplier
-            with contextlib.suppress(PrivacyBudgetError):
-                self.model.enforce_budget()
-        if not self._recorder.has_room():
+        """Stop if the budget has no room, also where the noise has changed."""
+        try:
+            self.model.enforce_budget()
+        except PrivacyBudgetError:
             self.model.stop_training = True
 
 

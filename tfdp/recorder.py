@@ -47,6 +47,8 @@ class LedgerRecorder:
         self._planned_items: int | None = None
         self.sampled_epochs = 0
         self.budget: Budget | None = None
+        # The noise multiplier that the present limit was computed for, if there is one.
+        self.limited_for: float | None = None
         with tf.init_scope(), tf.device("CPU:0"):
             self._steps = _counter(0)
             self._items = tf.Variable(tf.zeros([_ROWS], tf.int64), trainable=False)
@@ -124,6 +126,7 @@ class LedgerRecorder:
         self._steps_per_item.assign(steps_per_item)
         self._steps_in_item.assign(steps_per_item)
         self._item_limit.assign(_NO_LIMIT)
+        self.limited_for = None
 
     def note_seeds(self, *, noise: bool, sampling: bool) -> None:
         """Remember that somebody knows a seed, if so.
