@@ -66,10 +66,12 @@ def clip_as_tensor(l2_norm_clip: Any, variables: list[Any]) -> tf.Tensor:
     Raises:
         ValueError: If it is a number that is not positive and finite.
     """
-    if not isinstance(l2_norm_clip, (tf.Tensor, tf.Variable, keras.Variable)):
-        l2_norm_clip = _validate.positive("l2_norm_clip", l2_norm_clip)
     is_wide = any(variable.dtype == "float64" for variable in variables)
-    return tf.cast(l2_norm_clip, tf.float64 if is_wide else tf.float32)
+    dtype = tf.float64 if is_wide else tf.float32
+    if not isinstance(l2_norm_clip, (tf.Tensor, tf.Variable, keras.Variable)):
+        # A cast of a Python number would go through float32.
+        return tf.constant(_validate.positive("l2_norm_clip", l2_norm_clip), dtype)
+    return tf.cast(l2_norm_clip, dtype)
 
 
 def norms_rounded_up(per_unit_gradients: list[tf.Tensor]) -> tf.Tensor:

@@ -38,8 +38,10 @@ def test_rdp_noise_is_the_least_that_is_enough(target):
     assert cost_of_mnist(noise, "RDP") <= target < cost_of_mnist(noise - 1e-6, "RDP")
 
 
-@pytest.mark.parametrize("target", [0.05, 0.5, 2.0, 10.0, 500.0])
-@pytest.mark.parametrize("batch_size", [30, 999, 1000, 5000])
+@pytest.mark.parametrize(
+    ("target", "batch_size"),
+    [(0.05, 30), (0.5, 30), (0.5, 999), (0.5, 1000), (1.0, 5000), (500.0, 30)],
+)
 def test_the_steps_are_those_of_fit(target, batch_size):
     setting = SMALL | {"batch_size": batch_size}
     noise = calibrate_noise_multiplier(target, **setting)
@@ -92,7 +94,7 @@ def test_wrong_arguments_of_calibration_are_refused(change, error):
 
 
 @pytest.mark.parametrize("accountant", ["PLD", "RDP"])
-@pytest.mark.parametrize("target", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("target", [0.3, 2.0])
 @pytest.mark.parametrize("segment", SEGMENTS.values(), ids=SEGMENTS)
 @pytest.mark.parametrize("ledger", LEDGERS.values(), ids=LEDGERS)
 def test_the_affordable_count_is_the_last_within_budget(
@@ -134,7 +136,7 @@ def test_nobody_takes_more_than_a_billion_steps():
 
 @pytest.mark.parametrize("target", [0, -1, math.nan, math.inf])
 def test_a_wrong_target_of_the_count_is_refused(target):
-    with pytest.raises(ValueError, match="`target_epsilon`.*Received: target_eps"):
+    with pytest.raises(ValueError, match=r"`target_epsilon`.*Received: target_eps"):
         affordable_count(Ledger(), SEGMENTS["poisson"], target, 1e-5)
 
 
@@ -145,7 +147,7 @@ def test_a_wrong_delta_or_accountant_of_the_count_is_refused():
         affordable_count(Ledger(), SEGMENTS["poisson"], 1.0, 1e-5, "GDP")
 
 
-@pytest.mark.parametrize("curve", [lambda x: x, lambda x: x**3, math.atan])
+@pytest.mark.parametrize("curve", [float, math.atan, math.sinh])
 @pytest.mark.parametrize("ends", [(0, 1000), (1000, 0)])
 def test_a_crossing_is_found_in_few_calls(curve, ends):
     calls = []

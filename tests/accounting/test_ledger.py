@@ -11,9 +11,7 @@ from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSt
 POISSON = PoissonSteps(1000, 1.1, 60_000, 256)
 SHUFFLED = ShuffledPasses(3, 4.0, 60_000, 256)
 UNKNOWN = UnamplifiedSteps(5, 9.0, examples_per_unit=2)
-FULL = Ledger(
-    (POISSON, SHUFFLED, UNKNOWN), cut_short=(POISSON,), noise_seed_fixed=True
-)
+FULL = Ledger((POISSON, SHUFFLED, UNKNOWN), cut_short=(POISSON,), noise_seed_fixed=True)
 
 parts = st.lists(
     st.builds(

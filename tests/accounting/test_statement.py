@@ -106,7 +106,9 @@ def test_everything_that_is_public_is_printed():
 
 
 def test_a_run_that_was_cut_short_states_what_was_planned():
-    ledger = Ledger((POISSON.with_count(1000),), cut_short=(POISSON.with_count(13_063),))
+    ledger = Ledger(
+        (POISSON.with_count(1000),), cut_short=(POISSON.with_count(13_063),)
+    )
     text = privacy_statement(ledger, 1e-5)
     assert text.startswith("This training is (2.382, 1e-05)")
     assert rows(text)["what ran"][1] < rows(text)["what was planned"][1] == 2.382

@@ -1,5 +1,7 @@
 """The vectorized engine against one example at a time in float64."""
 
+import logging
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -54,6 +56,103 @@ def check(problem, batch, mode, dtype, tolerance, unit_size=1):
     )
 
 
-@pytest.mark.parametrize("problem", cases(lacking={"random"}))
+# One of each kind of layer and of structure.
+FEW = [
+    "mlp_logits",
+    "cnn",
+    "conv2d_grouped",
+    "layer_norm",
+    "embedding_lstm",
+    "attention",
+    "called_twice",
+    "dict_losses",
+    "masked_weighted",
+    "scalar_loss",
+    "unused",
+]
+few = pytest.mark.parametrize("problem", [PROBLEMS[name] for name in FEW], ids=FEW)
+every = pytest.mark.parametrize("problem", cases(lacking={"random"}))
+
+
+@every
 def test_graph_equals_one_example_at_a_time(problem):
-    check(problem, problem.batch(5), "graph", "float32", 2e-5)
+    check(problem, scale_outlier(problem.batch(5), 2), "graph", "float64", 1e-9)
+
+
+def with_outlier(problem):
+    """Scale one example; only a little where a softmax of huge numbers jumps."""
+    return scale_outlier(problem.batch(5), 2, 10 if "attention" in problem.tags else 1e6)
+
+
+@few
+@pytest.mark.parametrize("mode", ["eager", "xla"])
+def test_eager_and_xla_equal_one_example_at_a_time(problem, mode):
+    check(problem, with_outlier(problem), mode, "float32", 2e-5)
+
+
+@pytest.mark.slow
+@every
+@pytest.mark.parametrize("mode", ["eager", "xla"])
+def test_every_problem_eagerly_and_with_xla(problem, mode):
+    check(problem, with_outlier(problem), mode, "float32", 2e-5)
+
+
+@few
+@pytest.mark.parametrize("rows", [0, 1])
+def test_no_row_and_one_row(problem, rows):
+    check(problem, problem.batch(rows), "graph", "float64", 1e-9)
+
+
+@few
+def test_a_row_of_nan_contributes_nothing(problem):
+    check(problem, nan_row(problem.batch(5), 1), "graph", "float64", 1e-9)
+
+
+@few
+def test_units_of_two_examples(problem):
+    check(problem, problem.batch(5), "graph", "float64", 1e-9, unit_size=2)
+
+
+@pytest.mark.parametrize("problem", cases(having={"random"}))
+@pytest.mark.parametrize("mode", MODES)
+def test_random_layers_draw_for_each_example_and_each_call(problem, mode):
+    with precision("float32"):
+        objective = Objective.of(
+            problem.build(), problem.loss(), problem.loss_weights
+        )
+        clip = clip_as_tensor(1e9, objective.variables)
+        first = problem.batch(1)
+        rows = _tree.map_tensors(
+            lambda leaf: tf.repeat(tf.convert_to_tensor(leaf), 6, axis=0), tuple(first)
+        )
+
+        def run():
+            return run_whole(
+                lambda batch: VectorizedEngine().clip_and_sum(
+                    objective, batch, l2_norm_clip=clip, rows_per_unit=1
+                ),
+                rows,
+                rows_per_unit=1,
+            )[1]
+
+        if mode != "eager":
+            run = tf.function(run, jit_compile=mode == "xla", autograph=False)
+        norms = np.stack([run(), run()])
+    assert len(np.unique(norms)) > 6
+    assert np.any(norms[0] != norms[1])
+
+
+def test_what_cannot_be_vectorized_is_said_once(caplog):
+    problem = PROBLEMS["masked_lstm"]
+    with caplog.at_level(logging.WARNING):
+        check(problem, problem.batch(3), "graph", "float64", 1e-9)
+    said = [text for text in caplog.messages if "one example after the other" in text]
+    assert len(said) == 1
+
+
+def test_the_table_has_a_row_for_each_layer_with_variables():
+    model = PROBLEMS["cnn"].build()
+    table = VectorizedEngine().explain(model).splitlines()
+    trainable = [layer for layer in model.layers if layer.trainable_variables]
+    assert len(table) == 1 + len(trainable)
+    assert all(layer.name in row for layer, row in zip(trainable, table[1:], strict=True))

@@ -231,11 +231,11 @@ def _user_epsilon(segment: Segment, delta: float, size: int) -> float:
 
     high = math.log(delta)
     low = high - math.log(10)
-    while (gap := excess(low)) > 0:
+    while math.exp(low) > 0 and (gap := excess(low)) > 0:
         high = low - gap
         low = high - math.log(10)
-        if low < -700:  # exp(low) is no longer a positive float
-            return math.inf
+    if math.exp(low) == 0:
+        return math.inf
     while low < (middle := (low + high) / 2) < high:
         low, high = (low, middle) if excess(middle) > 0 else (middle, high)
     return size * example_epsilon(low)

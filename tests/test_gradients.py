@@ -1,0 +1,435 @@
+"""Clipped gradients in loops of one's own equal one example at a time."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.problems import PROBLEMS, Batch, nan_row, scale_outlier, size, take
+from tests.reference import assert_all_close, clipped_sum, problem_gradients
+from tfdp.clipping import ClippedSum
+from tfdp.engines.vectorized import VectorizedEngine
+
+MODES = ("eager", "graph", "xla")
+
+# Attention, several outputs, tokens, convolution, masks, weights, a loss of rank 0,
+# a variable without gradient.
+NAMES = (
+    "attention",
+    "called_twice",
+    "embedding_mean",
+    "group_norm",
+    "list_weighted",
+    "masked_weighted",
+    "positions",
+    "scalar_loss",
+    "unused",
+)
+
+IN_MODES = [
+    *[pytest.param(name, "graph", id=f"{name}-graph") for name in NAMES],
+    *[pytest.param(name, "eager", id=f"{name}-eager") for name in NAMES[1:4]],
+    *[pytest.param(name, "xla", id=f"{name}-xla") for name in NAMES[4:6]],
+]
+
+
+def clipper(mode, problem, **options):
+    """A function of batch and clip norm that gives the problem's clipped sum."""
+    model, loss = problem.build(), problem.loss()
+
+    def function(x, y, sample_weight, clip):
+        return tfdp.clipped_gradients(
+            model, loss, x, y, sample_weight, l2_norm_clip=clip, **options
+        )
+
+    if mode != "eager":
+        function = tf.function(function, jit_compile=mode == "xla", autograph=False)
+
+    def run(batch, clip):
+        as_tensors = keras.tree.map_structure(
+            lambda leaf: None if leaf is None else tf.constant(leaf), tuple(batch)
+        )
+        return function(*as_tensors, tf.constant(clip, tf.float32))
+
+    return run
+
+
+def active_clip(gradients, unit_size=1):
+    """A clip norm that half of the units exceed."""
+    _, norms = clipped_sum(gradients, 1.0, unit_size)
+    finite = norms[np.isfinite(norms)]
+    return float(np.median(finite)) * 0.9
+
+
+def check(run, problem, batch, unit_size=1):
+    gradients = problem_gradients(problem, batch)
+    clip = active_clip(gradients, unit_size)
+    expected, norms = clipped_sum(gradients, clip, unit_size)
+    assert (norms[np.isfinite(norms)] > clip).any()
+    result = run(batch, clip)
+    assert isinstance(result, ClippedSum)
+    assert_all_close(result.gradients, expected, rtol=0, atol=3e-5 * clip * len(norms))
+    np.testing.assert_allclose(result.norms, norms, rtol=5e-5, atol=1e-6 * clip)
+    assert float(result.l2_norm_clip) == pytest.approx(clip)
+    assert float(result.l2_sensitivity) == pytest.approx(clip * min(unit_size, 2))
+    return result
+
+
+# --------------------------------------------------------------- problems and modes
+
+
+@pytest.mark.parametrize(("name", "mode"), IN_MODES)
+def test_equals_one_example_at_a_time(name, mode):
+    problem = PROBLEMS[name]
+    run, batch = clipper(mode, problem), problem.batch(4)
+    check(run, problem, batch)
+    # One example a million times as large counts no more than the clip norm.
+    check(run, problem, scale_outlier(batch, 1))
+    # One that is not finite counts as none. What that is the reference says: a
+    # maximum or a mask may stop a NaN.
+    check(run, problem, nan_row(batch, 2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropping_the_bad_example_gives_the_same_sum(mode):
+    problem = PROBLEMS["subclassed"]
+    batch = problem.batch(4)
+    run = clipper(mode, problem)
+    bad = run(nan_row(batch, 2), 0.5)
+    rest = run(take(batch, [0, 1, 3]), 0.5)
+    assert not np.isfinite(bad.norms[2])
+    assert_all_close(bad.gradients, rest.gradients, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_microbatches", [None, 3])
+@pytest.mark.parametrize("name", ["list_weighted", "embedding_mean"])
+def test_an_empty_batch_gives_zeros(name, num_microbatches, mode):
+    problem = PROBLEMS[name]
+    run = clipper(mode, problem, num_microbatches=num_microbatches)
+    result = run(problem.batch(0), 0.5)
+    for gradient, variable in zip(
+        result.gradients, problem.build().trainable_variables, strict=True
+    ):
+        np.testing.assert_array_equal(gradient, np.zeros(variable.shape))
+    assert result.norms.shape == [0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_of_one_example(mode):
+    problem = PROBLEMS["subclassed"]
+    check(clipper(mode, problem), problem, problem.batch(1))
+
+
+def test_any_batch_size_in_one_trace():
+    problem = PROBLEMS["subclassed"]
+    model, traces = problem.build(), []
+
+    @tf.function(
+        input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])],
+        autograph=False,
+    )
+    def function(x, y):
+        traces.append(1)
+        return tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=0.5)
+
+    for n in (0, 1, 5, 2):
+        batch = problem.batch(n)
+        expected, norms = clipped_sum(problem_gradients(problem, batch), 0.5)
+        result = function(batch.x, batch.y)
+        assert_all_close(result.gradients, expected, rtol=0, atol=1e-4)
+        assert len(result.norms) == len(norms)
+    assert len(traces) == 1
+
+
+def test_every_unit_is_inside_the_ball():
+    problem = PROBLEMS["group_norm"]
+    run, batch = clipper("graph", problem), scale_outlier(problem.batch(6), 3)
+    for row in range(6):
+        result = run(take(batch, [row]), 1e-3)
+        flat = np.concatenate([np.ravel(part) for part in result.gradients])
+        assert np.linalg.norm(flat.astype("float64")) <= 1e-3 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ["masked", "ignored_class", "positions", "group_norm"])
+def test_removing_an_example_moves_the_sum_by_at_most_the_sensitivity(name):
+    problem = PROBLEMS[name]
+    batch = scale_outlier(problem.batch(4), 1)
+    clip = 0.5 * active_clip(problem_gradients(problem, batch))
+    run = clipper("graph", problem)
+    whole = run(batch, clip)
+    for row in range(4):
+        rest = take(batch, np.arange(4) != row)
+        part = run(rest, clip)
+        moved = [
+            np.ravel(a - b)
+            for a, b in zip(whole.gradients, part.gradients, strict=True)
+        ]
+        moved = np.linalg.norm(np.concatenate(moved))
+        assert moved <= float(whole.l2_sensitivity) * (1 + 1e-4)
+
+
+# ------------------------------------------------------------------- sample weights
+
+
+def test_weights_scale_losses_before_clipping():
+    problem = PROBLEMS["subclassed"]
+    x, y, _ = problem.batch(5)
+    sample_weight = np.array([0.0, 1e-3, 1.0, 10.0, 1e6], "float32")
+    check(clipper("graph", problem), problem, Batch(x, y, sample_weight))
+
+
+@pytest.mark.parametrize("name", ["positions_weighted", "masked_weighted"])
+def test_weights_may_be_of_positions(name):
+    problem = PROBLEMS[name]
+    batch = problem.batch(4)
+    assert batch.sample_weight.ndim == 2
+    check(clipper("graph", problem), problem, batch)
+
+
+# --------------------------------------------------------------------- microbatches
+
+
+@pytest.mark.parametrize(
+    ("n", "num_microbatches", "unit_size"),
+    [(6, 6, 1), (6, 3, 2), (6, 2, 3), (6, 1, 6), (5, 2, 3), (7, 3, 3), (5, 4, 2)],
+)
+@pytest.mark.parametrize("name", ["subclassed", "embedding_mean"])
+def test_means_of_consecutive_examples_are_clipped(
+    name, n, num_microbatches, unit_size
+):
+    problem = PROBLEMS[name]
+    batch = scale_outlier(problem.batch(n), n - 1)
+    run = clipper("graph", problem, num_microbatches=num_microbatches)
+    result = check(run, problem, batch, unit_size)
+    assert int(result.examples_per_unit) == unit_size
+
+
+@pytest.mark.parametrize("mode", ["eager", "xla"])
+def test_the_last_microbatch_may_be_smaller_in_every_mode(mode):
+    problem = PROBLEMS["subclassed"]
+    run = clipper(mode, problem, num_microbatches=2)
+    check(run, problem, problem.batch(5), unit_size=3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_more_microbatches_than_examples_are_single_examples(mode):
+    problem = PROBLEMS["subclassed"]
+    check(clipper(mode, problem, num_microbatches=8), problem, problem.batch(3))
+
+
+def test_microbatches_of_a_batch_of_unknown_size():
+    problem = PROBLEMS["subclassed"]
+    model = problem.build()
+
+    @tf.function(
+        input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])],
+        autograph=False,
+    )
+    def function(x, y):
+        return tfdp.clipped_gradients(
+            model, "mse", x, y, l2_norm_clip=0.5, num_microbatches=2
+        )
+
+    for n, unit_size in ((0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (7, 4)):
+        batch = problem.batch(n)
+        expected, norms = clipped_sum(problem_gradients(problem, batch), 0.5, unit_size)
+        result = function(batch.x, batch.y)
+        assert_all_close(result.gradients, expected, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(result.norms, norms, rtol=5e-5)
+        assert int(result.examples_per_unit) == unit_size
+        assert float(result.l2_sensitivity) == (0.5 if unit_size == 1 else 1.0)
+
+
+def test_a_bad_example_takes_its_microbatch_with_it():
+    problem = PROBLEMS["subclassed"]
+    run = clipper("graph", problem, num_microbatches=3)
+    result = check(run, problem, nan_row(problem.batch(6), 3), unit_size=2)
+    np.testing.assert_array_equal(np.isfinite(result.norms), [True, False, True])
+
+
+# ------------------------------------------------------------------ what it accepts
+
+
+def root_of_squares(y_true, y_pred):
+    return tf.sqrt(tf.reduce_sum(tf.square(y_true - y_pred), axis=-1))
+
+
+def coupled_rows(y_true, y_pred):
+    """Must never see more than the rows it may couple."""
+    return tf.reduce_sum(tf.square(y_pred - y_true)) * tf.reduce_mean(y_pred)
+
+
+@pytest.mark.parametrize("loss", [root_of_squares, coupled_rows])
+def test_losses_may_be_functions(loss):
+    problem = PROBLEMS["subclassed"]
+    batch = problem.batch(4)
+    model = problem.build()
+    expected = []
+    for row in range(4):
+        with tf.GradientTape() as tape:
+            one = take(batch, [row])
+            value = tf.reduce_sum(loss(tf.constant(one.y), model(one.x)))
+        expected.append([
+            np.array(g) for g in tape.gradient(value, model.trainable_variables)
+        ])
+    gradients = [
+        np.stack(rows).astype("float64") for rows in zip(*expected, strict=True)
+    ]
+    clip = active_clip(gradients)
+    result = tfdp.clipped_gradients(model, loss, batch.x, batch.y, l2_norm_clip=clip)
+    assert_all_close(
+        result.gradients, clipped_sum(gradients, clip)[0], rtol=0, atol=1e-4 * clip
+    )
+
+
+@pytest.mark.parametrize("loss", ["mse", keras.losses.MeanSquaredError])
+def test_losses_may_be_named_or_objects(loss):
+    problem = PROBLEMS["subclassed"]
+    batch = problem.batch(4)
+    loss = loss if isinstance(loss, str) else loss()
+    result = tfdp.clipped_gradients(
+        problem.build(), loss, batch.x, batch.y, l2_norm_clip=0.5
+    )
+    expected, _ = clipped_sum(problem_gradients(problem, batch), 0.5)
+    assert_all_close(result.gradients, expected, rtol=0, atol=1e-4)
+
+
+def test_inputs_may_be_arrays_and_tensors():
+    model = PROBLEMS["subclassed"].build()
+    x, y, _ = PROBLEMS["subclassed"].batch(3)
+    arrays, tensors = (
+        tfdp.clipped_gradients(model, "mse", kind(x), kind(y), l2_norm_clip=0.5)
+        for kind in (np.asarray, tf.constant)
+    )
+    assert_all_close(arrays.gradients, tensors.gradients, rtol=0)
+
+
+def test_a_model_that_was_never_called_is_built():
+    model = keras.Sequential([keras.layers.Dense(2)])
+    result = tfdp.clipped_gradients(
+        model, "mse", np.ones([3, 4], "float32"), np.ones([3, 2]), l2_norm_clip=1.0
+    )
+    assert [gradient.shape for gradient in result.gradients] == [[4, 2], [2]]
+
+
+@pytest.mark.parametrize("engine", ["auto", "vectorized", VectorizedEngine()])
+def test_engines_by_name_and_as_objects(engine):
+    problem = PROBLEMS["subclassed"]
+    check(clipper("graph", problem, engine=engine), problem, problem.batch(3))
+
+
+def test_the_model_runs_in_training_mode():
+    seen = []
+
+    class Spy(keras.layers.Dense):
+        def call(self, x, training=None):
+            seen.append(training)
+            return super().call(x)
+
+    model = keras.Sequential([keras.Input((2,)), Spy(1)])
+    seen.clear()
+    tfdp.clipped_gradients(
+        model, "mse", np.ones([3, 2]), np.ones([3, 1]), l2_norm_clip=1.0
+    )
+    assert set(seen) == {True}
+
+
+def test_examples_get_dropout_masks_of_their_own():
+    model = keras.Sequential([keras.Input((500,)), keras.layers.Dropout(0.5, seed=1)])
+    model.add(keras.layers.Dense(1, kernel_initializer="ones", use_bias=False))
+    step = tf.function(
+        lambda x: tfdp.clipped_gradients(
+            model, lambda _, y_pred: y_pred[:, 0], x, x[:, :1], l2_norm_clip=1e6
+        )
+    )
+    x = tf.repeat(tf.eye(2, 500)[:1] * 0 + 1, 2, axis=0)
+    first, second = step(x).gradients[0].numpy().ravel(), step(x).gradients[0].numpy()
+    # Twice the same mask would leave 0 and 4 only.
+    assert np.mean(np.isclose(first, 2)) == pytest.approx(0.5, abs=0.1)
+    assert np.mean(np.isclose(first, second.ravel())) < 0.6
+
+
+def test_nothing_of_the_model_changes():
+    problem = PROBLEMS["group_norm"]
+    model = problem.build()
+    before = model.get_weights()
+    tfdp.clipped_gradients(model, problem.loss(), *problem.batch(3), l2_norm_clip=1.0)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_clip_norm_may_be_the_optimizer_s_variable():
+    optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=0.25, noise_multiplier=1.0)
+    problem = PROBLEMS["subclassed"]
+    x, y, _ = problem.batch(3)
+    result = tfdp.clipped_gradients(
+        problem.build(), "mse", x, y, l2_norm_clip=optimizer.l2_norm_clip
+    )
+    expected, _ = clipped_sum(problem_gradients(problem, problem.batch(3)), 0.25)
+    assert_all_close(result.gradients, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "bfloat16"])
+def test_low_precision_stays_inside_the_ball(policy):
+    keras.config.set_dtype_policy(policy)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    x = np.linspace(-50, 50, 12).reshape(3, 4).astype("float32")
+    result = tfdp.clipped_gradients(
+        model, "mse", x, np.ones([3, 3], "float32"), l2_norm_clip=0.5
+    )
+    flat = np.concatenate([np.ravel(part) for part in result.gradients])
+    assert {gradient.dtype for gradient in result.gradients} == {tf.float32}
+    assert 0 < np.linalg.norm(flat) <= 1.5 * (1 + 1e-5)
+
+
+# -------------------------------------------------------------------------- refusals
+
+
+def refused(**changes):
+    arguments = {"model": PROBLEMS["subclassed"].build(), "loss": "mse"}
+    batch = PROBLEMS["subclassed"].batch(size(PROBLEMS["subclassed"].batch()))
+    arguments |= {"x": batch.x, "y": batch.y, "l2_norm_clip": 1.0} | changes
+    return lambda: tfdp.clipped_gradients(**arguments)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, np.nan, np.inf])
+def test_clip_norm_must_be_positive_and_finite(value):
+    with pytest.raises(ValueError, match=r"`l2_norm_clip` must be positive.*Received"):
+        refused(l2_norm_clip=value)()
+
+
+@pytest.mark.parametrize("value", ["1", None, True])
+def test_clip_norm_must_be_a_number(value):
+    with pytest.raises(TypeError, match=r"`l2_norm_clip` must be a number\. Received"):
+        refused(l2_norm_clip=value)()
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(0, ValueError), (-2, ValueError), (1.5, ValueError), ("2", TypeError)],
+)
+def test_microbatches_must_be_a_whole_number(value, error):
+    with pytest.raises(error, match=r"`num_microbatches` must be a whole.*Received"):
+        refused(num_microbatches=value)()
+
+
+@pytest.mark.parametrize("engine", ["fast", None, 3, VectorizedEngine])
+def test_unknown_engines_are_refused(engine):
+    with pytest.raises(ValueError, match=r"`engine` must be .*Received: engine=.*Use"):
+        refused(engine=engine)()
+
+
+def test_a_model_without_trainable_variables_is_refused():
+    model = PROBLEMS["subclassed"].build()
+    model.trainable = False
+    with pytest.raises(ValueError, match=r"nothing to train\. Received: .*Set `model"):
+        refused(model=model)()
+
+
+def test_weights_that_cancel_are_refused():
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    # Inside a traced function TensorFlow may wrap the `UnsupportedLossError`.
+    with pytest.raises(Exception, match=r"cancels.*Use `reduction="):
+        refused(loss=loss, sample_weight=np.ones(5, "float32"))()

@@ -1,0 +1,132 @@
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from tfdp import accounting
+
+ROOT = pathlib.Path(__file__).parents[2]
+SCRIPT = ROOT / "tools" / "compute_dp_sgd_privacy.py"
+MNIST = ["--N=60000", "--batch_size=256", "--epochs=60", "--delta=1e-5"]
+
+
+@pytest.fixture(scope="module")
+def tool():
+    known = set(flags.FLAGS)
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    for name in set(flags.FLAGS) - known:
+        delattr(flags.FLAGS, name)
+
+
+@pytest.fixture
+def run(tool, capsys):
+    """Run the script's main: arguments -> what it prints; errors leave by SystemExit."""
+
+    def run(*arguments):
+        with flagsaver.flagsaver():
+            tool.main(flags.FLAGS([SCRIPT.name, *arguments]))
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ([], {}),
+        (["--noused_microbatching"], {"used_microbatching": False}),
+        (["--max_examples_per_user=2"], {"max_examples_per_user": 2}),
+        (["--accountant_type=PLD"], {"accountant_type": "PLD"}),
+    ],
+)
+def test_the_statement(run, arguments, options):
+    expected = accounting.compute_dp_sgd_privacy_statement(
+        60_000, 256, 60, 8.0, 1e-5, **options
+    )
+    assert run(*MNIST, "--noise_multiplier=8", *arguments) == expected + "\n"
+
+
+def test_delta_and_epochs_may_be_left_and_fractional(run):
+    expected = accounting.compute_dp_sgd_privacy_statement(1000, 10, 1.5, 2.0, 1e-6)
+    arguments = ["--N=1000", "--batch_size=10", "--epochs=1.5"]
+    assert run(*arguments, "--noise_multiplier=2") == expected + "\n"
+
+
+@pytest.mark.parametrize("accountant", ["RDP", "PLD"])
+def test_the_noise_for_an_epsilon(run, accountant):
+    noise = accounting.calibrate_noise_multiplier(
+        1.0, n=60_000, batch_size=256, epochs=60, delta=1e-5, accountant=accountant
+    )
+    output = run(*MNIST, "--target_epsilon=1", f"--accountant_type={accountant}")
+    assert output.startswith(f"Noise multiplier: {noise}\n")
+    assert f"epsilon = 1 at delta = 1e-05 by {accountant} accounting" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--noise_multiplier=-1"], "Received: noise_multiplier=-1"),
+        (["--noise_multiplier=nan"], "Received: noise_multiplier=nan"),
+        (
+            ["--noise_multiplier=1", "--batch_size=60001"],
+            "`batch_size` must be at most",
+        ),
+        (["--noise_multiplier=1", "--delta=1"], "Received: delta=1"),
+        (["--noise_multiplier=1", "more"], "Received: more"),
+        (["--target_epsilon=0"], "Received: target_epsilon=0"),
+        (["--target_epsilon=1", "--epochs=1.5"], "Received: epochs=1.5"),
+        (["--target_epsilon=1", "--used_microbatching"], "used_microbatching=True"),
+        (
+            ["--target_epsilon=1", "--max_examples_per_user=2"],
+            "max_examples_per_user=2",
+        ),
+    ],
+)
+def test_wrong_values_end_in_a_sentence(run, arguments, message):
+    with pytest.raises(SystemExit, match=message) as stop:
+        run(*MNIST, *arguments)
+    assert stop.value.code.startswith("compute_dp_sgd_privacy: ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--noise_multiplier=1", "--target_epsilon=1"],
+        ["--noise_multiplier=much"],
+        ["--noise_multiplier=1", "--accountant_type=GDP"],
+    ],
+)
+def test_wrong_flags_are_refused(run, arguments):
+    with pytest.raises(flags.Error):
+        run(*MNIST, *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("noise", "status", "output", "errors"),
+    [
+        ("8", 0, "Poisson-sampled batches:", ""),
+        ("much", 1, "", "noise_multiplier=much"),
+    ],
+)
+def test_the_script_runs_from_a_shell(noise, status, output, errors):
+    process = subprocess.run(
+        [sys.executable, SCRIPT, *MNIST, f"--noise_multiplier={noise}"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == status
+    assert output in process.stdout
+    assert errors in process.stderr
+    assert "Traceback" not in process.stderr
