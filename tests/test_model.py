@@ -30,9 +30,11 @@ def data(rows=ROWS, outlier=True):
 
 def network():
     keras.utils.set_random_seed(3)
-    return keras.Sequential(
-        [keras.Input((3,)), layers.Dense(4, activation="tanh"), layers.Dense(2)]
-    )
+    return keras.Sequential([
+        keras.Input((3,)),
+        layers.Dense(4, activation="tanh"),
+        layers.Dense(2),
+    ])
 
 
 def logits_loss():
@@ -186,8 +188,11 @@ def test_an_empty_batch_is_a_step(wrap, eagerly):
         opt=optimizer(expected_batch_size=ROWS), wrap=wrap, run_eagerly=eagerly
     )
     before = weights_of(model.model)
-    empty = tf.data.Dataset.from_tensor_slices((x, y)).batch(ROWS).map(
-        lambda a, b: (a[:0], b[:0])
+    empty = (
+        tf.data.Dataset
+        .from_tensor_slices((x, y))
+        .batch(ROWS)
+        .map(lambda a, b: (a[:0], b[:0]))
     )
     history = model.fit(empty, verbose=0)
     assert segments(model) == (UnamplifiedSteps(1, 1.0),)
@@ -235,12 +240,10 @@ def test_mixed_precision_trains(policy):
 def test_weight_regularizers_are_neither_clipped_nor_divided():
     def build(strength):
         keras.utils.set_random_seed(0)
-        return keras.Sequential(
-            [
-                keras.Input((3,)),
-                layers.Dense(2, kernel_regularizer=keras.regularizers.L2(strength)),
-            ]
-        )
+        return keras.Sequential([
+            keras.Input((3,)),
+            layers.Dense(2, kernel_regularizer=keras.regularizers.L2(strength)),
+        ])
 
     x, y = data(outlier=False)
     weights = []
@@ -289,9 +292,10 @@ def test_a_compute_loss_of_the_model_is_taken_for_each_example():
 
 def silent_model(parameters=100_000):
     """A model whose per-example gradients are all zero."""
-    return keras.Sequential(
-        [keras.Input((parameters,)), layers.Dense(1, use_bias=False)]
-    )
+    return keras.Sequential([
+        keras.Input((parameters,)),
+        layers.Dense(1, use_bias=False),
+    ])
 
 
 def noise_of_fit(wrap=None, steps=1, **compile_options):
@@ -458,9 +462,7 @@ def test_declared_datasets(sampling):
 
 def test_microbatches_of_several_examples_halve_the_recorded_noise():
     x, y = data(20)
-    model = private(
-        opt=optimizer(num_microbatches=4), wrap={"sampling": "shuffle"}
-    )
+    model = private(opt=optimizer(num_microbatches=4), wrap={"sampling": "shuffle"})
     model.fit(x, y, batch_size=8, verbose=0)
     assert segments(model) == (ShuffledPasses(1, 0.5, 20, 8, examples_per_unit=2),)
 
@@ -760,9 +762,11 @@ def test_bad_options_are_refused(options):
 
 
 def test_batch_normalization_is_refused_before_training():
-    model = keras.Sequential(
-        [keras.Input((3,)), layers.Dense(2), layers.BatchNormalization()]
-    )
+    model = keras.Sequential([
+        keras.Input((3,)),
+        layers.Dense(2),
+        layers.BatchNormalization(),
+    ])
     before = weights_of(model)
     wrapped = private(model)
     with pytest.raises(tfdp.errors.UnsupportedLayerError, match="GroupNormalization"):

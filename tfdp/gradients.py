@@ -1,11 +1,13 @@
 """Clipped gradients for training loops of one's own."""
 
+import weakref
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfdp import _tree, _validate, engines
+from tfdp import _tree, _validate, engines, validation
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.engines.passes import number_of_rows, run_whole
 from tfdp.losses.objective import Batch, Objective
@@ -69,6 +71,7 @@ def clipped_gradients(
     data = _tree.map_tensors(tf.convert_to_tensor, (x, y, sample_weight))
     if not model.built:
         model(data[0])
+    _check_once(model, data[0])
     objective = Objective.of(model, loss)
     clip = clip_as_tensor(l2_norm_clip, objective.variables)
     rows_per_unit: int | tf.Tensor = 1
@@ -88,3 +91,34 @@ def clipped_gradients(
 
     sums, norms, _ = run_whole(run_pass, data, rows_per_unit=rows_per_unit)
     return ClippedSum(sums, norms, clip, rows_per_unit)
+
+
+# Models that were checked, with the number of variables that trained then.
+_checked: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
+
+
+def _check_once(model: keras.Model, x: Any) -> None:
+    """Refuse layers that mix examples, on rows of `x` or on made-up ones in a graph."""
+    number = len(model.trainable_variables)
+    if _checked.get(model) == number or not _has_known_rows(x):
+        return
+    with tf.init_scope():
+        validation.check_model(model, _tree.map_tensors(_some_rows, x))
+    _checked[model] = number
+
+
+def _has_known_rows(x: Any) -> bool:
+    return all(
+        tensor.shape[1:].is_fully_defined() and tensor.shape[0] != 0
+        for tensor in _tree.tensors(x)
+    )
+
+
+def _some_rows(tensor: tf.Tensor) -> np.ndarray:
+    if hasattr(tensor, "numpy"):
+        eager: np.ndarray = tensor[:4].numpy()
+        return eager
+    rows = np.random.default_rng(0).normal(size=(4, *tensor.shape[1:]))
+    if tensor.dtype.is_floating:
+        return rows.astype(tensor.dtype.as_numpy_dtype)
+    return np.zeros(rows.shape, tensor.dtype.as_numpy_dtype)

@@ -86,7 +86,7 @@ class DPModel(keras.Model):
         >>> x, y = np.ones((100, 2)), np.ones((100, 1))
         >>> history = private.fit(x, y, batch_size=10, epochs=2, verbose=0)
         >>> round(private.epsilon(delta=1e-3), 2)
-        3.27
+        1.76
 
     References:
         .. [1] Abadi et al., "Deep Learning with Differential Privacy", CCS 2016,

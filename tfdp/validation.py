@@ -478,7 +478,7 @@ def _with_others_changed(tree: Any, row: int) -> Any:
             scale, offset = rng.uniform(size=leaf.shape), rng.uniform(size=leaf.shape)
             others = np.asarray(own, np.float64) * scale + 0.49 * offset
         elif leaf.dtype.kind in "biu":
-            half = np.fix(own / 2).astype(leaf.dtype)
+            half = np.trunc(own / 2).astype(leaf.dtype)
             others = np.where(leaf != own, own, half)
         else:
             others = np.broadcast_to(own, leaf.shape)

@@ -81,7 +81,9 @@ def test_graph_equals_one_example_at_a_time(problem):
 
 def with_outlier(problem):
     """Scale one example; only a little where a softmax of huge numbers jumps."""
-    return scale_outlier(problem.batch(5), 2, 10 if "attention" in problem.tags else 1e6)
+    return scale_outlier(
+        problem.batch(5), 2, 10 if "attention" in problem.tags else 1e6
+    )
 
 
 @few
@@ -117,9 +119,7 @@ def test_units_of_two_examples(problem):
 @pytest.mark.parametrize("mode", MODES)
 def test_random_layers_draw_for_each_example_and_each_call(problem, mode):
     with precision("float32"):
-        objective = Objective.of(
-            problem.build(), problem.loss(), problem.loss_weights
-        )
+        objective = Objective.of(problem.build(), problem.loss(), problem.loss_weights)
         clip = clip_as_tensor(1e9, objective.variables)
         first = problem.batch(1)
         rows = _tree.map_tensors(
@@ -155,4 +155,6 @@ def test_the_table_has_a_row_for_each_layer_with_variables():
     table = VectorizedEngine().explain(model).splitlines()
     trainable = [layer for layer in model.layers if layer.trainable_variables]
     assert len(table) == 1 + len(trainable)
-    assert all(layer.name in row for layer, row in zip(trainable, table[1:], strict=True))
+    assert all(
+        layer.name in row for layer, row in zip(trainable, table[1:], strict=True)
+    )

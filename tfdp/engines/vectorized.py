@@ -137,11 +137,7 @@ def _gradients(objective: Objective, unit: Batch) -> tuple[list[tf.Tensor | None
 def _map(
     function: Callable[[Any], Any], elements: Any, *, is_loop: bool
 ) -> tuple[list[tf.Tensor], Any]:
-    """Apply a function to every element, all at once where TensorFlow can.
-
-    Vectorized loops over time are what it cannot always run though it traces them:
-    with XLA none, without XLA not those with masks.
-    """
+    """Apply a function to every element, all at once where TensorFlow can."""
 
     def vectorized(elements: Any) -> Any:
         with efficient_vectorization():
@@ -150,6 +146,8 @@ def _map(
     if not tf.executing_eagerly():
         # A function of its own: what a failed attempt leaves behind must not run.
         vectorized = tf.function(vectorized, autograph=False)
+    # Vectorized loops over time may be traced but not run: none with XLA, and
+    # without XLA not those with masks.
     if is_loop and not _rehearse(vectorized, elements):
         reason = "its loop over time cannot be vectorized"
     else:

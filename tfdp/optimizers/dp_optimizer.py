@@ -181,6 +181,9 @@ class DPOptimizer(keras.optimizers.Optimizer):
         Args:
             batch_size: Examples in a batch on average.
 
+        Returns:
+            The smallest whole number that makes `num_microbatches` groups enough.
+
         Raises:
             ValueError: If there are more microbatches than examples.
         """
@@ -280,7 +283,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
     @property
     def variables(self) -> list[keras.Variable]:
         """The optimizer's own variables and the inner optimizer's."""
-        return self._variables + self.inner_optimizer.variables
+        return [*self._variables, *self.inner_optimizer.variables]
 
     @property
     def learning_rate(self) -> Any:

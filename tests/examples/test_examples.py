@@ -1,0 +1,183 @@
+"""The examples, each in a process of its own, as a user starts them."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def small_mnist(tmp_path, rng):
+    """A folder with an mnist.npz of a few random images."""
+    arrays = {}
+    for split, number in (("train", 600), ("test", 50)):
+        arrays[f"x_{split}"] = rng.integers(0, 256, (number, 28, 28), np.uint8)
+        arrays[f"y_{split}"] = rng.integers(0, 10, number, np.uint8)
+    np.savez(tmp_path / "mnist.npz", **arrays)
+    return tmp_path
+
+
+@pytest.fixture
+def real_mnist():
+    """The folder that TFDP_DATA names."""
+    folder = os.environ.get("TFDP_DATA")
+    if folder is None or not (Path(folder) / "mnist.npz").is_file():
+        pytest.skip("TFDP_DATA names no folder with mnist.npz")
+    return folder
+
+
+def start(example, *arguments):
+    """Run an example from the command line and return the finished process."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment.pop("TFDP_DATA", None)
+    return subprocess.run(
+        [sys.executable, ROOT / "examples" / f"{example}.py", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def run(example, *arguments):
+    """Return what an example prints, if it succeeds."""
+    process = start(example, *arguments)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def percentages(pattern, text):
+    """The percentages that the groups of a pattern match, as fractions."""
+    match = re.search(pattern.replace("%", r"([\d.]+)%"), text)
+    assert match, text
+    return [float(group) / 100 for group in match.groups()]
+
+
+def number(pattern, text):
+    match = re.search(pattern, text)
+    assert match, text
+    return float(match.group(1))
+
+
+def history(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+class TestTrainDigits:
+    def check_files(self, folder, epochs):
+        assert (folder / "history.png").read_bytes().startswith(PNG)
+        rows = history(folder / "history.csv")
+        assert len(rows) == epochs
+        epsilons = [float(row["epsilon"]) for row in rows]
+        assert epsilons == sorted(epsilons)
+        assert {"accuracy", "val_accuracy"} <= set(rows[0])
+        for name in ("digits.keras", "digits_private.keras"):
+            assert (folder / name).is_file()
+
+    def test_quick(self, tmp_path):
+        text = run("train_digits", "--epochs=2", f"--output_dir={tmp_path}")
+        percentages("Test accuracy: % private, % without privacy", text)
+        assert number(r"Epsilon: ([\d.]+) at delta 0.0001", text) <= 3.5
+        assert "differentially private" in text
+        assert str(tmp_path) in text
+        self.check_files(tmp_path, epochs=2)
+        program = (
+            "import sys, keras\n"
+            f"model = keras.saving.load_model({str(tmp_path / 'digits.keras')!r})\n"
+            "assert model.output_shape == (None, 10)\n"
+            "assert 'tfdp' not in sys.modules\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+
+    @pytest.mark.slow
+    def test_full(self, tmp_path):
+        text = run("train_digits", f"--output_dir={tmp_path}")
+        private, plain = percentages(
+            "Test accuracy: % private, % without privacy", text
+        )
+        assert private > 0.9
+        assert plain > 0.96
+        epsilon = number(r"Epsilon: ([\d.]+) at delta", text)
+        assert 3.45 < epsilon <= 3.5
+        self.check_files(tmp_path, epochs=60)
+
+    @pytest.mark.parametrize(
+        ("flag", "message"),
+        [
+            ("--target_epsilon=-1", "`target_epsilon` must be positive"),
+            ("--l2_norm_clip=0", "`l2_norm_clip` must be positive"),
+            ("surplus", "surplus"),
+        ],
+    )
+    def test_wrong_flag_is_explained(self, tmp_path, flag, message):
+        process = start("train_digits", f"--output_dir={tmp_path}", flag)
+        assert process.returncode
+        assert message in process.stderr + process.stdout
+        assert "Traceback" not in process.stderr
+
+
+class TestFromScratch:
+    def check(self, text):
+        differences = re.findall(r"after \d+ steps?: ([\d.e+-]+)", text)
+        assert len(differences) == 2
+        assert all(float(difference) < 1e-5 for difference in differences)
+        assert "ratio" in text
+        assert "without clipping 1e+06" in text
+        assert re.search(r"test accuracy [\d.]+%, epsilon [\d.]+ at delta", text)
+
+    def test_digits(self):
+        self.check(run("from_scratch", "--textbook_steps=2", "--epochs=1"))
+
+    def test_mnist(self, small_mnist):
+        self.check(
+            run(
+                "from_scratch",
+                "--dataset=mnist",
+                f"--data_dir={small_mnist}",
+                "--textbook_steps=2",
+                "--epochs=1",
+            )
+        )
+
+
+class TestMnist:
+    def test_quick(self, small_mnist, tmp_path):
+        text = run(
+            "mnist",
+            "--row=3",
+            "--epochs=2",
+            f"--data_dir={small_mnist}",
+            f"--output_dir={tmp_path / 'runs'}",
+        )
+        percentages("Test accuracy: %, published %", text)
+        rdp = number(r"([\d.]+) \(RDP\)", text)
+        assert 0 < number(r"([\d.]+) \(PLD\)", text) <= rdp
+        folder = tmp_path / "runs" / "row3"
+        assert (folder / "history.png").read_bytes().startswith(PNG)
+        assert (folder / "mnist.keras").is_file()
+        assert len(history(folder / "history.csv")) == 2
+
+    @pytest.mark.slow
+    def test_row_1(self, real_mnist, tmp_path):
+        text = run("mnist", f"--data_dir={real_mnist}", f"--output_dir={tmp_path}")
+        reached, published = percentages("Test accuracy: %, published %", text)
+        assert published == 0.95
+        # Runs differ from each other by some tenths of a percent.
+        assert reached > 0.942
+        assert number(r"([\d.]+) \(RDP\)", text) == pytest.approx(0.956, abs=0.005)
+        assert number(r"([\d.]+) \(PLD\)", text) == pytest.approx(0.866, abs=0.005)
+
+    def test_missing_data_are_explained(self, tmp_path):
+        process = start("mnist", f"--data_dir={tmp_path}")
+        assert process.returncode
+        assert "there is no" in process.stderr
+        assert "Traceback" not in process.stderr

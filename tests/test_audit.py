@@ -1,0 +1,95 @@
+"""An attack with one canary: what it proves stays below what is claimed."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from scipy import stats
+
+import tfdp
+from tfdp import clipping
+from tfdp.accounting import Ledger, UnamplifiedSteps
+from tfdp.noise import NoiseSource
+
+DELTA = 1e-5
+TRIALS = 2000
+ROWS = 4
+NOISE_MULTIPLIER = 1.0
+CLAIMED = Ledger((UnamplifiedSteps(1, NOISE_MULTIPLIER),)).epsilon(DELTA)
+
+
+def releases(has_canary):
+    """What one private step adds to the weight that the canary pushes, many times."""
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1, use_bias=False)])
+    private = tfdp.DPModel(model)
+    private.compile(
+        tfdp.optimizers.DPSGD(
+            1.0,
+            l2_norm_clip=1.0,
+            noise_multiplier=NOISE_MULTIPLIER,
+            expected_batch_size=ROWS,
+        ),
+        loss=lambda y_true, y_pred: keras.ops.sum(y_true * y_pred, axis=-1),
+    )
+    x = np.zeros((ROWS, 2), "float32")
+    x[0, 0] = 30.0 * has_canary
+    y = np.ones((ROWS, 1), "float32")
+    seen = np.empty(TRIALS)
+    for trial in range(TRIALS):
+        before = model.get_weights()[0][0, 0]
+        private.train_on_batch(x, y)
+        seen[trial] = (before - model.get_weights()[0][0, 0]) * ROWS
+    return seen
+
+
+def proven_epsilon():
+    """A lower bound of epsilon that holds with 95 % confidence.
+
+    The threshold is chosen on one half of the releases and judged on the other.
+    """
+    with_canary, without = releases(True), releases(False)
+    half = TRIALS // 2
+
+    def bound(threshold, present, absent):
+        hits, false_alarms = (present > threshold).sum(), (absent > threshold).sum()
+        least_hits = stats.beta.ppf(0.025, hits, len(present) - hits + 1)
+        most_alarms = stats.beta.ppf(
+            0.975, false_alarms + 1, len(absent) - false_alarms
+        )
+        return np.log(max(np.nan_to_num(least_hits) - DELTA, 1e-12) / most_alarms)
+
+    thresholds = np.quantile(with_canary[:half], np.linspace(0.01, 0.99, 99))
+    best = max(thresholds, key=lambda t: bound(t, with_canary[:half], without[:half]))
+    return bound(best, with_canary[half:], without[half:])
+
+
+@pytest.mark.slow
+@pytest.mark.statistical
+def test_no_more_is_proven_than_claimed():
+    assert 0.5 < proven_epsilon() < CLAIMED
+
+
+@pytest.mark.slow
+@pytest.mark.statistical
+def test_too_little_noise_is_found_out(monkeypatch):
+    noised = NoiseSource.noised
+    monkeypatch.setattr(
+        NoiseSource,
+        "noised",
+        lambda self, clipped_sum, *, noise_multiplier, step: noised(
+            self, clipped_sum, noise_multiplier=noise_multiplier / 20, step=step
+        ),
+    )
+    assert proven_epsilon() > CLAIMED
+
+
+@pytest.mark.slow
+@pytest.mark.statistical
+def test_missing_clipping_is_found_out(monkeypatch):
+    monkeypatch.setattr(
+        clipping,
+        "clip_factors",
+        lambda norms, *, l2_norm_clip: tf.ones_like(norms, l2_norm_clip.dtype),
+    )
+    assert proven_epsilon() > CLAIMED

@@ -1,0 +1,26 @@
+"""The examples in the docstrings run."""
+
+import doctest
+import importlib
+import pkgutil
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+
+NAMES = [module.name for module in pkgutil.walk_packages(tfdp.__path__, prefix="tfdp.")]
+FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples(name):
+    module = importlib.import_module(name)
+    namespace = {**vars(module), "keras": keras, "np": np, "tf": tf, "tfdp": tfdp}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = doctest.testmod(module, globs=namespace, optionflags=FLAGS)
+    assert result.failed == 0
