@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 
 from tfdp.accounting import calibration
@@ -29,13 +30,14 @@ def cost_of_mnist(noise, accountant="PLD"):
 def test_known_value():
     noise = calibrate_noise_multiplier(3.0, **MNIST)
     assert noise == pytest.approx(0.9697, rel=1e-3)
-    assert cost_of_mnist(noise) <= 3 < cost_of_mnist(noise * (1 - 1e-5))
+    assert cost_of_mnist(noise) <= 3 < cost_of_mnist(noise * (1 - 2e-5))
 
 
 @pytest.mark.parametrize("target", [1e-3, 0.1, 1.0, 3.0, 8.0, 30.0, 1e5])
 def test_rdp_noise_is_the_least_that_is_enough(target):
     noise = calibrate_noise_multiplier(target, **MNIST, accountant="RDP")
-    assert cost_of_mnist(noise, "RDP") <= target < cost_of_mnist(noise - 1e-6, "RDP")
+    assert cost_of_mnist(noise, "RDP") <= target
+    assert cost_of_mnist(noise * (1 - 2e-5), "RDP") > target
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,8 @@ def test_the_steps_are_those_of_fit(target, batch_size):
         ledger = Ledger().add(PoissonSteps(steps, noise, 1000, batch_size))
         return ledger.epsilon(delta=1e-4)
 
-    assert cost(noise) <= target < cost(noise - 1e-6)
+    assert cost(noise) <= target < cost(noise * (1 - 2e-5))
+    assert cost(np.float32(noise)) <= target
 
 
 def test_pld_needs_less_noise_than_rdp():

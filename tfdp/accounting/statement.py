@@ -155,7 +155,7 @@ def _lists(run: _Segments, planned: _Segments) -> Iterator[str]:
 
 
 def _description(segment: Segment) -> str:
-    noise = f"noise multiplier {segment.noise_multiplier:g}"
+    noise = f"noise multiplier {segment.noise_multiplier:.7g}"
     if isinstance(segment, UnamplifiedSteps):
         return f"{segment.steps} steps, {noise}, unknown batches: each counts in full"
     data = f"{segment.number_of_examples} examples"
@@ -184,7 +184,7 @@ def _table(run: _Segments, planned: _Segments, delta: float) -> str:
         truth = "not all of this run's were" if some_were else "this run's were not"
         rows.append((f"would hold for {name} batches; {truth}", redrawn))
     lines = [
-        f"Epsilon at delta = {delta:g} by either accountant; the smaller is reported:",
+        f"Epsilon at delta = {delta:g} by either accountant, the smaller is reported:",
         f"{'RDP':>9}{'PLD':>9}",
     ]
     for label, segments in rows:
