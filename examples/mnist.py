@@ -67,9 +67,9 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"mnist: everything is a flag. Received: {' '.join(argv[1:])}.")
     row = ROWS[_ROW.value]
     epochs = _EPOCHS.value or row.epochs
+    train, test = load_mnist(_DATA_DIR.value)
     output = Path(_OUTPUT_DIR.value) / f"row{_ROW.value}"
     output.mkdir(parents=True, exist_ok=True)
-    train, test = load_mnist(_DATA_DIR.value)
 
     model = build_model()
     private = tfdp.DPModel(model, engine=_ENGINE.value)
