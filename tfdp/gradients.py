@@ -4,11 +4,11 @@ import weakref
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdp import _tree, _validate, engines, validation
 from tfdp.clipping import ClippedSum, clip_as_tensor
+from tfdp.data.training_data import first_rows, made_up_rows, some_rows
 from tfdp.engines.passes import number_of_rows, run_whole
 from tfdp.losses.objective import Batch, Objective
 
@@ -102,23 +102,12 @@ def _check_once(model: keras.Model, x: Any) -> None:
     number = len(model.trainable_variables)
     if _checked.get(model) == number or not _has_known_rows(x):
         return
+    is_eager = tf.executing_eagerly()
     with tf.init_scope():
-        validation.check_model(model, _tree.map_tensors(_some_rows, x))
+        rows = some_rows(first_rows(x)) if is_eager else made_up_rows(x)
+        validation.check_model(model, rows)
     _checked[model] = number
 
 
 def _has_known_rows(x: Any) -> bool:
-    return all(
-        tensor.shape[1:].is_fully_defined() and tensor.shape[0] != 0
-        for tensor in _tree.tensors(x)
-    )
-
-
-def _some_rows(tensor: tf.Tensor) -> np.ndarray:
-    if hasattr(tensor, "numpy"):
-        eager: np.ndarray = tensor[:4].numpy()
-        return eager
-    rows = np.random.default_rng(0).normal(size=(4, *tensor.shape[1:]))
-    if tensor.dtype.is_floating:
-        return rows.astype(tensor.dtype.as_numpy_dtype)
-    return np.zeros(rows.shape, tensor.dtype.as_numpy_dtype)
+    return all(tensor.shape[1:].is_fully_defined() for tensor in _tree.tensors(x))

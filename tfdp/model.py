@@ -1,5 +1,6 @@
 """A Keras model whose training steps are differentially private."""
 
+import contextlib
 import dataclasses
 import math
 import warnings
@@ -24,6 +25,7 @@ from tfdp.data.training_data import (
     TrainingData,
     first_rows,
     number_of_examples,
+    some_rows,
     split_for_validation,
     training_data,
 )
@@ -34,10 +36,25 @@ from tfdp.losses.per_example import PerExampleLoss
 from tfdp.optimizers import DPOptimizer
 from tfdp.recorder import UNDECLARED, LedgerRecorder
 
-# One ledger for every model, whatever wraps it.
-_recorders: "weakref.WeakKeyDictionary[keras.Model, LedgerRecorder]" = (
-    weakref.WeakKeyDictionary()
-)
+# The ledger of every model and of every trainable variable, whatever wraps them, by
+# `id`: Keras's variables have no hash.
+_recorders: dict[int, tuple["weakref.ref[Any]", LedgerRecorder]] = {}
+
+
+def _recorder_of(model: keras.Model) -> LedgerRecorder:
+    """Return the recorder of a model, or of another one that shares its weights."""
+    owners = [model, *model.trainable_variables]
+    known: dict[int, LedgerRecorder] = {}
+    for owner in owners:
+        entry = _recorders.get(id(owner))
+        if entry is not None and entry[0]() is owner:
+            known[id(entry[1])] = entry[1]
+    recorder, *others = known.values() or [LedgerRecorder()]
+    for other in others:
+        recorder.absorb(other)
+    for owner in owners:
+        _recorders[id(owner)] = (weakref.ref(owner), recorder)
+    return recorder
 
 
 @keras.saving.register_keras_serializable("tfdp")
@@ -124,10 +141,11 @@ class DPModel(keras.Model):
         self.physical_batch_size = physical_batch_size
         self.sampling = sampling
         self._has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
-        self.recorder = _recorders.setdefault(model, LedgerRecorder())
+        self.recorder = _recorder_of(model)
         # Examples clipped together, and rows in a pass if their number is fixed.
         self._plan: tuple[int, int | None] = (1, None)
-        self._is_checked = False
+        self._checked: tuple[bool, ...] | None = None
+        self._jit_compile_passes = False
         if getattr(model, "optimizer", None) is not None:
             # Its slots would be saved with the private model.
             model.optimizer = None
@@ -255,14 +273,28 @@ class DPModel(keras.Model):
             auto_scale_loss=False,
         )
         self._given_jit_compile = jit_compile
-        self._is_checked = False
+        self._checked = None
         if self._has_own_loss:
             self.model.compile(
                 optimizer=None, loss=loss, loss_weights=loss_weights, jit_compile=False
             )
         self._loss_weights = loss_weights
-        optimizer.recorder = self.recorder
+        self._bind(optimizer)
         optimizer.renew_noise_key()
+
+    def _bind(self, optimizer: DPOptimizer) -> None:
+        """Let custom loops with this optimizer count in the model's ledger."""
+        if optimizer.recorder is not self.recorder:
+            if any(optimizer.recorder is known for _, known in _recorders.values()):
+                raise ValueError(
+                    "`optimizer` belongs to another private model, whose ledger "
+                    f"counts its steps. Received: optimizer={optimizer.name!r}. Make "
+                    "one for each model: "
+                    f"`{type(optimizer).__name__}.from_config(optimizer.get_config())`."
+                )
+            self.recorder.absorb(optimizer.recorder)
+            optimizer.recorder = self.recorder
+        self.recorder.note_seeds(noise=optimizer.noise_is_seeded, sampling=False)
 
     def get_compile_config(self) -> dict[str, Any]:
         """Return the arguments of `compile`."""
@@ -332,6 +364,11 @@ class DPModel(keras.Model):
             ValueError: If the arguments contradict each other.
         """
         self._require_compiled()
+        if x is None:
+            raise ValueError(
+                "`x` is missing. Received: x=None. Use `private.fit(x, y, "
+                "batch_size=256)`."
+            )
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_for_validation(
                 (x, y, sample_weight), validation_split
@@ -374,6 +411,8 @@ class DPModel(keras.Model):
             )
         finally:
             self.recorder.begin(self._in_units(UNDECLARED))
+            with contextlib.suppress(PrivacyBudgetError):
+                self.enforce_budget()
 
     def train_on_batch(
         self,
@@ -406,7 +445,7 @@ class DPModel(keras.Model):
         """
         self._require_compiled()
         self._plan_for(UNDECLARED, None)
-        if not self._is_checked and number_of_examples(x):
+        if self._checked != self._trainable_state():
             self._check_sample(*first_rows((x, y, sample_weight)))
         segment = self._in_units(UNDECLARED)
         if self.recorder.segment != segment:
@@ -433,11 +472,13 @@ class DPModel(keras.Model):
             The logs of the epoch up to now.
         """
         data = keras.utils.unpack_x_y_sample_weight(data)
-        has_room = self.recorder.has_room()
+        has_room = self.recorder.has_room(self.optimizer.noise_multiplier.value)
         clipped_sum = self._clipped_sum(data, has_room)
 
         def apply() -> bool:
-            self.optimizer.apply_clipped_sum(clipped_sum, self.trainable_variables)
+            self.optimizer.apply_and_record(
+                clipped_sum, self.trainable_variables, self.recorder
+            )
             return True
 
         tf.cond(has_room, apply, lambda: False)
@@ -519,6 +560,7 @@ class DPModel(keras.Model):
         Raises:
             PrivacyBudgetError: If there is no room for a single one.
         """
+        self.optimizer.check_dials()
         budget = self.recorder.budget
         if budget is None:
             return
@@ -531,8 +573,7 @@ class DPModel(keras.Model):
             count = affordable_count(
                 self.ledger, segment, budget.target_epsilon, budget.delta
             )
-            self.recorder.limit(count)
-            self.recorder.limited_for = noise_multiplier
+            self.recorder.limit(count, noise_multiplier=noise_multiplier)
         if not self.recorder.has_room():
             raise PrivacyBudgetError(
                 "The privacy budget has no room for another step. Received: "
@@ -557,21 +598,33 @@ class DPModel(keras.Model):
 
     def _check(self, data: TrainingData) -> TrainingData:
         """Refuse layers and losses that mix examples, on a few rows of the data."""
-        if self._is_checked:
+        if self._checked == self._trainable_state():
             return data
         data, sample = data.with_sample()
-        if sample is not None:
-            self._check_sample(*sample)
+        self._check_sample(*sample)
         return data
 
+    def _trainable_state(self) -> tuple[bool, ...]:
+        """What decides whether layers such as BatchNormalization keep data."""
+        return tuple(layer.trainable for layer in _keras.flatten_layers(self.model))
+
     def _check_sample(self, x: Any, y: Any, sample_weight: Any) -> None:
-        validation.check_model(self.model, x)
-        if not self._has_own_loss and y is not None:
+        validation.check_model(self.model, some_rows(x))
+        if self._has_own_loss:
+            if number_of_examples(x):
+                objective = Objective.of_compute_loss(self.model)
+                validation.check_state(
+                    self.model,
+                    lambda: objective.losses(x, y, objective.predict(x), sample_weight),
+                )
+        elif y is not None and number_of_examples(x):
             losses = PerExampleLoss(self.loss, self._loss_weights, self.output_names)
             y_pred = self.model(x)
             validation.check_loss(losses, y, y_pred, sample_weight)
         self.built = True
-        self._is_checked = True
+        self._checked = self._trainable_state()
+        # Variables that were built only now may be known from elsewhere.
+        self.recorder = self.optimizer.recorder = _recorder_of(self.model)
 
     def _plan_for(self, segment: Segment, batch_size: float | None) -> None:
         """Settle what depends on the expected batch size."""

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import math
+import uuid
+from typing import Self
 
 import numpy as np
 import tensorflow as tf
@@ -47,8 +50,9 @@ class LedgerRecorder:
         self._planned_items: int | None = None
         self.sampled_epochs = 0
         self.budget: Budget | None = None
-        # The noise multiplier that the present limit was computed for, if there is one.
-        self.limited_for: float | None = None
+        # Trainings that the ledger covers, and how many steps of each.
+        self._run = uuid.uuid4().hex
+        self._runs: dict[str, int] = {}
         with tf.init_scope(), tf.device("CPU:0"):
             self._steps = _counter(0)
             self._items = tf.Variable(tf.zeros([_ROWS], tf.int64), trainable=False)
@@ -64,6 +68,7 @@ class LedgerRecorder:
             self._steps_per_item = _counter(1)
             self._items_started = _counter(0)
             self._item_limit = _counter(_NO_LIMIT)
+            self._limited_for = tf.Variable(tf.zeros([], tf.float64), trainable=False)
 
     @property
     def steps(self) -> tf.Tensor:
@@ -126,7 +131,7 @@ class LedgerRecorder:
         self._steps_per_item.assign(steps_per_item)
         self._steps_in_item.assign(steps_per_item)
         self._item_limit.assign(_NO_LIMIT)
-        self.limited_for = None
+        self._limited_for.assign(0.0)
 
     def note_seeds(self, *, noise: bool, sampling: bool) -> None:
         """Remember that somebody knows a seed, if so.
@@ -145,13 +150,32 @@ class LedgerRecorder:
         """Let the next step begin a new item."""
         self._steps_in_item.assign(self._steps_per_item)
 
-    def limit(self, further_items: int) -> None:
-        """Allow this many more items of the present segment, beyond those begun."""
-        self._item_limit.assign(self._items_started + further_items)
+    def limit(self, further_items: int, *, noise_multiplier: float = 0.0) -> None:
+        """Allow this many more items of the present segment, beyond those begun.
 
-    def has_room(self) -> tf.Tensor:
-        """Tell whether one more step is within the limit, a scalar bool tensor."""
-        return self._items_started + self._begins_item() <= self._item_limit
+        Args:
+            further_items: Whole number of at least 0.
+            noise_multiplier: Steps with less noise than this have no room at all.
+        """
+        self._item_limit.assign(self._items_started + further_items)
+        self._limited_for.assign(noise_multiplier)
+
+    @property
+    def limited_for(self) -> float:
+        """The least noise multiplier that the present limit allows; 0 without one."""
+        return float(self._limited_for.numpy())
+
+    def has_room(self, noise_multiplier: tf.Tensor | float = math.inf) -> tf.Tensor:
+        """Tell whether one more step is within the limit.
+
+        Args:
+            noise_multiplier: Of the step, a float64 scalar.
+
+        Returns:
+            A scalar bool tensor.
+        """
+        is_within = self._items_started + self._begins_item() <= self._item_limit
+        return is_within & (noise_multiplier >= self._limited_for)
 
     def record(self, noise_multiplier: tf.Tensor) -> None:
         """Count one step, as operations of the graph.
@@ -162,6 +186,12 @@ class LedgerRecorder:
         """
         begins = self._begins_item()
         is_first = begins == 1
+        # What is no noise at all must not make the ledger unreadable.
+        noise_multiplier = tf.where(
+            tf.math.is_finite(noise_multiplier) & (noise_multiplier >= 0),
+            noise_multiplier,
+            tf.zeros_like(noise_multiplier),
+        )
         self._close_item(begins * self._open_items)
         self._open_noise_multiplier.assign(
             tf.where(
@@ -197,7 +227,25 @@ class LedgerRecorder:
             "ledger": self.ledger.to_json(),
             "steps": int(self._steps.numpy()),
             "sampled_epochs": self.sampled_epochs,
+            "runs": self._all_runs(),
+            "budget": self.budget and dataclasses.asdict(self.budget),
         })
+
+    def absorb(self, other: Self) -> None:
+        """Add what another recorder counted, as a training on the same data.
+
+        Args:
+            other: Stays as it is.
+        """
+        if other is not self and int(other.steps):
+            self._ledger = compose(self._ledger, other.ledger)
+            self._steps.assign_add(other.steps)
+            self._runs |= other._all_runs()
+
+    def _all_runs(self) -> dict[str, int]:
+        others = sum(self._runs.values())
+        own = max(int(self._steps.numpy()) - others, 0)
+        return {**self._runs, self._run: own} if own else dict(self._runs)
 
     def restore(self, state: str) -> None:
         """Take over what a saved model had run; nothing recorded here is lost.
@@ -208,40 +256,45 @@ class LedgerRecorder:
         saved = json.loads(state)
         started, limit = self._items_started.numpy(), self._item_limit.numpy()
         planned, self._planned_items = self._planned_items, None
+        limited_for = self.limited_for
         self.begin(
             self._segment,
             steps_per_item=int(self._steps_per_item.numpy()),
             planned_items=planned and max(planned - int(started), 0),
         )
         if limit != _NO_LIMIT:
-            self.limit(limit - started)
-        self._ledger = _larger(self._ledger, Ledger.from_json(saved["ledger"]))
-        self._steps.assign(max(int(self._steps.numpy()), saved["steps"]))
+            self.limit(limit - started, noise_multiplier=limited_for)
+        self._restore_ledger(Ledger.from_json(saved["ledger"]), saved["runs"])
         self.sampled_epochs = max(self.sampled_epochs, saved["sampled_epochs"])
+        if self.budget is None and saved["budget"]:
+            self.budget = Budget(**saved["budget"])
+
+    def _restore_ledger(self, ledger: Ledger, saved_runs: dict[str, int]) -> None:
+        """Take the ledger that covers the runs of both, or both of them together."""
+        runs, both = self._all_runs(), compose(self._ledger, ledger)
+        kept = both
+        if _cover(runs, saved_runs):
+            kept = self._ledger
+        elif _cover(saved_runs, runs):
+            kept = ledger
+        self._ledger = dataclasses.replace(
+            both,
+            segments=kept.segments,
+            cut_short=max(self._ledger.cut_short, ledger.cut_short, key=len)
+            if kept is not both
+            else both.cut_short,
+        )
+        runs = {
+            run: max(runs.get(run, 0), saved_runs.get(run, 0))
+            for run in {**runs, **saved_runs}
+        }
+        self._steps.assign(sum(runs.values()))
+        runs.pop(self._run, None)
+        self._runs = runs
 
 
-def _larger(one: Ledger, other: Ledger) -> Ledger:
-    """Return a ledger that contains both: the larger, or both of them together."""
-    return dataclasses.replace(
-        compose(one, other),
-        segments=_larger_segments(one.segments, other.segments),
-        cut_short=_larger_segments(one.cut_short, other.cut_short),
-    )
-
-
-def _larger_segments(
-    one: tuple[Segment, ...], other: tuple[Segment, ...]
-) -> tuple[Segment, ...]:
-    if _contains(one, other):
-        return one
-    return other if _contains(other, one) else one + other
-
-
-def _contains(large: tuple[Segment, ...], small: tuple[Segment, ...]) -> bool:
-    counts = {segment.with_count(1): segment.count for segment in large}
-    return all(
-        segment.count <= counts.get(segment.with_count(1), 0) for segment in small
-    )
+def _cover(runs: dict[str, int], others: dict[str, int]) -> bool:
+    return all(steps <= runs.get(run, 0) for run, steps in others.items())
 
 
 def _counter(value: int) -> tf.Variable:

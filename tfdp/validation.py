@@ -533,3 +533,29 @@ def _is_float(array: Any) -> bool:
 
 def _tolerance(dtypes: Iterable[str]) -> float:
     return max(_TOLERANCES.get(dtype, _TOLERANCE) for dtype in dtypes)
+
+
+def check_state(model: keras.Model, evaluate: Callable[[], Any]) -> None:
+    """Refuse a loss that keeps data in the model's variables.
+
+    Args:
+        model: The model; its variables are put back.
+        evaluate: Evaluates the loss on a few rows.
+
+    Raises:
+        UnsupportedLossError: If that changes a variable, random seeds apart.
+    """
+    before = [variable.numpy() for variable in model.variables]
+    evaluate()
+    changed = []
+    for variable, value in zip(model.variables, before, strict=True):
+        if not np.array_equal(variable.numpy(), value):
+            variable.assign(value)
+            if "seed_generator" not in variable.path:
+                changed.append(f"`{variable.path}`")
+    if changed:
+        raise UnsupportedLossError(
+            f"`compute_loss` of model `{model.name}` must keep no data: what it assigns "
+            f"is not noised. Received: changed {', '.join(changed)}. Use metrics "
+            "(`compile(metrics=...)`) to count things."
+        )

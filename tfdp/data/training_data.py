@@ -58,24 +58,21 @@ class TrainingData:
         """Take a few rows out for checks, without losing any of the data.
 
         Returns:
-            The data, and ``(x, y, sample_weight)`` of a few rows with None for what
-            is missing; None if the first batches have no rows.
+            The data, and ``(x, y, sample_weight)`` of a few rows, or of none if the
+            first batches have none, with None for what is missing.
         """
         if isinstance(self.x, PoissonDataset):
             indices = np.arange(min(_SAMPLE, self.x.number_of_examples))
             return self, keras.utils.unpack_x_y_sample_weight(self.x.rows_at(indices))
         if not _comes_in_batches(self.x):
             return self, first_rows((self.x, self.y, self.sample_weight))
+        if isinstance(self.x, keras.utils.PyDataset):
+            return self, _rows_of([self.x[0]])
+        batches = list(itertools.islice(iter(self.x), _BATCHES_LOOKED_AT))
         if not hasattr(self.x, "__next__"):
-            first = (
-                (self.x[0],) if isinstance(self.x, keras.utils.PyDataset) else self.x
-            )
-            return self, _rows_of_first(
-                itertools.islice(iter(first), _BATCHES_LOOKED_AT)
-            )
-        first = list(itertools.islice(self.x, 1))
-        rest = _generator(itertools.chain(first, self.x))
-        return dataclasses.replace(self, x=rest), _rows_of_first(first)
+            return self, _rows_of(batches)
+        again = _generator(itertools.chain(batches, self.x))
+        return dataclasses.replace(self, x=again), _rows_of(batches)
 
 
 def first_rows(data: Any) -> Any:
@@ -90,11 +87,44 @@ def first_rows(data: Any) -> Any:
     return _tree.map_tensors(lambda array: array[:_SAMPLE], data)
 
 
-def _rows_of_first(batches: Iterable[Any]) -> Any:
-    for batch in batches:
-        if number_of_examples(batch):
-            return keras.utils.unpack_x_y_sample_weight(first_rows(batch))
-    return None
+def some_rows(x: Any) -> Any:
+    """Return `x` if it has rows, and made-up rows if it has none.
+
+    Args:
+        x: Nested arrays.
+
+    Returns:
+        Nested arrays that have rows.
+    """
+    return x if number_of_examples(x) else made_up_rows(x)
+
+
+def made_up_rows(x: Any) -> Any:
+    """Make rows up, so that layers can be checked where there are none to look at.
+
+    Args:
+        x: Nested arrays, or tensors of a graph; their values are not read.
+
+    Returns:
+        A few rows of random numbers, or of zeros for whole numbers.
+    """
+    rng = np.random.default_rng(0)
+
+    def make_up(array: Any) -> Any:
+        dtype = tf.as_dtype(array.dtype)
+        shape = (_SAMPLE, *array.shape[1:])
+        rows = rng.normal(size=shape) if dtype.is_floating else np.zeros(shape)
+        return rows.astype(dtype.as_numpy_dtype)
+
+    return _tree.map_tensors(make_up, x)
+
+
+def _rows_of(batches: list[Any]) -> Any:
+    """Take rows from the first batch that has some, or none from one that has none."""
+    if not batches:
+        raise ValueError("The data have no batches. Received: an empty dataset.")
+    batch = next((batch for batch in batches if number_of_examples(batch)), batches[0])
+    return keras.utils.unpack_x_y_sample_weight(first_rows(batch))
 
 
 def _generator(items: Iterable[Any]) -> Iterator[Any]:
@@ -130,6 +160,13 @@ def training_data(
         ValueError: If arrays are not to be shuffled, or a batch size is given for
             data that come in batches.
     """
+    if isinstance(x, (DeclaredDataset, PoissonDataset)) and not (
+        y is None and sample_weight is None
+    ):
+        raise ValueError(
+            "`y` and `sample_weight` belong into the dataset. Received: x of type "
+            f"{type(x).__name__} beside them. Leave them out of `fit`."
+        )
     if isinstance(x, DeclaredDataset):
         return _declared(x, y, sample_weight, batch_size, steps_per_epoch)
     if isinstance(x, PoissonDataset):
@@ -154,7 +191,9 @@ def training_data(
             "`private.fit(tfdp.data.declare(dataset, ...))`."
         )
     rows = number_of_examples(x)
-    batch_size = min(batch_size or _DEFAULT_BATCH_SIZE, rows)
+    if batch_size is None:
+        batch_size = _DEFAULT_BATCH_SIZE
+    batch_size = min(_validate.positive_int("batch_size", batch_size), rows)
     if sampling == "poisson":
         return _poisson(
             PoissonDataset(
@@ -195,8 +234,16 @@ def number_of_examples(x: Any) -> int:
 
     Returns:
         The length of the first one.
+
+    Raises:
+        TypeError: If there are numbers in place of arrays.
     """
     first = _tree.tensors(x)[0]
+    if not hasattr(first, "__len__") and not hasattr(first, "shape"):
+        raise TypeError(
+            "The data must be arrays. Received: "
+            f"{type(first).__name__} in their place. Use `np.asarray(...)`."
+        )
     return int(first.shape[0]) if hasattr(first, "shape") else len(first)
 
 

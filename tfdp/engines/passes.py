@@ -104,14 +104,15 @@ def run_in_passes(
 
 
 def _fill(data: Any, indices: tf.Tensor, rows: int | tf.Tensor) -> Batch:
-    """Take rows by index; past the last row it begins anew, marked as padding."""
+    """Take rows by index; what lies past the last row repeats it, as padding."""
+    # So the padding of a unit that is not full is a row of that unit.
     is_empty = tf.cast(tf.equal(rows, 0), tf.int32)
-    wrapped = indices % tf.maximum(rows, 1)
+    existing = tf.minimum(indices, tf.maximum(rows, 1) - 1)
 
     def take(tensor: tf.Tensor) -> tf.Tensor:
         shape = tf.concat([[is_empty], tf.shape(tensor)[1:]], 0)
         filled = tf.concat([tensor, tf.zeros(shape, tensor.dtype)], 0)
-        return tf.gather(filled, wrapped)
+        return tf.gather(filled, existing)
 
     x, y, sample_weight = _tree.map_tensors(take, data)
     return Batch(x, y, sample_weight, indices >= rows)

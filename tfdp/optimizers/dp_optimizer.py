@@ -14,6 +14,9 @@ from tfdp.errors import NotPrivateError
 from tfdp.noise import NoiseSource
 from tfdp.recorder import LedgerRecorder
 
+# Far below it noise is flushed to zero, far above its reciprocal it is infinite.
+_LEAST_CLIP = 1e-20
+
 _REFUSED_OF_INNER = {
     "gradient_accumulation_steps": (
         "it would average gradients that are already noised",
@@ -100,7 +103,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         noise_seed: int | None = None,
         name: str | None = None,
     ) -> None:
-        l2_norm_clip = _validate.positive("l2_norm_clip", l2_norm_clip)
+        l2_norm_clip = _checked_clip(l2_norm_clip)
         noise_multiplier = _checked_noise_multiplier(noise_multiplier)
         if num_microbatches is not None:
             num_microbatches = _validate.positive_int(
@@ -119,6 +122,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         self._configured_batch_size = expected_batch_size
         self._noise = NoiseSource(noise_seed)
         self.recorder = LedgerRecorder()
+        self.recorder.note_seeds(noise=noise_seed is not None, sampling=False)
         with tf.init_scope():
             # NaN until it is known; no update can happen before.
             self._expected_batch_size = tf.Variable(
@@ -139,7 +143,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
 
     @l2_norm_clip.setter
     def l2_norm_clip(self, value: float) -> None:
-        self._l2_norm_clip.assign(_validate.positive("l2_norm_clip", value))
+        self._l2_norm_clip.assign(_checked_clip(value))
 
     @property
     def noise_multiplier(self) -> keras.Variable:
@@ -202,6 +206,15 @@ class DPOptimizer(keras.optimizers.Optimizer):
         """What was run with this optimizer, as the accountant sees it."""
         return self.recorder.ledger
 
+    def check_dials(self) -> None:
+        """Raise if clip norm or noise multiplier were assigned a value out of range.
+
+        Raises:
+            ValueError: If one is not finite, or not positive or negative.
+        """
+        _checked_clip(float(self._l2_norm_clip))
+        _validate.non_negative("noise_multiplier", float(self._noise_multiplier))
+
     def renew_noise_key(self) -> None:
         """Draw the noise with a fresh secret key from here on."""
         self._noise.renew_key()
@@ -228,13 +241,28 @@ class DPOptimizer(keras.optimizers.Optimizer):
             ValueError: If the number of variables differs from the number of
                 gradients, or the expected batch size is not known.
         """
+        self.apply_and_record(clipped_sum, trainable_variables, self.recorder)
+
+    def apply_and_record(
+        self,
+        clipped_sum: ClippedSum,
+        trainable_variables: list[Any],
+        recorder: LedgerRecorder,
+    ) -> None:
+        """Do what `apply_clipped_sum` does, and count the step in a given ledger.
+
+        Args:
+            clipped_sum: See `apply_clipped_sum`.
+            trainable_variables: See `apply_clipped_sum`.
+            recorder: Of the model that trains.
+        """
         self._check(clipped_sum, trainable_variables)
         if not self.built:
             self.build(trainable_variables)
         noised = self._noise.noised(
             clipped_sum,
             noise_multiplier=self._noise_multiplier.value,
-            step=self.recorder.steps,
+            step=recorder.steps,
         )
         units = self._expected_batch_size / tf.cast(
             clipped_sum.examples_per_unit, tf.float64
@@ -243,9 +271,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
             _with_regularizer(gradient / tf.cast(units, gradient.dtype), variable)
             for gradient, variable in zip(noised, trainable_variables, strict=True)
         ]
-        self.recorder.record(
-            self._noise_multiplier.value / clipped_sum.sensitivity_in_clips
-        )
+        recorder.record(self._noise_multiplier.value / clipped_sum.sensitivity_in_clips)
         self.inner_optimizer.apply(gradients, trainable_variables)
 
     def _check(self, clipped_sum: ClippedSum, variables: list[Any]) -> None:
@@ -366,6 +392,17 @@ class DPOptimizer(keras.optimizers.Optimizer):
             arguments.pop("inner"), custom_objects=custom_objects
         )
         return cls(inner, **arguments)
+
+
+def _checked_clip(value: float) -> float:
+    value = _validate.positive("l2_norm_clip", value)
+    if not _LEAST_CLIP <= value <= 1 / _LEAST_CLIP:
+        raise ValueError(
+            "`l2_norm_clip` must lie where float32 noise of its size is exact. "
+            f"Received: l2_norm_clip={value!r}. Use a value from {_LEAST_CLIP:g} to "
+            f"{1 / _LEAST_CLIP:g}."
+        )
+    return value
 
 
 def _checked_noise_multiplier(value: float) -> float:
