@@ -815,3 +815,146 @@ def test_a_callback_that_monitors_private_metrics_is_named():
     callback = keras.callbacks.EarlyStopping(monitor="loss")
     with pytest.warns(UserWarning, match="EarlyStopping"):
         private().fit(*data(), callbacks=[callback], verbose=0)
+
+
+# ------------------------------------------------------ what must not go uncounted
+
+
+def test_an_optimizer_serves_one_model_only():
+    opt = optimizer()
+    private(opt=opt)
+    with pytest.raises(ValueError, match="another private model"):
+        private(opt=opt)
+
+
+def test_a_replaced_optimizer_still_counts_in_the_models_ledger():
+    x, y = data(20)
+    model = private()
+    model.optimizer = optimizer()
+    model.fit(x, y, batch_size=5, verbose=0)
+    assert model.ledger.steps == 4
+
+
+def test_steps_of_a_custom_loop_go_into_the_ledger():
+    x, y = data()
+    inner = network()
+    opt = optimizer(expected_batch_size=ROWS)
+    for _ in range(3):
+        clipped = tfdp.clipped_gradients(
+            inner, logits_loss(), x, y, l2_norm_clip=opt.l2_norm_clip
+        )
+        opt.apply_clipped_sum(clipped, inner.trainable_variables)
+    model = private(inner, opt)
+    assert model.ledger.steps == 3
+    opt.apply_clipped_sum(clipped, inner.trainable_variables)
+    assert model.ledger.steps == opt.ledger.steps == 4
+
+
+def test_other_models_with_the_same_weights_share_the_ledger():
+    x, y = data(20)
+    model = private()
+    model.fit(x, y, batch_size=5, verbose=0)
+    inner = model.model
+    alias = private(keras.Model(inner.inputs[0], inner.outputs[0]))
+    assert alias.ledger.steps == 4
+    alias.fit(x, y, batch_size=5, verbose=0)
+    assert model.ledger.steps == 8
+
+
+def test_forks_of_one_training_add_up(tmp_path):
+    x, y = data(20)
+    model = private()
+    model.fit(x, y, batch_size=5, verbose=0)
+    model.save(tmp_path / "start.keras")
+    fork = keras.models.load_model(tmp_path / "start.keras")
+    fork.fit(x, y, batch_size=5, verbose=0)
+    fork.save_weights(tmp_path / "fork.weights.h5")
+    model.fit(x, y, batch_size=5, verbose=0)
+    model.load_weights(tmp_path / "fork.weights.h5")
+    assert model.ledger.steps >= 12
+
+
+def test_a_layer_unfrozen_after_the_check_is_checked_again():
+    x, y = data(20)
+    norm = layers.BatchNormalization(center=False, scale=False, trainable=False)
+    model = private(keras.Sequential([keras.Input((3,)), norm, layers.Dense(2)]))
+    model.fit(x, y, batch_size=5, verbose=0)
+    norm.trainable = True
+    with pytest.raises(tfdp.errors.UnsupportedLayerError):
+        model.fit(x, y, batch_size=5, verbose=0)
+
+
+def test_layers_are_checked_though_the_first_batch_is_empty():
+    x, y = data(20)
+    model = private(
+        keras.Sequential([
+            keras.Input((3,)),
+            layers.BatchNormalization(),
+            layers.Dense(2),
+        ]),
+        optimizer(expected_batch_size=5),
+    )
+
+    def batches():
+        yield x[:0], y[:0]
+        yield x, y
+
+    with pytest.raises(tfdp.errors.UnsupportedLayerError):
+        model.fit(batches(), verbose=0)
+
+
+def test_a_compute_loss_that_keeps_data_is_refused():
+    class Keeps(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = layers.Dense(2)
+            self.seen = self.add_weight(shape=(), trainable=False)
+
+        def call(self, x):
+            return self.head(x)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+            self.seen.assign_add(keras.ops.sum(keras.ops.cast(y, "float32")))
+            return super().compute_loss(x, y, y_pred, sample_weight)
+
+    model = Keeps()
+    wrapped = private(model)
+    with pytest.raises(tfdp.errors.UnsupportedLossError, match="keep no data"):
+        wrapped.fit(*data(), verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("noise_multiplier", -1.0),
+        ("noise_multiplier", np.nan),
+        ("l2_norm_clip", np.inf),
+    ],
+)
+def test_values_assigned_past_the_setters_are_refused(name, value):
+    model = private()
+    getattr(model.optimizer, name).assign(value)
+    with pytest.raises(ValueError, match="Received"):
+        model.fit(*data(), batch_size=4, verbose=0)
+    assert model.ledger.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "`x` is missing"),
+        ({"x": data()[0], "y": data()[1], "batch_size": 0}, "batch_size=0"),
+        ({"x": data()[0], "y": data()[1], "batch_size": -4}, "batch_size=-4"),
+    ],
+    ids=["no x", "zero", "negative"],
+)
+def test_bad_arguments_of_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        private().fit(**arguments)
+
+
+def test_targets_beside_a_dataset_are_refused():
+    x, y = data(20)
+    dataset = tfdp.data.PoissonDataset(x, y, expected_batch_size=5)
+    with pytest.raises(ValueError, match="belong into the dataset"):
+        private().fit(dataset, y)

@@ -116,6 +116,27 @@ def test_less_noise_in_mid_training_shrinks_what_is_left(rows):
     assert {segment.noise_multiplier for segment in model.ledger.segments} == {2, 1}
 
 
+@pytest.mark.parametrize("steps_per_execution", [1, 5])
+def test_noise_lowered_before_a_step_does_not_overspend(rows, steps_per_execution):
+    model = private(noise_multiplier=4.0, steps_per_execution=steps_per_execution)
+    change = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: setattr(
+            model.optimizer, "noise_multiplier", 0.5
+        )
+    )
+    model.fit(*rows, batch_size=20, callbacks=[change, budget(1.0)], verbose=0)
+    assert model.epsilon(DELTA) <= 1.0
+
+
+def test_a_saved_budget_binds_after_loading(rows, tmp_path):
+    model = private()
+    model.fit(*rows, batch_size=20, epochs=9, callbacks=[budget()], verbose=0)
+    model.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    with pytest.raises(tfdp.errors.PrivacyBudgetError):
+        loaded.fit(*rows, batch_size=20, verbose=0)
+
+
 def test_a_loaded_model_keeps_what_was_spent(rows, tmp_path):
     model = private()
     model.fit(*rows, batch_size=20, epochs=9, callbacks=[budget()], verbose=0)
