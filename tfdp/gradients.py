@@ -44,7 +44,8 @@ def clipped_gradients(
             variable.
         num_microbatches: None to clip each example's gradient; m to clip the mean
             gradients of m groups of consecutive examples, which doubles the
-            sensitivity.
+            sensitivity. Sound for batches of one fixed size only: the number of
+            examples in a group comes from the batch.
         engine: See `tfdp.DPModel`.
 
     Returns:

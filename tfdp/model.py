@@ -247,7 +247,9 @@ class DPModel(keras.Model):
 
         Raises:
             NotPrivateError: If the optimizer is not a private one.
-            ValueError: If there is no loss, or `auto_scale_loss` is set.
+            ValueError: If there is no loss, `auto_scale_loss` is set, a
+                `tf.distribute` strategy has several replicas, or the optimizer
+                belongs to another private model.
         """
         _check_optimizer(optimizer)
         if auto_scale_loss:
@@ -255,6 +257,13 @@ class DPModel(keras.Model):
                 "`auto_scale_loss` would change the scale and skip steps because of "
                 "un-noised gradients. Received: auto_scale_loss=True. Leave it out: "
                 "float16 losses get a constant scale."
+            )
+        replicas = self.distribute_strategy.num_replicas_in_sync
+        if replicas > 1:
+            raise ValueError(
+                "Private training runs on one replica in this version. Received: "
+                f"num_replicas_in_sync={replicas}. Build and compile the model outside "
+                "of the strategy's scope."
             )
         if loss is None and not self._has_own_loss:
             raise ValueError(

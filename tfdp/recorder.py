@@ -278,11 +278,7 @@ class LedgerRecorder:
         elif _cover(saved_runs, runs):
             kept = ledger
         self._ledger = dataclasses.replace(
-            both,
-            segments=kept.segments,
-            cut_short=max(self._ledger.cut_short, ledger.cut_short, key=len)
-            if kept is not both
-            else both.cut_short,
+            both, segments=kept.segments, cut_short=kept.cut_short
         )
         runs = {
             run: max(runs.get(run, 0), saved_runs.get(run, 0))
