@@ -76,7 +76,9 @@ every = pytest.mark.parametrize("problem", cases(lacking={"random"}))
 
 @every
 def test_graph_equals_one_example_at_a_time(problem):
-    check(problem, scale_outlier(problem.batch(5), 2), "graph", "float64", 1e-9)
+    # Keras keeps the adapters of LoRA in float32.
+    tolerance = 2e-5 if "lora" in problem.tags else 1e-9
+    check(problem, scale_outlier(problem.batch(5), 2), "graph", "float64", tolerance)
 
 
 def with_outlier(problem):
