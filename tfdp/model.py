@@ -633,7 +633,8 @@ class DPModel(keras.Model):
         self.built = True
         self._checked = self._trainable_state()
         # Variables that were built only now may be known from elsewhere.
-        self.recorder = self.optimizer.recorder = _recorder_of(self.model)
+        self.recorder = _recorder_of(self.model)
+        self._bind(self.optimizer)
 
     def _plan_for(self, segment: Segment, batch_size: float | None) -> None:
         """Settle what depends on the expected batch size."""
