@@ -14,6 +14,18 @@ import tensorflow as tf
 from tests.problems import Batch, Problem, precision, size, take
 
 
+def _divisor_of_one() -> float:
+    """What Keras divides by where a mask leaves one entry: older ones add 1e-7."""
+    y_pred = keras.ops.zeros((1, 1), "float64")
+    y_pred._keras_mask = keras.ops.ones((1,), "bool")
+    loss = keras.losses.MeanSquaredError(dtype="float64")
+    return 1 / float(loss(np.ones((1, 1)), y_pred))
+
+
+# Relative error of a comparison in float64.
+TOLERANCE = max(1e-9, 2 * (_divisor_of_one() - 1))
+
+
 class _Objective(keras.Model):
     """A compiled loss without a model, so without the model's regularisers."""
 

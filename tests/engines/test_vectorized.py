@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests.problems import PROBLEMS, cases, nan_row, precision, scale_outlier
-from tests.reference import assert_all_close, clipped_sum, problem_gradients
+from tests.reference import TOLERANCE, assert_all_close, clipped_sum, problem_gradients
 from tfdp import _tree
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines.passes import run_whole
@@ -77,7 +77,7 @@ every = pytest.mark.parametrize("problem", cases(lacking={"random"}))
 @every
 def test_graph_equals_one_example_at_a_time(problem):
     # Keras keeps the adapters of LoRA in float32.
-    tolerance = 2e-5 if "lora" in problem.tags else 1e-9
+    tolerance = 2e-5 if "lora" in problem.tags else TOLERANCE
     check(problem, scale_outlier(problem.batch(5), 2), "graph", "float64", tolerance)
 
 
@@ -104,17 +104,17 @@ def test_every_problem_eagerly_and_with_xla(problem, mode):
 @few
 @pytest.mark.parametrize("rows", [0, 1])
 def test_no_row_and_one_row(problem, rows):
-    check(problem, problem.batch(rows), "graph", "float64", 1e-9)
+    check(problem, problem.batch(rows), "graph", "float64", TOLERANCE)
 
 
 @few
 def test_a_row_of_nan_contributes_nothing(problem):
-    check(problem, nan_row(problem.batch(5), 1), "graph", "float64", 1e-9)
+    check(problem, nan_row(problem.batch(5), 1), "graph", "float64", TOLERANCE)
 
 
 @few
 def test_units_of_two_examples(problem):
-    check(problem, problem.batch(5), "graph", "float64", 1e-9, unit_size=2)
+    check(problem, problem.batch(5), "graph", "float64", TOLERANCE, unit_size=2)
 
 
 @pytest.mark.parametrize("problem", cases(having={"random"}))
@@ -147,7 +147,7 @@ def test_random_layers_draw_for_each_example_and_each_call(problem, mode):
 def test_what_cannot_be_vectorized_is_said_once(caplog):
     problem = PROBLEMS["masked_lstm"]
     with caplog.at_level(logging.WARNING):
-        check(problem, problem.batch(3), "graph", "float64", 1e-9)
+        check(problem, problem.batch(3), "graph", "float64", TOLERANCE)
     said = [text for text in caplog.messages if "one example after the other" in text]
     assert len(said) == 1
 
