@@ -1,10 +1,7 @@
 """A Keras model whose training steps are differentially private."""
 
 import contextlib
-import dataclasses
 import math
-import warnings
-import weakref
 from typing import Any, Self
 
 import keras
@@ -12,13 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate, engines, validation
-from tfdp.accounting import (
-    Ledger,
-    PoissonSteps,
-    Segment,
-    affordable_count,
-    privacy_statement,
-)
+from tfdp._fit_callbacks import LedgerCallback, PrivacyCallback, sorted_callbacks
+from tfdp._plan import Plan
+from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data import PoissonDataset
 from tfdp.data.training_data import (
@@ -34,27 +27,7 @@ from tfdp.errors import NotPrivateError, PrivacyBudgetError
 from tfdp.losses.objective import Batch, Objective
 from tfdp.losses.per_example import PerExampleLoss
 from tfdp.optimizers import DPOptimizer
-from tfdp.recorder import UNDECLARED, LedgerRecorder
-
-# The ledger of every model and of every trainable variable, whatever wraps them, by
-# `id`: Keras's variables have no hash.
-_recorders: dict[int, tuple["weakref.ref[Any]", LedgerRecorder]] = {}
-
-
-def _recorder_of(model: keras.Model) -> LedgerRecorder:
-    """Return the recorder of a model, or of another one that shares its weights."""
-    owners = [model, *model.trainable_variables]
-    known: dict[int, LedgerRecorder] = {}
-    for owner in owners:
-        entry = _recorders.get(id(owner))
-        if entry is not None and entry[0]() is owner:
-            known[id(entry[1])] = entry[1]
-    recorder, *others = known.values() or [LedgerRecorder()]
-    for other in others:
-        recorder.absorb(other)
-    for owner in owners:
-        _recorders[id(owner)] = (weakref.ref(owner), recorder)
-    return recorder
+from tfdp.recorder import UNDECLARED, is_of_a_model, recorder_of
 
 
 @keras.saving.register_keras_serializable("tfdp")
@@ -141,9 +114,8 @@ class DPModel(keras.Model):
         self.physical_batch_size = physical_batch_size
         self.sampling = sampling
         self._has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
-        self.recorder = _recorder_of(model)
-        # Examples clipped together, and rows in a pass if their number is fixed.
-        self._plan: tuple[int, int | None] = (1, None)
+        self.recorder = recorder_of(model)
+        self._plan = Plan()
         self._checked: tuple[bool, ...] | None = None
         self._jit_compile_passes = False
         if getattr(model, "optimizer", None) is not None:
@@ -294,7 +266,7 @@ class DPModel(keras.Model):
     def _bind(self, optimizer: DPOptimizer) -> None:
         """Let custom loops with this optimizer count in the model's ledger."""
         if optimizer.recorder is not self.recorder:
-            if any(optimizer.recorder is known for _, known in _recorders.values()):
+            if is_of_a_model(optimizer.recorder):
                 raise ValueError(
                     "`optimizer` belongs to another private model, whose ledger "
                     f"counts its steps. Received: optimizer={optimizer.name!r}. Make "
@@ -391,8 +363,8 @@ class DPModel(keras.Model):
             shuffle=shuffle,
             sampling=self.sampling,
         )
-        callbacks = _sorted_callbacks(callbacks)
-        callbacks.insert(0, _LedgerCallback(self.recorder, data))
+        callbacks = sorted_callbacks(callbacks)
+        callbacks.insert(0, LedgerCallback(self.recorder, data))
         for callback in callbacks:
             if isinstance(callback, PrivacyCallback):
                 callback.before_training(self)
@@ -419,7 +391,7 @@ class DPModel(keras.Model):
                 validation_freq=validation_freq,
             )
         finally:
-            self.recorder.begin(self._in_units(UNDECLARED))
+            self.recorder.begin(self._plan.in_units(UNDECLARED))
             with contextlib.suppress(PrivacyBudgetError):
                 self.enforce_budget()
 
@@ -456,7 +428,7 @@ class DPModel(keras.Model):
         self._plan_for(UNDECLARED, None)
         if self._checked != self._trainable_state():
             self._check_sample(*first_rows((x, y, sample_weight)))
-        segment = self._in_units(UNDECLARED)
+        segment = self._plan.in_units(UNDECLARED)
         if self.recorder.segment != segment:
             self.recorder.begin(segment)
         self.enforce_budget()
@@ -570,27 +542,7 @@ class DPModel(keras.Model):
             PrivacyBudgetError: If there is no room for a single one.
         """
         self.optimizer.check_dials()
-        budget = self.recorder.budget
-        if budget is None:
-            return
-        noise_multiplier = float(self.optimizer.noise_multiplier)
-        if noise_multiplier != self.recorder.limited_for:
-            segment = dataclasses.replace(
-                self.recorder.segment,
-                noise_multiplier=noise_multiplier / (2 if self._plan[0] > 1 else 1),
-            )
-            count = affordable_count(
-                self.ledger, segment, budget.target_epsilon, budget.delta
-            )
-            self.recorder.limit(count, noise_multiplier=noise_multiplier)
-        if not self.recorder.has_room():
-            raise PrivacyBudgetError(
-                "The privacy budget has no room for another step. Received: "
-                f"target_epsilon={budget.target_epsilon:g}, delta={budget.delta:g}, "
-                f"spent epsilon={self.epsilon(budget.delta):.4g}. Stop here, or use "
-                "`tfdp.callbacks.PrivacyBudget(delta, target_epsilon=...)` with a "
-                "larger target."
-            )
+        self.recorder.enforce_budget(float(self.optimizer.noise_multiplier))
 
     def _require_compiled(self) -> None:
         if not self.compiled:
@@ -633,32 +585,18 @@ class DPModel(keras.Model):
         self.built = True
         self._checked = self._trainable_state()
         # Variables that were built only now may be known from elsewhere.
-        self.recorder = _recorder_of(self.model)
+        self.recorder = recorder_of(self.model)
         self._bind(self.optimizer)
 
     def _plan_for(self, segment: Segment, batch_size: float | None) -> None:
         """Settle what depends on the expected batch size."""
-        optimizer = self.optimizer
-        batch_size = batch_size or optimizer.expected_batch_size
-        if batch_size is None:
-            raise ValueError(
-                "The expected batch size of these data is not known, and the divisor "
-                "of the noised sum is never taken from the data. Received: "
-                f"expected_batch_size=None. Use `{type(optimizer).__name__}(..., "
-                "expected_batch_size=256)` or `private.fit(tfdp.data.declare(dataset, "
-                "number_of_examples=..., expected_batch_size=256, sampling=...))`."
-            )
-        optimizer.expect_batch_size(batch_size)
-        examples_per_unit = optimizer.examples_per_unit(batch_size)
-        if examples_per_unit > 1 and isinstance(segment, PoissonSteps):
-            raise ValueError(
-                "Microbatches of several examples need batches of fixed size: under "
-                "Poisson sampling one example more shifts all groups behind it, and "
-                "no clipping bounds that. Received: num_microbatches="
-                f"{optimizer.num_microbatches}, batch_size={batch_size:g}. Use "
-                "`num_microbatches=None`, or `DPModel(model, sampling='shuffle')`."
-            )
-        plan = (examples_per_unit, self._rows_in_a_pass(batch_size, examples_per_unit))
+        plan = Plan.of(
+            segment,
+            batch_size,
+            optimizer=self.optimizer,
+            physical_batch_size=self.physical_batch_size,
+            jit_compile=self.jit_compile,
+        )
         if plan != self._plan:
             self._plan, self.train_function = plan, None
 
@@ -669,7 +607,7 @@ class DPModel(keras.Model):
         if data.begins_pass_each_epoch and data.batches_per_pass > 1:
             planned = epochs
         self.recorder.begin(
-            self._in_units(data.segment),
+            self._plan.in_units(data.segment),
             steps_per_item=data.batches_per_pass,
             planned_items=planned,
         )
@@ -680,27 +618,6 @@ class DPModel(keras.Model):
         )
         if is_seeded:
             data.x.advance_to(max(data.x.epoch, self.recorder.sampled_epochs + 1))
-
-    def _in_units(self, segment: Segment) -> Segment:
-        """Say how many examples share a clipped gradient."""
-        if isinstance(segment, PoissonSteps):
-            return segment
-        return dataclasses.replace(segment, examples_per_unit=self._plan[0])
-
-    def _rows_in_a_pass(self, batch_size: float, examples_per_unit: int) -> int | None:
-        rows = self.physical_batch_size
-        if rows is None and self.jit_compile:
-            # XLA compiles for one size: hardly any Poisson batch is larger.
-            rows = math.ceil(batch_size + 4 * math.sqrt(batch_size))
-            rows += -rows % examples_per_unit
-        if rows is not None and rows % examples_per_unit:
-            raise ValueError(
-                "`physical_batch_size` must hold whole microbatches. Received: "
-                f"physical_batch_size={rows}, {examples_per_unit} examples in a "
-                "microbatch. Use `physical_batch_size="
-                f"{rows + -rows % examples_per_unit}`."
-            )
-        return rows
 
     # Saving.
 
@@ -742,54 +659,6 @@ class DPModel(keras.Model):
             config.pop("model"), custom_objects=custom_objects
         )
         return cls(model, **config)
-
-
-class PrivacyCallback(keras.callbacks.Callback):
-    """Base of tfdp's callbacks: `fit` runs them first, so that loggers see them."""
-
-    def before_training(self, model: DPModel) -> None:
-        """See the model before `fit` has done anything."""
-
-
-class _LedgerCallback(PrivacyCallback):
-    """Tells the ledger where epochs begin, and ends `fit` when the budget is spent."""
-
-    def __init__(self, recorder: LedgerRecorder, data: TrainingData) -> None:
-        super().__init__()
-        self._recorder = recorder
-        self._data = data
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin a new pass, and remember which draws are used up."""
-        if self._data.begins_pass_each_epoch:
-            self._recorder.begin_item()
-        if isinstance(self._data.x, PoissonDataset):
-            self._recorder.sampled_epochs = self._data.x.epoch
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop if the budget has no room, also where the noise has changed."""
-        try:
-            self.model.enforce_budget()
-        except PrivacyBudgetError:
-            self.model.stop_training = True
-
-
-def _sorted_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
-    """List callbacks, tfdp's own first; warn of those that read private metrics."""
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = callbacks.callbacks
-    callbacks = keras.tree.flatten(callbacks or [])
-    for callback in callbacks:
-        monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str) and not monitor.startswith(("val_", "epsilon")):
-            warnings.warn(
-                f"`{type(callback).__name__}` decides by a metric of the private "
-                "data, and no noise covers its decision. Received: monitor="
-                f"{monitor!r}. Monitor a metric of public validation data, "
-                f"`monitor='val_{monitor}'`.",
-                stacklevel=3,
-            )
-    return sorted(callbacks, key=lambda item: not isinstance(item, PrivacyCallback))
 
 
 def _check_wrapped(model: Any) -> None:

@@ -4,12 +4,22 @@ import dataclasses
 import json
 import math
 import uuid
-from typing import Self
+import weakref
+from typing import Any, Self
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.accounting import Ledger, Segment, UnamplifiedSteps, compose
+from tfdp.accounting import (
+    Ledger,
+    PoissonSteps,
+    Segment,
+    UnamplifiedSteps,
+    affordable_count,
+    compose,
+)
+from tfdp.errors import PrivacyBudgetError
 
 _NO_LIMIT = np.iinfo(np.int64).max
 
@@ -160,6 +170,40 @@ class LedgerRecorder:
         self._item_limit.assign(self._items_started + further_items)
         self._limited_for.assign(noise_multiplier)
 
+    def enforce_budget(self, noise_multiplier: float) -> None:
+        """Limit the present segment to what the budget has room for.
+
+        Args:
+            noise_multiplier: Of the steps to come, as a multiple of the clip norm.
+
+        Raises:
+            PrivacyBudgetError: If there is no room for a single one.
+        """
+        if self.budget is None:
+            return
+        if noise_multiplier != self.limited_for:
+            shares_gradients = (
+                not isinstance(self._segment, PoissonSteps)
+                and self._segment.examples_per_unit > 1
+            )
+            segment = dataclasses.replace(
+                self._segment,
+                noise_multiplier=noise_multiplier / (2 if shares_gradients else 1),
+            )
+            count = affordable_count(
+                self.ledger, segment, self.budget.target_epsilon, self.budget.delta
+            )
+            self.limit(count, noise_multiplier=noise_multiplier)
+        if not self.has_room():
+            spent = self.ledger.epsilon(self.budget.delta)
+            raise PrivacyBudgetError(
+                "The privacy budget has no room for another step. Received: "
+                f"target_epsilon={self.budget.target_epsilon:g}, "
+                f"delta={self.budget.delta:g}, spent epsilon={spent:.4g}. Stop here, "
+                "or use `tfdp.callbacks.PrivacyBudget(delta, target_epsilon=...)` with "
+                "a larger target."
+            )
+
     @property
     def limited_for(self) -> float:
         """The least noise multiplier that the present limit allows; 0 without one."""
@@ -295,3 +339,37 @@ def _cover(runs: dict[str, int], others: dict[str, int]) -> bool:
 
 def _counter(value: int) -> tf.Variable:
     return tf.Variable(value, dtype=tf.int64, trainable=False)
+
+
+# The recorder of every model and of every trainable variable, whatever wraps them,
+# by `id`: Keras's variables have no hash.
+_recorders: dict[int, tuple["weakref.ref[Any]", LedgerRecorder]] = {}
+
+
+def recorder_of(model: keras.Model) -> LedgerRecorder:
+    """Return the recorder of a model, or of another one that shares its weights.
+
+    Args:
+        model: A model that is not private itself.
+
+    Returns:
+        Always the same one; where the weights had several, the first of them, with
+        what the others had counted.
+    """
+    owners = [model, *model.trainable_variables]
+    known: dict[int, LedgerRecorder] = {}
+    for owner in owners:
+        entry = _recorders.get(id(owner))
+        if entry is not None and entry[0]() is owner:
+            known[id(entry[1])] = entry[1]
+    recorder, *others = known.values() or [LedgerRecorder()]
+    for other in others:
+        recorder.absorb(other)
+    for owner in owners:
+        _recorders[id(owner)] = (weakref.ref(owner), recorder)
+    return recorder
+
+
+def is_of_a_model(recorder: LedgerRecorder) -> bool:
+    """Tell whether a recorder is that of a model, not of an optimizer alone."""
+    return any(recorder is known for _, known in _recorders.values())

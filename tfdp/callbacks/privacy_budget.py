@@ -3,8 +3,9 @@
 from typing import Any
 
 from tfdp import _validate
+from tfdp._fit_callbacks import PrivacyCallback
 from tfdp.errors import NotPrivateError
-from tfdp.model import DPModel, PrivacyCallback
+from tfdp.model import DPModel
 from tfdp.recorder import Budget
 
 
