@@ -181,7 +181,8 @@ class LedgerRecorder:
         """
         if self.budget is None:
             return
-        if noise_multiplier != self.limited_for:
+        is_unlimited = self._item_limit.numpy() == _NO_LIMIT
+        if is_unlimited or noise_multiplier != self.limited_for:
             shares_gradients = (
                 not isinstance(self._segment, PoissonSteps)
                 and self._segment.examples_per_unit > 1

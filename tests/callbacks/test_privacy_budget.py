@@ -128,6 +128,14 @@ def test_noise_lowered_before_a_step_does_not_overspend(rows, steps_per_executio
     assert model.epsilon(DELTA) <= 1.0
 
 
+@pytest.mark.filterwarnings("ignore:Training without noise")
+def test_no_budget_has_room_for_a_step_without_noise(rows):
+    model = private(noise_multiplier=0.0)
+    with pytest.raises(tfdp.errors.PrivacyBudgetError):
+        model.fit(*rows, batch_size=20, callbacks=[budget()], verbose=0)
+    assert model.ledger.steps == 0
+
+
 def test_a_saved_budget_binds_after_loading(rows, tmp_path):
     model = private()
     model.fit(*rows, batch_size=20, epochs=9, callbacks=[budget()], verbose=0)
