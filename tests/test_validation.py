@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from tfdp import validation
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.validation import Problem, check_loss, check_model, validate_model
 
@@ -798,43 +797,6 @@ def test_vocabularies_hold(dtype, rows):
     x = np.random.default_rng(0).integers(0, BOUNDS, size=(rows, len(BOUNDS)))
     x[0] = BOUNDS - 1
     assert validate_model(sequential(Bounded()), x.astype(dtype)) == []
-
-
-@pytest.mark.parametrize("row", range(4))
-def test_one_row_stays_and_all_others_change(row):
-    x = {
-        "floats": numbers(4, 2),
-        "zeros": np.zeros((4, 2)),
-        "ids": np.array([[7, 1], [7, 1], [2, 5], [0, 9]]),
-        "strings": np.array(["a", "b", "c", "d"]),
-        "flags": np.array([True, False, True, True]),
-    }
-    changed = validation._with_others_changed(x, row)
-    for name, value in x.items():
-        same = (changed[name] == value).reshape(4, -1)
-        assert same[row].all()
-        assert not np.delete(same, row, axis=0).any(axis=1).any(), name
-        assert changed[name].dtype == value.dtype
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rounding", "difference"),
-    [("float64", 1e-6, 1e-3), ("float16", 1e-3, 5e-2), ("bfloat16", 1e-2, 0.2)],
-)
-def test_rounding_is_no_difference(dtype, rounding, difference):
-    tolerance = validation._tolerance(["float32", dtype])
-    values = np.array([[1.0, 2.0, np.nan, np.inf], [3.0, 4.0, 5.0, 6.0]] * 2)
-
-    def agrees(other, row=None):
-        return validation._agree([values], [other], row, tolerance)
-
-    assert agrees(values * (1 + rounding))
-    assert not agrees(values * (1 + difference))
-    assert not agrees(np.nan_to_num(values))
-    assert not agrees(values[:, :2])
-    other = values.copy()
-    other[3] += 1.0
-    assert [agrees(other, row) for row in range(4)] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("x", [np.zeros((0, 4)), np.float32(1.0), [[1.0, 2.0]]])
