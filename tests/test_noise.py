@@ -425,13 +425,16 @@ def test_seeds_may_be_of_any_size(seed):
 
 
 def test_a_negative_seed_is_refused():
-    with pytest.raises(ValueError, match="non-negative"):
+    message = r"at least 0\. Received: noise_seed=-1\. Use `noise_seed=1`\."
+    with pytest.raises(ValueError, match=message):
         source(-1)
 
 
 @pytest.mark.parametrize("seed", [True, 1.0, "1"])
 def test_what_is_no_integer_is_no_seed(seed):
-    with pytest.raises(TypeError, match=r"`noise_seed` must be an integer\. Received"):
+    with pytest.raises(
+        TypeError, match=r"`noise_seed` must be a whole number\. Received"
+    ):
         NoiseSource(seed)
 
 

@@ -15,6 +15,8 @@ def number(name: str, value: Any) -> float:
         raise TypeError(f"`{name}` must be a number. Received: {name}={value!r}.")
     try:
         return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"`{name}` must be a number. Received: {name}={value!r}."
@@ -49,7 +51,7 @@ def positive_int(name: str, value: Any, fix: str = "") -> int:
     """Return `value` as an int with value >= 1, or raise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"`{name}` must be a whole number. Received: {name}={value!r}.")
-    result = float(value)
+    result = number(name, value)
     if not (1 <= result < math.inf and result.is_integer()):
         raise ValueError(
             _rule(name, "must be a whole number of at least 1", value, fix)
@@ -57,10 +59,13 @@ def positive_int(name: str, value: Any, fix: str = "") -> int:
     return int(result)
 
 
-def whole_number(name: str, value: Any) -> int:
-    """Return `value` as an int of any sign, or raise."""
+def seed(name: str, value: Any) -> int:
+    """Return `value` as an int with value >= 0 of any size, or raise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"`{name}` must be an integer. Received: {name}={value!r}.")
+        raise TypeError(f"`{name}` must be a whole number. Received: {name}={value!r}.")
+    if value < 0:
+        fix = f"Use `{name}={-value}`."
+        raise ValueError(_rule(name, "must be at least 0", value, fix))
     return int(value)
 
 

@@ -37,7 +37,7 @@ class NoiseSource:
     def __init__(self, seed: int | None = None) -> None:
         """Take a fresh key, or the one that `seed` stands for."""
         if seed is not None:
-            seed = _validate.whole_number("noise_seed", seed)
+            seed = _validate.seed("noise_seed", seed)
             warnings.warn(
                 "The privacy noise is reproducible: whoever knows the seed can "
                 f"subtract it. Received: noise_seed={seed}. For a run that is to "

@@ -33,11 +33,8 @@ def seeded_key(seed: Any) -> int:
         TypeError: If `seed` is not a whole number.
         ValueError: If `seed` is negative.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise TypeError(f"`seed` must be a whole number. Received: seed={seed!r}.")
-    if seed < 0:
-        raise ValueError(f"`seed` must be at least 0. Received: seed={seed!r}.")
-    low, high = np.random.SeedSequence(int(seed)).generate_state(2, np.uint64)
+    sequence = np.random.SeedSequence(_validate.seed("seed", seed))
+    low, high = sequence.generate_state(2, np.uint64)
     return int(low) | int(high) << _WORD_BITS
 
 
