@@ -1,0 +1,149 @@
+"""How data reach the steps of `fit`, and as what the steps count."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfdp.accounting import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.data import PoissonDataset, declare
+from tfdp.data.training_data import (
+    made_up_rows,
+    number_of_examples,
+    some_rows,
+    split_for_validation,
+    training_data,
+)
+
+X = np.arange(20.0).reshape(10, 2)
+Y = np.arange(10)
+
+
+def of(x, y=None, sample_weight=None, **options):
+    defaults = {
+        "batch_size": None,
+        "steps_per_epoch": None,
+        "shuffle": True,
+        "sampling": "poisson",
+    }
+    return training_data(x, y, sample_weight, **{**defaults, **options})
+
+
+def dataset(batch=4):
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch)
+
+
+def generator():
+    yield from [(X[:0], Y[:0]), (X[:4], Y[:4]), (X[4:], Y[4:])]
+
+
+class Sequence(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return X[index * 5 : index * 5 + 5], Y[index * 5 : index * 5 + 5]
+
+
+# ---------------------------------------------------------------------- accounting
+
+
+def test_arrays_are_drawn_by_poisson_sampling():
+    data = of(X, Y, batch_size=4)
+    assert data.segment == PoissonSteps(0, 1.0, 10, 4)
+    assert isinstance(data.x, PoissonDataset)
+    assert (data.y, data.steps_per_epoch, data.batch_size) == (None, 3, None)
+
+
+def test_arrays_may_be_shuffled():
+    data = of(X, Y, batch_size=4, sampling="shuffle")
+    assert data.segment == ShuffledPasses(0, 1.0, 10, 4)
+    assert (data.batches_per_pass, data.steps_per_epoch, data.shuffle) == (3, 3, True)
+    assert data.begins_pass_each_epoch
+    assert not of(X, Y, sampling="shuffle", steps_per_epoch=1).begins_pass_each_epoch
+
+
+@pytest.mark.parametrize("x", [dataset(), Sequence(), generator()], ids=type)
+def test_of_other_data_nothing_is_known(x):
+    data = of(x, steps_per_epoch=2)
+    assert data.segment == UnamplifiedSteps(0, 1.0)
+    assert data.expected_batch_size is None
+    assert (data.steps_per_epoch, data.batches_per_pass) == (2, 1)
+
+
+def test_declared_data_are_what_is_declared():
+    facts = {"number_of_examples": 10, "expected_batch_size": 4}
+    shuffled = of(declare(dataset(), sampling="shuffle", **facts))
+    assert shuffled.segment == ShuffledPasses(0, 1.0, 10, 4)
+    assert (shuffled.batches_per_pass, shuffled.steps_per_epoch) == (3, 3)
+
+
+# ---------------------------------------------------------------- rows for the checks
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: of(X, Y),
+        lambda: of(X, Y, sampling="shuffle"),
+        lambda: of(dataset()),
+        lambda: of(Sequence()),
+        lambda: of(generator()),
+    ],
+    ids=["poisson", "shuffle", "dataset", "sequence", "generator"],
+)
+def test_a_sample_is_the_first_rows(make):
+    _, (x, y, sample_weight) = make().with_sample()
+    np.testing.assert_array_equal(x, X[:4])
+    np.testing.assert_array_equal(y, Y[:4])
+    assert sample_weight is None
+
+
+def test_a_sample_takes_nothing_away_from_a_generator():
+    data, _ = of(generator()).with_sample()
+    assert [len(y) for _, y in data.x] == [0, 4, 6]
+
+
+def test_data_without_batches_are_refused():
+    with pytest.raises(ValueError, match="no batches"):
+        of(dataset().take(0)).with_sample()
+
+
+def test_rows_are_made_up_where_there_are_none():
+    x = {"floats": np.zeros((0, 3), "float32"), "ids": np.zeros((0, 2), "int32")}
+    rows = some_rows(x)
+    assert rows["floats"].shape == (4, 3)
+    assert rows["floats"].dtype == "float32"
+    assert len(np.unique(rows["floats"])) == 12
+    np.testing.assert_array_equal(rows["ids"], np.zeros((4, 2)))
+    assert some_rows(X) is X
+    assert made_up_rows(X).shape == (4, 2)
+
+
+def test_validation_takes_the_last_rows():
+    training, validation = split_for_validation((X, Y, None), 0.25)
+    np.testing.assert_array_equal(training[1], Y[:7])
+    np.testing.assert_array_equal(validation[0], X[7:])
+    assert training[2] is validation[2] is None
+
+
+def test_numbers_of_examples():
+    assert number_of_examples({"a": X, "b": Y}) == 10
+    assert number_of_examples((None, tf.zeros([5, 2]))) == 5
+    with pytest.raises(TypeError, match="must be arrays"):
+        number_of_examples(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": X, "shuffle": False}, "sampled at random"),
+        ({"x": X, "batch_size": 0}, "`batch_size` must"),
+        ({"x": dataset(), "batch_size": 4}, "`batch_size` belongs to arrays"),
+        ({"x": PoissonDataset(X, expected_batch_size=4), "y": Y}, "into the dataset"),
+    ],
+    ids=str,
+)
+def test_contradictions_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        of(**arguments)

@@ -1,0 +1,88 @@
+"""What an engine differentiates: the losses, in training mode, and what they train."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tfdp.losses.objective import Objective
+
+X = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], "float32")
+Y = np.array([[1.0], [0.0], [2.0]], "float32")
+
+
+class OwnLoss(keras.Model):
+    """Weighs the squared error by the first input, and has a regularizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.5))
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        loss = keras.ops.mean(x[:, :1] * keras.ops.square(y - y_pred))
+        return loss + sum(self.losses)
+
+
+def linear(dtype=None):
+    return keras.Sequential([keras.Input((2,)), layers.Dense(1, dtype=dtype)])
+
+
+def test_losses_and_variables_of_a_keras_loss():
+    model = linear()
+    objective = Objective.of(model, "mse")
+    y_pred = objective.predict(X)
+    losses = objective.losses(X, Y, y_pred, np.array([1.0, 2.0, 0.0]))
+    np.testing.assert_allclose(
+        losses, [1, 2, 0] * np.square(Y - y_pred)[:, 0], rtol=1e-6
+    )
+    assert [id(v) for v in objective.variables] == [
+        id(v) for v in model.trainable_variables
+    ]
+
+
+def test_own_losses_come_row_by_row_without_regularizers():
+    model = OwnLoss()
+    model.compile()
+    model(X)
+    objective = Objective.of_compute_loss(model)
+    y_pred = objective.predict(X)
+    losses = objective.losses(X, Y, y_pred, None)
+    np.testing.assert_allclose(losses, X[:, 0] * np.square(Y - y_pred)[:, 0], rtol=1e-6)
+    assert model.losses  # The regularizer is back.
+
+
+def test_predictions_are_those_of_training():
+    model = keras.Sequential([
+        keras.Input((100,)),
+        layers.Dropout(0.5),
+        layers.Dense(1),
+    ])
+    predictions = [Objective.of(model, "mse").predict(tf.ones([1, 100])) for _ in "ab"]
+    assert predictions[0] != predictions[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (None, 1.0),
+        ("mixed_bfloat16", 1.0),
+        ("mixed_float16", 128.0),
+        ("float16", 128.0),
+    ],
+)
+def test_only_float16_scales_the_loss(dtype, scale):
+    assert Objective.of(linear(dtype), "mse").loss_scale == scale
+
+
+@pytest.mark.parametrize(
+    "make", [lambda m: Objective.of(m, "mse"), Objective.of_compute_loss]
+)
+def test_there_must_be_something_to_train(make):
+    model = linear()
+    model.trainable = False
+    with pytest.raises(ValueError, match="nothing to train"):
+        make(model)
