@@ -5,6 +5,7 @@ from tfdp import callbacks as callbacks
 from tfdp import data as data
 from tfdp import errors as errors
 from tfdp import optimizers as optimizers
+from tfdp import rules as rules
 from tfdp.accounting import (
     calibrate_noise_multiplier as calibrate_noise_multiplier,
 )

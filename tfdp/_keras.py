@@ -12,10 +12,20 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend import rnn as rnn
 from keras.src.backend.common import global_state
+from keras.src.trainers import compile_utils
 from keras.src.trainers.compile_utils import CompileLoss, get_loss
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.parallel_for import pfor
+
+
+class _NoMetrics:
+    """Stands in for Keras's metrics where none are wanted."""
+
+    @staticmethod
+    def Mean(name: str) -> None:  # noqa: N802
+        """Make no metric."""
 
 
 class PerExampleCompileLoss(CompileLoss):
@@ -24,6 +34,15 @@ class PerExampleCompileLoss(CompileLoss):
     Keras adds a running mean per output, which would be assigned once per
     example inside a vectorized map.
     """
+
+    def build(self, y_true: Any, y_pred: Any) -> None:
+        """Resolve the losses, without variables: this may happen in any graph."""
+        original = compile_utils.metrics_module
+        compile_utils.metrics_module = _NoMetrics
+        try:
+            super().build(y_true, y_pred)
+        finally:
+            compile_utils.metrics_module = original
 
     @property
     def metrics(self) -> list[None]:
@@ -63,6 +82,31 @@ def layers_by_path(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
 
     visit(model, model.name)
     return list(found.values())
+
+
+def input_signature(model: keras.Model) -> Any:
+    """Describe the inputs of a model, nested as it takes them.
+
+    Args:
+        model: Any Keras model.
+
+    Returns:
+        A nest of `tf.TensorSpec`.
+
+    Raises:
+        ValueError: If they are not known yet.
+    """
+    inputs = getattr(model, "_inputs_struct", None)
+    if inputs is None and isinstance(model, keras.Sequential) and model._functional:
+        inputs = model._functional._inputs_struct
+    if inputs is None:
+        raise ValueError(
+            f"The inputs of model `{model.name}` are not known yet. Received: a model "
+            "that has seen no data. Call `private.fit(...)` first."
+        )
+    return keras.tree.map_structure(
+        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), inputs
+    )
 
 
 @contextlib.contextmanager

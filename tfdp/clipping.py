@@ -90,19 +90,47 @@ def norms_rounded_up(per_unit_gradients: list[tf.Tensor]) -> tf.Tensor:
         Upper bounds of the norms, float64, shape ``(U,)``; not finite where a
         gradient is not finite.
     """
-    number_of_units = tf.shape(per_unit_gradients[0])[0]
-    squared_norms = tf.zeros([number_of_units], tf.float64)
-    variables = len(per_unit_gradients)
-    for gradients in per_unit_gradients:
-        size = math.prod(gradients.shape[1:])
-        block = _largest_divisor(size, _LARGEST_BLOCK)
-        blocks = tf.reshape(gradients, [number_of_units, size // block, block])
-        block_norms = tf.cast(_norms(blocks), tf.float64)
-        error = (block + 4) * _machine_epsilon(gradients.dtype) / 2
-        error += (size // block + variables) * _machine_epsilon(tf.float64) / 2
-        squared_norms += tf.reduce_sum(tf.square(block_norms), 1) * (1 + error)
-        squared_norms += size * float(np.finfo(gradients.dtype.as_numpy_dtype).tiny)
-    return tf.sqrt(squared_norms)
+    return norms_of_squares([
+        squares_rounded_up(
+            tf.reshape(
+                gradients, [tf.shape(gradients)[0], gradients.shape[1:].num_elements()]
+            )
+        )
+        for gradients in per_unit_gradients
+    ])
+
+
+def squares_rounded_up(gradients: tf.Tensor) -> tf.Tensor:
+    """Compute the squared l2 norm of each row, never too small.
+
+    Args:
+        gradients: float32 or float64, shape ``(U, size)`` with a static size.
+
+    Returns:
+        Upper bounds of the squared norms, float64, shape ``(U,)``; not finite where
+        a number is not finite.
+    """
+    size = gradients.shape[1]
+    block = _largest_divisor(size, _LARGEST_BLOCK)
+    blocks = tf.reshape(gradients, [tf.shape(gradients)[0], size // block, block])
+    block_norms = tf.cast(_norms(blocks), tf.float64)
+    error = (block + 4) * _machine_epsilon(gradients.dtype) / 2
+    error += (size // block) * _machine_epsilon(tf.float64) / 2
+    tiny = size * float(np.finfo(gradients.dtype.as_numpy_dtype).tiny)
+    return tf.reduce_sum(tf.square(block_norms), 1) * (1 + error) + tiny
+
+
+def norms_of_squares(squares: list[tf.Tensor]) -> tf.Tensor:
+    """Combine squared norms of the variables' gradients, rounded up once more.
+
+    Args:
+        squares: One float64 tensor for each variable, shape ``(U,)``.
+
+    Returns:
+        The norms over all variables, float64, shape ``(U,)``.
+    """
+    error = len(squares) * _machine_epsilon(tf.float64)
+    return tf.sqrt(tf.add_n(squares) * (1 + error))
 
 
 def clip_factors(norms: tf.Tensor, *, l2_norm_clip: tf.Tensor) -> tf.Tensor:
@@ -136,7 +164,7 @@ def clip_factors(norms: tf.Tensor, *, l2_norm_clip: tf.Tensor) -> tf.Tensor:
            Algorithm 1. https://arxiv.org/abs/1607.00133
     """
     rounded_up = tf.cast(norms, tf.float64) * (
-        1.0 + 2.0 * _matmul_roundoff(l2_norm_clip.dtype)
+        1.0 + 2.0 * matmul_roundoff(l2_norm_clip.dtype)
     )
     factors = tf.minimum(
         tf.ones([], tf.float64), tf.cast(l2_norm_clip, tf.float64) / rounded_up
@@ -214,7 +242,7 @@ def _machine_epsilon(dtype: tf.DType) -> float:
     return float(np.finfo(dtype.as_numpy_dtype).eps)
 
 
-def _matmul_roundoff(dtype: tf.DType) -> float:
+def matmul_roundoff(dtype: tf.DType) -> float:
     """Relative error of a matrix product's inputs, for what hardware may use."""
     tensor_float_32 = (
         dtype == tf.float32

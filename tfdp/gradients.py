@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from tfdp import _tree, _validate, engines, validation
 from tfdp.clipping import ClippedSum, clip_as_tensor
-from tfdp.data.training_data import first_rows, made_up_rows, some_rows
+from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
+from tfdp.engines.choice import choose
 from tfdp.engines.passes import number_of_rows, run_whole
 from tfdp.losses.objective import Batch, Objective
 
@@ -68,12 +69,12 @@ def clipped_gradients(
         >>> [gradient.shape.as_list() for gradient in clipped_sum.gradients]
         [[2, 1], [1]]
     """
-    chosen = engines.get(engine)
+    engines.get(engine)
     data = _tree.map_tensors(tf.convert_to_tensor, (x, y, sample_weight))
     if not model.built:
         model(data[0])
-    _check_once(model, data[0])
     objective = Objective.of(model, loss)
+    chosen = _checked_once(engine, objective, data)
     clip = clip_as_tensor(l2_norm_clip, objective.variables)
     rows_per_unit: int | tf.Tensor = 1
     if num_microbatches is not None:
@@ -94,21 +95,35 @@ def clipped_gradients(
     return ClippedSum(sums, norms, clip, rows_per_unit)
 
 
-# Models that were checked, with the number of variables that trained then.
-_checked: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
+# For each model and engine asked for: how many variables trained when the model was
+# checked, and the engine to use.
+_checked: weakref.WeakKeyDictionary[
+    keras.Model, dict[Any, tuple[int, engines.Engine]]
+] = weakref.WeakKeyDictionary()
 
 
-def _check_once(model: keras.Model, x: Any) -> None:
-    """Refuse layers that mix examples, on rows of `x` or on made-up ones in a graph."""
-    number = len(model.trainable_variables)
-    if _checked.get(model) == number or not _has_known_rows(x):
-        return
-    is_eager = tf.executing_eagerly()
+def _checked_once(engine: Any, objective: Objective, data: Any) -> engines.Engine:
+    """Refuse layers that mix examples, and choose the engine.
+
+    Args:
+        engine: As in `tfdp.DPModel`.
+        objective: What will be differentiated.
+        data: ``(x, y, sample_weight)``; in a graph, rows like it are made up.
+
+    Returns:
+        The engine to use.
+    """
+    model, number = objective.model, len(objective.variables)
+    known = _checked.setdefault(model, {})
+    checked, chosen = known.get(engine, (None, None))
+    if checked == number and chosen is not None:
+        return chosen
+    if not all(t.shape[1:].is_fully_defined() for t in _tree.tensors(data)):
+        return engines.get("vectorized" if engine == "auto" else engine)
+    has_rows = tf.executing_eagerly() and number_of_examples(data)
     with tf.init_scope():
-        rows = some_rows(first_rows(x)) if is_eager else made_up_rows(x)
-        validation.check_model(model, rows)
-    _checked[model] = number
-
-
-def _has_known_rows(x: Any) -> bool:
-    return all(tensor.shape[1:].is_fully_defined() for tensor in _tree.tensors(x))
+        rows = first_rows(data) if has_rows else made_up_rows(data)
+        validation.check_model(model, rows[0])
+        chosen = choose(engine, objective, rows)
+    known[engine] = number, chosen
+    return chosen

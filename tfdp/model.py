@@ -17,13 +17,16 @@ from tfdp.data import PoissonDataset
 from tfdp.data.training_data import (
     TrainingData,
     first_rows,
+    made_up_rows,
     number_of_examples,
     some_rows,
     split_for_validation,
     training_data,
 )
+from tfdp.engines import explanation
+from tfdp.engines.choice import choose
 from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
-from tfdp.errors import NotPrivateError, PrivacyBudgetError
+from tfdp.errors import NotPrivateError, PrivacyBudgetError, UnsupportedLayerError
 from tfdp.losses.objective import Batch, Objective
 from tfdp.losses.per_example import PerExampleLoss
 from tfdp.optimizers import DPOptimizer
@@ -50,8 +53,9 @@ class DPModel(keras.Model):
         model: Any Keras 3 model. It must not mix examples in training
             (`tfdp.validate_model`) nor override `train_step`. A model that
             overrides `compute_loss` has it evaluated for each example alone.
-        engine: How per-example gradients are clipped: `"auto"`, `"vectorized"`, or
-            an engine object.
+        engine: How per-example gradients are clipped: `"bookkeeping"`, in about the
+            time of an ordinary step; `"ghost"`, in least memory; `"vectorized"`, for
+            any model; `"auto"`, book-keeping where it can; or an engine object.
         physical_batch_size: Rows that go through the model at once. A batch of any
             size runs in passes of this size, within their memory, as one step. By
             default a batch runs whole.
@@ -118,6 +122,8 @@ class DPModel(keras.Model):
         self._plan = Plan()
         self._checked: tuple[bool, ...] | None = None
         self._jit_compile_passes = False
+        self._chosen_engine: engines.Engine | None = None
+        self._signature: Any = None
         if getattr(model, "optimizer", None) is not None:
             # Its slots would be saved with the private model.
             model.optimizer = None
@@ -154,10 +160,24 @@ class DPModel(keras.Model):
         """Describe how each layer's per-example gradients are clipped.
 
         Returns:
-            A table: layer, rule, how its norm is computed, and the bytes that one
-            example's gradient takes.
+            A table: layer, rule, how its norm is computed, and the bytes that this
+            takes for one example.
+
+        Raises:
+            UnsupportedLayerError: If the engine asked for cannot be used.
+            ValueError: If the model's inputs are not known before the first `fit`.
         """
-        return engines.get(self.engine).explain(self.model)
+        signature = self._signature
+        if signature is None:
+            signature = _keras.input_signature(self.model)
+        engine = self._chosen_engine or engines.get(self.engine)
+        try:
+            rows = engine.explain(self.model, signature)
+        except UnsupportedLayerError:
+            if self.engine != "auto":
+                raise
+            rows = engines.get("vectorized").explain(self.model, signature)
+        return explanation.table(rows)
 
     # What was run.
 
@@ -471,7 +491,7 @@ class DPModel(keras.Model):
         examples_per_unit, physical_batch_size = self._plan
         objective = self._objective()
         clip = clip_as_tensor(self.optimizer.l2_norm_clip.value, objective.variables)
-        engine = engines.get(self.engine)
+        engine = self._chosen_engine or engines.get(self.engine)
 
         def run_pass(batch: Batch, clip: tf.Tensor) -> Any:
             return engine.clip_and_sum(
@@ -584,6 +604,15 @@ class DPModel(keras.Model):
             validation.check_loss(losses, y, y_pred, sample_weight)
         self.built = True
         self._checked = self._trainable_state()
+        self._signature = _tree.map_tensors(
+            lambda rows: tf.TensorSpec([None, *rows.shape[1:]], rows.dtype), x
+        )
+        rows = (x, y, sample_weight)
+        if not number_of_examples(x):
+            rows = made_up_rows(rows)
+        engine = choose(self.engine, self._objective(), rows)
+        if engine != self._chosen_engine:
+            self._chosen_engine, self.train_function = engine, None
         # Variables that were built only now may be known from elsewhere.
         self.recorder = recorder_of(self.model)
         self._bind(self.optimizer)
@@ -646,7 +675,7 @@ class DPModel(keras.Model):
         """Return the arguments that rebuild the model."""
         return {
             "model": keras.saving.serialize_keras_object(self.model),
-            "engine": engines.get(self.engine).name,
+            "engine": self.engine if isinstance(self.engine, str) else self.engine.name,
             "physical_batch_size": self.physical_batch_size,
             "sampling": self.sampling,
             "name": self.name,

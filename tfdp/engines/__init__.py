@@ -2,21 +2,29 @@
 
 from typing import Any
 
+from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.engines.vectorized import VectorizedEngine
 
-_BY_NAME = {"auto": VectorizedEngine, "vectorized": VectorizedEngine}
+Engine = BookkeepingEngine | VectorizedEngine
+
+_BY_NAME: dict[str, type[Engine]] = {
+    "auto": BookkeepingEngine,
+    "bookkeeping": BookkeepingEngine,
+    "ghost": GhostEngine,
+    "vectorized": VectorizedEngine,
+}
 
 
-def get(engine: Any) -> VectorizedEngine:
+def get(engine: Any) -> Engine:
     """Return an engine by its name, or the engine object itself.
 
     Args:
-        engine: `"auto"`, `"vectorized"` or an engine.
+        engine: `"auto"`, `"bookkeeping"`, `"ghost"`, `"vectorized"` or an engine.
 
     Raises:
         ValueError: If there is no engine of that name.
     """
-    if isinstance(engine, VectorizedEngine):
+    if isinstance(engine, Engine):
         return engine
     if not isinstance(engine, str) or engine not in _BY_NAME:
         names = ", ".join(f"'{name}'" for name in _BY_NAME)

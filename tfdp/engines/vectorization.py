@@ -54,9 +54,11 @@ def _convert_filter_gradient(pfor_input: Any) -> tf.Tensor | None:
         inputs,
         output_gradients,
         kernel_shape=tuple(kernel_shape.tolist()),
-        strides=tuple(pfor_input.get_attr("strides")[1:3]),
-        dilations=tuple(pfor_input.get_attr("dilations")[1:3]),
-        padding=padding,
+        geometry=convolution.Geometry(
+            strides=tuple(pfor_input.get_attr("strides")[1:3]),
+            dilations=tuple(pfor_input.get_attr("dilations")[1:3]),
+            padding=padding,
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from absl import logging
 
 from tfdp import _keras, _tree
 from tfdp.clipping import clip_and_sum
+from tfdp.engines.explanation import Explanation
 from tfdp.engines.vectorization import efficient_vectorization
 from tfdp.losses.objective import Batch, Objective
 
@@ -56,7 +57,7 @@ class VectorizedEngine:
         def of_one_unit(elements: Any) -> tuple[list[tf.Tensor], Any]:
             number, leaves = elements
             with _keras.seeds_of_row(number) as advance:
-                gradients, y_pred = _gradients(objective, _tree.pack(leaves, units))
+                gradients, y_pred = unit_gradients(objective, _tree.pack(leaves, units))
             has_path[:] = [gradient is not None for gradient in gradients]
             advance_seeds[:] = [advance]
             return _tree.tensors(gradients), y_pred
@@ -82,21 +83,14 @@ class VectorizedEngine:
             _tree.map_tensors(_unstack, y_pred),
         )
 
-    def explain(self, model: keras.Model) -> str:
-        """Tabulate what each layer's gradients take; see `DPModel.explain`."""
-        rows = [("layer", "rule", "norm", "bytes per example")]
-        rows += [
-            (path, self.name, "instantiated", f"{size:,}")
+    def explain(self, model: keras.Model, signature: Any) -> list[Explanation]:
+        """Say what each layer's gradients take; see `DPModel.explain`."""
+        del signature
+        return [
+            Explanation(path, self.name, "instantiated", size)
             for path, layer in _keras.layers_by_path(model)
             if (size := _own_trainable_bytes(layer))
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-            )
-            for row in rows
-        )
 
 
 def _own_trainable_bytes(layer: keras.layers.Layer) -> int:
@@ -113,8 +107,19 @@ def _own_trainable_bytes(layer: keras.layers.Layer) -> int:
     )
 
 
-def _gradients(objective: Objective, unit: Batch) -> tuple[list[tf.Tensor | None], Any]:
-    """Differentiate the mean loss of a unit's real rows; None where no path leads."""
+def unit_gradients(
+    objective: Objective, unit: Batch
+) -> tuple[list[tf.Tensor | None], Any]:
+    """Differentiate the mean loss of a unit's real rows.
+
+    Args:
+        objective: What to differentiate.
+        unit: The rows of one unit.
+
+    Returns:
+        For each variable its gradient, None where no path leads to it; and the
+        model's outputs.
+    """
     variables = [variable.value for variable in objective.variables]
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(variables)

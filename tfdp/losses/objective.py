@@ -39,11 +39,13 @@ class Objective:
         model: The Keras model, built.
         losses: ``(x, y, y_pred, sample_weight) -> (N,)``.
         variables: The trainable Keras variables, in the model's order.
+        training: Whether the model runs in training mode.
     """
 
     model: keras.Model
     losses: Callable[[Any, Any, Any, Any], tf.Tensor]
     variables: list[Any]
+    training: bool = True
 
     @classmethod
     def of(cls, model: keras.Model, loss: Any, loss_weights: Any = None) -> Self:
@@ -98,9 +100,9 @@ class Objective:
         return cls(model, losses, variables)
 
     def predict(self, x: Any) -> Any:
-        """Run the model in training mode."""
+        """Run the model."""
         if _keras.takes_training(self.model):
-            return self.model(x, training=True)
+            return self.model(x, training=self.training)
         return self.model(x)
 
     @property

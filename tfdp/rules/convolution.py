@@ -1,6 +1,9 @@
-"""The filter gradients of a convolution, one for each example of a batch."""
+"""Filter gradients of convolutions, of all examples together and of each alone."""
 
+import dataclasses
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -11,59 +14,267 @@ from tfdp import _keras
 _LARGEST_PATCHES = 1 << 16
 
 
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """How a kernel slides over its inputs, channels last.
+
+    Attributes:
+        strides: Steps along each spatial axis.
+        dilations: Distances between the kernel's numbers along each.
+        padding: ``"SAME"`` or ``"VALID"``.
+    """
+
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    padding: str
+
+    def groups(self, inputs: Sequence[int], kernel: Sequence[int]) -> int:
+        """Count the groups of channels that do not meet."""
+        return int(inputs[-1] // kernel[-2])
+
+    def pads(
+        self, inputs: Sequence[int], kernel: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Return the zeros before and after each axis of (spatial, C) inputs."""
+        if self.padding == "VALID":
+            return [(0, 0)] * len(self.strides)
+        pads = []
+        for size, extent, stride, dilation in zip(
+            inputs, kernel, self.strides, self.dilations, strict=False
+        ):
+            outputs = -(-size // stride)
+            total = max((outputs - 1) * stride + (extent - 1) * dilation + 1 - size, 0)
+            pads.append((total // 2, total - total // 2))
+        return pads
+
+    def with_flat_axis(self) -> "Geometry":
+        """Describe the same convolution with an axis of one position in front."""
+        return Geometry((1, *self.strides), (1, *self.dilations), self.padding)
+
+
 def filter_gradients(
     inputs: tf.Tensor,
     output_gradients: tf.Tensor,
     *,
-    kernel_shape: tuple[int, int, int, int],
-    strides: tuple[int, int],
-    dilations: tuple[int, int],
-    padding: str,
+    kernel_shape: tuple[int, ...],
+    geometry: Geometry,
 ) -> tf.Tensor:
-    """Compute the gradient of a 2-D convolution's kernel for each example alone.
+    """Compute the gradient of a convolution's kernel for each unit alone.
 
     Args:
-        inputs: Input of the convolution, shape ``(N, U, H, W, C)`` where the U
-            rows of an example are summed over; static but for ``N``.
-        output_gradients: Gradient of the loss with respect to the output of the
-            convolution, shape ``(N, U, H', W', O)``; static but for ``N``.
-        kernel_shape: ``(kernel height, kernel width, C / groups, O)``.
-        strides: Strides of height and width.
-        dilations: Dilations of height and width.
-        padding: ``"SAME"`` or ``"VALID"``.
+        inputs: Inputs of the convolution, shape ``(U, K, *spatial, C)`` where the K
+            rows of a unit are summed over; static but for ``U`` and ``K``.
+        output_gradients: Gradient of the loss with respect to the outputs, shape
+            ``(U, K, *spatial', O)``; static likewise.
+        kernel_shape: ``(*kernel size, C / groups, O)``.
+        geometry: Strides, dilations and padding.
 
     Returns:
-        Gradients of shape ``(N, *kernel_shape)`` and the dtype of the inputs.
+        Gradients of shape ``(U, *kernel_shape)`` and the dtype of the inputs.
     """
-    positions = math.prod(output_gradients.shape[1:4])
-    if positions * math.prod(kernel_shape[:2]) * inputs.shape[-1] > _LARGEST_PATCHES:
-        return _one_after_another(
-            inputs, output_gradients, kernel_shape, strides, dilations, padding
+    if len(geometry.strides) == 1:
+        gradients = filter_gradients(
+            inputs[:, :, None],
+            output_gradients[:, :, None],
+            kernel_shape=(1, *kernel_shape),
+            geometry=geometry.with_flat_axis(),
         )
-    height, width, _, filters = kernel_shape
-    channels = inputs.shape[-1]
-    groups = channels // kernel_shape[2]
+        return gradients[:, 0]
+    groups = geometry.groups(inputs.shape, kernel_shape)
+    positions = math.prod(output_gradients.shape[2:-1])
+    patches = positions * math.prod(kernel_shape[:-2]) * inputs.shape[-1]
+    is_flat = len(geometry.strides) == 2
+    if is_flat and patches <= _LARGEST_PATCHES:
+        return _by_patches(inputs, output_gradients, kernel_shape, geometry, groups)
+    if not is_flat or groups > 1 or _keras.inside_xla():
+        return _by_offsets(inputs, output_gradients, kernel_shape, geometry, groups)
+    return tf.map_fn(
+        lambda unit: filter_gradient(
+            *unit, kernel_shape=kernel_shape, geometry=geometry
+        ),
+        (inputs, output_gradients),
+        fn_output_signature=tf.TensorSpec(kernel_shape, inputs.dtype),
+    )
+
+
+def filter_gradient(
+    inputs: tf.Tensor,
+    output_gradients: tf.Tensor,
+    *,
+    kernel_shape: tuple[int, ...],
+    geometry: Geometry,
+) -> tf.Tensor:
+    """Compute the ordinary gradient of a convolution's kernel.
+
+    Args:
+        inputs: Inputs of the convolution, shape ``(R, *spatial, C)``.
+        output_gradients: Gradient with respect to the outputs, shape
+            ``(R, *spatial', O)``.
+        kernel_shape: ``(*kernel size, C / groups, O)``.
+        geometry: Strides, dilations and padding.
+
+    Returns:
+        The sum over the rows, of shape `kernel_shape`.
+    """
+    rank = len(geometry.strides)
+    if rank == 1:
+        gradient = filter_gradient(
+            inputs[:, None],
+            output_gradients[:, None],
+            kernel_shape=(1, *kernel_shape),
+            geometry=geometry.with_flat_axis(),
+        )
+        return gradient[0]
+    operation = {
+        "filter_sizes": kernel_shape,
+        "out_backprop": output_gradients,
+        "strides": [1, *geometry.strides, 1],
+        "dilations": [1, *geometry.dilations, 1],
+        "padding": geometry.padding,
+    }
+    groups = geometry.groups(inputs.shape, kernel_shape)
+    if rank == 2 and groups == 1:
+        return tf.raw_ops.Conv2DBackpropFilter(input=inputs, **operation)
+    if rank == 3 and groups == 1 and set(geometry.dilations) == {1}:
+        return tf.raw_ops.Conv3DBackpropFilterV2(input=inputs, **operation)
+    return _by_offsets(
+        inputs[None], output_gradients[None], kernel_shape, geometry, groups
+    )[0]
+
+
+def patch_gram(
+    inputs: tf.Tensor,
+    positions: Sequence[int],
+    kernel_shape: tuple[int, ...],
+    geometry: Geometry,
+) -> tf.Tensor:
+    """Compute the inner products of all pairs of patches that a kernel sees.
+
+    They are sums of inner products of pixels, which are fewer and shorter: for each
+    number of the kernel one shifted part of the pixels' Gram matrix.
+
+    Args:
+        inputs: Shape ``(R, *spatial, C)``, static but for ``R``; one group.
+        positions: ``spatial'`` of the outputs.
+        kernel_shape: ``(*kernel size, C, O)``.
+        geometry: Strides, dilations and padding.
+
+    Returns:
+        Shape ``(R, T, T)`` for the T positions of the outputs.
+    """
+    padded = _padded(inputs[:, None], kernel_shape, geometry)[:, 0]
+    spatial = padded.shape[1:-1].as_list()
+    pixels = tf.reshape(padded, [-1, math.prod(spatial), padded.shape[-1]])
+    gram = tf.matmul(pixels, pixels, transpose_b=True)
+    gram = tf.reshape(gram, [-1, *spatial, *spatial])
+    parts = [
+        gram[(slice(None), *window, *window)]
+        for window in _windows(positions, kernel_shape, geometry)
+    ]
+    return tf.reshape(tf.add_n(parts), [-1, *[math.prod(positions)] * 2])
+
+
+def depthwise_gradients(
+    inputs: tf.Tensor,
+    output_gradients: tf.Tensor,
+    *,
+    kernel_shape: tuple[int, ...],
+    geometry: Geometry,
+) -> tf.Tensor:
+    """Compute the gradient of a depthwise convolution's kernel for each row alone.
+
+    Args:
+        inputs: Shape ``(R, *spatial, C)``; static but for ``R``.
+        output_gradients: Shape ``(R, *spatial', C * multiplier)``.
+        kernel_shape: ``(*kernel size, C, multiplier)``.
+        geometry: Strides, dilations and padding.
+
+    Returns:
+        Gradients of shape ``(R, *kernel_shape)``.
+    """
+    spatial = output_gradients.shape[1:-1].as_list()
+    g = tf.reshape(output_gradients, [-1, *spatial, *kernel_shape[-2:]])
+    padded = _padded(inputs[:, None], kernel_shape, geometry)[:, 0]
+    axes = list(range(1, 1 + len(spatial)))
+    parts = [
+        tf.reduce_sum(padded[(slice(None), *window)][..., None] * g, axes)
+        for window in _windows(spatial, kernel_shape, geometry)
+    ]
+    return tf.reshape(tf.stack(parts, 1), [-1, *kernel_shape])
+
+
+def _by_patches(
+    inputs: tf.Tensor,
+    output_gradients: tf.Tensor,
+    kernel_shape: tuple[int, ...],
+    geometry: Geometry,
+    groups: int,
+) -> tf.Tensor:
+    height, width, depth, filters = kernel_shape
     rows = tf.reshape(inputs, [-1, *inputs.shape[2:]])
-    patches = _patches(rows, height, width, strides, dilations, padding)
+    patches = _patches(rows, height, width, geometry)
+    units = tf.shape(inputs)[0]
     if groups == 1:
-        a = tf.reshape(patches, [-1, positions, height * width * channels])
-        g = tf.reshape(output_gradients, [-1, positions, filters])
+        a = tf.reshape(patches, [units, -1, height * width * depth])
+        g = tf.reshape(output_gradients, [units, -1, filters])
         return tf.reshape(tf.matmul(a, g, transpose_a=True), [-1, *kernel_shape])
-    a = tf.reshape(patches, [-1, positions, height * width, groups, kernel_shape[2]])
-    g = tf.reshape(output_gradients, [-1, positions, groups, filters // groups])
+    a = tf.reshape(patches, [units, -1, height * width, groups, depth])
+    g = tf.reshape(output_gradients, [units, -1, groups, filters // groups])
     gradients = tf.einsum("npkgc,npgo->nkcgo", a, g)
     return tf.reshape(gradients, [-1, *kernel_shape])
 
 
-def _patches(
-    rows: tf.Tensor,
-    height: int,
-    width: int,
-    strides: tuple[int, int],
-    dilations: tuple[int, int],
-    padding: str,
+def _by_offsets(
+    inputs: tf.Tensor,
+    output_gradients: tf.Tensor,
+    kernel_shape: tuple[int, ...],
+    geometry: Geometry,
+    groups: int,
 ) -> tf.Tensor:
-    """Lay out what each kernel position sees: ``(N, H', W', height*width*C)``."""
+    """Take one product for each number of the kernel, with the inputs shifted."""
+    depth, filters = kernel_shape[-2:]
+    spatial = output_gradients.shape[2:-1].as_list()
+    units = tf.shape(inputs)[0]
+    padded = _padded(inputs, kernel_shape, geometry)
+    g = tf.reshape(output_gradients, [units, -1, groups, filters // groups])
+    parts = []
+    for window in _windows(spatial, kernel_shape, geometry):
+        a = padded[(slice(None), slice(None), *window)]
+        a = tf.reshape(a, [units, -1, groups, depth])
+        if groups == 1:
+            parts.append(tf.matmul(a[:, :, 0], g[:, :, 0], transpose_a=True))
+        else:
+            part = tf.einsum("ntgc,ntgo->ncgo", a, g)
+            parts.append(tf.reshape(part, [units, depth, filters]))
+    return tf.reshape(tf.stack(parts, 1), [-1, *kernel_shape])
+
+
+def _padded(
+    inputs: tf.Tensor, kernel_shape: tuple[int, ...], geometry: Geometry
+) -> tf.Tensor:
+    """Write out the padding of ``(U, K, *spatial, C)``."""
+    pads = geometry.pads(inputs.shape[2:].as_list(), kernel_shape)
+    if not any(map(any, pads)):
+        return inputs
+    return tf.pad(inputs, [(0, 0), (0, 0), *pads, (0, 0)])
+
+
+def _windows(
+    spatial: Sequence[int], kernel_shape: tuple[int, ...], geometry: Geometry
+) -> Iterator[tuple[slice, ...]]:
+    """Yield, for each place in the kernel, what it sees of the padded inputs."""
+    for place in itertools.product(*map(range, kernel_shape[:-2])):
+        window = tuple(
+            slice(at * dilation, at * dilation + (size - 1) * stride + 1, stride)
+            for at, size, stride, dilation in zip(
+                place, spatial, geometry.strides, geometry.dilations, strict=True
+            )
+        )
+        yield window
+
+
+def _patches(rows: tf.Tensor, height: int, width: int, geometry: Geometry) -> tf.Tensor:
+    """Lay out what each kernel position sees: ``(R, H', W', height*width*C)``."""
     channels = rows.shape[-1]
     size = height * width * channels
     if channels == 1 and size <= 128 and not _keras.inside_xla():
@@ -72,32 +283,17 @@ def _patches(
         identity = tf.reshape(
             tf.eye(size, dtype=rows.dtype), [height, width, channels, size]
         )
-        return tf.nn.conv2d(rows, identity, strides, padding, dilations=dilations)
-    return tf.image.extract_patches(
-        rows, [1, height, width, 1], [1, *strides, 1], [1, *dilations, 1], padding
-    )
-
-
-def _one_after_another(
-    inputs: tf.Tensor,
-    output_gradients: tf.Tensor,
-    kernel_shape: tuple[int, int, int, int],
-    strides: tuple[int, int],
-    dilations: tuple[int, int],
-    padding: str,
-) -> tf.Tensor:
-    def of_one(example: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
-        return tf.raw_ops.Conv2DBackpropFilter(
-            input=example[0],
-            filter_sizes=kernel_shape,
-            out_backprop=example[1],
-            strides=[1, *strides, 1],
-            dilations=[1, *dilations, 1],
-            padding=padding,
+        return tf.nn.conv2d(
+            rows,
+            identity,
+            geometry.strides,
+            geometry.padding,
+            dilations=geometry.dilations,
         )
-
-    return tf.map_fn(
-        of_one,
-        (inputs, output_gradients),
-        fn_output_signature=tf.TensorSpec(kernel_shape, inputs.dtype),
+    return tf.image.extract_patches(
+        rows,
+        [1, height, width, 1],
+        [1, *geometry.strides, 1],
+        [1, *geometry.dilations, 1],
+        geometry.padding,
     )

@@ -1,0 +1,310 @@
+"""Clipped sums from one forward and one backward pass, without per-example gradients."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _keras, _validate, rules
+from tfdp.clipping import (
+    at_least_float32,
+    clip_factors,
+    norms_of_squares,
+    squares_rounded_up,
+)
+from tfdp.engines.explanation import Explanation
+from tfdp.engines.passes import number_of_rows
+from tfdp.losses.objective import Batch, Objective
+from tfdp.rules.recording import Recording
+from tfdp.rules.terms import Kept, Term, Units
+
+
+@dataclasses.dataclass(frozen=True)
+class BookkeepingEngine:
+    """Computes norms and clipped sums from the factors of the gradients.
+
+    A layer's gradient is a product of its inputs and of the gradients of what it
+    computes from them; one backward pass gives the latter for all layers. Norms come
+    from the factors, layer by layer, and so does the clipped sum once the norms are
+    known [1]_.
+
+    Args:
+        norms: How the norms of products are computed: `"gram"` from inner products
+            of the factors [2]_, `"instantiate"` from each unit's gradient, layer by
+            layer, or `"auto"`, for each layer what its shapes make cheapest.
+
+    References:
+        .. [1] Bu et al., "Differentially Private Optimization on Large Model at Small
+           Cost", ICML 2023. https://arxiv.org/abs/2210.00038
+        .. [2] Li et al., "Large Language Models Can Be Strong Differentially Private
+           Learners", ICLR 2022, section 4. https://arxiv.org/abs/2110.05679
+    """
+
+    norms: str = "auto"
+    name = "bookkeeping"
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        _validate.one_of("norms", self.norms, ("auto", "gram", "instantiate"))
+
+    def clip_and_sum(
+        self,
+        objective: Objective,
+        batch: Batch,
+        *,
+        l2_norm_clip: tf.Tensor,
+        rows_per_unit: int | tf.Tensor,
+    ) -> tuple[list[tf.Tensor], tf.Tensor, Any]:
+        """Sum the clipped gradients of the units of a batch.
+
+        Args:
+            objective: What to differentiate.
+            batch: Its number of rows is a multiple of `rows_per_unit`.
+            l2_norm_clip: Radius of the clip ball, a positive scalar tensor.
+            rows_per_unit: Consecutive rows whose mean loss is one unit's loss. A
+                unit without a real row contributes nothing.
+
+        Returns:
+            The clipped sums in the order of the variables, the units' norms
+            before clipping with shape ``(U,)``, and the model's outputs for all
+            rows.
+
+        Raises:
+            UnsupportedLayerError: If some layer's gradients are out of reach.
+        """
+        step = _Pass(objective, batch, rows_per_unit, norms=self.norms)
+        squares, terms = step.norms_and_terms(keeps=True)
+        norms = norms_of_squares(squares)
+        weights = step.clip_weights(norms, l2_norm_clip)
+        return (
+            step.sums(terms, weights, norms),
+            tf.cast(norms, l2_norm_clip.dtype),
+            step.y_pred,
+        )
+
+    def explain(self, model: keras.Model, signature: Any) -> list[Explanation]:
+        """Say how each layer's norm is computed; see `DPModel.explain`."""
+        rows: list[Explanation] = []
+
+        def run(x: Any) -> None:
+            tape = tf.GradientTape(watch_accessed_variables=False)
+            recording = Recording(model, tape, number_of_rows(x), rules.find)
+            with tape, recording.observing():
+                model(x)
+            for watched in recording.watched:
+                zeros = [tf.zeros_like(tensor) for tensor in watched.tensors]
+                rows.extend(
+                    self._explained(watched.path, watched.rule, watched.terms_of(zeros))
+                )
+
+        tf.function(run, autograph=False).get_concrete_function(signature)
+        return rows
+
+    def _explained(
+        self, path: str, rule: str, terms: list[Term]
+    ) -> Iterator[Explanation]:
+        units = Units(number=1, rows=1)
+        ways = {"gram": "Gram", "keep": "instantiated", "drop": "instantiated"}
+        by_way: dict[str, list[float]] = {}
+        for term in terms:
+            if not term.variable.trainable:
+                continue
+            how = term.how(self.norms, units)
+            known = term.numbers(how, units)
+            by_way.setdefault(ways[how], []).append(
+                math.inf if known is None else known
+            )
+        for way, numbers in by_way.items():
+            total = 4 * sum(numbers)
+            size = None if math.isinf(total) else int(total)
+            yield Explanation(path, rule, way, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class GhostEngine(BookkeepingEngine):
+    """Computes norms first, and then the clipped sum in a second backward pass.
+
+    The gradients of what the layers compute are not held until the norms are known:
+    least memory, for the time of one more backward pass through the same forward
+    pass, dropout masks included.
+
+    Args:
+        norms: See `BookkeepingEngine`; what is instantiated is not kept.
+    """
+
+    name = "ghost"
+
+    def clip_and_sum(
+        self,
+        objective: Objective,
+        batch: Batch,
+        *,
+        l2_norm_clip: tf.Tensor,
+        rows_per_unit: int | tf.Tensor,
+    ) -> tuple[list[tf.Tensor], tf.Tensor, Any]:
+        """Sum the clipped gradients; see `BookkeepingEngine.clip_and_sum`."""
+        step = _Pass(objective, batch, rows_per_unit, norms=self.norms)
+        squares, _ = step.norms_and_terms(keeps=False)
+        norms = norms_of_squares(squares)
+        weights = step.clip_weights(norms, l2_norm_clip)
+        terms = [
+            _joined(terms, step.units) for terms in step.terms_by_variable(weights)
+        ]
+        return (
+            step.sums(terms, None, norms),
+            tf.cast(norms, l2_norm_clip.dtype),
+            step.y_pred,
+        )
+
+
+class _Pass:
+    """One recorded forward pass, and backward passes through it."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        batch: Batch,
+        rows_per_unit: int | tf.Tensor,
+        *,
+        norms: str,
+    ) -> None:
+        rows = number_of_rows(batch.is_padding)
+        known = rows_per_unit if isinstance(rows_per_unit, int) else None
+        self.units = Units(rows // rows_per_unit, known)
+        self._objective = objective
+        self._norms = norms
+        self._rows_per_unit = rows_per_unit
+        real = tf.reshape(~batch.is_padding, [self.units.number, -1])
+        self._is_empty = ~tf.reduce_any(real, axis=1)
+        # A unit's loss is the mean over its real rows.
+        share = tf.cast(real, tf.float64)
+        share = tf.math.divide_no_nan(share, tf.reduce_sum(share, 1, keepdims=True))
+        self._shares = tf.reshape(share, [-1])
+        self._tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
+        with self._tape:
+            recording = Recording(objective.model, self._tape, rows, rules.find)
+            with recording.observing():
+                self.y_pred = objective.predict(batch.x)
+                losses = objective.losses(
+                    batch.x, batch.y, self.y_pred, batch.sample_weight
+                )
+        self._losses = losses
+        self._watched = recording.watched
+
+    def terms_by_variable(self, weights: tf.Tensor | None = None) -> list[list[Term]]:
+        """Go back through the pass, each unit's loss with a weight or with 1.
+
+        Returns:
+            For each variable of the objective, what its gradients are made of.
+        """
+        scale = self._objective.loss_scale
+        of_rows = self._shares * scale
+        if weights is not None:
+            repeated = tf.repeat(tf.cast(weights, tf.float64), self._rows_per_unit)
+            of_rows *= tf.ensure_shape(repeated, of_rows.shape)
+        tensors = [watched.tensors for watched in self._watched]
+        gradients = self._tape.gradient(
+            self._losses,
+            tensors,
+            output_gradients=tf.cast(of_rows, self._losses.dtype),
+        )
+        found: dict[int, list[Term]] = {id(v): [] for v in self._objective.variables}
+        for watched, of_call in zip(self._watched, gradients, strict=True):
+            if all(gradient is None for gradient in of_call):
+                continue
+            unscaled = [
+                tf.zeros(tf.shape(tensor), at_least_float32(tensor).dtype)
+                if gradient is None
+                else at_least_float32(tf.convert_to_tensor(gradient)) / scale
+                for tensor, gradient in zip(watched.tensors, of_call, strict=True)
+            ]
+            for term in watched.terms_of(unscaled):
+                if id(term.variable) in found:
+                    found[id(term.variable)].append(term)
+        return list(found.values())
+
+    def norms_and_terms(
+        self, *, keeps: bool
+    ) -> tuple[list[tf.Tensor], list[Term | None]]:
+        """Bound each variable's squared norms, and keep what the sums need."""
+        squares, ready = [], []
+        for terms in self.terms_by_variable():
+            term = _joined(terms, self.units)
+            if term is not None:
+                of_variable, term = _squares(term, self._norms, self.units, keeps=keeps)
+                squares.append(of_variable)
+            ready.append(term)
+        if not squares:
+            squares.append(tf.zeros([self.units.number], tf.float64))
+        return squares, ready
+
+    def clip_weights(self, norms: tf.Tensor, l2_norm_clip: tf.Tensor) -> tf.Tensor:
+        """Return the units' clip factors, 0 for those without a real row."""
+        factors = clip_factors(norms, l2_norm_clip=l2_norm_clip)
+        return tf.where(self._is_empty, tf.zeros_like(factors), factors)
+
+    def sums(
+        self, terms: list[Term | None], weights: tf.Tensor | None, norms: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Sum over the units, of which those without a finite norm are left out."""
+        factors = [[] if term is None else term.factors(self.units) for term in terms]
+        finite = tf.math.is_finite(norms)
+
+        def selected() -> Any:
+            return keras.tree.map_structure(
+                lambda part: _selected(part, finite), factors
+            )
+
+        if _keras.inside_xla():
+            factors = selected()
+        else:
+            clean = tf.reduce_all(finite)
+            factors = tf.cond(clean, lambda: factors, selected)
+        return [
+            tf.zeros(variable.shape, at_least_float32(variable.value).dtype)
+            if term is None
+            else term.weighted_sum(parts, weights)
+            for variable, term, parts in zip(
+                self._objective.variables, terms, factors, strict=True
+            )
+        ]
+
+
+def _joined(terms: list[Term], units: Units) -> Term | None:
+    """Return one term for all uses of a variable; None if there is none."""
+    different: list[Term] = []
+    for term in terms:
+        for position, other in enumerate(different):
+            merged = other.merged(term)
+            if merged is not None:
+                different[position] = merged
+                break
+        else:
+            different.append(term)
+    if len(different) <= 1:
+        return different[0] if different else None
+    variable = different[0].variable
+    return Kept(variable, tf.add_n([term.instantiate(units) for term in different]))
+
+
+def _squares(
+    term: Term, norms: str, units: Units, *, keeps: bool
+) -> tuple[tf.Tensor, Term]:
+    """Bound the units' squared norms; return the term to sum with them."""
+    how = term.how(norms, units)
+    if how == "gram":
+        return term.squares_by_gram(units), term
+    gradients = term.instantiate(units)
+    squares = squares_rounded_up(gradients)
+    if how == "keep" and keeps:
+        return squares, Kept(term.variable, gradients)
+    return squares, term
+
+
+def _selected(units: tf.Tensor, chosen: tf.Tensor) -> tf.Tensor:
+    """Replace the units that are not chosen by zeros."""
+    chosen = tf.reshape(chosen, [-1] + [1] * (units.shape.rank - 1))
+    return tf.where(chosen, units, tf.zeros_like(units))

@@ -1,0 +1,147 @@
+"""Chooses the engine of a model, and tries it on a few rows before it is trusted."""
+
+import contextlib
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdp import _keras, _tree, engines
+from tfdp.engines.passes import number_of_rows, run_whole
+from tfdp.engines.vectorized import VectorizedEngine, unit_gradients
+from tfdp.errors import UnsupportedLayerError
+from tfdp.losses.objective import Batch, Objective
+
+# Relative differences that rounding explains, by what the layers compute in.
+_TOLERANCES = {"float16": 5e-2, "bfloat16": 1e-1}
+_TOLERANCE = 1e-2
+
+
+def choose(engine: Any, objective: Objective, data: Any) -> engines.Engine:
+    """Return the engine to use for a model.
+
+    Book-keeping is compared with the ordinary gradients of single rows: a layer that
+    puts examples elsewhere than on the leading axis, or a registered rule that is
+    wrong, would lead to wrong norms.
+
+    Args:
+        engine: As in `tfdp.DPModel`.
+        objective: What will be differentiated.
+        data: ``(x, y, sample_weight)``, nested arrays of a few rows.
+
+    Returns:
+        `engine`, or the vectorized one if `engine` is `"auto"` and book-keeping is
+        out of question, which a log line says.
+
+    Raises:
+        UnsupportedLayerError: If the engine was asked for and cannot be used.
+    """
+    chosen = engines.get(engine)
+    if isinstance(chosen, VectorizedEngine):
+        return chosen
+    data = _tree.map_tensors(tf.convert_to_tensor, data)
+    try:
+        _compare(chosen, objective, data)
+        _trace(chosen, objective, data)
+    except UnsupportedLayerError as error:
+        if engine != "auto":
+            raise UnsupportedLayerError(
+                f"Engine '{chosen.name}' cannot clip the gradients of model "
+                f"`{objective.model.name}`. {error} Or use `engine='vectorized'`."
+            ) from error
+        logging.warning(
+            "tfdp takes whole gradients of each example of model `%s`, which needs "
+            "more time and memory: %s",
+            objective.model.name,
+            error,
+        )
+        return VectorizedEngine()
+    return chosen
+
+
+def _trace(engine: engines.Engine, objective: Objective, data: Any) -> None:
+    """Trace a pass as training will, to see whether all layers can be recorded."""
+    signature = _tree.map_tensors(
+        lambda tensor: tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype), data
+    )
+    run = tf.function(functools.partial(_run, engine, objective), autograph=False)
+    run.get_concrete_function(signature)
+
+
+def _run(engine: engines.Engine, objective: Objective, data: Any) -> Any:
+    is_wide = any(variable.dtype == "float64" for variable in objective.variables)
+    no_clip = tf.constant(1e30, tf.float64 if is_wide else tf.float32)
+    sums, norms, _ = run_whole(
+        lambda batch: engine.clip_and_sum(
+            objective, batch, l2_norm_clip=no_clip, rows_per_unit=1
+        ),
+        data,
+        rows_per_unit=1,
+    )
+    return sums, norms
+
+
+def _compare(engine: engines.Engine, objective: Objective, data: Any) -> None:
+    """Compare unclipped sums and norms with those of single rows."""
+    # Whatever is random draws otherwise for one row than for several.
+    objective = dataclasses.replace(objective, training=False)
+    rows = number_of_rows(data)
+    with _state_kept(objective.model):
+        of_rows = []
+        for row in range(rows):
+            x, y, weight = _tree.map_tensors(
+                operator.itemgetter(slice(row, row + 1)), data
+            )
+            batch = Batch(x, y, weight, tf.zeros([1], tf.bool))
+            gradients, _ = unit_gradients(objective, batch)
+            of_rows.append([
+                np.zeros(variable.shape) if g is None else np.asarray(g, np.float64)
+                for g, variable in zip(gradients, objective.variables, strict=True)
+            ])
+        sums, norms = _run(engine, objective, data)
+    expected = np.array([
+        np.sqrt(sum(np.sum(np.square(g)) for g in gradients)) for gradients in of_rows
+    ])
+    if not np.all(np.isfinite(expected)):
+        return
+    tolerance = max(
+        _TOLERANCES.get(layer.compute_dtype, _TOLERANCE)
+        for layer in _keras.flatten_layers(objective.model)
+    )
+    slack = tolerance * np.maximum(expected, 1e-6 * expected.max(initial=0))
+    differences = [
+        np.linalg.norm(np.asarray(total, np.float64) - np.sum(of_variable, axis=0))
+        for total, of_variable in zip(sums, zip(*of_rows, strict=True), strict=True)
+    ]
+    wrong = [
+        f"`{variable.path}`"
+        for variable, difference in zip(objective.variables, differences, strict=True)
+        if not difference <= slack.sum()
+    ]
+    if wrong or not np.all(np.abs(np.asarray(norms, np.float64) - expected) <= slack):
+        raise UnsupportedLayerError(
+            "On a few rows the sum of the gradients and their norms must be those of "
+            "the rows taken one by one. Received: other "
+            f"{'sums for ' + ', '.join(wrong) if wrong else 'norms'}. A layer with a "
+            "registered rule may have variables that the rule leaves out, or a layer "
+            "is called on a tensor whose leading axis is not that of the examples."
+        )
+
+
+@contextlib.contextmanager
+def _state_kept(model: keras.Model) -> Iterator[None]:
+    """Put seeds and other state back."""
+    held = model.non_trainable_variables
+    values = [variable.numpy() for variable in held]
+    with _keras.own_global_seed():
+        try:
+            yield
+        finally:
+            for variable, value in zip(held, values, strict=True):
+                variable.assign(value)

@@ -1,0 +1,177 @@
+"""Keras's convolution layers: plain, transposed, depthwise and separable."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.errors import UnsupportedLayerError
+from tfdp.rules.convolution import Geometry, depthwise_gradients
+from tfdp.rules.dense import lora_factors, watch_preactivation
+from tfdp.rules.recording import Call
+from tfdp.rules.terms import Convolution, OuterProducts, PerRow, Term
+
+
+def conv(call: Call) -> Any:
+    """Rule of `Conv1D`, `Conv2D` and `Conv3D`."""
+    layer = call.layer
+    x, geometry = _inputs(call), _geometry(layer)
+    x = _causal(layer, x)
+
+    def terms(g: tf.Tensor) -> list[Term]:
+        g = _channels_last(layer, g)
+        if not layer.lora_enabled:
+            return [kernel_term(layer.kernel, x, g, geometry), *_bias(layer, g)]
+        scaled, low = lora_factors(layer, g)
+        # The second factor is a convolution with windows of one number.
+        a = tf.cast(layer.lora_kernel_a, x.dtype)
+        seen = tf.nn.convolution(
+            x, a, geometry.strides, geometry.padding, dilations=geometry.dilations
+        )
+        return [
+            Convolution(layer.lora_kernel_a, x, low, geometry),
+            OuterProducts(layer.lora_kernel_b, seen, scaled),
+            *_bias(layer, g),
+        ]
+
+    return watch_preactivation(call, terms)
+
+
+def conv_transpose(call: Call) -> Any:
+    """Rule of `Conv1DTranspose`, `Conv2DTranspose` and `Conv3DTranspose`."""
+    # Transposed, inputs and outputs change places in the kernel's gradient.
+    layer = call.layer
+    x, geometry = _inputs(call), _geometry(layer)
+
+    def terms(g: tf.Tensor) -> list[Term]:
+        g = _channels_last(layer, g)
+        return [Convolution(layer.kernel, g, x, geometry), *_bias(layer, g)]
+
+    return watch_preactivation(call, terms)
+
+
+def depthwise_conv(call: Call) -> Any:
+    """Rule of `DepthwiseConv1D` and `DepthwiseConv2D`."""
+    layer = call.layer
+    x, geometry = _inputs(call), _geometry(layer)
+
+    def terms(g: tf.Tensor) -> list[Term]:
+        g = _channels_last(layer, g)
+        return [depthwise_term(layer.kernel, x, g, geometry), *_bias(layer, g)]
+
+    return watch_preactivation(call, terms)
+
+
+def separable_conv(call: Call) -> Any:
+    """Rule of `SeparableConv1D` and `SeparableConv2D`: two convolutions in a row."""
+    layer = call.layer
+    x, geometry = _inputs(call), _geometry(layer)
+    x = _causal(layer, x)
+    places = {"data_format": "channels_last"}
+    between = call.watch(
+        keras.ops.depthwise_conv(
+            x,
+            tf.cast(layer.depthwise_kernel, x.dtype),
+            strides=geometry.strides,
+            padding=geometry.padding.lower(),
+            dilation_rate=geometry.dilations,
+            **places,
+        ),
+        lambda g: [depthwise_term(layer.depthwise_kernel, x, g, geometry)],
+    )
+    pointwise = tf.cast(layer.pointwise_kernel, x.dtype)
+    outputs = keras.ops.conv(between, pointwise, strides=1, padding="valid", **places)
+    if layer.bias is not None:
+        outputs += tf.cast(layer.bias, outputs.dtype)
+    outputs = call.watch(
+        outputs,
+        lambda g: [
+            OuterProducts(layer.pointwise_kernel, between, g),
+            *_bias(layer, g),
+        ],
+    )
+    if layer.data_format == "channels_first":
+        outputs = tf.transpose(outputs, _to_channels_first(outputs.shape.rank))
+    return layer.activation(outputs) if layer.activation is not None else outputs
+
+
+def kernel_term(variable: Any, x: tf.Tensor, g: tf.Tensor, geometry: Geometry) -> Term:
+    """Describe a kernel's gradient: as a matrix's where the window is one number."""
+    is_pointwise = all(size == 1 for size in variable.shape[:-2])
+    if is_pointwise and geometry.groups(x.shape, variable.shape) == 1:
+        strides = (slice(None, None, stride) for stride in geometry.strides)
+        return OuterProducts(variable, x[(slice(None), *strides)], g)
+    return Convolution(variable, x, g, geometry)
+
+
+def depthwise_term(
+    variable: Any, x: tf.Tensor, g: tf.Tensor, geometry: Geometry
+) -> Term:
+    """Describe the gradient of a depthwise kernel, which is small."""
+    shape = tuple(variable.shape)
+    gradients = depthwise_gradients(x, g, kernel_shape=shape, geometry=geometry)
+    return PerRow(variable, gradients)
+
+
+def _geometry(layer: Any) -> Geometry:
+    padding = "valid" if layer.padding == "causal" else layer.padding
+    rank = layer.rank
+
+    def of_each_axis(value: Any) -> tuple[int, ...]:
+        return (value,) * rank if isinstance(value, int) else tuple(value)
+
+    return Geometry(
+        of_each_axis(layer.strides), of_each_axis(layer.dilation_rate), padding.upper()
+    )
+
+
+def _inputs(call: Call) -> tf.Tensor:
+    """Return the inputs with channels last, of static shape.
+
+    Raises:
+        UnsupportedLayerError: If a spatial axis is not static.
+    """
+    x = _channels_last(call.layer, call.inputs)
+    if not x.shape[1:].is_fully_defined():
+        raise UnsupportedLayerError(
+            "A convolution needs inputs of a known shape. Received: "
+            f"`{call.path}` with inputs of shape {x.shape}. Use "
+            "`keras.Input((height, width, channels))`."
+        )
+    return x
+
+
+def _causal(layer: Any, x: tf.Tensor) -> tf.Tensor:
+    if layer.padding != "causal":
+        return x
+    left = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
+    return tf.pad(x, [(0, 0), (left, 0), (0, 0)])
+
+
+def _channels_last(layer: Any, tensor: tf.Tensor) -> tf.Tensor:
+    if layer.data_format == "channels_last":
+        return tensor
+    return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])
+
+
+def _to_channels_first(rank: int) -> list[int]:
+    return [0, rank - 1, *range(1, rank - 1)]
+
+
+def _bias(layer: Any, g: tf.Tensor) -> list[Term]:
+    return [PerRow(layer.bias, g)] if layer.bias is not None else []
+
+
+RULES: dict[type[keras.layers.Layer], Callable[[Call], Any]] = {
+    keras.layers.Conv1D: conv,
+    keras.layers.Conv2D: conv,
+    keras.layers.Conv3D: conv,
+    keras.layers.Conv1DTranspose: conv_transpose,
+    keras.layers.Conv2DTranspose: conv_transpose,
+    keras.layers.Conv3DTranspose: conv_transpose,
+    keras.layers.DepthwiseConv1D: depthwise_conv,
+    keras.layers.DepthwiseConv2D: depthwise_conv,
+    keras.layers.SeparableConv1D: separable_conv,
+    keras.layers.SeparableConv2D: separable_conv,
+}

@@ -1,0 +1,178 @@
+"""Layers that multiply by a matrix: Dense and EinsumDense, with and without LoRA."""
+
+import math
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.errors import UnsupportedLayerError
+from tfdp.rules.recording import Call
+from tfdp.rules.terms import OuterProducts, PerRow, Term
+
+
+def dense(call: Call) -> Any:
+    """Rule of `keras.layers.Dense`."""
+    layer, x = call.layer, call.inputs
+
+    def terms(g: tf.Tensor) -> list[Term]:
+        terms: list[Term] = [] if layer.bias is None else [PerRow(layer.bias, g)]
+        if not layer.lora_enabled:
+            return [OuterProducts(layer.kernel, x, g), *terms]
+        scaled, low = lora_factors(layer, g)
+        a = tf.matmul(x, tf.cast(layer.lora_kernel_a, x.dtype))
+        return [
+            OuterProducts(layer.lora_kernel_a, x, low),
+            OuterProducts(layer.lora_kernel_b, a, scaled),
+            *terms,
+        ]
+
+    return watch_preactivation(call, terms)
+
+
+def watch_preactivation(call: Call, terms: Any) -> Any:
+    """Run a call, watching what its `activation` is applied to."""
+    activation = call.layer.activation or keras.activations.linear
+    return call.run_with(activation=lambda z: activation(call.watch(z, terms)))
+
+
+def lora_factors(layer: Any, g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the output gradients that the two factors of a LoRA update see."""
+    scaled = g * tf.cast(layer.lora_alpha / layer.lora_rank, g.dtype)
+    b = tf.cast(layer.lora_kernel_b, g.dtype)
+    return scaled, tf.matmul(scaled, b, transpose_b=True)
+
+
+def einsum_dense(call: Call) -> Any:
+    """Rule of `keras.layers.EinsumDense`, and so of Keras's attention layers."""
+    layer, x = call.layer, call.inputs
+
+    def terms(g: tf.Tensor) -> list[Term]:
+        terms: list[Term] = []
+        if layer.bias is not None:
+            terms.append(PerRow(layer.bias, _sum_to_bias(g, layer.bias.shape)))
+        labels = _labels(layer.equation, x.shape.rank)
+        if not layer.lora_enabled:
+            return [einsum_term(layer.kernel, labels, x, g), *terms]
+        return [*_lora_terms(layer, labels, x, g), *terms]
+
+    return watch_preactivation(call, terms)
+
+
+def _lora_terms(
+    layer: Any, labels: tuple[str, str, str], x: tf.Tensor, g: tf.Tensor
+) -> list[Term]:
+    """Differentiate ``kernel + scale a b``, b on the kernel's last axis, by a and b."""
+    inputs, kernel, outputs = labels
+    scale = tf.cast(layer.lora_alpha / layer.lora_rank, g.dtype)
+    a, b = (tf.cast(v, g.dtype) for v in (layer.lora_kernel_a, layer.lora_kernel_b))
+    rank = next(iter(set("abcdefghijklmnopqrstuvwxyz") - set("".join(labels))))
+    last = kernel[-1]
+    if last in inputs and last in outputs:
+        raise UnsupportedLayerError(
+            "LoRA of an EinsumDense needs a last axis of the kernel that is not on both "
+            f"sides. Received: equation={layer.equation!r}. Reorder the axes."
+        )
+    if last in inputs:
+        # The last axis is summed over: the update acts on the inputs first.
+        low_inputs = tf.einsum(
+            f"{inputs},{rank}{last}->{inputs.replace(last, rank)}", x, b
+        )
+        to_a = (inputs.replace(last, rank), kernel[:-1] + rank, outputs)
+        grad_low = tf.einsum(f"{outputs},{kernel[:-1]}{rank}->{to_a[0]}", g * scale, a)
+        return [
+            einsum_term(layer.lora_kernel_a, to_a, low_inputs, g * scale),
+            einsum_term(
+                layer.lora_kernel_b, (inputs, rank + last, to_a[0]), x, grad_low
+            ),
+        ]
+    low = outputs.replace(last, rank)
+    low_outputs = tf.einsum(f"{inputs},{kernel[:-1]}{rank}->{low}", x, a)
+    low_g = tf.einsum(f"{outputs},{rank}{last}->{low}", g * scale, b)
+    return [
+        einsum_term(layer.lora_kernel_a, (inputs, kernel[:-1] + rank, low), x, low_g),
+        einsum_term(
+            layer.lora_kernel_b, (low, rank + last, outputs), low_outputs, g * scale
+        ),
+    ]
+
+
+def einsum_term(
+    variable: Any, labels: tuple[str, str, str], x: tf.Tensor, g: tf.Tensor
+) -> Term:
+    """Describe the gradient of the second operand of an einsum.
+
+    Args:
+        variable: The Keras variable that is the second operand.
+        labels: Labels of the inputs, the variable and the outputs; the first of the
+            inputs and of the outputs is that of the rows.
+        x: First operand.
+        g: Gradient of the result.
+
+    Returns:
+        Outer products, where labels of the variable come from one side each, inputs
+        first; otherwise the gradients of the rows.
+    """
+    inputs, kernel, outputs = labels
+    from_inputs = "".join(label for label in kernel if label not in outputs)
+    from_outputs = "".join(label for label in kernel if label not in inputs)
+    between = [label for label in inputs if label in outputs and label not in kernel]
+    covered = set(kernel) == set(from_inputs + from_outputs)
+    summed = set(inputs) - set(kernel) - set(outputs)
+    orders = (from_inputs + from_outputs, from_outputs + from_inputs)
+    if covered and not summed and from_inputs and from_outputs and kernel in orders:
+        positions = "".join(between)
+        a = _flat(tf.einsum(f"{inputs}->{positions}{from_inputs}", x), len(from_inputs))
+        b = _flat(
+            tf.einsum(f"{outputs}->{positions}{from_outputs}", g), len(from_outputs)
+        )
+        return OuterProducts(variable, *((a, b) if kernel == orders[0] else (b, a)))
+    row = inputs[0]
+    return PerRow(variable, tf.einsum(f"{inputs},{outputs}->{row}{kernel}", x, g))
+
+
+def _flat(tensor: tf.Tensor, axes: int) -> tf.Tensor:
+    """Join the last axes to one."""
+    if axes == 1:
+        return tensor
+    kept = tensor.shape.rank - axes
+    size = math.prod(tensor.shape[kept:])
+    shape = tf.concat([tf.shape(tensor)[:kept], [size]], 0)
+    return tf.ensure_shape(tf.reshape(tensor, shape), [*tensor.shape[:kept], size])
+
+
+def _labels(equation: str, input_rank: int) -> tuple[str, str, str]:
+    """Write an equation with labels in place of its ellipsis.
+
+    Args:
+        equation: Of an EinsumDense.
+        input_rank: Rank of its inputs.
+
+    Returns:
+        Labels of the inputs, the kernel and the outputs.
+
+    Raises:
+        UnsupportedLayerError: If rows are not the first axis, or an axis of the kernel
+            alone is summed over.
+    """
+    left, outputs = equation.replace(" ", "").split("->")
+    inputs, kernel = left.split(",")
+    free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
+    missing = "".join(free[: input_rank - len(inputs.replace("...", ""))])
+    inputs = inputs.replace("...", missing)
+    outputs = outputs.replace("...", missing)
+    row = inputs[0]
+    if row != outputs[0] or row in kernel or set(kernel) - set(inputs + outputs):
+        raise UnsupportedLayerError(
+            "An EinsumDense must keep the examples on its first axis, and each axis of "
+            f"its kernel. Received: equation={equation!r}. Use e.g. 'abc,cd->abd'."
+        )
+    return inputs, kernel, outputs
+
+
+def _sum_to_bias(g: tf.Tensor, shape: Any) -> tf.Tensor:
+    """Sum output gradients over the axes along which a bias was broadcast."""
+    offset = g.shape.rank - len(shape)
+    axes = [offset + axis for axis, size in enumerate(shape) if size == 1]
+    axes = [axis for axis in axes if g.shape[axis] != 1]
+    return tf.reduce_sum(g, axes, keepdims=True) if axes else g

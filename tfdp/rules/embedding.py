@@ -1,0 +1,54 @@
+"""Embedding layers, which look rows of a matrix up."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.rules.recording import Call
+from tfdp.rules.terms import OuterProducts, Term
+
+
+def embedding(call: Call) -> Any:
+    """Rule of `keras.layers.Embedding`."""
+    layer = call.layer
+    ids = _row_numbers(call.inputs, layer.input_dim)
+
+    def terms(g: tf.Tensor) -> list[Term]:
+        if not layer.lora_enabled:
+            return [OuterProducts(layer.embeddings, ids, g)]
+        scaled = g * tf.cast(layer.lora_alpha / layer.lora_rank, g.dtype)
+        a, b = layer.lora_embeddings_a, layer.lora_embeddings_b
+        low = tf.matmul(scaled, tf.cast(b, g.dtype), transpose_b=True)
+        found = tf.gather(tf.cast(a, g.dtype), ids)
+        return [OuterProducts(a, ids, low), OuterProducts(b, found, scaled)]
+
+    return call.watch(call.run_with(), terms)
+
+
+def reversible_embedding(call: Call) -> Any:
+    """Rule of `keras.layers.ReversibleEmbedding`, in both of its directions."""
+    layer = call.layer
+    if not call.bound()["reverse"]:
+        return embedding(call)
+    x = call.inputs
+    if layer.reverse_dtype is not None:
+        x = tf.cast(x, layer.reverse_dtype)
+    tied = layer.tie_weights
+    kernel = tf.cast(layer.embeddings if tied else layer.reverse_embeddings, x.dtype)
+
+    def terms(g: tf.Tensor) -> list[Term]:
+        if tied:
+            return [OuterProducts(layer.embeddings, g, x)]
+        return [OuterProducts(layer.reverse_embeddings, x, g)]
+
+    logits = call.watch(tf.matmul(x, kernel, transpose_b=tied), terms)
+    if getattr(layer, "logit_soft_cap", None) is not None:
+        return tf.tanh(logits / layer.logit_soft_cap) * layer.logit_soft_cap
+    return logits
+
+
+def _row_numbers(ids: tf.Tensor, size: int) -> tf.Tensor:
+    """Bring ids to ``[0, size)`` as the lookup does, where negative ones wrap."""
+    ids = tf.cast(ids, tf.int32)
+    ids = tf.where(ids < 0, ids + size, ids)
+    return tf.clip_by_value(ids, 0, size - 1)

@@ -1,0 +1,298 @@
+"""Records what each layer's call computes, as its rule says, during a forward pass."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdp import _keras
+from tfdp.errors import UnsupportedLayerError
+from tfdp.rules.terms import PerRow, Term
+
+# A rule runs a call of a layer and watches what the terms need the gradients of.
+Rule = Callable[["Call"], Any]
+
+
+class Watched(NamedTuple):
+    """Tensors of a call, and what their gradients say about the variables.
+
+    Attributes:
+        path: Path of the layer.
+        rule: Name of the rule.
+        tensors: What to differentiate by.
+        terms: From their gradients, in that order, to the terms.
+        repeats: Rows of the call for each row of the batch.
+    """
+
+    path: str
+    rule: str
+    tensors: list[tf.Tensor]
+    terms: Callable[..., list[Term]]
+    repeats: int = 1
+
+    def terms_of(self, gradients: list[tf.Tensor]) -> list[Term]:
+        """Return the terms for these gradients of the tensors."""
+        terms = self.terms(*gradients)
+        for term in terms:
+            term.repeats = self.repeats
+        return terms
+
+
+class Recording:
+    """A forward pass whose layers are called by their rules.
+
+    No trainable variable escapes: a second tape sees those that are used outside of
+    the calls of their own layers.
+
+    Args:
+        model: The model.
+        tape: Records the pass; need not watch variables.
+        rows: Length of the leading axis of the model's inputs.
+        find_rule: Returns the rule of a layer, or None.
+
+    Attributes:
+        watched: What was watched, in the order of the calls.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        tape: tf.GradientTape,
+        rows: int | tf.Tensor,
+        find_rule: Callable[[keras.layers.Layer], Rule | None],
+    ) -> None:
+        self.watched: list[Watched] = []
+        self.repeats = 1
+        self._model = model
+        self._tape = tape
+        self._rows = rows
+        self._find_rule = find_rule
+        # Inside of a layer's call `value` may be a cast copy.
+        self._trainable = {id(v.value): v for v in model.trainable_variables}
+        self._variable_tapes: list[tf.GradientTape] = []
+        self._eager = tf.executing_eagerly()
+        self._graph = None if self._eager else tf.compat.v1.get_default_graph()
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Call the layers by their rules.
+
+        Raises:
+            UnsupportedLayerError: At the end, if a variable was used outside of the
+                calls of its own layer.
+        """
+        replaced = []
+        try:
+            with self._tape_of_variables() as outside:
+                for path, layer in _keras.layers_by_path(self._model):
+                    rule = self._find_rule(layer) if layer.trainable_variables else None
+                    if rule is None:
+                        continue
+                    run = functools.partial(self._run, rule, path, layer, layer.call)
+                    # Entries of the instances, which Keras does not track.
+                    replaced.append((vars(layer), vars(layer).get("call")))
+                    vars(layer)["call"] = functools.wraps(layer.call)(run)
+                yield
+        finally:
+            for attributes, original in replaced:
+                del attributes["call"]
+                if original is not None:
+                    attributes["call"] = original
+        self._refuse(outside.watched_variables(), [])
+
+    def _run(
+        self,
+        rule: Rule,
+        path: str,
+        layer: keras.layers.Layer,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        in_same_graph = tf.executing_eagerly() == self._eager and (
+            self._eager or tf.compat.v1.get_default_graph() is self._graph
+        )
+        if not in_same_graph:
+            raise UnsupportedLayerError(
+                "Only calls outside of loops and branches can be recorded. Received: "
+                f"`{path}` ({type(layer).__name__}), called in a graph of its own."
+            )
+        call = Call(self, path, layer, rule, function, args, kwargs)
+        with (
+            self._variable_tapes[-1].stop_recording(),
+            self._tape_of_variables() as used,
+        ):
+            outputs = rule(call)
+        self._refuse(used.watched_variables(), layer.trainable_variables)
+        return outputs
+
+    @contextlib.contextmanager
+    def _tape_of_variables(self) -> Iterator[tf.GradientTape]:
+        with tf.GradientTape() as tape:
+            self._variable_tapes.append(tape)
+            try:
+                yield tape
+            finally:
+                self._variable_tapes.pop()
+
+    def _refuse(self, used: tuple[tf.Variable, ...], own: list[Any]) -> None:
+        known = {id(variable) for variable in own}
+        of_model = [
+            self._trainable[id(variable)]
+            for variable in used
+            if id(variable) in self._trainable
+        ]
+        foreign = [v.path for v in of_model if id(v) not in known]
+        if foreign:
+            names = ", ".join(f"`{path}`" for path in dict.fromkeys(foreign))
+            raise UnsupportedLayerError(
+                "Every variable must be used in the calls of its own layer, by a layer "
+                f"that has no others. Received: {names}, used elsewhere."
+            )
+
+    def watch(self, watched: Watched) -> list[tf.Tensor]:
+        """Watch tensors, each a new one, with one entry for each row."""
+        tensors = []
+        for tensor in watched.tensors:
+            own = tf.identity(self._with_rows(watched.path, tensor))
+            self._tape.watch(own)
+            tensors.append(own)
+        self.watched.append(watched._replace(tensors=tensors, repeats=self.repeats))
+        return tensors
+
+    def _with_rows(self, path: str, tensor: tf.Tensor) -> tf.Tensor:
+        """Make sure that the leading axis holds the rows of the batch."""
+        leading = tensor.shape[0] if tensor.shape.rank else 0
+        if isinstance(self._rows, int) and leading is not None:
+            if leading == self._rows * self.repeats:
+                return tensor
+            raise UnsupportedLayerError(
+                "The leading axis of what a layer computes must be that of the batch. "
+                f"Received: `{path}` with leading axis {leading} in a batch of "
+                f"{self._rows} rows."
+            )
+        check = tf.debugging.assert_equal(
+            tf.shape(tensor)[0],
+            self._rows * self.repeats,
+            f"The leading axis in `{path}` must be that of the batch.",
+        )
+        with tf.control_dependencies([] if check is None else [check]):
+            return tf.identity(tensor)
+
+
+class Call:
+    """A call of a layer, as its rule sees it.
+
+    Attributes:
+        layer: The layer.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        path: str,
+        layer: Any,
+        rule: Rule,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.layer = layer
+        self.args = args
+        self.kwargs = kwargs
+        self.path = path
+        self._recording = recording
+        self._rule = rule
+        self._function = function
+
+    @property
+    def inputs(self) -> Any:
+        """The first argument of the call."""
+        return next(iter(self.bound().values()))
+
+    def bound(self) -> dict[str, Any]:
+        """Return all arguments by their names, defaults included."""
+        signature = inspect.signature(inspect.unwrap(self._function))
+        bound = signature.bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own code with these arguments."""
+        return self._function(*args, **kwargs)
+
+    def run_with(self, **attributes: Any) -> Any:
+        """Run the layer's own code with other attributes of the layer.
+
+        Args:
+            **attributes: What to replace while it runs.
+
+        Returns:
+            The outputs for the arguments of the call.
+        """
+        own = vars(self.layer)
+        original = {name: own[name] for name in attributes if name in own}
+        own.update(attributes)
+        try:
+            return self._function(*self.args, **self.kwargs)
+        finally:
+            for name in attributes:
+                del own[name]
+            own.update(original)
+
+    def watch(self, tensor: tf.Tensor, terms: Callable[..., list[Term]]) -> tf.Tensor:
+        """Ask for the gradient of a tensor that the call computes.
+
+        Args:
+            tensor: Shape ``(R, ...)`` for the R rows of the call.
+            terms: From the gradient, of the same shape, to what it adds to the
+                gradients of variables.
+
+        Returns:
+            The tensor; all that follows must be computed from this one.
+        """
+        return self.watch_all([tensor], terms)[0]
+
+    def watch_all(
+        self, tensors: list[tf.Tensor], terms: Callable[..., list[Term]]
+    ) -> list[tf.Tensor]:
+        """As `watch`, for several tensors whose gradients belong together."""
+        rule = getattr(self._rule, "__name__", str(self._rule))
+        return self._recording.watch(Watched(self.path, rule, tensors, terms))
+
+    def per_row(self, variable: Any, shape: Sequence[int] | None = None) -> tf.Tensor:
+        """Copy a variable for each row, so that each row has a gradient of its own.
+
+        For variables with few numbers: scales, offsets, slopes.
+
+        Args:
+            variable: The Keras variable.
+            shape: What to reshape it to; default its own shape.
+
+        Returns:
+            Shape ``(R, *shape)``.
+        """
+        shape = list(variable.shape if shape is None else shape)
+        value = tf.reshape(tf.convert_to_tensor(variable), [1, *shape])
+        copies = tf.tile(value, [tf.shape(self.inputs)[0]] + [1] * len(shape))
+        copies = tf.ensure_shape(copies, [self.inputs.shape[0], *shape])
+
+        def terms(g: tf.Tensor) -> list[Term]:
+            return [PerRow(variable, tf.reshape(g, [-1, *variable.shape]))]
+
+        return self.watch(copies, terms)
+
+    @contextlib.contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Let layers inside be called with `times` rows in a row for each of these."""
+        self._recording.repeats *= times
+        try:
+            yield
+        finally:
+            self._recording.repeats //= times
