@@ -837,12 +837,34 @@ def test_an_optimizer_serves_one_model_only():
         private(opt=opt)
 
 
-def test_a_replaced_optimizer_still_counts_in_the_models_ledger():
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_replaced_optimizer_counts_in_the_models_ledger(trained_before):
     x, y = data(20)
     model = private()
-    model.optimizer = optimizer()
+    first = model.optimizer
+    if trained_before:
+        model.fit(x, y, batch_size=5, verbose=0)
+    steps = model.ledger.steps
+    other = optimizer()
+    model.optimizer = other
     model.fit(x, y, batch_size=5, verbose=0)
-    assert model.ledger.steps == 4
+    assert model.ledger.steps == other.ledger.steps == steps + 4
+    model.train_on_batch(x, y)
+    assert int(other.iterations) == 5
+    assert int(first.iterations) == steps
+    model.optimizer = first
+    model.fit(x, y, batch_size=5, verbose=0)
+    assert int(other.iterations) == 5
+    assert int(first.iterations) == steps + 4
+    assert model.ledger.steps == steps + 9
+
+
+def test_an_optimizer_without_privacy_is_refused_however_it_comes():
+    model = private()
+    model.optimizer = keras.optimizers.SGD(0.1)
+    for train in (model.fit, model.train_on_batch):
+        with pytest.raises(tfdp.errors.NotPrivateError, match="without privacy"):
+            train(*data())
 
 
 def test_steps_of_a_custom_loop_go_into_the_ledger():

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import weakref
 from typing import Any, Self
 
 import keras
@@ -296,6 +297,7 @@ class DPModel(keras.Model):
             self.recorder.absorb(optimizer.recorder)
             optimizer.recorder = self.recorder
         self.recorder.note_seeds(noise=optimizer.noise_is_seeded, sampling=False)
+        self._bound = weakref.ref(optimizer)
 
     def get_compile_config(self) -> dict[str, Any]:
         """Return the arguments of `compile`."""
@@ -364,7 +366,7 @@ class DPModel(keras.Model):
             UnsupportedLayerError: If layers break per-example privacy.
             ValueError: If the arguments contradict each other.
         """
-        self._require_compiled()
+        self._get_ready()
         if x is None:
             raise ValueError(
                 "`x` is missing. Received: x=None. Use `private.fit(x, y, "
@@ -444,7 +446,7 @@ class DPModel(keras.Model):
             PrivacyBudgetError: If a `PrivacyBudget` has no room for the step.
             UnsupportedLayerError: If layers break per-example privacy.
         """
-        self._require_compiled()
+        self._get_ready()
         self._plan_for(UNDECLARED, None)
         if self._checked != self._trainable_state():
             self._check_sample(*first_rows((x, y, sample_weight)))
@@ -564,7 +566,8 @@ class DPModel(keras.Model):
         self.optimizer.check_dials()
         self.recorder.enforce_budget(float(self.optimizer.noise_multiplier))
 
-    def _require_compiled(self) -> None:
+    def _get_ready(self) -> None:
+        """Refuse to train what cannot be, and take a newly assigned optimizer."""
         if not self.compiled:
             raise NotPrivateError(
                 f"Model `{self.name}` was not compiled. Received: no optimizer. Use "
@@ -576,6 +579,10 @@ class DPModel(keras.Model):
                 f"Model `{self.name}` has nothing to train. Received: no trainable "
                 "variables. Set `model.trainable = True` and compile again."
             )
+        if self._bound() is not self.optimizer:  # Assigned after `compile`.
+            _check_optimizer(self.optimizer)
+            self._bind(self.optimizer)
+            self.train_function = None
 
     def _check(self, data: TrainingData) -> TrainingData:
         """Refuse layers and losses that mix examples, on a few rows of the data."""

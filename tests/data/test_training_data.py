@@ -63,6 +63,15 @@ def test_arrays_may_be_shuffled():
     assert not of(X, Y, sampling="shuffle", steps_per_epoch=1).begins_pass_each_epoch
 
 
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+def test_a_batch_larger_than_the_data_draws_a_warning(sampling):
+    message = r"larger than the data.*Received: batch_size=11, 10 rows\. Use"
+    with pytest.warns(UserWarning, match=message):
+        data = of(X, Y, batch_size=11, sampling=sampling)
+    assert data.segment.expected_batch_size == data.expected_batch_size == 10
+    assert of(X, Y).expected_batch_size == 10
+
+
 @pytest.mark.parametrize("x", [dataset(), Sequence(), generator()], ids=type)
 def test_of_other_data_nothing_is_known(x):
     data = of(x, steps_per_epoch=2)

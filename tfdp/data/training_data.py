@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import operator
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
@@ -192,8 +193,17 @@ def training_data(
         )
     rows = number_of_examples(x)
     if batch_size is None:
-        batch_size = _DEFAULT_BATCH_SIZE
-    batch_size = min(_validate.positive_int("batch_size", batch_size), rows)
+        batch_size = min(_DEFAULT_BATCH_SIZE, rows)
+    batch_size = _validate.positive_int("batch_size", batch_size)
+    if batch_size > rows:
+        warnings.warn(
+            "`batch_size` is larger than the data: every batch will be all rows, and "
+            f"no sampling lowers epsilon. Received: batch_size={batch_size}, {rows} "
+            f"rows. Use a small part of them, `batch_size={math.ceil(rows / 10)}`, or "
+            f"`batch_size={rows}` if this is meant.",
+            stacklevel=3,
+        )
+        batch_size = rows
     if sampling == "poisson":
         return _poisson(
             PoissonDataset(
