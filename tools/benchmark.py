@@ -1,235 +1,345 @@
-"""Compare the time of a private training step with that of an ordinary one.
-
-Both models are the same Keras model with the same data, each step through its own
-`train_function`, the one that `fit` calls: noise, optimizer and metrics included.
-The steps take turns in one process, so that whatever else the machine does slows
-both; the ratio of the medians is what counts.
+r"""Time and memory of a private training step, beside an ordinary one.
 
     python tools/benchmark.py
-    python tools/benchmark.py --models=cnn --steps=20 --jit_compile --plot=steps.png
+    python tools/benchmark.py --models=cnn --rows=vectorized --steps=50 --jit_compile
+    python tools/benchmark.py --growth=growth.png
+    python tools/benchmark.py --synthetic
+    python tools/benchmark.py --passes
+
+Times are medians of whole steps, noise, optimizer and metrics included. The steps of
+all rows take turns in one process, so that whatever else the machine does slows all of
+them; the ratio of the medians is what counts.
+
+Memory is the peak of what a process of its own keeps resident, for each row, over its
+first steps; "steps MiB" leaves out what the process held before them: interpreter,
+libraries, weights, batch. It is the host's memory, on a GPU too. Running out of it, or
+of time, is a result.
+
+Other frameworks train the same models on batches of the same size, in environments of
+their own, which the scripts in `tools/peers` describe. Their rows are compared to
+their own ordinary step:
+
+    python tools/benchmark.py --opacus_python=PATH --jax_privacy_python=PATH \
+        --tensorflow_privacy_python=PATH
 """
 
+import contextlib
+import dataclasses
+import json
 import os
 import platform
-import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import keras
-import numpy as np
-import tensorflow as tf
 from absl import app, flags
-from keras import layers
+from peers.steps import PROBLEMS
 
-import tfdp
-
-_NUMBER_OF_BATCHES = 16
-
-
-def build_cnn() -> keras.Model:
-    """Build the network of the MNIST example."""
-    return keras.Sequential([
-        keras.Input((28, 28, 1)),
-        layers.Conv2D(16, 8, strides=2, padding="same", activation="relu"),
-        layers.MaxPooling2D(2, strides=1),
-        layers.Conv2D(32, 4, strides=2, activation="relu"),
-        layers.MaxPooling2D(2, strides=1),
-        layers.Flatten(),
-        layers.Dense(32, activation="relu"),
-        layers.Dense(10),
-    ])
-
-
-def build_mlp() -> keras.Model:
-    """Build a network of two wide layers, 1.9 million weights."""
-    return keras.Sequential([
-        keras.Input((784,)),
-        layers.Dense(1024, activation="relu"),
-        layers.Dense(1024, activation="relu"),
-        layers.Dense(10),
-    ])
-
-
-_MODELS: dict[str, Callable[[], keras.Model]] = {"cnn": build_cnn, "mlp": build_mlp}
+_ORDINARY = "ordinary"
+_TFDP = "tfdp"
+_FAILED = "failed"
+_ROWS = {
+    _TFDP: ["vectorized", "fast_gradient_clipping", "ghost", "bookkeeping"],
+    "opacus": ["hooks", "ghost"],
+    "jax_privacy": ["vmap"],
+    "tensorflow_privacy": ["vectorized", "fast_gradient_clipping"],
+}
+_MODELS = [name for name in PROBLEMS if name != "synthetic"]
 
 _CHOSEN = flags.DEFINE_multi_enum(
-    "models", list(_MODELS), list(_MODELS), "Models; repeat the flag for several."
+    "models", _MODELS, _MODELS, "Models; repeat the flag for several."
 )
-_ENGINE = flags.DEFINE_string("engine", "vectorized", "Engine of `tfdp.DPModel`.")
-_STEPS = flags.DEFINE_integer("steps", 50, "Timed steps of each kind.", lower_bound=1)
+_ENGINES = flags.DEFINE_multi_enum(
+    "rows", _ROWS[_TFDP], _ROWS[_TFDP], "Engines; repeat the flag for several."
+)
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", 256, "Examples in a batch, on average.", lower_bound=1
+    "batch_size", None, "Examples in a batch; by default the model's.", lower_bound=1
 )
-_JIT_COMPILE = flags.DEFINE_bool("jit_compile", False, "Let XLA compile both models.")
-_PLOT = flags.DEFINE_string("plot", None, "PNG file for a plot of the times.")
+_POISSON = flags.DEFINE_bool("poisson", False, "Let tfdp's batch sizes vary.")
+_JIT_COMPILE = flags.DEFINE_bool("jit_compile", False, "Let XLA compile tfdp's steps.")
+_STEPS = flags.DEFINE_integer("steps", 20, "Timed steps of a row.", lower_bound=1)
+_SECONDS = flags.DEFINE_float("seconds", 8.0, "... but none after this many seconds.")
+_CORES = flags.DEFINE_integer(
+    "cores", None, "Cores for every framework; Linux only.", lower_bound=1
+)
+_TIME_LIMIT = flags.DEFINE_float(
+    "time_limit", 60.0, "Seconds that a row has to start and to take two steps."
+)
+_MEMORY_LIMIT = flags.DEFINE_float(
+    "memory_limit", 12.0, "GiB that a process may keep resident; Linux only."
+)
+_GROWTH = flags.DEFINE_string(
+    "growth", None, "PNG file for a plot over batch sizes and numbers of weights."
+)
+_SYNTHETIC = flags.DEFINE_bool(
+    "synthetic", False, "Memory of dense layers 5120-2560-1280 over batch sizes."
+)
+_PASSES = flags.DEFINE_bool(
+    "passes", False, "Memory of the MLP over batch sizes, in passes of 256 examples."
+)
+_PYTHONS = {
+    peer: flags.DEFINE_string(f"{peer}_python", None, f"A Python that has {peer}.")
+    for peer in _ROWS
+    if peer != _TFDP
+}
 
 
-class Result(NamedTuple):
-    """Median milliseconds of a step."""
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What is known of one row; of a process with several rows, their times."""
 
-    model: str
-    batches: str
-    keras: float
-    tfdp: float
+    milliseconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    peak_mib: float | None = None
+    before_mib: float = 0.0
+    problem: str = ""
+    about: str = ""
 
     @property
-    def ratio(self) -> float:
-        """Time of a private step in ordinary ones."""
-        return self.tfdp / self.keras
+    def steps_mib(self) -> float | None:
+        """How far the steps raised the memory of the process."""
+        return None if self.peak_mib is None else self.peak_mib - self.before_mib
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure what the flags ask for, and print a table."""
+    """Measure what the flags ask for, and print it."""
     if len(argv) > 1:
         sys.exit(f"benchmark: everything is a flag. Received: {' '.join(argv[1:])}.")
-    print(machine())
-    print(
-        f"engine {_ENGINE.value!r}, batch size {_BATCH_SIZE.value}, XLA "
-        f"{'on' if _JIT_COMPILE.value else 'off'}, medians of {_STEPS.value} steps "
-        "each, taken in turns\n"
-    )
-    print(f"{'model':<8}{'batches':<10}{'Keras ms':>10}{'tfdp ms':>10}{'ratio':>8}")
-    results = []
-    for name in dict.fromkeys(_CHOSEN.value):
-        for result in measure(name):
-            print(
-                f"{result.model:<8}{result.batches:<10}{result.keras:>10.1f}"
-                f"{result.tfdp:>10.1f}{result.ratio:>8.2f}",
-                flush=True,
-            )
-            results.append(result)
-    if _PLOT.value is not None:
-        plot(results, Path(_PLOT.value))
-        print(f"\nPlot: {_PLOT.value}")
+    if _CORES.value is not None:
+        # Every process inherits it, and starts as many threads.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _CORES.value])
+    print(f"{machine()}\n")
+    if _SYNTHETIC.value:
+        sizes = [32 * 8**power for power in range(5)]
+        results = print_memory("synthetic", sizes, [_ORDINARY, *_ENGINES.value])
+    elif _PASSES.value:
+        sizes = [256, 1024, 4096, 16384]
+        results = print_memory("mlp", sizes, [_ORDINARY, "bookkeeping", "passes"])
+    elif _GROWTH.value is not None:
+        results = growth(Path(_GROWTH.value))
+    else:
+        results = compare()
+    if any(each.problem.startswith(_FAILED) for each in results):
+        sys.exit("benchmark: not all rows could be measured.")
 
 
 def machine() -> str:
-    """Describe the versions and the machine, as far as they matter for times."""
-    gpus = [
-        tf.config.experimental.get_device_details(gpu).get("device_name", "GPU")
-        for gpu in tf.config.list_physical_devices("GPU")
-    ]
+    """Describe the machine, as far as it matters for times."""
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return (
-        f"tfdp {tfdp.__version__}, Keras {keras.__version__}, TensorFlow "
-        f"{tf.__version__}, Python {platform.python_version()}\n"
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
-        f"{', '.join(gpus) or 'no GPU'}{load}"
+        f"{platform.system()} {platform.machine()}, {cores} cores{load}, up to "
+        f"{_MEMORY_LIMIT.value:g} GiB and {_TIME_LIMIT.value:g} s a row"
     )
 
 
-def measure(name: str) -> Iterator[Result]:
-    """Time one model on batches of fixed and of Poisson sizes.
+# Processes.
+
+
+def start(
+    framework: str, model: str, batch_size: int, rows: Iterable[str], *, timed: bool
+) -> Result:
+    """Take steps in a process of its own, the rows in turns.
 
     Args:
-        name: Name of the model.
+        framework: What takes the steps.
+        model: Name of the model.
+        batch_size: Number of examples in a batch.
+        rows: Rows of the table.
+        timed: Whether to take the timed steps after the first two.
 
-    Yields:
-        One result for each kind of batches.
+    Returns:
+        What the process found out.
     """
-    plain, private = compiled_models(_MODELS[name])
-    size, rng = _BATCH_SIZE.value, np.random.default_rng(0)
-    for batches, sizes in (
-        ("fixed", np.full(_NUMBER_OF_BATCHES, size)),
-        ("Poisson", rng.poisson(size, _NUMBER_OF_BATCHES)),
+    rows = list(rows)
+    python = sys.executable if framework == _TFDP else _PYTHONS[framework].value
+    command = [python, str(Path(__file__).parent / "peers" / f"{framework}_steps.py")]
+    command += [f"--model={model}", f"--batch_size={batch_size}", "--rows", *rows]
+    # With Poisson batches, XLA compiles for each of their sizes.
+    command += ["--warm=17"] if timed and _POISSON.value else ["--warm=2"]
+    command += [f"--steps={_STEPS.value if timed else 0}"]
+    command += [f"--seconds={_SECONDS.value}"]
+    command += ["--poisson"] if _POISSON.value else []
+    command += ["--jit_compile"] if _JIT_COMPILE.value else []
+    seconds = (_TIME_LIMIT.value + 2 * _SECONDS.value * timed) * len(rows)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
+        try:
+            process = subprocess.Popen(command, stdout=out, stderr=error, text=True)
+        except OSError as error_:
+            return Result(problem=f"{_FAILED}: {error_}")
+        try:
+            problem = watch(process, seconds)
+        finally:
+            process.kill()
+            process.wait()
+        for file in (out, error):
+            file.seek(0)
+        return result(process.returncode, problem, out.read(), error.read())
+
+
+def watch(process: subprocess.Popen[str], seconds: float) -> str:
+    """Wait for the end of a process, and return what it took too much of."""
+    end = time.monotonic() + seconds
+    statm = Path(f"/proc/{process.pid}/statm")
+    while time.monotonic() < end:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
+            return ""
+        with contextlib.suppress(OSError):
+            pages = int(statm.read_text().split()[1])
+            if pages * os.sysconf("SC_PAGE_SIZE") > _MEMORY_LIMIT.value * 2**30:
+                return "out of memory"
+    return "too slow"
+
+
+def result(status: int, problem: str, out: str, error: str) -> Result:
+    """Read what a process found out, or why it did not."""
+    if problem:
+        return Result(problem=problem)
+    if status:
+        # Each framework has its own words, and the system ends processes without any.
+        words = ("resource_exhausted", "resourceexhausted", "memory", "oom")
+        if status == -9 or any(word in error.lower() for word in words):
+            return Result(problem="out of memory")
+        lines = error.strip().splitlines() or [f"exit status {status}"]
+        return Result(problem=f"{_FAILED}: {lines[-1][:200]}")
+    found = json.loads(out.splitlines()[-1])
+    skipped = "; ".join(found.pop("skipped").values())
+    return Result(problem=f"skipped: {skipped}") if skipped else Result(**found)
+
+
+def measure(
+    framework: str, model: str, batch_size: int, rows: Sequence[str]
+) -> dict[str, Result]:
+    """Measure the memory of each row, then time those that came to an end."""
+    results = {
+        row: start(framework, model, batch_size, [row], timed=False) for row in rows
+    }
+    able = [row for row, result_ in results.items() if not result_.problem]
+    if able:
+        timed = start(framework, model, batch_size, able, timed=True)
+        for row in able:
+            results[row] = dataclasses.replace(
+                results[row], milliseconds=timed.milliseconds, problem=timed.problem
+            )
+    return results
+
+
+# Tables.
+
+
+def compare() -> list[Result]:
+    """Print a table of all rows for each model, and return what it shows."""
+    frameworks = [_TFDP, *(name for name, flag in _PYTHONS.items() if flag.value)]
+    shown, about = [], {}
+    columns = ("ms", "ratio", "peak MiB", "ratio", "steps MiB", "ratio")
+    print(f"{'model':<12}{'row':<42}" + "".join(f"{name:>10}" for name in columns))
+    for model in dict.fromkeys(_CHOSEN.value):
+        batch_size = _BATCH_SIZE.value or PROBLEMS[model].batch_size
+        for framework in frameworks:
+            engines = _ENGINES.value if framework == _TFDP else _ROWS[framework]
+            rows = [_ORDINARY, *dict.fromkeys(engines)]
+            results = measure(framework, model, batch_size, rows)
+            for row, result_ in results.items():
+                name = row if framework == _TFDP else f"{framework} {row}"
+                cells = line(row, result_, results[_ORDINARY])
+                print(f"{model:<12}{name:<42}{cells}", flush=True)
+                about[framework] = result_.about or about.get(framework, "")
+                shown.append(result_)
+        print()
+    print("\n".join(about.values()))
+    return shown
+
+
+def line(row: str, found: Result, ordinary: Result) -> str:
+    """Return the cells of a row, and what went wrong."""
+    cells = ""
+    for value, base in (
+        (found.milliseconds.get(row), ordinary.milliseconds.get(_ORDINARY)),
+        (found.peak_mib, ordinary.peak_mib),
+        (found.steps_mib, ordinary.steps_mib),
     ):
-        times = times_in_turns([
-            stepper(model, dataset(plain, sizes, rng)) for model in (plain, private)
-        ])
-        yield Result(name, batches, *times)
+        ratio = value / base if value and base else None
+        cells += "".join(
+            f"{'-':>10}" if number is None else f"{number:>10.{digits}f}"
+            for number, digits in ((value, 1), (ratio, 2))
+        )
+    return f"{cells}  {found.problem}".rstrip()
 
 
-def compiled_models(
-    build: Callable[[], keras.Model],
-) -> tuple[keras.Model, tfdp.DPModel]:
-    """Build an ordinary and a private model that have been fitted for one step."""
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    plain, private = build(), tfdp.DPModel(build(), engine=_ENGINE.value)
-    plain.compile(
-        keras.optimizers.SGD(0.1),
-        loss=loss,
-        metrics=["accuracy"],
-        jit_compile=_JIT_COMPILE.value,
-    )
-    private.compile(
-        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.1),
-        loss=loss,
-        metrics=["accuracy"],
-        jit_compile=_JIT_COMPILE.value,
-    )
-    x, y = examples(plain, _BATCH_SIZE.value * 4, np.random.default_rng(0))
-    for model in (plain, private):
-        model.fit(x, y, batch_size=_BATCH_SIZE.value, steps_per_epoch=1, verbose=0)
-    return plain, private
+def print_memory(
+    model: str, batch_sizes: Sequence[int], rows: Sequence[str]
+) -> list[Result]:
+    """Print the peak memory of each row over batch sizes, and that of the steps."""
+    shown = []
+    rows = list(dict.fromkeys(rows))
+    print(f"Peak MiB, of it during the steps; model {model}\n")
+    print(f"{'batch size':<12}" + "".join(f"{row:>24}" for row in rows))
+    for batch_size in batch_sizes:
+        print(f"{batch_size:<12}", end="", flush=True)
+        for row in rows:
+            found = start(_TFDP, model, batch_size, [row], timed=False)
+            cell = found.problem or f"{found.peak_mib:.0f}, {found.steps_mib:.0f}"
+            print(f"{cell:>24}", end="", flush=True)
+            shown.append(found)
+        print()
+    return shown
 
 
-def examples(
-    model: keras.Model, number: int, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw random inputs and labels: times do not depend on them."""
-    x = rng.random((number, *model.input_shape[1:]), "float32")
-    return x, rng.integers(0, model.output_shape[-1], number)
+# The plot.
 
 
-def dataset(
-    model: keras.Model, sizes: np.ndarray, rng: np.random.Generator
-) -> tf.data.Dataset:
-    """Make an endless pipeline of batches of these sizes, cheap to read."""
-    x, y = map(tf.constant, examples(model, sizes.sum(), rng))
-    ends = np.cumsum(sizes)
-    slices = tf.data.Dataset.from_tensor_slices((ends - sizes, ends))
-    return slices.map(lambda start, end: (x[start:end], y[start:end])).repeat()
+def growth(path: Path) -> list[Result]:
+    """Plot time and memory of an MLP over batch sizes and over numbers of weights."""
+    rows = [_ORDINARY, *dict.fromkeys(_ENGINES.value)]
+    over: dict[str, dict[float, dict[str, Result]]] = {
+        "examples in a batch, width 1024": {
+            size: measure(_TFDP, "mlp", size, rows) for size in (32, 128, 512, 2048)
+        },
+        "weights, 256 examples in a batch": {
+            width * (784 + width + 12) + 10: measure(_TFDP, f"mlp:{width}", 256, rows)
+            for width in (256, 512, 1024, 2048)
+        },
+    }
+    for label, results in over.items():
+        print(label)
+        for place, found in results.items():
+            for row in rows:
+                print(f"{place:<12}{row:<42}{line(row, found[row], found[_ORDINARY])}")
+        print()
+    plot(over, rows, path)
+    print(f"Plot: {path}")
+    return [
+        result_
+        for results in over.values()
+        for found in results.values()
+        for result_ in found.values()
+    ]
 
 
-def stepper(model: keras.Model, data: tf.data.Dataset) -> Callable[[], None]:
-    """Return a function that takes one training step and waits for its end."""
-    iterator = iter(data.prefetch(2))
-
-    def step() -> None:
-        logs = model.train_function(iterator)
-        float(logs["loss"])
-        # The logs do not wait for the weights, on a GPU at least.
-        model.trainable_variables[0].numpy()
-
-    return step
-
-
-def times_in_turns(steps: Sequence[Callable[[], None]]) -> list[float]:
-    """Return the median milliseconds of each step, taken in turns."""
-    times: list[list[float]] = [[] for _ in steps]
-    # One round over all the batches first: graphs are traced and XLA compiles.
-    for number in range(_NUMBER_OF_BATCHES + _STEPS.value):
-        for step, of_this_step in zip(steps, times, strict=True):
-            start = time.perf_counter()
-            step()
-            of_this_step.append((time.perf_counter() - start) * 1000)
-        if sys.stderr.isatty():
-            print(f"\r{number + 1} steps", end="\r", file=sys.stderr)
-    return [statistics.median(all_[_NUMBER_OF_BATCHES:]) for all_ in times]
-
-
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Plot the times, with the ratio above each pair of bars."""
-    # Only here, so that the table needs no matplotlib.
+def plot(over: Mapping[str, Any], rows: Sequence[str], path: Path) -> None:
+    """Plot times above and memory below; a row ends where it could not go on."""
+    # Only here, so that the tables need no matplotlib.
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    figure = Figure(figsize=(1.5 + 1.5 * len(results), 4), layout="constrained")
-    axes = figure.subplots()
-    places = np.arange(len(results))
-    axes.bar(places - 0.2, [result.keras for result in results], 0.4, label="Keras")
-    axes.bar(places + 0.2, [result.tfdp for result in results], 0.4, label="tfdp")
-    for place, result in zip(places, results, strict=True):
-        highest = max(result.keras, result.tfdp)
-        axes.annotate(
-            f"x{result.ratio:.2f}", (place, highest), ha="center", va="bottom"
-        )
-    axes.set_xticks(places, [f"{r.model}\n{r.batches}" for r in results])
-    axes.set(ylabel="milliseconds a step", title=f"Batch size {_BATCH_SIZE.value}")
-    axes.margins(y=0.15)
-    axes.legend()
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    axes = figure.subplots(2, len(over), sharex="col", sharey="row")
+    for column, (label, results) in enumerate(over.items()):
+        for row in rows:
+            found = [result_[row] for result_ in results.values()]
+            times = [each.milliseconds.get(row, float("nan")) for each in found]
+            peaks = [each.peak_mib or float("nan") for each in found]
+            axes[0, column].plot(list(results), times, marker="o", label=row)
+            axes[1, column].plot(list(results), peaks, marker="o", label=row)
+        axes[1, column].set(xlabel=label, xscale="log")
+    axes[0, 0].set(ylabel="milliseconds a step", yscale="log")
+    axes[1, 0].set(ylabel="peak MiB", yscale="log")
+    axes[0, 0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

@@ -1,5 +1,6 @@
 """The benchmark, with few steps."""
 
+import json
 import os
 import re
 import subprocess
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+NUMBERS = r"((?: +[\d.]+){6})$"
 
 
-def start(*arguments):
+def start(*arguments, script="benchmark.py"):
     return subprocess.run(
-        [sys.executable, ROOT / "tools" / "benchmark.py", *arguments],
+        [sys.executable, ROOT / "tools" / script, *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -21,26 +23,88 @@ def start(*arguments):
     )
 
 
-@pytest.mark.parametrize(
-    "xla",
-    ["--nojit_compile", pytest.param("--jit_compile", marks=pytest.mark.slow)],
-)
-def test_prints_times_and_ratios(tmp_path, xla):
-    plot = tmp_path / "times.png"
+def small(*arguments):
+    return start("--models=mlp", "--batch_size=4", "--steps=2", *arguments)
+
+
+def rows(process):
+    assert process.returncode == 0, process.stdout + process.stderr
+    found = re.findall(rf"^mlp +(\w+){NUMBERS}", process.stdout, re.M)
+    return {
+        row: [float(number) for number in numbers.split()] for row, numbers in found
+    }
+
+
+def test_steps_are_timed_and_weighed():
     process = start(
-        "--models=cnn", "--steps=2", "--batch_size=8", xla, f"--plot={plot}"
+        *("--model=mlp:8", "--batch_size=4", "--steps=2"),
+        *("--rows", "ordinary", "bookkeeping"),
+        script="peers/tfdp_steps.py",
     )
     assert process.returncode == 0, process.stderr
-    rows = re.findall(
-        r"^(\w+) +(fixed|Poisson) +([\d.]+) +([\d.]+) +([\d.]+)$", process.stdout, re.M
-    )
-    assert [row[:2] for row in rows] == [("cnn", "fixed"), ("cnn", "Poisson")]
-    for *_, keras_time, tfdp_time, ratio in rows:
-        assert float(keras_time) > 0
-        assert float(tfdp_time) > 0
-        assert float(ratio) > 0
+    found = json.loads(process.stdout)
+    assert list(found["milliseconds"]) == ["ordinary", "bookkeeping"]
+    assert all(time > 0 for time in found["milliseconds"].values())
+    assert 0 < found["before_mib"] < found["peak_mib"]
+    assert "TensorFlow" in found["about"]
+
+
+@pytest.mark.slow
+def test_prints_times_and_memory_and_ratios():
+    process = small("--rows=bookkeeping")
+    table = rows(process)
+    assert list(table) == ["ordinary", "bookkeeping"]
+    for numbers in table.values():
+        assert all(number > 0 for number in numbers)
+    assert table["ordinary"][1::2] == [1, 1, 1]
     assert re.search(r"TensorFlow [\d.]+", process.stdout)
     assert re.search(r"\d+ cores", process.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--poisson"], ["--jit_compile"]])
+def test_every_engine_runs(options):
+    table = rows(small(*options))
+    assert list(table) == [
+        "ordinary",
+        "vectorized",
+        "fast_gradient_clipping",
+        "ghost",
+        "bookkeeping",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "problem"),
+    [("--memory_limit=0.01", "out of memory"), ("--time_limit=0.1", "too slow")],
+)
+def test_a_limit_is_a_result(limit, problem):
+    process = small("--rows=ghost", limit)
+    assert process.returncode == 0, process.stderr
+    assert len(re.findall(rf"  {problem}$", process.stdout, re.M)) == 2
+
+
+def test_a_failure_is_explained_and_is_no_result(tmp_path):
+    python = tmp_path / "python"
+    process = small("--rows=ghost", "--time_limit=0.1", f"--opacus_python={python}")
+    assert process.returncode
+    assert "not all rows" in process.stderr
+    assert re.search(rf"opacus ordinary .*failed: .*{python}", process.stdout)
+
+
+@pytest.mark.slow
+def test_memory_over_batch_sizes():
+    process = start("--passes")
+    assert process.returncode == 0, process.stderr
+    table = re.findall(r"^(\d+) +(\d+), .* +(\d+), \d+$", process.stdout, re.M)
+    assert [int(size) for size, *_ in table] == [256, 1024, 4096, 16384]
+
+
+@pytest.mark.slow
+def test_growth_is_plotted(tmp_path):
+    plot = tmp_path / "growth.png"
+    process = start("--rows=bookkeeping", "--steps=1", f"--growth={plot}")
+    assert process.returncode == 0, process.stderr
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

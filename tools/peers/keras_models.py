@@ -1,0 +1,104 @@
+"""The models, for Keras 2 and for Keras 3 with any backend."""
+
+import keras
+from keras import layers
+
+
+def build(name: str) -> keras.Model:
+    """Build a model by its name, which may give its width, as in `"mlp:512"`."""
+    name, _, width = name.partition(":")
+    return _BUILD[name](*([int(width)] if width else []))
+
+
+def _mlp(width: int = 1024) -> keras.Model:
+    """Wide dense layers."""
+    return keras.Sequential([
+        keras.Input((784,)),
+        layers.Dense(width, activation="relu"),
+        layers.Dense(width, activation="relu"),
+        layers.Dense(10),
+    ])
+
+
+def _cnn() -> keras.Model:
+    """The network of the MNIST example."""
+    return keras.Sequential([
+        keras.Input((28, 28, 1)),
+        layers.Conv2D(16, 8, strides=2, padding="same", activation="relu"),
+        layers.MaxPooling2D(2, strides=1),
+        layers.Conv2D(32, 4, strides=2, activation="relu"),
+        layers.MaxPooling2D(2, strides=1),
+        layers.Flatten(),
+        layers.Dense(32, activation="relu"),
+        layers.Dense(10),
+    ])
+
+
+def _resnet9() -> keras.Model:
+    """Eight convolutions, two of them pairs with a shortcut, and a dense layer."""
+
+    def block(x: keras.KerasTensor, filters: int, *, pool: bool) -> keras.KerasTensor:
+        x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+        x = layers.GroupNormalization(min(32, filters // 4))(x)
+        x = layers.Activation("relu")(x)
+        return layers.MaxPooling2D()(x) if pool else x
+
+    inputs = keras.Input((32, 32, 3))
+    x = block(block(inputs, 32, pool=False), 64, pool=True)
+    pair = block(block(x, 64, pool=False), 64, pool=False)
+    x = layers.Add()([x, pair])
+    x = block(block(x, 128, pool=True), 256, pool=True)
+    pair = block(block(x, 256, pool=False), 256, pool=False)
+    x = layers.GlobalMaxPooling2D()(layers.Add()([x, pair]))
+    return keras.Model(inputs, layers.Dense(10)(x))
+
+
+def _transformer() -> keras.Model:
+    """Two blocks of width 128, four heads, normalized after each half."""
+    inputs = keras.Input((128,), dtype="int32")
+    x = layers.Embedding(5000, 128)(inputs)
+    for _ in range(2):
+        attended = layers.MultiHeadAttention(4, 32)(x, x)
+        x = layers.LayerNormalization()(layers.Add()([x, attended]))
+        inner = layers.Dense(128)(layers.Dense(512, activation="gelu")(x))
+        x = layers.LayerNormalization()(layers.Add()([x, inner]))
+    return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
+
+
+def _lstm() -> keras.Model:
+    """A recurrent classifier of 64 time steps."""
+    return keras.Sequential([
+        keras.Input((64, 32)),
+        layers.LSTM(128),
+        layers.Dense(3),
+    ])
+
+
+def _embedding() -> keras.Model:
+    """A large table, of which a batch reads a part."""
+    return keras.Sequential([
+        keras.Input((64,), dtype="int32"),
+        layers.Embedding(100_000, 64),
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(10),
+    ])
+
+
+def _synthetic() -> keras.Model:
+    """Two dense layers, 16 million weights."""
+    return keras.Sequential([
+        keras.Input((5120,)),
+        layers.Dense(2560, activation="relu"),
+        layers.Dense(1280),
+    ])
+
+
+_BUILD = {
+    "mlp": _mlp,
+    "cnn": _cnn,
+    "resnet9": _resnet9,
+    "transformer": _transformer,
+    "lstm": _lstm,
+    "embedding": _embedding,
+    "synthetic": _synthetic,
+}

@@ -1,0 +1,145 @@
+"""What the scripts here share: their flags, the turns, the memory, the line they print.
+
+A script takes training steps of one framework. It runs in an environment of its own,
+so this module needs nothing but NumPy.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+L2_NORM_CLIP = 1.0
+NOISE_MULTIPLIER = 1.1
+LEARNING_RATE = 0.1
+
+# A training step that has ended when the call returns.
+Step = Callable[[], None]
+
+
+class Problem(NamedTuple):
+    """Inputs and labels of a model: uniform numbers, or tokens of a vocabulary."""
+
+    shape: tuple[int, ...]
+    classes: int
+    batch_size: int = 256
+    vocabulary: int | None = None
+
+
+PROBLEMS = {
+    "mlp": Problem((784,), 10),
+    "cnn": Problem((28, 28, 1), 10),
+    "resnet9": Problem((32, 32, 3), 10),
+    "transformer": Problem((128,), 2, batch_size=32, vocabulary=5000),
+    "lstm": Problem((64, 32), 3, batch_size=32),
+    "embedding": Problem((64,), 10, vocabulary=100_000),
+    "synthetic": Problem((5120,), 1280),
+}
+
+
+class SkippedError(Exception):
+    """A row that the framework has, but not for this model."""
+
+
+def main(stepper: Callable[[argparse.Namespace, str], Step], about: str) -> None:
+    """Take the steps that the command line asks for, and print what they took.
+
+    Args:
+        stepper: Prepares the steps of one row of the table.
+        about: The versions that matter.
+    """
+    options = parsed()
+    steps = {}
+    skipped = {}
+    for row in options.rows:
+        try:
+            steps[row] = stepper(options, row)
+        except SkippedError as error:
+            skipped[row] = str(error)
+    before = resident_mib()
+    milliseconds = in_turns(
+        steps, warm=options.warm, number=options.steps, seconds=options.seconds
+    )
+    print(
+        json.dumps({
+            "about": about,
+            "milliseconds": milliseconds,
+            "skipped": skipped,
+            "peak_mib": peak_mib(),
+            "before_mib": before,
+        })
+    )
+
+
+def parsed() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True, help="such as cnn, or mlp:512")
+    parser.add_argument("--rows", required=True, nargs="+")
+    parser.add_argument("--batch_size", required=True, type=int)
+    parser.add_argument("--warm", default=2, type=int, help="steps before timed ones")
+    parser.add_argument("--steps", default=20, type=int, help="timed steps of a row")
+    parser.add_argument("--seconds", default=10.0, type=float, help="... or this long")
+    parser.add_argument("--poisson", action="store_true", help="vary the batch size")
+    parser.add_argument("--jit_compile", action="store_true")
+    return parser.parse_args()
+
+
+def problem_of(model: str) -> Problem:
+    """Return the problem of a model, such as `"cnn"` or `"mlp:512"`."""
+    return PROBLEMS[model.partition(":")[0]]
+
+
+def examples(model: str, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw random inputs and labels: neither times nor memory depend on them."""
+    problem, rng = problem_of(model), np.random.default_rng(0)
+    shape = (number, *problem.shape)
+    if problem.vocabulary is None:
+        x = rng.random(shape, "float32")
+    else:
+        x = rng.integers(0, problem.vocabulary, shape, "int32")
+    return x, rng.integers(0, problem.classes, number, "int32")
+
+
+def in_turns(
+    steps: Mapping[str, Step], *, warm: int, number: int, seconds: float
+) -> dict[str, float]:
+    """Return the median milliseconds of each row's steps, which take turns.
+
+    Whatever else the machine does then slows all of them. Every row takes one timed
+    step, and further ones up to `number` while it has used less than `seconds`.
+    """
+    for _ in range(warm):
+        for step in steps.values():
+            step()
+    times: dict[str, list[float]] = {row: [] for row in steps}
+    for _ in range(number):
+        for row, step in steps.items():
+            if sum(times[row]) < seconds:
+                start = time.perf_counter()
+                step()
+                times[row].append(time.perf_counter() - start)
+    return {
+        row: 1000 * statistics.median(taken) for row, taken in times.items() if taken
+    }
+
+
+def peak_mib() -> float:
+    """Return the largest resident memory of this process up to now."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2 ** (20 if sys.platform == "darwin" else 10)
+
+
+def resident_mib() -> float:
+    """Return the resident memory of this process, or its peak where only that shows."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return peak_mib()
+    return int(statm.read_text().split()[1]) * resource.getpagesize() / 2**20

@@ -1,0 +1,87 @@
+"""Steps of tfdp and of Keras on TensorFlow.
+
+Each goes through the model's own `train_function`, the one that `fit` calls: noise,
+optimizer and metrics included.
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import keras_models
+import numpy as np
+import steps
+import tensorflow as tf
+
+import tfdp
+from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
+
+_NUMBER_OF_BATCHES = 16
+
+_OPTIONS = {
+    "vectorized": {"engine": "vectorized"},
+    "fast_gradient_clipping": {"engine": GhostEngine(norms="instantiate")},
+    "ghost": {"engine": GhostEngine(norms="gram")},
+    "bookkeeping": {"engine": BookkeepingEngine()},
+    "passes": {"engine": BookkeepingEngine(), "physical_batch_size": 256},
+}
+
+
+def stepper(options: argparse.Namespace, row: str) -> steps.Step:
+    """Return the step of a row.
+
+    The first one is a step of `fit`, which builds the `train_function`.
+    """
+    model = keras_models.build(options.model)
+    optimizer: keras.optimizers.Optimizer = keras.optimizers.SGD(steps.LEARNING_RATE)
+    if row != "ordinary":
+        model = tfdp.DPModel(model, **_OPTIONS[row])
+        optimizer = tfdp.optimizers.DPSGD(
+            steps.LEARNING_RATE,
+            l2_norm_clip=steps.L2_NORM_CLIP,
+            noise_multiplier=steps.NOISE_MULTIPLIER,
+            expected_batch_size=options.batch_size,
+        )
+    model.compile(
+        optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        jit_compile=options.jit_compile,
+    )
+    data = dataset(options)
+    iterator = iter(data)
+
+    def step() -> None:
+        if model.train_function is None:
+            model.fit(data, steps_per_epoch=1, verbose=0)
+            return
+        logs = model.train_function(iterator)
+        float(logs["loss"])
+        # The logs do not wait for the weights, on a GPU at least.
+        model.trainable_variables[-1].numpy()
+
+    return step
+
+
+def dataset(options: argparse.Namespace) -> tf.data.Dataset:
+    """Make an endless pipeline of batches, views of the first rows of one tensor."""
+    sizes = np.full(_NUMBER_OF_BATCHES, options.batch_size)
+    if options.poisson:
+        sizes = np.random.default_rng(0).poisson(sizes)
+    x, y = map(tf.constant, steps.examples(options.model, sizes.max()))
+    slices = tf.data.Dataset.from_tensor_slices(sizes)
+    return slices.map(lambda size: (x[:size], y[:size])).repeat()
+
+
+if __name__ == "__main__":
+    gpus = [
+        tf.config.experimental.get_device_details(gpu).get("device_name", "GPU")
+        for gpu in tf.config.list_physical_devices("GPU")
+    ]
+    steps.main(
+        stepper,
+        f"tfdp {tfdp.__version__}, Keras {keras.__version__}, TensorFlow "
+        f"{tf.__version__}, {', '.join(gpus) or 'no GPU'}",
+    )
