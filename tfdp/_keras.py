@@ -12,7 +12,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend import rnn as rnn
 from keras.src.backend.common import global_state
 from keras.src.trainers import compile_utils
 from keras.src.trainers.compile_utils import CompileLoss, get_loss

@@ -297,11 +297,9 @@ def _squares(
     how = term.how(norms, units)
     if how == "gram":
         return term.squares_by_gram(units), term
-    gradients = term.instantiate(units)
-    squares = squares_rounded_up(gradients)
-    if how == "keep" and keeps:
-        return squares, Kept(term.variable, gradients)
-    return squares, term
+    kept = term.kept(units)
+    squares = squares_rounded_up(kept.gradients)
+    return squares, kept if how == "keep" and keeps else term
 
 
 def _selected(units: tf.Tensor, chosen: tf.Tensor) -> tf.Tensor:

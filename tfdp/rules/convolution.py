@@ -9,9 +9,22 @@ import tensorflow as tf
 
 from tfdp import _keras
 
-# Above this many numbers of patches per example the loop over the examples is
-# faster and needs far less memory; below it the loop's overhead dominates.
+# Above this many numbers of patches per example other ways are faster and need far
+# less memory; below it their overhead dominates.
 _LARGEST_PATCHES = 1 << 16
+
+# From this many channels on, products of shifted inputs take the time of the ordinary
+# gradient; with fewer a loop over the examples is faster.
+_MANY_CHANNELS = 64
+
+# Times of a number that is moved, in those of a multiplication in a matrix product:
+# in slices of Gram matrices, and in patches.
+SLICED, PATCHED = 100, 40
+
+
+def has_few_patches(positions: Sequence[int], kernel_shape: Sequence[int]) -> bool:
+    """Tell whether to write out what a 2-D kernel sees at each position."""
+    return math.prod(positions) * math.prod(kernel_shape[:-1]) <= _LARGEST_PATCHES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,20 +94,23 @@ def filter_gradients(
         )
         return gradients[:, 0]
     groups = geometry.groups(inputs.shape, kernel_shape)
-    positions = math.prod(output_gradients.shape[2:-1])
-    patches = positions * math.prod(kernel_shape[:-2]) * inputs.shape[-1]
-    is_flat = len(geometry.strides) == 2
-    if is_flat and patches <= _LARGEST_PATCHES:
-        return _by_patches(inputs, output_gradients, kernel_shape, geometry, groups)
-    if not is_flat or groups > 1 or _keras.inside_xla():
-        return _by_offsets(inputs, output_gradients, kernel_shape, geometry, groups)
-    return tf.map_fn(
-        lambda unit: filter_gradient(
-            *unit, kernel_shape=kernel_shape, geometry=geometry
-        ),
-        (inputs, output_gradients),
-        fn_output_signature=tf.TensorSpec(kernel_shape, inputs.dtype),
-    )
+    if len(geometry.strides) == 2 and groups == 1:
+        if has_few_patches(output_gradients.shape[2:-1], kernel_shape):
+            return _by_patches(inputs, output_gradients, kernel_shape, geometry)
+        by_offsets = (
+            _keras.inside_xla()
+            or set(geometry.dilations) != {1}
+            or (set(geometry.strides) == {1} and kernel_shape[-2] >= _MANY_CHANNELS)
+        )
+        if not by_offsets:
+            return tf.map_fn(
+                lambda unit: filter_gradient(
+                    *unit, kernel_shape=kernel_shape, geometry=geometry
+                ),
+                (inputs, output_gradients),
+                fn_output_signature=tf.TensorSpec(kernel_shape, inputs.dtype),
+            )
+    return _by_offsets(inputs, output_gradients, kernel_shape, geometry, groups)
 
 
 def filter_gradient(
@@ -133,9 +149,10 @@ def filter_gradient(
         "padding": geometry.padding,
     }
     groups = geometry.groups(inputs.shape, kernel_shape)
-    if rank == 2 and groups == 1:
-        return tf.raw_ops.Conv2DBackpropFilter(input=inputs, **operation)
-    if rank == 3 and groups == 1 and set(geometry.dilations) == {1}:
+    # The operations know no groups, and on CPUs no dilations.
+    if groups == 1 and set(geometry.dilations) == {1}:
+        if rank == 2:
+            return tf.raw_ops.Conv2DBackpropFilter(input=inputs, **operation)
         return tf.raw_ops.Conv3DBackpropFilterV2(input=inputs, **operation)
     return _by_offsets(
         inputs[None], output_gradients[None], kernel_shape, geometry, groups
@@ -164,14 +181,23 @@ def patch_gram(
     """
     padded = _padded(inputs[:, None], kernel_shape, geometry)[:, 0]
     spatial = padded.shape[1:-1].as_list()
-    pixels = tf.reshape(padded, [-1, math.prod(spatial), padded.shape[-1]])
-    gram = tf.matmul(pixels, pixels, transpose_b=True)
+    patches, pixels = (math.prod(sizes) for sizes in (positions, spatial))
+    seen = math.prod(kernel_shape[:-1])
+    of_pixels = pixels**2 * kernel_shape[-2]
+    of_pixels += SLICED * math.prod(kernel_shape[:-2]) * patches**2
+    if patches**2 * seen + PATCHED * patches * seen < of_pixels:
+        windows = _windows(positions, kernel_shape, geometry)
+        rows = tf.concat([padded[(slice(None), *window)] for window in windows], -1)
+        rows = tf.reshape(rows, [-1, patches, seen])
+        return tf.matmul(rows, rows, transpose_b=True)
+    rows = tf.reshape(padded, [-1, pixels, padded.shape[-1]])
+    gram = tf.matmul(rows, rows, transpose_b=True)
     gram = tf.reshape(gram, [-1, *spatial, *spatial])
     parts = [
         gram[(slice(None), *window, *window)]
         for window in _windows(positions, kernel_shape, geometry)
     ]
-    return tf.reshape(tf.add_n(parts), [-1, *[math.prod(positions)] * 2])
+    return tf.reshape(tf.add_n(parts), [-1, patches, patches])
 
 
 def depthwise_gradients(
@@ -208,20 +234,13 @@ def _by_patches(
     output_gradients: tf.Tensor,
     kernel_shape: tuple[int, ...],
     geometry: Geometry,
-    groups: int,
 ) -> tf.Tensor:
-    height, width, depth, filters = kernel_shape
     rows = tf.reshape(inputs, [-1, *inputs.shape[2:]])
-    patches = _patches(rows, height, width, geometry)
+    a = patches(rows, kernel_shape, geometry)
     units = tf.shape(inputs)[0]
-    if groups == 1:
-        a = tf.reshape(patches, [units, -1, height * width * depth])
-        g = tf.reshape(output_gradients, [units, -1, filters])
-        return tf.reshape(tf.matmul(a, g, transpose_a=True), [-1, *kernel_shape])
-    a = tf.reshape(patches, [units, -1, height * width, groups, depth])
-    g = tf.reshape(output_gradients, [units, -1, groups, filters // groups])
-    gradients = tf.einsum("npkgc,npgo->nkcgo", a, g)
-    return tf.reshape(gradients, [-1, *kernel_shape])
+    a = tf.reshape(a, [units, -1, math.prod(kernel_shape[:-1])])
+    g = tf.reshape(output_gradients, [units, -1, kernel_shape[-1]])
+    return tf.reshape(tf.matmul(a, g, transpose_a=True), [-1, *kernel_shape])
 
 
 def _by_offsets(
@@ -273,25 +292,36 @@ def _windows(
         yield window
 
 
-def _patches(rows: tf.Tensor, height: int, width: int, geometry: Geometry) -> tf.Tensor:
-    """Lay out what each kernel position sees: ``(R, H', W', height*width*C)``."""
-    channels = rows.shape[-1]
+def patches(
+    inputs: tf.Tensor, kernel_shape: tuple[int, ...], geometry: Geometry
+) -> tf.Tensor:
+    """Lay out what a 2-D kernel sees at each position.
+
+    Args:
+        inputs: Shape ``(R, H, W, C)``; static but for ``R``.
+        kernel_shape: ``(height, width, C, O)``; one group.
+        geometry: Strides, dilations and padding.
+
+    Returns:
+        Shape ``(R, H', W', height * width * C)``.
+    """
+    height, width, channels, _ = kernel_shape
     size = height * width * channels
     if channels == 1 and size <= 128 and not _keras.inside_xla():
         # A convolution with the identity is three times faster than the patch
         # operation here, which copies one number at a time.
         identity = tf.reshape(
-            tf.eye(size, dtype=rows.dtype), [height, width, channels, size]
+            tf.eye(size, dtype=inputs.dtype), [height, width, channels, size]
         )
         return tf.nn.conv2d(
-            rows,
+            inputs,
             identity,
             geometry.strides,
             geometry.padding,
             dilations=geometry.dilations,
         )
     return tf.image.extract_patches(
-        rows,
+        inputs,
         [1, height, width, 1],
         [1, *geometry.strides, 1],
         [1, *geometry.dilations, 1],

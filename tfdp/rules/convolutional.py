@@ -6,7 +6,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp import _keras
 from tfdp.errors import UnsupportedLayerError
+from tfdp.rules import convolution
 from tfdp.rules.convolution import Geometry, depthwise_gradients
 from tfdp.rules.dense import lora_factors, watch_preactivation
 from tfdp.rules.recording import Call
@@ -97,11 +99,15 @@ def separable_conv(call: Call) -> Any:
 
 
 def kernel_term(variable: Any, x: tf.Tensor, g: tf.Tensor, geometry: Geometry) -> Term:
-    """Describe a kernel's gradient: as a matrix's where the window is one number."""
-    is_pointwise = all(size == 1 for size in variable.shape[:-2])
-    if is_pointwise and geometry.groups(x.shape, variable.shape) == 1:
-        strides = (slice(None, None, stride) for stride in geometry.strides)
-        return OuterProducts(variable, x[(slice(None), *strides)], g)
+    """Describe a kernel's gradient: as a matrix's where patches are few or trivial."""
+    if geometry.groups(x.shape, variable.shape) == 1:
+        if all(size == 1 for size in variable.shape[:-2]):
+            strides = (slice(None, None, stride) for stride in geometry.strides)
+            return OuterProducts(variable, x[(slice(None), *strides)], g)
+        is_flat = len(geometry.strides) == 2 and not _keras.inside_xla()
+        if is_flat and convolution.has_few_patches(g.shape[1:-1], variable.shape):
+            seen = convolution.patches(x, tuple(variable.shape), geometry)
+            return OuterProducts(variable, seen, g)
     return Convolution(variable, x, g, geometry)
 
 

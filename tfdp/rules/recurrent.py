@@ -2,167 +2,339 @@
 
 The inputs are multiplied by their matrix for all time steps at once, before the loop
 over time. What the gradient of that product says about a step is what both matrices
-of a step see.
+of a step see. The loop has a gradient of its own, which needs nothing of the loop but
+the states, and multiplies by the recurrent matrix once in each step.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdp import _keras
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
-# (projected inputs of a step, masked h, states) -> (new states, what to collect)
-Step = Callable[..., tuple[list[tf.Tensor], list[tf.Tensor]]]
 
-# (gradient of the projected inputs, h that each step saw, collected) -> terms
-RecurrentTerms = Callable[..., list[Term]]
+@dataclasses.dataclass(frozen=True)
+class _Cell:
+    """A recurrent cell, its products with the matrices taken out.
+
+    Attributes:
+        matrix: What the state h is multiplied by, shape ``(units, K)``.
+        step: ``(x, inner, states) -> new states`` for x of the projected inputs and
+            ``inner = h matrix``; states are a list that h is the first of.
+        terms: ``(g, g_inner, h) -> terms`` of the recurrent matrix and the bias, all
+            of shape ``(R, T, ...)``.
+        inner_differs: Whether `inner` has other gradients than x.
+    """
+
+    matrix: tf.Tensor
+    step: Callable[..., list[tf.Tensor]]
+    terms: Callable[..., list[Term]]
+    inner_differs: bool = False
 
 
 def simple_rnn(call: Call) -> Any:
     """Rule of `keras.layers.SimpleRNN`."""
     cell = call.layer.cell
 
-    def step(x: tf.Tensor, h: tf.Tensor, states: list[tf.Tensor]) -> Any:
-        del states
-        z = x + tf.matmul(h, _constant(cell.recurrent_kernel, h))
-        return [_activated(cell.activation, z)], []
+    def make(like: tf.Tensor) -> _Cell:
+        def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
+            del states
+            return [_activated(cell.activation, x + inner)]
 
-    return _run(call, step, _plain_terms(cell), cell.bias)
+        return _Cell(tf.cast(cell.recurrent_kernel, like.dtype), step, _terms(cell))
+
+    return _run(call, make, cell.bias)
 
 
 def lstm(call: Call) -> Any:
     """Rule of `keras.layers.LSTM`."""
     cell = call.layer.cell
 
-    def step(x: tf.Tensor, h: tf.Tensor, states: list[tf.Tensor]) -> Any:
-        z = x + tf.matmul(h, _constant(cell.recurrent_kernel, h))
-        i, f, candidate, o = tf.split(z, 4, axis=-1)
-        gate = cell.recurrent_activation
-        c = gate(f) * states[1] + gate(i) * _activated(cell.activation, candidate)
-        return [gate(o) * _activated(cell.activation, c), c], []
+    def make(like: tf.Tensor) -> _Cell:
+        def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
+            i, f, candidate, o = tf.split(x + inner, 4, axis=-1)
+            gate = cell.recurrent_activation
+            c = gate(f) * states[1] + gate(i) * _activated(cell.activation, candidate)
+            return [gate(o) * _activated(cell.activation, c), c]
 
-    return _run(call, step, _plain_terms(cell), cell.bias)
+        return _Cell(tf.cast(cell.recurrent_kernel, like.dtype), step, _terms(cell))
+
+    return _run(call, make, cell.bias)
 
 
 def gru(call: Call) -> Any:
     """Rule of `keras.layers.GRU`, with the reset gate before or after the matrix."""
     cell = call.layer.cell
-    units, reset_after = cell.units, cell.reset_after
+    make = _reset_after if cell.reset_after else _reset_before
+    bias = cell.bias
+    if bias is not None and cell.reset_after:
+        bias = bias[0]
+    return _run(call, lambda like: make(cell, like), bias)
 
-    def step(x: tf.Tensor, h: tf.Tensor, states: list[tf.Tensor]) -> Any:
-        kernel = _constant(cell.recurrent_kernel, h)
+
+def _reset_after(cell: Any, like: tf.Tensor) -> _Cell:
+    offset = 0.0 if cell.bias is None else tf.cast(cell.bias[1], like.dtype)
+
+    def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
         x_z, x_r, x_h = tf.split(x, 3, axis=-1)
-        if reset_after:
-            inner = tf.matmul(h, kernel)
-            if cell.bias is not None:
-                inner += _constant(cell.bias, h)[1]
-            inner_z, inner_r, inner_h = tf.split(inner, 3, axis=-1)
-        else:
-            inner = tf.matmul(h, kernel[:, : 2 * units])
-            inner_z, inner_r = tf.split(inner, 2, axis=-1)
+        inner_z, inner_r, inner_h = tf.split(inner + offset, 3, axis=-1)
         z = cell.recurrent_activation(x_z + inner_z)
         r = cell.recurrent_activation(x_r + inner_r)
-        if reset_after:
-            inner_h = r * inner_h
-        else:
-            inner_h = tf.matmul(r * h, kernel[:, 2 * units :])
-        candidate = _activated(cell.activation, x_h + inner_h)
-        return [z * states[0] + (1 - z) * candidate], [r]
+        candidate = _activated(cell.activation, x_h + r * inner_h)
+        return [z * states[0] + (1 - z) * candidate]
 
-    def terms(g: tf.Tensor, seen: tf.Tensor, collected: list[tf.Tensor]) -> list[Term]:
-        (r,) = collected
-        gates, candidate = g[..., : 2 * units], g[..., 2 * units :]
-        if not reset_after:
-            # The columns of the candidate see another input: each use leaves the
-            # other's columns zero.
-            zeros = tf.zeros_like(candidate)
-            of_gates = tf.concat([gates, zeros], -1)
-            of_candidate = tf.concat([tf.zeros_like(gates), candidate], -1)
-            terms: list[Term] = [
-                OuterProducts(cell.recurrent_kernel, seen, of_gates),
-                OuterProducts(cell.recurrent_kernel, r * seen, of_candidate),
-            ]
-            return terms if cell.bias is None else [*terms, PerRow(cell.bias, g)]
-        inner = tf.concat([gates, r * candidate], -1)
-        terms = [OuterProducts(cell.recurrent_kernel, seen, inner)]
-        if cell.bias is not None:
-            terms.append(PerRow(cell.bias, tf.stack([g, inner], axis=-2)))
-        return terms
+    def terms(g: tf.Tensor, g_inner: tf.Tensor, h: tf.Tensor) -> list[Term]:
+        of_matrix = OuterProducts(cell.recurrent_kernel, h, g_inner)
+        if cell.bias is None:
+            return [of_matrix]
+        return [of_matrix, PerRow(cell.bias, tf.stack([g, g_inner], axis=-2))]
 
-    bias = None if cell.bias is None else cell.bias[0] if reset_after else cell.bias
-    return _run(call, step, terms, bias)
+    matrix = tf.cast(cell.recurrent_kernel, like.dtype)
+    return _Cell(matrix, step, terms, inner_differs=True)
 
 
-def _plain_terms(cell: Any) -> RecurrentTerms:
-    def terms(g: tf.Tensor, seen: tf.Tensor, collected: list[tf.Tensor]) -> list[Term]:
-        del collected
-        of_matrix = OuterProducts(cell.recurrent_kernel, seen, g)
+def _reset_before(cell: Any, like: tf.Tensor) -> _Cell:
+    matrix = tf.cast(cell.recurrent_kernel, like.dtype)
+    of_gates, of_candidate = matrix[:, : 2 * cell.units], matrix[:, 2 * cell.units :]
+
+    def gates(x: tf.Tensor, inner: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        z, r = tf.split(x[..., : 2 * cell.units] + inner, 2, axis=-1)
+        return cell.recurrent_activation(z), cell.recurrent_activation(r)
+
+    def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
+        z, r = gates(x, inner)
+        reset = tf.matmul(r * states[0], of_candidate)
+        candidate = _activated(cell.activation, x[..., 2 * cell.units :] + reset)
+        return [z * states[0] + (1 - z) * candidate]
+
+    def terms(g: tf.Tensor, x: tf.Tensor, h: tf.Tensor) -> list[Term]:
+        _, r = gates(x, tf.matmul(h, of_gates))
+        # The candidate's columns see another input: each use leaves the other's
+        # columns zero.
+        of_z_and_r, of_h = g[..., : 2 * cell.units], g[..., 2 * cell.units :]
+        terms: list[Term] = [
+            OuterProducts(
+                cell.recurrent_kernel,
+                h,
+                tf.concat([of_z_and_r, tf.zeros_like(of_h)], -1),
+            ),
+            OuterProducts(
+                cell.recurrent_kernel,
+                r * h,
+                tf.concat([tf.zeros_like(of_z_and_r), of_h], -1),
+            ),
+        ]
+        return terms if cell.bias is None else [*terms, PerRow(cell.bias, g)]
+
+    return _Cell(of_gates, step, terms)
+
+
+def _terms(cell: Any) -> Callable[..., list[Term]]:
+    def terms(g: tf.Tensor, g_inner: tf.Tensor, h: tf.Tensor) -> list[Term]:
+        del g_inner
+        of_matrix = OuterProducts(cell.recurrent_kernel, h, g)
         return [of_matrix] if cell.bias is None else [of_matrix, PerRow(cell.bias, g)]
 
     return terms
 
 
-def _run(call: Call, step: Step, terms: RecurrentTerms, bias: Any) -> Any:
+def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
     """Run the layer's own code around a loop over projected inputs."""
     layer = call.layer
-    cell = layer.cell
 
     def loop(
         sequences: Any, initial_state: Any, mask: Any, training: Any = False
     ) -> Any:
         mask = mask[0] if keras.tree.is_nested(mask) else mask
-        initial_state = keras.tree.flatten(initial_state)
-        dropped, kept_h = _dropout_masks(call, sequences, initial_state[0], training)
+        states = keras.tree.flatten(initial_state)
+        dropped, kept = _dropout_masks(call, sequences, states[0], training)
         inputs = sequences if dropped is None else sequences * dropped[:, None]
-        projected = tf.matmul(inputs, tf.cast(cell.kernel, inputs.dtype))
+        x = tf.matmul(inputs, tf.cast(layer.cell.kernel, inputs.dtype))
         if bias is not None:
-            projected += tf.cast(bias, projected.dtype)
-        found: dict[str, Any] = {}
+            x += tf.cast(bias, x.dtype)
+        cell = make(x)
+        seen: list[tf.Tensor] = []
 
-        def all_terms(g: tf.Tensor) -> list[Term]:
-            of_inputs = OuterProducts(cell.kernel, inputs, g)
-            return [of_inputs, *terms(g, found["seen"], found["collected"])]
+        def terms(*gradients: tf.Tensor) -> list[Term]:
+            other = gradients[1] if cell.inner_differs else x
+            of_inputs = OuterProducts(layer.cell.kernel, inputs, gradients[0])
+            return [of_inputs, *cell.terms(gradients[0], other, *seen)]
 
-        projected = call.watch(projected, all_terms)
-
-        def one_step(x: tf.Tensor, states: Any) -> Any:
-            states = list(states)
-            h = states[0] if kept_h is None else states[0] * kept_h
-            new_states, collected = step(x, h, states)
-            seen = [] if mask is None else [states[0]]
-            return [new_states[0], *seen, *collected], new_states
-
-        last, outputs, states = _keras.rnn(
-            one_step,
-            projected,
-            initial_state,
-            go_backwards=layer.go_backwards,
-            mask=mask,
-            unroll=layer.unroll and mask is None,
-            input_length=sequences.shape[1],
-            zero_output_for_mask=layer.zero_output_for_mask,
-            return_all_outputs=True,
-        )
-        outputs, *collected = outputs
-        if mask is None:
-            first = initial_state[0][:, None]
-            seen = tf.concat([first, outputs[:, :-1]], axis=1)
-        else:
-            # After a masked step the state is not the output before.
-            seen, *collected = collected
-        if kept_h is not None:
-            seen *= kept_h[:, None]
-        if layer.go_backwards:
-            seen, *collected = (tf.reverse(t, [1]) for t in (seen, *collected))
-        found.update(seen=seen, collected=collected)
-        return last[0], outputs, states
+        steps = tf.shape(x)[1]
+        watched = [x]
+        if cell.inner_differs:
+            width = cell.matrix.shape[1]
+            watched.append(tf.zeros([tf.shape(x)[0], steps, width], x.dtype))
+        watched = call.watch_all(watched, terms)
+        in_order = tf.reverse if layer.go_backwards else lambda tensor, axes: tensor
+        over_time = [in_order(_swapped(tensor), [0]) for tensor in watched]
+        if mask is not None:
+            mask = in_order(tf.transpose(tf.cast(mask, tf.bool))[..., None], [0])
+        scan = _Scan(cell, mask, kept)
+        before, outputs, states = scan.run(over_time, states)
+        if mask is not None and layer.zero_output_for_mask:
+            outputs = tf.where(mask, outputs, tf.zeros_like(outputs))
+        elif mask is not None:
+            # Before the first step that counts there is no output.
+            started = tf.cumsum(tf.cast(mask, tf.int32)) > 0
+            outputs = tf.where(started, outputs, tf.zeros_like(outputs))
+        h = tf.stop_gradient(_swapped(in_order(before, [0])))
+        seen.append(h if kept is None else h * kept[:, None])
+        return outputs[-1], _swapped(outputs), states
 
     return call.run_with(inner_loop=loop)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scan:
+    """A cell that runs over time, with a gradient of its own.
+
+    Attributes:
+        cell: The cell.
+        mask: bool, shape ``(T, R, 1)``: where it is False the states stay. Or None.
+        kept: Dropout mask of h, shape ``(R, units)``, or None.
+    """
+
+    cell: _Cell
+    mask: tf.Tensor | None
+    kept: tf.Tensor | None
+
+    def run(
+        self, over_time: list[tf.Tensor], states: list[tf.Tensor]
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        """Run the cell.
+
+        Args:
+            over_time: The projected inputs, shape ``(T, R, ...)``, and perhaps what
+                is added to the inner products.
+            states: What they are at first, shapes ``(R, units)``.
+
+        Returns:
+            h before each step, h after each step, both of shape ``(T, R, units)``,
+            and the last states.
+        """
+
+        @tf.custom_gradient
+        def run(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
+            inputs, first = tensors[: len(over_time)], tensors[len(over_time) :]
+            before, last = self._forward(list(inputs), list(first))
+            after = tf.concat([before[0][1:], last[0][None]], 0)
+
+            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+                # The states before are the states after, a step later: their own
+                # gradient is never asked for.
+                _, of_after, *of_last = upstream
+                return self._backward(list(inputs), before, of_after, of_last)
+
+            return [before[0], after, *last], gradient
+
+        before, after, *last = run(*over_time, *states)
+        return before, after, last
+
+    def _forward(
+        self, inputs: list[tf.Tensor], states: list[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Return the states before each step, and after the last one."""
+        steps = tf.shape(inputs[0])[0]
+        reads = self._readable(inputs)
+
+        def body(time: tf.Tensor, states: Any, written: Any) -> Any:
+            (x, *more), mask = self._read(reads, time)
+            inner = tf.add_n([self._inner_product(states[0]), *more])
+            written = _write(written, time, states)
+            return time + 1, self._step(x, inner, states, mask), written
+
+        _, last, written = tf.while_loop(
+            lambda time, *_: time < steps,
+            body,
+            (0, states, _writable(states, steps)),
+            parallel_iterations=1,
+        )
+        return [array.stack() for array in written], last
+
+    def _backward(
+        self,
+        inputs: list[tf.Tensor],
+        before: list[tf.Tensor],
+        of_after: tf.Tensor,
+        of_last: list[tf.Tensor],
+    ) -> list[tf.Tensor]:
+        """Return the gradients of the inputs and of the first states."""
+        steps = tf.shape(before[0])[0]
+        inner = tf.add_n([self._inner_product(before[0]), *inputs[1:]])
+        reads = self._readable([inputs[0], inner, of_after, *before])
+
+        def body(time: tf.Tensor, of_states: Any, written: Any) -> Any:
+            time -= 1
+            (x, inner, of_output, *states), mask = self._read(reads, time)
+            of_states = [of_states[0] + of_output, *of_states[1:]]
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch([x, inner, states])
+                new = self._step(x, inner, states, mask)
+            of_x, of_inner, of_states = tape.gradient(
+                new,
+                [x, inner, states],
+                output_gradients=of_states,
+                unconnected_gradients=tf.UnconnectedGradients.ZERO,
+            )
+            of_h = tf.matmul(of_inner, self.cell.matrix, transpose_b=True)
+            of_h = of_h if self.kept is None else of_h * self.kept
+            written = _write(written, time, [of_x, of_inner][: len(written)])
+            return time, [of_states[0] + of_h, *of_states[1:]], written
+
+        like = [inputs[0][0], inner[0]][: len(inputs)]
+        _, of_first, written = tf.while_loop(
+            lambda time, *_: time > 0,
+            body,
+            (steps, of_last, _writable(like, steps)),
+            parallel_iterations=1,
+        )
+        return [*(array.stack() for array in written), *of_first]
+
+    def _inner_product(self, h: tf.Tensor) -> tf.Tensor:
+        return tf.matmul(h if self.kept is None else h * self.kept, self.cell.matrix)
+
+    def _step(
+        self, x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor], mask: Any
+    ) -> list[tf.Tensor]:
+        new = self.cell.step(x, inner, states)
+        if mask is None:
+            return new
+        return [tf.where(mask, a, b) for a, b in zip(new, states, strict=True)]
+
+    def _readable(self, tensors: list[tf.Tensor]) -> list[tf.TensorArray]:
+        """Put tensors, and the mask after them, where loops read them."""
+        if self.mask is not None:
+            tensors = [*tensors, self.mask]
+        steps = tf.shape(tensors[0])[0]
+        return [
+            tf.TensorArray(t.dtype, steps, element_shape=t.shape[1:]).unstack(t)
+            for t in tensors
+        ]
+
+    def _read(
+        self, arrays: list[tf.TensorArray], time: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+        found = [array.read(time) for array in arrays]
+        mask = None if self.mask is None else found.pop()
+        return found, mask
+
+
+def _writable(like: list[tf.Tensor], steps: tf.Tensor) -> list[tf.TensorArray]:
+    return [tf.TensorArray(t.dtype, steps, element_shape=t.shape) for t in like]
+
+
+def _write(
+    arrays: list[tf.TensorArray], time: tf.Tensor, tensors: list[tf.Tensor]
+) -> list[tf.TensorArray]:
+    return [
+        array.write(time, tensor) for array, tensor in zip(arrays, tensors, strict=True)
+    ]
 
 
 def _dropout_masks(
@@ -189,9 +361,9 @@ def _dropout_masks(
     return masks
 
 
-def _constant(variable: Any, like: tf.Tensor) -> tf.Tensor:
-    """Return a variable's value, whose gradient nobody needs inside of the loop."""
-    return tf.stop_gradient(tf.cast(variable, like.dtype))
+def _swapped(tensor: tf.Tensor) -> tf.Tensor:
+    """Swap the axes of rows and of time."""
+    return tf.transpose(tensor, [1, 0, *range(2, tensor.shape.rank)])
 
 
 def _activated(activation: Any, tensor: tf.Tensor) -> tf.Tensor:

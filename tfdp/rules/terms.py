@@ -17,8 +17,11 @@ from tfdp.clipping import at_least_float32, matmul_roundoff, squares_rounded_up
 from tfdp.rules import convolution
 
 # Gradients of units may take this many numbers for each number of the activations
-# that they are made of, and are kept until the factors are known.
-_KEEP_CONVOLUTION = 1.0
+# that they are made of, to be kept until the weights are known.
+_KEPT_FOR_AN_ACTIVATION = 2
+
+# Time to square and sum a kept number, in multiplications of a matrix product.
+_SQUARED_AND_SUMMED = 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,10 @@ class Term(abc.ABC):
     def instantiate(self, units: Units) -> tf.Tensor:
         """Compute each unit's gradient, shape ``(U, size of the variable)``."""
 
+    def kept(self, units: Units) -> "Kept":
+        """Instantiate in whatever order of numbers is fastest."""
+        return Kept(self.variable, self.instantiate(units))
+
     @abc.abstractmethod
     def squares_by_gram(self, units: Units) -> tf.Tensor:
         """Bound the squared norms without instantiating, float64, shape ``(U,)``."""
@@ -110,11 +117,19 @@ class Kept(Term):
     Args:
         variable: The Keras variable.
         gradients: Shape ``(U, size of the variable)``.
+        transposed: Numbers of rows and columns, if these gradients are matrices that
+            are transposed in the variable.
     """
 
-    def __init__(self, variable: Any, gradients: tf.Tensor) -> None:
+    def __init__(
+        self,
+        variable: Any,
+        gradients: tf.Tensor,
+        transposed: tuple[int, int] | None = None,
+    ) -> None:
         self.variable = variable
         self.gradients = gradients
+        self._transposed = transposed
 
     def how(self, norms: str, units: Units) -> str:
         """Keep them."""
@@ -146,6 +161,8 @@ class Kept(Term):
         else:
             weights = tf.cast(weights, gradients.dtype)
             total = tf.linalg.matvec(gradients, weights, transpose_a=True)
+        if self._transposed is not None:
+            total = tf.transpose(tf.reshape(total, self._transposed))
         return tf.reshape(total, self.variable.shape)
 
 
@@ -247,6 +264,15 @@ class OuterProducts(Term):
             product = tf.matmul(left, g, transpose_a=True)
             parts.append(tf.reshape(product, [units.number, self.d * self.p]))
         return tf.add_n(parts)
+
+    def kept(self, units: Units) -> Kept:
+        """Let the side with fewer numbers be the rows."""
+        if self.p >= self.d or len(self.pairs) > 1 or self._has_ids():
+            return super().kept(units)
+        a, g = self.factors(units)
+        product = tf.matmul(g, a, transpose_a=True)
+        flat = tf.reshape(product, [units.number, self.p * self.d])
+        return Kept(self.variable, flat, transposed=(self.p, self.d))
 
     def squares_by_gram(self, units: Units) -> tf.Tensor:
         """``sum_{t,s} <a_t, a_s> <g_t, g_s>``, with what rounding can have lost."""
@@ -350,14 +376,18 @@ class Convolution(Term):
             return "drop" if norms == "instantiate" else "keep"
         if norms == "gram":
             return "gram" if can_gram else "drop"
+        *kernel, channels, filters = self.variable.shape
         size = math.prod(self.variable.shape)
-        channels, filters = self.calls[0][0].shape[-1], self.variable.shape[-1]
         outputs, inputs = known
         activations = inputs * channels + outputs * filters
-        if size <= max(_KEEP_CONVOLUTION * activations, _FEW_NUMBERS):
-            return "keep"
-        gram = inputs**2 * channels + outputs**2 * filters
-        return "gram" if can_gram and gram < outputs * size else "keep"
+        is_large = size > max(_KEPT_FOR_AN_ACTIVATION * activations, _FEW_NUMBERS)
+        if not can_gram:
+            return "drop" if is_large else "keep"
+        slices = convolution.SLICED * math.prod(kernel) * outputs**2
+        gram = inputs**2 * channels + outputs**2 * filters + slices
+        # The sum takes one ordinary gradient more than where gradients are kept.
+        kept = (_SQUARED_AND_SUMMED + 0.2 * outputs) * size
+        return "gram" if is_large or gram < kept else "keep"
 
     def numbers(self, how: str, units: Units) -> int | None:
         """The gradient, or the Gram matrices of pixels, patches and outputs."""
