@@ -185,6 +185,8 @@ def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
             outputs = tf.where(started, outputs, tf.zeros_like(outputs))
         h = tf.stop_gradient(_swapped(in_order(before, [0])))
         seen.append(h if kept is None else h * kept[:, None])
+        # As Keras's own loop does: the layers that follow may need the length.
+        outputs = tf.ensure_shape(outputs, [sequences.shape[1], None, None])
         return outputs[-1], _swapped(outputs), states
 
     return call.run_with(inner_loop=loop)
@@ -254,6 +256,7 @@ class _Scan:
             body,
             (0, states, _writable(states, steps)),
             parallel_iterations=1,
+            maximum_iterations=steps,  # XLA cannot do without.
         )
         return [array.stack() for array in written], last
 
@@ -293,6 +296,7 @@ class _Scan:
             body,
             (steps, of_last, _writable(like, steps)),
             parallel_iterations=1,
+            maximum_iterations=steps,
         )
         return [*(array.stack() for array in written), *of_first]
 
