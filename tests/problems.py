@@ -135,10 +135,10 @@ TAGS = {
     "attention": "an attention layer",
     "conv": "a convolution",
     "coupled": "Keras's loss of a batch is neither mean nor sum over its examples",
+    "compiled": "an operation that Keras compiles with XLA at each eager call on CPU",
     "custom": "a leaf layer that no rule can know",
     "embedding": "a gradient that TensorFlow gives as `IndexedSlices`",
     "frozen": "a variable that does not train",
-    "grouped": "a grouped convolution: on CPU Keras compiles every eager call of it",
     "lora": "low-rank adapters, which Keras 3.15 keeps in float32",
     "mask": "a Keras mask that reaches a layer or the loss",
     "norm": "a normalisation layer",
@@ -396,6 +396,94 @@ def tagger(**embedding):
     return with_ids(layers.Dense(4, activation="tanh"), layers.Dense(3), **embedding)
 
 
+def einsum(shape, *equations, **options):
+    """EinsumDense layers in a row, each ``(equation, output shape, bias axes)``."""
+    model = sequential(shape)
+    for equation, output_shape, bias_axes in equations:
+        layer = layers.EinsumDense(equation, output_shape, bias_axes=bias_axes)
+        model.add(layer)
+    for layer in model.layers if options.get("lora") else ():
+        layer.enable_lora(options["lora"])
+    return model
+
+
+def low_rank_conv():
+    model = sequential(
+        (5, 4, 2),
+        layers.Conv2D(3, 2, strides=2, padding="same", activation="tanh"),
+        layers.Conv2D(4, (1, 2), use_bias=False),
+        layers.Flatten(),
+    )
+    for layer in model.layers[:2]:
+        layer.enable_lora(2)
+    return model
+
+
+def conv_called_twice():
+    """One kernel on its own outputs, and on inputs of another size."""
+    image, small = keras.Input((4, 4, 2)), keras.Input((3, 2, 2))
+    shared = layers.Conv2D(2, 2, padding="same", activation="tanh")
+    pool = layers.GlobalAveragePooling2D()
+    return keras.Model(
+        [image, small], pool(shared(shared(image))) - pool(shared(small))
+    )
+
+
+def called_on_many_shapes():
+    """One matrix for vectors and for positions."""
+    vector, positions = keras.Input((3,)), keras.Input((4, 3))
+    shared = layers.Dense(2, activation="tanh")
+    outputs = shared(vector) * layers.GlobalAveragePooling1D()(shared(positions))
+    return keras.Model([vector, positions], outputs)
+
+
+def language_model(**options):
+    ids = keras.Input((4,), dtype="int32")
+    embedding = layers.ReversibleEmbedding(6, 3, **options)
+    hidden = layers.Dense(3, activation="tanh")(embedding(ids))
+    return keras.Model(ids, embedding(hidden, reverse=True))
+
+
+def with_states(make_layer, states):
+    """A recurrent layer that starts where inputs say, and returns where it ends."""
+    sequence = keras.Input((4, 2))
+    initial = [keras.Input((3,)) for _ in range(states)]
+    layer = make_layer(return_sequences=True, return_state=True)
+    outputs, *ends = layer(sequence, initial_state=initial)
+    pooled = layers.GlobalAveragePooling1D()(outputs)
+    return keras.Model([sequence, *initial], layers.concatenate([pooled, *ends]))
+
+
+def time_distributed_shared():
+    """One matrix at every time step, and once outside of time."""
+    sequence, vector = keras.Input((3, 2)), keras.Input((2,))
+    shared = layers.Dense(2, activation="tanh")
+    steps = layers.TimeDistributed(shared)(sequence)
+    return keras.Model(
+        [sequence, vector], steps * layers.RepeatVector(3)(shared(vector))
+    )
+
+
+def padded_attention(**options):
+    """Attention within and between two masked sequences, with a mask of its own."""
+    query, value = (
+        keras.Input((3,), dtype="int32"),
+        keras.Input((4,), dtype="int32"),
+    )
+    allowed = keras.Input((3, 4), dtype="bool")
+    embedding = layers.Embedding(6, 4, mask_zero=True)
+    attend = layers.MultiHeadAttention(2, 3, **options)
+    hidden = attend(embedding(query), embedding(value), attention_mask=allowed)
+    pooled = layers.GlobalAveragePooling1D()(hidden)
+    return keras.Model([query, value, allowed], layers.Dense(2)(pooled))
+
+
+def scored(make_attention):
+    query, value = keras.Input((3, 2)), keras.Input((4, 2))
+    attended = make_attention()([layers.Dense(2)(query), value])
+    return keras.Model([query, value], layers.Flatten()(attended))
+
+
 # ------------------------------------------------------------------------ examples
 
 
@@ -432,6 +520,15 @@ def two_head_example(pack):
     def example(rng):
         x = {"wide": rng.normal(size=3), "deep": rng.normal(size=2)}
         return pack(x), pack({"value": rng.normal(size=1), "label": rng.integers(3)})
+
+    return example
+
+
+def floats_of(*shapes, targets):
+    """Several normal inputs, normal targets."""
+
+    def example(rng):
+        return [rng.normal(size=shape) for shape in shapes], rng.normal(size=targets)
 
     return example
 
@@ -585,7 +682,7 @@ _TABLE = (
         ),
         floats((5, 5, 4), 6),
         "mse",
-        tags="conv grouped",
+        tags="compiled conv",
     ),
     _problem(
         "conv1d",
@@ -1078,6 +1175,468 @@ _TABLE = (
         losses.Dice,
         tags="coupled scalar",
     ),
+    # Equations.
+    _problem(
+        "einsum_ellipsis_first",
+        lambda: einsum(
+            (2, 3, 4), ("...x,xy->...y", 3, "y"), ("...x,xy->...y", 2, None)
+        ),
+        floats((2, 3, 4), (2, 3, 2)),
+        "mse",
+    ),
+    _problem(
+        "einsum_ellipsis_last",
+        lambda: einsum((3, 2, 2), ("ab...,bc->ac...", 4, "c")),
+        floats((3, 2, 2), (4, 2, 2)),
+        "mse",
+    ),
+    _problem(
+        "einsum_reversed_kernel",
+        lambda: einsum(
+            (3, 2, 2),
+            ("abcd,efcd->abef", (3, 2, 3), "ef"),
+            ("abef,gef->abg", (3, 2), "g"),
+        ),
+        floats((3, 2, 2), (3, 2)),
+        "mse",
+    ),
+    _problem(
+        "einsum_mixed_kernel",
+        lambda: einsum(
+            (3, 2), ("abc,dce->abde", (3, 2, 3), "e"), ("abde,bdf->abf", (3, 2), "bf")
+        ),
+        floats((3, 2), (3, 2)),
+        "mse",
+    ),
+    _problem(
+        "einsum_bias_of_positions",
+        lambda: einsum((3, 2), ("abc,cde->abde", (3, 2, 3), "bd")),
+        floats((3, 2), (3, 2, 3)),
+        "mse",
+    ),
+    _problem(
+        "einsum_lora",
+        lambda: einsum(
+            (3, 2),
+            ("abc,cde->abde", (3, 2, 3), "de"),
+            ("abde,def->abf", (3, 4), "f"),
+            ("abf,gf->abg", (3, 2), None),
+            lora=2,
+        ),
+        floats((3, 2), (3, 2)),
+        "mse",
+        tags="frozen lora",
+    ),
+    _problem(
+        "called_on_many_shapes",
+        called_on_many_shapes,
+        floats_of(3, (4, 3), targets=2),
+        "mse",
+        tags="shared structure",
+    ),
+    _problem(
+        "prelu_shared_axes",
+        lambda: sequential(
+            (3, 2, 4),
+            layers.Dense(2),
+            layers.PReLU("uniform", shared_axes=[1, 2]),
+            layers.PReLU("uniform", shared_axes=[1]),
+        ),
+        floats((3, 2, 4), (3, 2, 2)),
+        "mse",
+    ),
+    _problem(
+        "prelu_as_activation",
+        lambda: sequential(
+            (4,),
+            layers.Dense(3, activation=layers.PReLU("uniform")),
+            layers.Dense(2),
+        ),
+        floats(4, 2),
+        "mse",
+    ),
+    # More convolutions.
+    _problem(
+        "conv_no_bias",
+        lambda: sequential(
+            (4, 4, 2),
+            layers.Conv2D(3, 2, use_bias=False, activation="tanh"),
+            layers.Reshape((9, 3)),
+            layers.Conv1D(2, 3, use_bias=False, activation="tanh"),
+            layers.Reshape((7, 1, 1, 2)),
+            layers.Conv3D(2, (2, 1, 1), use_bias=False),
+        ),
+        floats((4, 4, 2), (6, 1, 1, 2)),
+        "mse",
+        tags="conv",
+    ),
+    _problem(
+        "conv2d_even",
+        lambda: sequential(
+            (6, 5, 1),
+            layers.Conv2D(2, (4, 2), strides=2, padding="same", activation="tanh"),
+            layers.Conv2D(2, (2, 3), strides=(1, 2), padding="same"),
+        ),
+        floats((6, 5, 1), (3, 2, 2)),
+        "mse",
+        tags="conv",
+    ),
+    _problem(
+        "conv2d_pointwise",
+        lambda: sequential(
+            (5, 4, 3),
+            layers.Conv2D(4, 1, strides=2, activation="tanh"),
+            layers.Conv2D(2, 1),
+        ),
+        floats((5, 4, 3), (3, 2, 2)),
+        "mse",
+        tags="conv",
+    ),
+    _problem(
+        "conv1d_same",
+        lambda: sequential(
+            (7, 2),
+            layers.Conv1D(3, 4, strides=3, padding="same", activation="tanh"),
+            layers.Conv1D(2, 2, dilation_rate=2, padding="same"),
+        ),
+        floats((7, 2), (3, 2)),
+        "mse",
+        tags="conv",
+    ),
+    _problem(
+        "conv3d_strided",
+        lambda: sequential(
+            (4, 3, 5, 1),
+            layers.Conv3D(2, (2, 2, 3), strides=2, padding="same", activation="tanh"),
+            layers.Conv3D(2, 1, strides=(1, 2, 2)),
+        ),
+        floats((4, 3, 5, 1), (2, 1, 2, 2)),
+        "mse",
+        tags="conv",
+    ),
+    _problem(
+        "conv3d_transpose",
+        lambda: sequential(
+            (2, 2, 1, 2),
+            layers.Conv3DTranspose(2, 2, strides=(2, 1, 1), padding="same"),
+        ),
+        floats((2, 2, 1, 2), (4, 2, 1, 2)),
+        "mse",
+        tags="conv",
+    ),
+    _problem(
+        "conv_transpose_padded",
+        lambda: sequential(
+            (3, 2, 2),
+            layers.Conv2DTranspose(
+                3, 3, strides=2, padding="same", output_padding=1, activation="tanh"
+            ),
+            layers.Conv2DTranspose(
+                2, 2, strides=(2, 3), output_padding=(1, 2), use_bias=False
+            ),
+            layers.GlobalAveragePooling2D(),
+        ),
+        floats((3, 2, 2), 2),
+        "mse",
+        tags="conv",
+    ),
+    _problem(
+        "separable_conv_strided",
+        lambda: sequential(
+            (6, 5, 2),
+            layers.SeparableConv2D(
+                3, 3, strides=2, padding="same", depth_multiplier=2, activation="tanh"
+            ),
+            layers.SeparableConv2D(2, 2, use_bias=False),
+        ),
+        floats((6, 5, 2), (2, 2, 2)),
+        "mse",
+        tags="conv",
+    ),
+    _problem(
+        "separable_conv1d_dilated",
+        lambda: sequential(
+            (6, 2), layers.SeparableConv1D(3, 2, padding="same", dilation_rate=2)
+        ),
+        floats((6, 2), (6, 3)),
+        "mse",
+        tags="conv",
+    ),
+    _problem(
+        "depthwise_conv_dilated",
+        lambda: sequential(
+            (6, 5, 2),
+            layers.DepthwiseConv2D(2, dilation_rate=(2, 2), activation="tanh"),
+            layers.DepthwiseConv2D(
+                2, dilation_rate=(2, 1), padding="same", use_bias=False
+            ),
+        ),
+        floats((6, 5, 2), (4, 3, 2)),
+        "mse",
+        tags="conv",
+    ),
+    _problem(
+        "conv1d_grouped",
+        lambda: sequential(
+            (5, 4),
+            layers.Conv1D(6, 2, groups=2, activation="tanh"),
+            layers.Conv1D(2, 1),
+        ),
+        floats((5, 4), (4, 2)),
+        "mse",
+        tags="compiled conv",
+    ),
+    _problem(
+        "conv_called_twice",
+        conv_called_twice,
+        floats_of((4, 4, 2), (3, 2, 2), targets=2),
+        "mse",
+        tags="conv shared structure",
+    ),
+    _problem(
+        "conv_lora",
+        low_rank_conv,
+        floats((5, 4, 2), 12),
+        "mse",
+        tags="conv frozen lora",
+    ),
+    # More normalisation.
+    _problem(
+        "layer_norm_axes",
+        lambda: sequential(
+            (3, 4),
+            layers.Dense(4),
+            layers.LayerNormalization(axis=[1]),
+            layers.LayerNormalization(axis=1, scale=False),
+            layers.LayerNormalization(axis=[1, 2]),
+            layers.LayerNormalization(center=False, scale=False),
+        ),
+        floats((3, 4), (3, 4)),
+        "mse",
+        tags="norm",
+    ),
+    _problem(
+        "group_norm_axes",
+        lambda: sequential(
+            (4, 3),
+            layers.Dense(4),
+            layers.GroupNormalization(2, axis=1),
+            layers.GroupNormalization(1, scale=False),
+            layers.GroupNormalization(-1, center=False),
+            layers.GroupNormalization(1, center=False, scale=False),
+        ),
+        floats((4, 3), (4, 4)),
+        "mse",
+        tags="norm",
+    ),
+    _problem(
+        "rms_norm_axes",
+        lambda: sequential(
+            (3, 2, 4), layers.Dense(4), layers.RMSNormalization(axis=[-2, -1])
+        ),
+        floats((3, 2, 4), (3, 2, 4)),
+        "mse",
+        tags="norm",
+    ),
+    # More tokens and time.
+    _problem(
+        "embedding_of_one",
+        lambda: sequential((), layers.Embedding(6, 3), layers.Dense(2), dtype="int32"),
+        lambda rng: (rng.integers(6), rng.normal(size=2)),
+        "mse",
+        tags="embedding",
+    ),
+    _problem(
+        "embedding_negative",
+        lambda: sequential(
+            (2, 3),
+            layers.Embedding(6, 3, mask_zero=True),
+            layers.Dense(2, activation="tanh"),
+            dtype="int32",
+        ),
+        lambda rng: (rng.integers(-6, 6, size=(2, 3)), rng.normal(size=(2, 3, 2))),
+        functools.partial(losses.MeanSquaredError, reduction="sum"),
+        tags="embedding mask sum",
+    ),
+    _problem(
+        "gru_no_bias",
+        lambda: sequential(
+            (3, 2),
+            layers.GRU(3, use_bias=False, return_sequences=True),
+            layers.GRU(2, use_bias=False, reset_after=False),
+        ),
+        floats((3, 2), 2),
+        "mse",
+        tags="rnn",
+    ),
+    _problem(
+        "gru_reset_before_masked",
+        lambda: with_ids(
+            layers.GRU(3, reset_after=False, return_sequences=True),
+            layers.GRU(2, go_backwards=True),
+            mask_zero=True,
+        ),
+        lambda rng: (padded(rng), rng.normal(size=2)),
+        "mse",
+        tags="embedding mask rnn",
+    ),
+    _problem(
+        "gru_states",
+        lambda: with_states(functools.partial(layers.GRU, 3), 1),
+        floats_of((4, 2), 3, targets=6),
+        "mse",
+        tags="rnn structure",
+    ),
+    _problem(
+        "lstm_states",
+        lambda: with_states(functools.partial(layers.LSTM, 3), 2),
+        floats_of((4, 2), 3, 3, targets=9),
+        "mse",
+        tags="rnn structure",
+    ),
+    _problem(
+        "lstm_backwards_masked",
+        lambda: with_ids(
+            layers.LSTM(3, go_backwards=True, return_sequences=True),
+            layers.LSTM(2, use_bias=False),
+            mask_zero=True,
+        ),
+        lambda rng: (padded(rng), rng.normal(size=2)),
+        "mse",
+        tags="embedding mask rnn",
+    ),
+    _problem(
+        "lstm_unrolled",
+        lambda: sequential(
+            (3, 2),
+            layers.LSTM(3, unroll=True, return_sequences=True),
+            layers.GRU(2, unroll=True),
+        ),
+        floats((3, 2), 2),
+        "mse",
+        tags="rnn",
+    ),
+    _problem(
+        "lstm_unrolled_masked",
+        lambda: sequential(
+            (4,),
+            layers.Embedding(6, 3, mask_zero=True),
+            layers.LSTM(3, unroll=True),
+            dtype="int32",
+        ),
+        lambda rng: (padded(rng, length=4), rng.normal(size=3)),
+        "mse",
+        tags="embedding mask rnn",
+    ),
+    _problem(
+        "simple_rnn_masked",
+        lambda: with_ids(
+            layers.SimpleRNN(3, activation="relu", return_sequences=True),
+            layers.SimpleRNN(2, use_bias=False, go_backwards=True),
+            mask_zero=True,
+        ),
+        lambda rng: (padded(rng), rng.normal(size=2)),
+        "mse",
+        tags="embedding mask rnn",
+    ),
+    _problem(
+        "bidirectional_masked",
+        lambda: with_ids(
+            layers.Bidirectional(layers.LSTM(2, return_sequences=True), "mul"),
+            layers.Bidirectional(layers.GRU(3), "sum"),
+            mask_zero=True,
+        ),
+        lambda rng: (padded(rng), rng.normal(size=3)),
+        "mse",
+        tags="embedding mask rnn",
+    ),
+    _problem(
+        "bidirectional_modes",
+        lambda: sequential(
+            (3, 2),
+            layers.Bidirectional(layers.SimpleRNN(2, return_sequences=True), "ave"),
+            layers.Bidirectional(
+                layers.GRU(2, return_sequences=True),
+                "concat",
+                backward_layer=layers.LSTM(3, go_backwards=True, return_sequences=True),
+            ),
+        ),
+        floats((3, 2), (3, 5)),
+        "mse",
+        tags="rnn",
+    ),
+    _problem(
+        "time_distributed_lstm",
+        lambda: sequential(
+            (2, 3, 2),
+            layers.TimeDistributed(layers.LSTM(3)),
+            layers.TimeDistributed(layers.Dense(2)),
+        ),
+        floats((2, 3, 2), (2, 2)),
+        "mse",
+        tags="rnn",
+    ),
+    _problem(
+        "time_distributed_shared",
+        time_distributed_shared,
+        floats_of((3, 2), 2, targets=(3, 2)),
+        "mse",
+        tags="rnn shared structure",
+    ),
+    # More attention.
+    _problem(
+        "attention_padded",
+        lambda: padded_attention(value_dim=2, output_shape=5),
+        lambda rng: (
+            [
+                padded(rng, length=3),
+                padded(rng, length=4),
+                rng.integers(2, size=(3, 4)),
+            ],
+            rng.normal(size=2),
+        ),
+        "mse",
+        tags="attention embedding mask structure",
+    ),
+    _problem(
+        "attention_no_bias",
+        lambda: attention(
+            lambda: layers.MultiHeadAttention(2, 3, value_dim=2, use_bias=False)
+        ),
+        labelled((4, 6), 3),
+        logits,
+        tags="attention norm",
+    ),
+    _problem(
+        "dot_attention",
+        lambda: scored(lambda: layers.Attention(use_scale=True, score_mode="concat")),
+        floats_of((3, 2), (4, 2), targets=6),
+        "mse",
+        tags="attention structure",
+    ),
+    _problem(
+        "additive_attention",
+        lambda: scored(layers.AdditiveAttention),
+        floats_of((3, 2), (4, 2), targets=6),
+        "mse",
+        tags="attention structure",
+    ),
 )
+
+if hasattr(layers, "ReversibleEmbedding"):
+    _TABLE += tuple(
+        _problem(
+            name,
+            functools.partial(language_model, **options),
+            lambda rng: (padded(rng, length=4), rng.integers(6, size=4)),
+            logits,
+            tags=f"{tags} shared",
+        )
+        for name, options, tags in (
+            ("reversible_tied", {"logit_soft_cap": 2.0}, "embedding"),
+            ("reversible_untied", {"tie_weights": False}, "embedding"),
+            ("reversible_masked", {"mask_zero": True}, "coupled embedding mask"),
+        )
+    )
 
 PROBLEMS = {problem.name: problem for problem in _TABLE}

@@ -1,0 +1,170 @@
+"""Engines on problems, compared with one example at a time in float64."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.problems import Batch, Problem, nan_row, precision, scale_outlier, take
+from tests.reference import TOLERANCE, assert_all_close, clipped_sum, problem_gradients
+from tfdp import _tree
+from tfdp.clipping import clip_as_tensor
+from tfdp.engines.passes import run_whole
+from tfdp.losses.objective import Objective
+
+MODES = ("eager", "graph", "xla")
+
+# Rows of a pool: five examples, one of them scaled, one of them NaN.
+OUTLIER = (0, 1, 5, 3, 4)
+NAN = (0, 6, 2, 3, 4)
+
+
+class Pool(NamedTuple):
+    """Examples to make batches of, and the gradients of each.
+
+    Attributes:
+        batch: The examples.
+        gradients: From `tests.reference.per_example_gradients`.
+    """
+
+    batch: Batch
+    gradients: list[np.ndarray]
+
+
+@functools.cache
+def pool(problem: Problem) -> Pool:
+    """Five examples of a problem, the third one scaled, the second one with NaN."""
+    batch = problem.batch(5)
+    # A softmax of huge numbers jumps; in half precision they overflow.
+    factor = 10 if "attention" in problem.tags else 1e6
+    others = scale_outlier(batch, 2, factor), nan_row(batch, 1)
+    parts = [tuple(with_weights(batch, others[0])), *_rows(others, (2, 1))]
+    rows = keras.tree.map_structure(
+        lambda *leaves: None if leaves[0] is None else np.concatenate(leaves), *parts
+    )
+    batch = Batch(*rows)
+    return Pool(batch, problem_gradients(problem, batch))
+
+
+def with_weights(batch: Batch, like: Batch) -> Batch:
+    """Give a batch weights of one, if another one has weights."""
+    if batch.sample_weight is None and like.sample_weight is not None:
+        return batch._replace(sample_weight=np.ones_like(like.sample_weight))
+    return batch
+
+
+def _rows(batches: Sequence[Batch], rows: Sequence[int]) -> list[Any]:
+    return [tuple(take(batch, [row])) for batch, row in zip(batches, rows, strict=True)]
+
+
+def runner(
+    problem: Problem,
+    engines: Sequence[Any],
+    mode: str = "graph",
+    dtype: str = "float64",
+    *,
+    unit_size: int = 1,
+) -> Callable[[Batch, float], list[Any]]:
+    """Make a function that clips a batch with each of the engines.
+
+    In graph mode one graph takes batches of every size.
+
+    Args:
+        problem: The problem.
+        engines: Engines, which all run in one graph.
+        mode: One of `MODES`.
+        dtype: Policy of the model.
+        unit_size: Examples in a unit.
+
+    Returns:
+        From a batch and the clip norm to ``(clipped sums, norms)`` of each engine.
+    """
+    with precision(dtype):
+        objective = Objective.of(
+            problem.build(dtype), problem.loss(dtype), problem.loss_weights
+        )
+    wide = clip_as_tensor(1.0, objective.variables).dtype
+    signature = tuple(problem.batch(1))
+    if any(leaf.dtype.kind == "f" for leaf in keras.tree.flatten(signature[0])):
+        like = signature
+    else:
+        like = tuple(with_weights(problem.batch(1), pool(problem).batch))
+
+    def run(tensors: list[tf.Tensor], clip: tf.Tensor) -> list[Any]:
+        data = _tree.pack(tensors, like)
+        return [
+            run_whole(
+                functools.partial(_pass, engine, objective, clip, unit_size),
+                data,
+                rows_per_unit=unit_size,
+            )[:2]
+            for engine in engines
+        ]
+
+    if mode != "eager":
+        specs = None
+        if mode == "graph":
+            specs = [
+                [
+                    tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+                    for leaf in _tree.tensors(like)
+                ],
+                tf.TensorSpec([], wide),
+            ]
+        run = tf.function(
+            run, jit_compile=mode == "xla", autograph=False, input_signature=specs
+        )
+
+    def clip_batch(batch: Batch, clip: float) -> list[Any]:
+        tensors = [tf.convert_to_tensor(leaf) for leaf in _tree.tensors(tuple(batch))]
+        with precision(dtype):
+            return run(tensors, tf.constant(clip, wide))
+
+    return clip_batch
+
+
+def _pass(engine, objective, clip, unit_size, batch):
+    return engine.clip_and_sum(
+        objective, batch, l2_norm_clip=clip, rows_per_unit=unit_size
+    )
+
+
+def check(
+    problem: Problem,
+    run: Callable[[Batch, float], list[Any]],
+    rows: Sequence[int],
+    tolerance: float | None = None,
+    *,
+    unit_size: int = 1,
+) -> None:
+    """Compare norms and clipped sums with the reference, half of the units clipped.
+
+    Args:
+        problem: The problem.
+        run: From `runner`.
+        rows: Which rows of the pool make the batch.
+        tolerance: Relative to norms and to the clip norm; default, of float64.
+        unit_size: Examples in a unit.
+    """
+    if tolerance is None:
+        # Keras keeps the adapters of LoRA in float32.
+        tolerance = 2e-5 if "lora" in problem.tags else TOLERANCE
+    rows = list(rows)
+    examples = pool(problem)
+    gradients = [of_variable[rows] for of_variable in examples.gradients]
+    _, norms = clipped_sum(gradients, 1.0, unit_size)
+    finite = norms[np.isfinite(norms)]
+    clip = float(np.median(finite)) * 0.9 if finite.any() else 1.0
+    expected, norms = clipped_sum(gradients, clip, unit_size)
+    at = np.isfinite(norms)
+    for sums, found in run(take(examples.batch, rows), clip):
+        np.testing.assert_array_equal(np.isfinite(found), at)
+        np.testing.assert_allclose(
+            np.asarray(found)[at], norms[at], rtol=tolerance, atol=tolerance * clip
+        )
+        assert_all_close(
+            sums, expected, rtol=0, atol=tolerance * clip * max(len(norms), 1)
+        )

@@ -1,0 +1,106 @@
+"""Book-keeping and ghost clipping against one example at a time in float64."""
+
+import pytest
+
+from tests.engine_checks import MODES, NAN, OUTLIER, check, runner
+from tests.problems import PROBLEMS, cases
+from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
+
+ENGINES = [
+    engine(norms=norms)
+    for engine in (BookkeepingEngine, GhostEngine)
+    for norms in ("auto", "gram", "instantiate")
+]
+BATCHES = (OUTLIER, NAN, [0], [])
+
+# One for each rule and each structure.
+FEW = [
+    "mlp_logits",
+    "dense_grid",
+    "einsum_mixed_kernel",
+    "conv2d_even",
+    "conv2d_grouped",
+    "conv_transpose_padded",
+    "depthwise_conv_dilated",
+    "separable_conv_strided",
+    "conv_called_twice",
+    "group_norm_axes",
+    "prelu_shared_axes",
+    "reversible_tied",
+    "embedding_lstm",
+    "gru_reset_before_masked",
+    "time_distributed_shared",
+    "attention_padded",
+    "dict_losses",
+    "custom_layer",
+    "frozen_kernel",
+    "unused",
+]
+
+
+def those(names):
+    return pytest.mark.parametrize(
+        "problem",
+        [pytest.param(PROBLEMS[name], id=name) for name in names if name in PROBLEMS],
+    )
+
+
+few = those(FEW)
+every = pytest.mark.parametrize("problem", cases(lacking={"random", "tied"}))
+
+
+@every
+def test_graph_equals_one_example_at_a_time(problem):
+    run = runner(problem, [BookkeepingEngine()])
+    for rows in BATCHES:
+        check(problem, run, rows)
+
+
+@few
+def test_other_engines_equal_one_example_at_a_time(problem):
+    engines = [
+        GhostEngine(),
+        BookkeepingEngine(norms="gram"),
+        BookkeepingEngine(norms="instantiate"),
+    ]
+    run = runner(problem, engines)
+    for rows in BATCHES:
+        check(problem, run, rows)
+
+
+@few
+def test_units_of_two_examples(problem):
+    engines = [BookkeepingEngine(), GhostEngine(norms="gram")]
+    run = runner(problem, engines, unit_size=2)
+    for rows in BATCHES:
+        check(problem, run, rows, unit_size=2)
+
+
+@few
+def test_float32_eagerly(problem):
+    run = runner(problem, [BookkeepingEngine(), GhostEngine()], "eager", "float32")
+    check(problem, run, OUTLIER, 1e-5)
+
+
+@those([
+    "conv2d_even",
+    "conv_called_twice",
+    "reversible_tied",
+    "embedding_lstm",
+    "time_distributed_shared",
+    "attention_padded",
+    "custom_layer",
+])
+def test_float32_with_xla(problem):
+    run = runner(problem, [BookkeepingEngine()], "xla", "float32")
+    check(problem, run, OUTLIER, 1e-5)
+
+
+@pytest.mark.slow
+@every
+@pytest.mark.parametrize("unit_size", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_problem_with_every_engine(problem, mode, unit_size):
+    run = runner(problem, ENGINES, mode, unit_size=unit_size)
+    for rows in (OUTLIER, NAN, [0], []) if mode == "graph" else (OUTLIER, NAN):
+        check(problem, run, rows, unit_size=unit_size)
