@@ -216,9 +216,7 @@ class _Pass:
             if all(gradient is None for gradient in of_call):
                 continue
             unscaled = [
-                tf.zeros(tf.shape(tensor), at_least_float32(tensor).dtype)
-                if gradient is None
-                else at_least_float32(tf.convert_to_tensor(gradient)) / scale
+                _unscaled(tensor, gradient, scale)
                 for tensor, gradient in zip(watched.tensors, of_call, strict=True)
             ]
             for term in watched.terms_of(unscaled):
@@ -250,27 +248,33 @@ class _Pass:
         self, terms: list[Term | None], weights: tf.Tensor | None, norms: tf.Tensor
     ) -> list[tf.Tensor]:
         """Sum over the units, of which those without a finite norm are left out."""
-        factors = [[] if term is None else term.factors(self.units) for term in terms]
         finite = tf.math.is_finite(norms)
+        clean = tf.reduce_all(finite)
 
-        def selected() -> Any:
-            return keras.tree.map_structure(
-                lambda part: _selected(part, finite), factors
-            )
+        def selected(factors: list[tf.Tensor]) -> list[tf.Tensor]:
+            return [_selected(part, finite) for part in factors]
 
-        if _keras.inside_xla():
-            factors = selected()
-        else:
-            clean = tf.reduce_all(finite)
-            factors = tf.cond(clean, lambda: factors, selected)
-        return [
-            tf.zeros(variable.shape, at_least_float32(variable.value).dtype)
-            if term is None
-            else term.weighted_sum(parts, weights)
-            for variable, term, parts in zip(
-                self._objective.variables, terms, factors, strict=True
-            )
-        ]
+        def sum_of(variable: Any, term: Term | None) -> tf.Tensor:
+            if term is None:
+                return tf.zeros(variable.shape, at_least_float32(variable.value).dtype)
+            factors = term.factors(self.units)
+            if _keras.inside_xla():
+                factors = selected(factors)
+            else:
+                # Each term by itself: one choice for all would hold all factors.
+                factors = tf.cond(clean, lambda: factors, lambda: selected(factors))
+            return term.weighted_sum(factors, weights)
+
+        variables = self._objective.variables
+        return [sum_of(*pair) for pair in zip(variables, terms, strict=True)]
+
+
+def _unscaled(tensor: tf.Tensor, gradient: Any, scale: float) -> tf.Tensor:
+    """Return a tensor's gradient, of at least float32, zero if there is none."""
+    if gradient is None:
+        return at_least_float32(tf.zeros_like(tensor))
+    gradient = at_least_float32(tf.convert_to_tensor(gradient))
+    return gradient if scale == 1.0 else gradient / scale
 
 
 def _joined(terms: list[Term], units: Units) -> Term | None:

@@ -103,11 +103,15 @@ def filter_gradients(
             or (set(geometry.strides) == {1} and kernel_shape[-2] >= _MANY_CHANNELS)
         )
         if not by_offsets:
+            # Units are taken by number: given as elements, all would be copied.
             return tf.map_fn(
                 lambda unit: filter_gradient(
-                    *unit, kernel_shape=kernel_shape, geometry=geometry
+                    inputs[unit],
+                    output_gradients[unit],
+                    kernel_shape=kernel_shape,
+                    geometry=geometry,
                 ),
-                (inputs, output_gradients),
+                tf.range(tf.shape(inputs)[0]),
                 fn_output_signature=tf.TensorSpec(kernel_shape, inputs.dtype),
             )
     return _by_offsets(inputs, output_gradients, kernel_shape, geometry, groups)
@@ -256,9 +260,11 @@ def _by_offsets(
     units = tf.shape(inputs)[0]
     padded = _padded(inputs, kernel_shape, geometry)
     g = tf.reshape(output_gradients, [units, -1, groups, filters // groups])
-    parts = []
+    parts: list[tf.Tensor] = []
     for window in _windows(spatial, kernel_shape, geometry):
-        a = padded[(slice(None), slice(None), *window)]
+        # One after the other, or all the shifted inputs are held at once.
+        with tf.control_dependencies(parts[-1:]):
+            a = padded[(slice(None), slice(None), *window)]
         a = tf.reshape(a, [units, -1, groups, depth])
         if groups == 1:
             parts.append(tf.matmul(a[:, :, 0], g[:, :, 0], transpose_a=True))
