@@ -437,11 +437,10 @@ def called_on_many_shapes():
     return keras.Model([vector, positions], outputs)
 
 
-def language_model(**options):
+def language_model(hidden, **options):
     ids = keras.Input((4,), dtype="int32")
     embedding = layers.ReversibleEmbedding(6, 3, **options)
-    hidden = layers.Dense(3, activation="tanh")(embedding(ids))
-    return keras.Model(ids, embedding(hidden, reverse=True))
+    return keras.Model(ids, embedding(hidden()(embedding(ids)), reverse=True))
 
 
 def with_states(make_layer, states):
@@ -1627,15 +1626,30 @@ if hasattr(layers, "ReversibleEmbedding"):
     _TABLE += tuple(
         _problem(
             name,
-            functools.partial(language_model, **options),
+            functools.partial(language_model, hidden, **options),
             lambda rng: (padded(rng, length=4), rng.integers(6, size=4)),
             logits,
-            tags=f"{tags} shared",
+            tags=f"embedding shared {tags}",
         )
-        for name, options, tags in (
-            ("reversible_tied", {"logit_soft_cap": 2.0}, "embedding"),
-            ("reversible_untied", {"tie_weights": False}, "embedding"),
-            ("reversible_masked", {"mask_zero": True}, "coupled embedding mask"),
+        for name, hidden, options, tags in (
+            (
+                "reversible_tied",
+                lambda: layers.Dense(3, "tanh"),
+                {"logit_soft_cap": 2.0},
+                "",
+            ),
+            (
+                "reversible_untied",
+                lambda: layers.Dense(3, "tanh"),
+                {"tie_weights": False},
+                "",
+            ),
+            (
+                "reversible_masked",
+                lambda: layers.LSTM(3, return_sequences=True),
+                {"mask_zero": True},
+                "mask rnn",
+            ),
         )
     )
 

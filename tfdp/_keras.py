@@ -143,6 +143,14 @@ def keras_mask(tensor: Any) -> Any:
     return getattr(tensor, "_keras_mask", None)
 
 
+def with_mask_of(tensor: Any, other: Any) -> Any:
+    """Attach to `tensor` the mask that Keras attached to `other`, if any."""
+    mask = keras_mask(other)
+    if mask is not None:
+        tensor._keras_mask = mask
+    return tensor
+
+
 @contextlib.contextmanager
 def without_regularizers(variables: list[Any]) -> Iterator[None]:
     """Hide the weight regularizers of `variables` from `Layer.losses`."""

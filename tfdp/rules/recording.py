@@ -160,7 +160,8 @@ class Recording:
         for tensor in watched.tensors:
             own = tf.identity(self._with_rows(watched.path, tensor))
             self._tape.watch(own)
-            tensors.append(own)
+            # Some layers attach a mask in their own code.
+            tensors.append(_keras.with_mask_of(own, tensor))
         self.watched.append(watched._replace(tensors=tensors, repeats=self.repeats))
         return tensors
 
