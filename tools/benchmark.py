@@ -45,7 +45,7 @@ _FAILED = "failed"
 _ROWS = {
     _TFDP: ["vectorized", "fast_gradient_clipping", "ghost", "bookkeeping"],
     "opacus": ["hooks", "ghost"],
-    "jax_privacy": ["vmap"],
+    "jax_privacy": ["vmap", "one_by_one"],
     "tensorflow_privacy": ["vectorized", "fast_gradient_clipping"],
 }
 _MODELS = [name for name in PROBLEMS if name != "synthetic"]
@@ -60,7 +60,9 @@ _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", None, "Examples in a batch; by default the model's.", lower_bound=1
 )
 _POISSON = flags.DEFINE_bool("poisson", False, "Let tfdp's batch sizes vary.")
-_JIT_COMPILE = flags.DEFINE_bool("jit_compile", False, "Let XLA compile tfdp's steps.")
+_JIT_COMPILE = flags.DEFINE_bool(
+    "jit_compile", False, "Let XLA compile what can do without it."
+)
 _STEPS = flags.DEFINE_integer("steps", 20, "Timed steps of a row.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 8.0, "... but none after this many seconds.")
 _CORES = flags.DEFINE_integer(

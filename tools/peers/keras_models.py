@@ -1,5 +1,7 @@
 """The models, for Keras 2 and for Keras 3 with any backend."""
 
+from typing import Any
+
 import keras
 from keras import layers
 
@@ -37,7 +39,7 @@ def _cnn() -> keras.Model:
 def _resnet9() -> keras.Model:
     """Eight convolutions, two of them pairs with a shortcut, and a dense layer."""
 
-    def block(x: keras.KerasTensor, filters: int, *, pool: bool) -> keras.KerasTensor:
+    def block(x: Any, filters: int, *, pool: bool) -> Any:
         x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
         x = layers.GroupNormalization(min(32, filters // 4))(x)
         x = layers.Activation("relu")(x)
