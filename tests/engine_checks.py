@@ -168,3 +168,9 @@ def check(
         assert_all_close(
             sums, expected, rtol=0, atol=tolerance * clip * max(len(norms), 1)
         )
+
+
+def length(tensors: Sequence[Any]) -> float:
+    """Return the l2 norm over all numbers of some tensors, in float64."""
+    squares = [np.sum(np.square(np.asarray(tensor, np.float64))) for tensor in tensors]
+    return float(np.sqrt(sum(squares)))

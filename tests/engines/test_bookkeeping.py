@@ -1,9 +1,11 @@
 """Book-keeping and ghost clipping against one example at a time in float64."""
 
+import numpy as np
 import pytest
+from keras import layers
 
-from tests.engine_checks import MODES, NAN, OUTLIER, check, runner
-from tests.problems import PROBLEMS, cases
+from tests.engine_checks import MODES, NAN, OUTLIER, check, length, pool, runner
+from tests.problems import PROBLEMS, Problem, cases, floats, sequential, take
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 
 ENGINES = [
@@ -94,6 +96,64 @@ def test_float32_eagerly(problem):
 def test_float32_with_xla(problem):
     run = runner(problem, [BookkeepingEngine()], "xla", "float32")
     check(problem, run, OUTLIER, 1e-5)
+
+
+# ------------------------------------------------------------------ what must hold
+
+
+def check_clipped(problem, run, clips):
+    """One unit's clipped sum is as long as its norm allows, and no longer."""
+    for row in range(5):
+        batch = take(pool(problem).batch, [row])
+        for clip in clips:
+            for sums, (norm,) in run(batch, clip):
+                assert np.isfinite(norm)
+                assert length(sums) <= clip * (1 + 1e-7)
+                assert length(sums) >= min(norm, clip) * (1 - 2e-5)
+
+
+@those([
+    "attention",
+    "cnn",
+    "conv_transpose_padded",
+    "custom_layer",
+    "embedding_lstm",
+    "layer_norm",
+    "mlp_logits",
+    "reversible_tied",
+])
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
+def test_half_precision_does_not_exceed_the_clip_norm(problem, dtype):
+    run = runner(problem, [ENGINES[0], ENGINES[1], ENGINES[3]], dtype=dtype)
+    check_clipped(problem, run, (0.1, 0.033))
+
+
+# Kept out of the table: without rules it would run one example after the other.
+RNN_DROPOUT = Problem(
+    "rnn_dropout",
+    lambda: sequential(
+        (3, 4),
+        layers.SimpleRNN(
+            4, dropout=0.5, recurrent_dropout=0.5, return_sequences=True, seed=1
+        ),
+        layers.LSTM(4, dropout=0.5, return_sequences=True, seed=2),
+        layers.GRU(3, dropout=0.5, seed=3),
+    ),
+    floats((3, 4), 3),
+    "mse",
+)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *cases(having={"random"}, lacking={"rnn"}),
+        pytest.param(RNN_DROPOUT, id="rnn_dropout"),
+    ],
+)
+def test_norm_and_sum_see_the_same_dropout(problem):
+    run = runner(problem, [BookkeepingEngine(), GhostEngine()])
+    check_clipped(problem, run, (1e-3,))
 
 
 @pytest.mark.slow

@@ -150,11 +150,13 @@ class GhostEngine(BookkeepingEngine):
         squares, _ = step.norms_and_terms(keeps=False)
         norms = norms_of_squares(squares)
         weights = step.clip_weights(norms, l2_norm_clip)
-        terms = [
-            _joined(terms, step.units) for terms in step.terms_by_variable(weights)
-        ]
+        # The same numbers again: with weights on the losses half precision would round
+        # them otherwise than when their norms were taken. What is one here, compilers
+        # do not know to be one, or they would merge the two passes.
+        ones = tf.cast(tf.math.is_finite(norms), norms.dtype)
+        terms = [_joined(terms, step.units) for terms in step.terms_by_variable(ones)]
         return (
-            step.sums(terms, None, norms),
+            step.sums(terms, weights, norms),
             tf.cast(norms, l2_norm_clip.dtype),
             step.y_pred,
         )
