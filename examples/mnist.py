@@ -78,6 +78,9 @@ def main(argv: Sequence[str]) -> None:
             learning_rate=row.learning_rate,
             l2_norm_clip=row.l2_norm_clip,
             noise_multiplier=row.noise_multiplier,
+            # Averaging what was released costs no privacy and takes noise away.
+            use_ema=True,
+            ema_momentum=0.99,
         ),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
@@ -96,12 +99,13 @@ def main(argv: Sequence[str]) -> None:
     ).history
     seconds = time.perf_counter() - start
 
+    reached = private.evaluate(*test, verbose=0, return_dict=True)["accuracy"]
     model.save(output / "mnist.keras")
-    plot(history, row, output / "history.png")
+    plot(history, reached, row, output / "history.png")
     print("\n" + private.privacy_statement(delta=DELTA))
     print(
         f"{private.ledger.steps} steps in {seconds:.0f} s\n"
-        f"Test accuracy: {history['val_accuracy'][-1]:.2%}, published "
+        f"Test accuracy: {reached:.2%}, published "
         f"{row.published_accuracy:.1%} after {row.epochs} epochs\n"
         f"Epsilon at delta {DELTA:g}: "
         f"{private.ledger.epsilon(DELTA, 'RDP'):.3f} (RDP), "
@@ -147,12 +151,13 @@ def build_model() -> keras.Model:
     ])
 
 
-def plot(history: dict[str, list[float]], row: Row, path: Path) -> None:
-    """Plot test accuracy and epsilon over the epochs."""
+def plot(history: dict[str, list[float]], reached: float, row: Row, path: Path) -> None:
+    """Plot test accuracy and epsilon over the epochs, and the accuracy at the end."""
     epochs = range(1, len(history["epsilon"]) + 1)
     figure = Figure(figsize=(6, 6), layout="constrained")
     accuracy, epsilon = figure.subplots(2, sharex=True)
     accuracy.plot(epochs, history["val_accuracy"], marker=".", label="tfdp")
+    accuracy.plot(epochs[-1], reached, "*", label="tfdp, averaged weights")
     accuracy.axhline(
         row.published_accuracy,
         color="gray",

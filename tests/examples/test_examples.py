@@ -172,7 +172,7 @@ class TestMnist:
         reached, published = percentages("Test accuracy: %, published %", text)
         assert published == 0.95
         # Runs differ from each other by some tenths of a percent.
-        assert reached > 0.942
+        assert reached > 0.946
         assert number(r"([\d.]+) \(RDP\)", text) == pytest.approx(0.956, abs=0.005)
         assert number(r"([\d.]+) \(PLD\)", text) == pytest.approx(0.866, abs=0.005)
 
