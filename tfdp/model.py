@@ -235,7 +235,8 @@ class DPModel(keras.Model):
             weighted_metrics: As in Keras.
             run_eagerly: As in Keras.
             steps_per_execution: As in Keras.
-            jit_compile: Whether XLA compiles the passes through the model.
+            jit_compile: Whether XLA compiles the passes through the model. `"auto"`
+                does on a GPU; on CPUs the engines are faster without it.
             auto_scale_loss: Must be False: float16 losses get a constant scale.
 
         Raises:
