@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.trainers import compile_utils
 from keras.src.trainers.compile_utils import CompileLoss, get_loss
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.parallel_for import pfor
 
@@ -52,6 +53,23 @@ class PerExampleCompileLoss(CompileLoss):
 def resolve_loss(identifier: Any, y_true: Any, y_pred: Any) -> Any:
     """Return the `keras.losses.Loss` that `compile` would use for `identifier`."""
     return get_loss(identifier, y_true, y_pred)
+
+
+@contextlib.contextmanager
+def outside_of_graphs() -> Iterator[None]:
+    """Run eagerly what is called while a graph is built.
+
+    Unlike in `tf.init_scope`, gradient tapes record.
+    """
+    with tf.init_scope():
+        stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+        if stopped:
+            pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+        try:
+            yield
+        finally:
+            if stopped:
+                pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
 
 def inside_xla() -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _tree, _validate, engines, validation
+from tfdp import _keras, _tree, _validate, engines, validation
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.engines.choice import choose
@@ -121,7 +121,7 @@ def _checked_once(engine: Any, objective: Objective, data: Any) -> engines.Engin
     if not all(t.shape[1:].is_fully_defined() for t in _tree.tensors(data)):
         return engines.get("vectorized" if engine == "auto" else engine)
     has_rows = tf.executing_eagerly() and number_of_examples(data)
-    with tf.init_scope():
+    with _keras.outside_of_graphs():
         rows = first_rows(data) if has_rows else made_up_rows(data)
         validation.check_model(model, rows[0])
         chosen = choose(engine, objective, rows)

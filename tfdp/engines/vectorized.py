@@ -185,7 +185,7 @@ def _rehearse(vectorized: Callable[[Any], Any], elements: Any) -> bool:
     shapes = [tensor.shape[1:] for tensor in keras.tree.flatten(elements)]
     if _keras.inside_xla() or not all(shape.is_fully_defined() for shape in shapes):
         return False
-    with tf.init_scope():
+    with _keras.outside_of_graphs():
         zeros = keras.tree.map_structure(
             lambda tensor: tf.zeros([2, *tensor.shape[1:]], tensor.dtype), elements
         )
