@@ -74,6 +74,7 @@ class Recording:
         # Inside of a layer's call `value` may be a cast copy.
         self._trainable = {id(v.value): v for v in model.trainable_variables}
         self._variable_tapes: list[tf.GradientTape] = []
+        self._refusals: list[str] = []
         self._eager = tf.executing_eagerly()
         self._graph = None if self._eager else tf.compat.v1.get_default_graph()
 
@@ -82,8 +83,8 @@ class Recording:
         """Call the layers by their rules.
 
         Raises:
-            UnsupportedLayerError: At the end, if a variable was used outside of the
-                calls of its own layer.
+            UnsupportedLayerError: At the end, with all that could not be recorded:
+                among it variables used outside of the calls of their own layer.
         """
         replaced = []
         try:
@@ -102,7 +103,9 @@ class Recording:
                 del attributes["call"]
                 if original is not None:
                     attributes["call"] = original
-        self._refuse(outside.watched_variables(), [])
+        self._refuse_foreign(outside.watched_variables(), [])
+        if self._refusals:
+            raise UnsupportedLayerError(" ".join(dict.fromkeys(self._refusals)))
 
     def _run(
         self,
@@ -116,18 +119,24 @@ class Recording:
         in_same_graph = tf.executing_eagerly() == self._eager and (
             self._eager or tf.compat.v1.get_default_graph() is self._graph
         )
-        if not in_same_graph:
-            raise UnsupportedLayerError(
-                "Only calls outside of loops and branches can be recorded. Received: "
-                f"`{path}` ({type(layer).__name__}), called in a graph of its own."
-            )
         call = Call(self, path, layer, rule, function, args, kwargs)
         with (
             self._variable_tapes[-1].stop_recording(),
             self._tape_of_variables() as used,
         ):
-            outputs = rule(call)
-        self._refuse(used.watched_variables(), layer.trainable_variables)
+            try:
+                if not in_same_graph:
+                    raise UnsupportedLayerError(
+                        "Only calls outside of loops and branches can be recorded. "
+                        f"Received: `{path}` ({type(layer).__name__}), called in a "
+                        "graph of its own."
+                    )
+                outputs = rule(call)
+            except UnsupportedLayerError as error:
+                # The pass goes on, to find whatever else cannot be recorded.
+                self._refusals.append(str(error))
+                return function(*args, **kwargs)
+        self._refuse_foreign(used.watched_variables(), layer.trainable_variables)
         return outputs
 
     @contextlib.contextmanager
@@ -139,7 +148,7 @@ class Recording:
             finally:
                 self._variable_tapes.pop()
 
-    def _refuse(self, used: tuple[tf.Variable, ...], own: list[Any]) -> None:
+    def _refuse_foreign(self, used: tuple[tf.Variable, ...], own: list[Any]) -> None:
         known = {id(variable) for variable in own}
         of_model = [
             self._trainable[id(variable)]
@@ -149,7 +158,7 @@ class Recording:
         foreign = [v.path for v in of_model if id(v) not in known]
         if foreign:
             names = ", ".join(f"`{path}`" for path in dict.fromkeys(foreign))
-            raise UnsupportedLayerError(
+            self._refusals.append(
                 "Every variable must be used in the calls of its own layer, by a layer "
                 f"that has no others. Received: {names}, used elsewhere."
             )
