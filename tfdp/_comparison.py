@@ -116,6 +116,15 @@ def _close(left: Any, right: Any, tolerance: float) -> bool:
     return np.allclose(left, right, rtol=tolerance, atol=atol, equal_nan=True)
 
 
+def moved_from_zero(value: Any, rng: np.random.Generator) -> Any:
+    """Add some noise of the same sign to a variable's value, small for its shape."""
+    if not is_float(value):
+        return value
+    noise = np.abs(rng.normal(size=value.shape)) * 0.1
+    noise /= max(1.0, float(np.prod(value.shape[:-1]))) ** 0.5
+    return (value + np.copysign(noise, value)).astype(value.dtype)
+
+
 def is_float(array: Any) -> bool:
     """Tell whether an array holds floating point numbers."""
     return "float" in array.dtype.name  # NumPy does not count bfloat16.

@@ -16,7 +16,7 @@ from tfdp import _keras, _tree
 from tfdp._comparison import (
     ROWS,
     agree,
-    is_float,
+    moved_from_zero,
     probe_rows,
     span,
     tolerance_of,
@@ -209,7 +209,7 @@ def _passes(
         chance = random.getstate()
         trainable = {id(variable) for variable in model.trainable_variables}
         start = [
-            _moved_from_zero(value, rng) if id(variable) in trainable else value
+            moved_from_zero(value, rng) if id(variable) in trainable else value
             for variable, value in zip(held, originals, strict=True)
         ]
 
@@ -283,15 +283,6 @@ def _data_dependent(
 def _assign(variables: list[Any], values: list[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
-
-
-def _moved_from_zero(value: Any, rng: np.random.Generator) -> Any:
-    """Return `value` with some noise of the same sign added, small for its shape."""
-    if not is_float(value):
-        return value
-    noise = np.abs(rng.normal(size=value.shape)) * 0.1
-    noise /= max(1.0, float(np.prod(value.shape[:-1]))) ** 0.5
-    return (value + np.copysign(noise, value)).astype(value.dtype)
 
 
 def _tensors(tree: Any) -> list[Any]:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree, engines
+from tfdp._comparison import moved_from_zero
 from tfdp.engines.passes import number_of_rows, run_whole
 from tfdp.engines.vectorized import VectorizedEngine, unit_gradients
 from tfdp.errors import UnsupportedLayerError
@@ -92,7 +93,7 @@ def _compare(engine: engines.Engine, objective: Objective, data: Any) -> None:
     # Whatever is random draws otherwise for one row than for several.
     objective = dataclasses.replace(objective, training=False)
     rows = number_of_rows(data)
-    with _state_kept(objective.model):
+    with _away_from_zero(objective.model):
         of_rows = []
         for row in range(rows):
             x, y, weight = _tree.map_tensors(
@@ -105,6 +106,10 @@ def _compare(engine: engines.Engine, objective: Objective, data: Any) -> None:
                 for g, variable in zip(gradients, objective.variables, strict=True)
             ])
         sums, norms = _run(engine, objective, data)
+        if rows > 1:
+            # An axis that is as long as the batch passes for it, but not twice.
+            fewer = operator.itemgetter(slice(rows - 1))
+            _run(engine, objective, _tree.map_tensors(fewer, data))
     expected = np.array([
         np.sqrt(sum(np.sum(np.square(g)) for g in gradients)) for gradients in of_rows
     ])
@@ -135,12 +140,18 @@ def _compare(engine: engines.Engine, objective: Objective, data: Any) -> None:
 
 
 @contextlib.contextmanager
-def _state_kept(model: keras.Model) -> Iterator[None]:
-    """Put seeds and other state back."""
-    held = model.non_trainable_variables
+def _away_from_zero(model: keras.Model) -> Iterator[None]:
+    """Move what trains away from zero, and put it back, as well as all other state.
+
+    A gate or a head that starts at zero would hide what is before it.
+    """
+    held = [*model.trainable_variables, *model.non_trainable_variables]
     values = [variable.numpy() for variable in held]
+    rng = np.random.default_rng(0)
     with _keras.own_global_seed():
         try:
+            for variable, value in zip(model.trainable_variables, values, strict=False):
+                variable.assign(moved_from_zero(value, rng))
             yield
         finally:
             for variable, value in zip(held, values, strict=True):

@@ -1,0 +1,433 @@
+"""Models that book-keeping must not be trusted with go to the vectorized engine."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfdp
+from tests.problems import (
+    PROBLEMS,
+    Problem,
+    floats,
+    logits,
+    register,
+    sequential,
+)
+from tests.reference import assert_all_close, clipped_sum, problem_gradients
+from tfdp import engines, rules
+from tfdp.engines.bookkeeping import BookkeepingEngine
+from tfdp.engines.choice import choose
+from tfdp.engines.vectorized import VectorizedEngine
+from tfdp.errors import UnsupportedLayerError
+from tfdp.losses.objective import Objective
+
+ROWS = 4
+
+
+# -------------------------------------------------------------- out of rules' reach
+
+
+@register
+class Borrowing(layers.Layer):
+    """Multiplies by the matrix of another layer, perhaps by numbers of its own too."""
+
+    def __init__(self, lender, own=False, **options):
+        super().__init__(**options)
+        # Keras must not find it, or it would be a layer of this one.
+        self.lender = lambda: lender
+        self.own = own
+
+    def build(self, shape):
+        if self.own:
+            self.scale = self.add_weight(shape=(shape[-1],), name="scale")
+
+    def call(self, x):
+        if self.own:
+            x *= self.scale
+        return ops.matmul(x, ops.transpose(self.lender().kernel))
+
+
+def borrowing(own):
+    lender = layers.Dense(3, activation="tanh", name="lender")
+    return sequential((4,), lender, Borrowing(lender, own))
+
+
+@register
+class OwnWeight(keras.Model):
+    """A weight of the model itself, used in its `call`."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.slope = self.add_weight(shape=(3,), name="slope")
+        self.head = layers.Dense(2)
+
+    def call(self, x):
+        return self.head(x * self.slope)
+
+
+@register
+class Residual(layers.Layer):
+    """A layer in a layer, and a weight beside it."""
+
+    def build(self, shape):
+        self.gain = self.add_weight(shape=(1,), name="gain")
+        self.inner = layers.Dense(shape[-1], activation="tanh")
+        self.inner.build(shape)
+
+    def call(self, x):
+        return x + self.gain * self.inner(x)
+
+
+def checkpointed():
+    with keras.RematScope(mode="full"):
+        return sequential((4,), layers.Dense(3, "tanh"), layers.Dense(2))
+
+
+@register
+class Looping(layers.Layer):
+    """Calls a layer for one position after the other."""
+
+    def build(self, shape):
+        self.inner = layers.Dense(2, activation="tanh")
+        self.inner.build((None, shape[-1]))
+
+    def call(self, x):
+        steps = tf.map_fn(self.inner, tf.transpose(x, [1, 0, 2]))
+        return tf.transpose(steps[..., :2], [1, 0, 2])
+
+
+@register
+class While(Looping):
+    """Calls a layer until it was called twice."""
+
+    def call(self, x):
+        return tf.while_loop(
+            lambda n, _: n < 2, lambda n, h: (n + 1, self.inner(h)), (0, x)
+        )[1]
+
+
+@register
+class Cell(layers.Layer):
+    """A recurrent cell as people write them."""
+
+    state_size = 2
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 2), name="kernel")
+
+    def call(self, x, states):
+        h = ops.tanh(ops.matmul(x, self.kernel) + states[0])
+        return h, [h]
+
+
+@register
+class TimeMajor(layers.Layer):
+    """Calls a layer with positions on the leading axis."""
+
+    def build(self, shape):
+        self.inner = layers.Dense(2, activation="tanh", name="inner")
+        self.inner.build(shape)
+
+    def call(self, x):
+        return ops.transpose(self.inner(ops.transpose(x, (1, 0, 2))), (1, 0, 2))
+
+
+@register
+class Flattened(TimeMajor):
+    """Calls a layer with all positions of all examples on the leading axis."""
+
+    def call(self, x):
+        steps = x.shape[1]
+        rows = self.inner(ops.reshape(x, (-1, x.shape[-1])))
+        return ops.reshape(rows, (-1, steps, 2))
+
+
+@register
+class Noisy(layers.Layer):
+    """A leaf that draws random numbers."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), name="scale")
+
+    def call(self, x, training=False):
+        x *= self.scale
+        if training:
+            x = keras.random.dropout(x, 0.5, seed=self.seed_generator)
+        return x
+
+
+@register
+class OwnLoss(keras.Model):
+    """A loss that depends on a weight directly."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.head = layers.Dense(2)
+
+    def call(self, x):
+        return self.head(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, *args, **kwargs):
+        return ops.mean(ops.square(y - y_pred) * ops.sum(self.head.kernel))
+
+
+# The model, an example, the loss, and what the refusal must name.
+UNSUPPORTED = {
+    "borrowed": (lambda: borrowing(False), floats(4, 4), "mse", ["lender/kernel"]),
+    "borrowed_beside_own": (
+        lambda: borrowing(True),
+        floats(4, 4),
+        "mse",
+        ["lender/kernel"],
+    ),
+    "weight_of_model": (OwnWeight, floats(3, 2), "mse", ["slope"]),
+    "weight_beside_layer": (
+        lambda: sequential((3,), Residual(), Residual()),
+        floats(3, 3),
+        "mse",
+        ["residual/gain", "residual_1/gain"],
+    ),
+    "tied": (
+        PROBLEMS["tied_embedding"].make_model,
+        PROBLEMS["tied_embedding"].make_example,
+        logits,
+        ["embedding/embeddings"],
+    ),
+    "checkpointed": (checkpointed, floats(4, 2), "mse", ["dense"]),
+    "map": (
+        lambda: sequential((3, 2), Looping()),
+        floats((3, 2), (3, 2)),
+        "mse",
+        ["dense"],
+    ),
+    "while": (lambda: sequential((2,), While()), floats(2, 2), "mse", ["dense"]),
+    "cell": (
+        lambda: sequential((3, 2), layers.RNN(Cell())),
+        floats((3, 2), 2),
+        "mse",
+        ["rnn/cell"],
+    ),
+    "conv_lstm": (
+        lambda: sequential((2, 3, 1), layers.ConvLSTM1D(2, 2)),
+        floats((2, 3, 1), (2, 2)),
+        "mse",
+        ["conv_lstm1d/conv_lstm_cell"],
+    ),
+    "time_major": (
+        lambda: sequential((3, 2), TimeMajor()),
+        floats((3, 2), (3, 2)),
+        "mse",
+        ["inner"],
+    ),
+    "time_major_square": (
+        lambda: sequential((ROWS, 2), TimeMajor()),
+        floats((ROWS, 2), (ROWS, 2)),
+        "mse",
+        ["inner"],
+    ),
+    "flattened": (
+        lambda: sequential((3, 2), Flattened()),
+        floats((3, 2), (3, 2)),
+        "mse",
+        ["inner"],
+    ),
+}
+
+
+def problem_of(name):
+    make_model, example, loss, _ = UNSUPPORTED[name]
+    return Problem(name, make_model, example, loss)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_rules_do_not_reach_is_refused_by_name(name):
+    problem = problem_of(name)
+    objective = Objective.of(problem.build(), problem.loss())
+    for engine in ("bookkeeping", "ghost"):
+        with pytest.raises(UnsupportedLayerError) as refusal:
+            choose(engine, objective, tuple(problem.batch(ROWS)))
+        text = str(refusal.value)
+        assert f"Engine '{engine}' cannot" in text
+        assert text.endswith("`engine='vectorized'`.")
+        assert all(named in text for named in UNSUPPORTED[name][3]), text
+        assert "\n" not in text
+
+
+def marked_slow(name):
+    return pytest.param(name, marks=[pytest.mark.slow] if name == "conv_lstm" else [])
+
+
+# Keras cannot run a checkpointed layer in a graph, whatever trains it.
+@pytest.mark.parametrize(
+    "name", [marked_slow(name) for name in UNSUPPORTED if name != "checkpointed"]
+)
+def test_what_rules_do_not_reach_is_vectorized(name, caplog):
+    check_vectorized(problem_of(name), caplog)
+
+
+@pytest.mark.parametrize("name", ["borrowed", "time_major_square"])
+def test_the_engine_is_chosen_just_so_while_a_graph_is_built(name, caplog):
+    check_vectorized(problem_of(name), caplog, tf.function(autograph=False))
+
+
+def check_vectorized(problem, caplog, wrapper=lambda function: function):
+    """Compare with the reference; exactly one line says what engine it is."""
+    batch, clip = problem.batch(ROWS), 0.1
+    model, loss = problem.build(), problem.loss()
+
+    def run(*data):
+        return tfdp.clipped_gradients(
+            model, loss, *data, l2_norm_clip=clip, engine="auto"
+        )
+
+    with caplog.at_level(logging.WARNING):
+        result = wrapper(run)(*batch[:2])
+    expected, norms = clipped_sum(problem_gradients(problem, batch), clip)
+    np.testing.assert_allclose(result.norms, norms, rtol=2e-5)
+    assert_all_close(result.gradients, expected, rtol=0, atol=2e-5 * clip * ROWS)
+    said = [text for text in caplog.messages if "whole gradients" in text]
+    assert len(said) == 1
+    assert "\n" not in said[0]
+
+
+# --------------------------------------------------------- what only numbers can tell
+
+
+@register
+class Doubling(layers.Layer):
+    """A leaf for rules that are wrong: ``2 x kernel + bias``."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 2), name="kernel")
+        self.bias = self.add_weight(shape=(2,), name="bias")
+
+    def call(self, x):
+        return 2 * ops.matmul(x, self.kernel) + self.bias
+
+
+def doubling_rule(factor, bias):
+    def rule(call):
+        x, layer = call.inputs, call.layer
+
+        def terms(g):
+            found = [rules.OuterProducts(layer.kernel, factor * x, g)]
+            return [*found, rules.PerRow(layer.bias, g)] if bias else found
+
+        return call.watch(call.run(x), terms)
+
+    return rule
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Forget what a test registers."""
+    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
+
+
+@pytest.mark.parametrize("head", ["glorot_uniform", "zeros"])
+@pytest.mark.parametrize(
+    ("factor", "bias", "named"),
+    [
+        (2.0, True, None),
+        (2.0, False, "sums for `sequential/doubling/bias`"),
+        (1.0, True, "sums for `sequential/doubling/kernel`"),
+        (4.0, True, "sums for `sequential/doubling/kernel`"),
+    ],
+)
+def test_a_rule_that_is_wrong_is_found_out(factor, bias, named, head, table):
+    # A head that starts at zero lets nothing through at first.
+    model = sequential((3,), Doubling(), layers.Dense(1, kernel_initializer=head))
+    rules.register(Doubling, doubling_rule(factor, bias))
+    objective = Objective.of(model, "mse")
+    batch = linear_data()
+    weights = [variable.numpy() for variable in model.variables]
+    if named is None:
+        assert choose("bookkeeping", objective, batch) == BookkeepingEngine()
+    else:
+        with pytest.raises(UnsupportedLayerError, match=named):
+            choose("bookkeeping", objective, batch)
+    for variable, before in zip(model.variables, weights, strict=True):
+        np.testing.assert_array_equal(variable, before)
+
+
+def linear_data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 3)).astype("float32")
+    return x, rng.normal(size=(ROWS, 1)).astype("float32"), None
+
+
+def test_positions_in_place_of_examples_do_not_hide_behind_a_head_of_zeros():
+    model = sequential(
+        (ROWS, 2), TimeMajor(), layers.Dense(1, kernel_initializer="zeros")
+    )
+    x = np.random.default_rng(0).normal(size=(ROWS, ROWS, 2)).astype("float32")
+    objective = Objective.of(model, "mse")
+    with pytest.raises(UnsupportedLayerError, match="time_major/inner"):
+        choose("bookkeeping", objective, (x, np.ones((ROWS, ROWS, 1)), None))
+
+
+# ------------------------------------------------------------------ other ways around
+
+
+def test_a_loss_that_uses_weights_is_vectorized():
+    model = OwnLoss()
+    x, y = np.ones((ROWS, 3), "float32"), np.ones((ROWS, 2), "float32")
+    model(x)
+    model.compile()
+    objective = Objective.of_compute_loss(model)
+    with pytest.raises(UnsupportedLayerError, match="dense/kernel"):
+        choose("bookkeeping", objective, (x, y, None))
+    assert choose("auto", objective, (x, y, None)) == VectorizedEngine()
+
+
+def test_int8_layers_train_their_bias_in_the_vectorized_engine():
+    model = sequential((4,), layers.Dense(3, "tanh"), layers.Dense(2))
+    model.layers[0].quantize("int8")
+    assert [v.name for v in model.trainable_variables] == ["bias", "kernel", "bias"]
+    problem = PROBLEMS["linear_regression"]
+    x = problem.batch(ROWS).x @ np.ones((3, 4), "float32")
+    y = np.ones((ROWS, 2), "float32")
+    with pytest.raises(UnsupportedLayerError, match="dense/bias"):
+        tfdp.clipped_gradients(
+            model, "mse", x, y, l2_norm_clip=0.1, engine="bookkeeping"
+        )
+    result = tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1e9)
+    variables = model.trainable_variables
+    for row in range(ROWS):
+        with tf.GradientTape() as tape:
+            error = model(x[row : row + 1]) - y[row]
+            loss = tf.reduce_mean(tf.square(error))
+        length = tf.linalg.global_norm(tape.gradient(loss, variables))
+        np.testing.assert_allclose(result.norms[row], length, rtol=1e-5)
+
+
+def test_spectral_normalization_is_refused_before():
+    model = sequential((3,), layers.SpectralNormalization(layers.Dense(1)))
+    x, y, _ = linear_data()
+    with pytest.raises(UnsupportedLayerError, match="spectral_normalization"):
+        tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0)
+
+
+def test_checkpointed_activations_are_recorded():
+    with keras.RematScope(mode="activations"):
+        model = sequential((3,), layers.Dense(3, activation="tanh"), layers.Dense(1))
+    assert choose("auto", Objective.of(model, "mse"), linear_data()) == (
+        BookkeepingEngine()
+    )
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "ghost", "auto"])
+def test_a_model_that_rules_reach_keeps_its_engine(engine, caplog):
+    model = sequential((3,), layers.Dense(1))
+    with caplog.at_level(logging.WARNING):
+        chosen = choose(engine, Objective.of(model, "mse"), linear_data())
+    assert chosen == engines.get(engine)
+    assert not caplog.messages
