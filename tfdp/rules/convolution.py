@@ -241,9 +241,11 @@ def _by_patches(
 ) -> tf.Tensor:
     rows = tf.reshape(inputs, [-1, *inputs.shape[2:]])
     a = patches(rows, kernel_shape, geometry)
-    units = tf.shape(inputs)[0]
-    a = tf.reshape(a, [units, -1, math.prod(kernel_shape[:-1])])
-    g = tf.reshape(output_gradients, [units, -1, kernel_shape[-1]])
+    # Without units the number of positions would not follow from the others.
+    units, rows_of_unit = tf.unstack(tf.shape(inputs)[:2])
+    positions = rows_of_unit * math.prod(output_gradients.shape[2:-1])
+    a = tf.reshape(a, [units, positions, math.prod(kernel_shape[:-1])])
+    g = tf.reshape(output_gradients, [units, positions, kernel_shape[-1]])
     return tf.reshape(tf.matmul(a, g, transpose_a=True), [-1, *kernel_shape])
 
 
