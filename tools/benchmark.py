@@ -42,6 +42,10 @@ from peers.steps import PROBLEMS
 _ORDINARY = "ordinary"
 _TFDP = "tfdp"
 _FAILED = "failed"
+_OUT_OF_MEMORY = (
+    *("OOM when", "RESOURCE_EXHAUSTED", "ResourceExhaustedError"),  # TensorFlow, JAX
+    *("MemoryError", "bad_alloc", "allocate memory"),  # NumPy, C++, PyTorch
+)
 _ROWS = {
     _TFDP: ["vectorized", "fast_gradient_clipping", "ghost", "bookkeeping"],
     "opacus": ["hooks", "ghost"],
@@ -64,7 +68,7 @@ _JIT_COMPILE = flags.DEFINE_bool(
     "jit_compile", False, "Let XLA compile what can do without it."
 )
 _STEPS = flags.DEFINE_integer("steps", 20, "Timed steps of a row.", lower_bound=1)
-_SECONDS = flags.DEFINE_float("seconds", 8.0, "... but none after this many seconds.")
+_SECONDS = flags.DEFINE_float("seconds", 5.0, "... but none after this many seconds.")
 _CORES = flags.DEFINE_integer(
     "cores", None, "Cores for every framework; Linux only.", lower_bound=1
 )
@@ -204,9 +208,8 @@ def result(status: int, problem: str, out: str, error: str) -> Result:
     if problem:
         return Result(problem=problem)
     if status:
-        # Each framework has its own words, and the system ends processes without any.
-        words = ("resource_exhausted", "resourceexhausted", "memory", "oom")
-        if status == -9 or any(word in error.lower() for word in words):
+        # The system ends processes without a word.
+        if status == -9 or any(words in error for words in _OUT_OF_MEMORY):
             return Result(problem="out of memory")
         lines = error.strip().splitlines() or [f"exit status {status}"]
         return Result(problem=f"{_FAILED}: {lines[-1][:200]}")

@@ -12,7 +12,12 @@ layer, for the norms.
 """
 
 import argparse
+import os
 from typing import Any
+
+# Where other processes run too, threads that spin while they wait slow their own
+# process down several times: it would not be PyTorch that is measured.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import opacus
 import steps
