@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tests.engine_checks import MODES, NAN, OUTLIER, check, length, pool, runner
+from tests.engine_checks import NAN, OUTLIER, check, length, pool, runner
 from tests.problems import PROBLEMS, Problem, cases, floats, sequential, take
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 
@@ -16,27 +16,35 @@ ENGINES = [
 BATCHES = (OUTLIER, NAN, [0], [])
 
 # One for each rule and each structure.
-FEW = [
-    "mlp_logits",
-    "dense_grid",
-    "einsum_mixed_kernel",
+MANY = [
+    "attention_padded",
     "conv2d_even",
     "conv2d_grouped",
-    "conv_transpose_padded",
-    "depthwise_conv_dilated",
-    "separable_conv_strided",
     "conv_called_twice",
+    "conv_transpose_padded",
+    "custom_layer",
+    "depthwise_conv_dilated",
+    "dict_losses",
+    "einsum_mixed_kernel",
+    "embedding_lstm",
+    "frozen_kernel",
     "group_norm_axes",
+    "gru_reset_before_masked",
+    "mlp_logits",
     "prelu_shared_axes",
     "reversible_tied",
-    "embedding_lstm",
-    "gru_reset_before_masked",
+    "separable_conv_strided",
     "time_distributed_shared",
-    "attention_padded",
-    "dict_losses",
-    "custom_layer",
-    "frozen_kernel",
     "unused",
+]
+FEW = [
+    "conv2d_grouped",
+    "conv_called_twice",
+    "einsum_mixed_kernel",
+    "group_norm_axes",
+    "gru_reset_before_masked",
+    "reversible_tied",
+    "time_distributed_shared",
 ]
 
 
@@ -84,15 +92,7 @@ def test_float32_eagerly(problem):
     check(problem, run, OUTLIER, 1e-5)
 
 
-@those([
-    "conv2d_even",
-    "conv_called_twice",
-    "reversible_tied",
-    "embedding_lstm",
-    "time_distributed_shared",
-    "attention_padded",
-    "custom_layer",
-])
+@those(["conv_called_twice", "embedding_lstm", "reversible_tied"])
 def test_float32_with_xla(problem):
     run = runner(problem, [BookkeepingEngine()], "xla", "float32")
     check(problem, run, OUTLIER, 1e-5)
@@ -158,9 +158,15 @@ def test_norm_and_sum_see_the_same_dropout(problem):
 
 @pytest.mark.slow
 @every
+@pytest.mark.parametrize("mode", ["eager", "xla"])
+def test_every_problem_eagerly_and_with_xla(problem, mode):
+    check(problem, runner(problem, [BookkeepingEngine()], mode), OUTLIER)
+
+
+@pytest.mark.slow
+@those(MANY)
 @pytest.mark.parametrize("unit_size", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
-def test_every_problem_with_every_engine(problem, mode, unit_size):
-    run = runner(problem, ENGINES, mode, unit_size=unit_size)
-    for rows in (OUTLIER, NAN, [0], []) if mode == "graph" else (OUTLIER, NAN):
+def test_every_engine(problem, unit_size):
+    run = runner(problem, ENGINES, unit_size=unit_size)
+    for rows in BATCHES:
         check(problem, run, rows, unit_size=unit_size)
