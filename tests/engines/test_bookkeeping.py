@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from keras import layers
+from keras import layers, ops
 
 from tests.engine_checks import NAN, OUTLIER, check, length, pool, runner
-from tests.problems import PROBLEMS, Problem, cases, floats, sequential, take
+from tests.problems import PROBLEMS, Batch, Problem, cases, floats, sequential, take
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 
 ENGINES = [
@@ -126,6 +126,30 @@ def check_clipped(problem, run, clips):
 def test_half_precision_does_not_exceed_the_clip_norm(problem, dtype):
     run = runner(problem, [ENGINES[0], ENGINES[1], ENGINES[3]], dtype=dtype)
     check_clipped(problem, run, (0.1, 0.033))
+
+
+@pytest.mark.parametrize(
+    "layer", [layers.Dense(2), layers.Conv1D(2, 1), layers.Conv1D(2, 2)]
+)
+def test_a_gradient_that_cancels_moves_the_sum_by_no_more_than_the_clip_norm(
+    layer, rng
+):
+    """Its factors are huge: whoever sums them up again rounds all other examples."""
+    x = rng.normal(size=(5, 4, 3)).astype("float32")
+    x[2] = 1e12 * np.array([1, 1, -1, -1])[:, None] * x[2, 0]
+    problem = Problem(
+        "cancelling",
+        lambda: sequential((4, 3), type(layer).from_config(layer.get_config())),
+        lambda rng: (rng.normal(size=(4, 3)), 0.0),
+        lambda y_true, y_pred: ops.sum(y_pred, axis=(1, 2)),
+    )
+    run = runner(problem, ENGINES, dtype="float32")
+    everyone, others = Batch(x, np.zeros(5, "float32")), [0, 1, 3, 4]
+    for (sums, _), (rest, _) in zip(
+        run(everyone, 1.0), run(take(everyone, others), 1.0), strict=True
+    ):
+        moved = [one - other for one, other in zip(sums, rest, strict=True)]
+        assert length(moved) <= 1 + 1e-2
 
 
 # Kept out of the table: without rules it would run one example after the other.

@@ -303,9 +303,10 @@ def _squares(
     how = term.how(norms, units)
     if how == "gram":
         return term.squares_by_gram(units), term
-    kept = term.kept(units)
-    squares = squares_rounded_up(kept.gradients)
-    return squares, kept if how == "keep" and keeps else term
+    if how == "keep" and keeps:
+        kept = term.kept(units)
+        return squares_rounded_up(kept.gradients), kept
+    return term.squares_of_dropped(units), term
 
 
 def _selected(units: tf.Tensor, chosen: tf.Tensor) -> tf.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp.rules.products import inner_products
 
 # Above this many numbers of patches per example other ways are faster and need far
 # less memory; below it their overhead dominates.
@@ -193,15 +194,38 @@ def patch_gram(
         windows = _windows(positions, kernel_shape, geometry)
         rows = tf.concat([padded[(slice(None), *window)] for window in windows], -1)
         rows = tf.reshape(rows, [-1, patches, seen])
-        return tf.matmul(rows, rows, transpose_b=True)
+        return inner_products(rows, rows)
     rows = tf.reshape(padded, [-1, pixels, padded.shape[-1]])
-    gram = tf.matmul(rows, rows, transpose_b=True)
+    gram = inner_products(rows, rows)
     gram = tf.reshape(gram, [-1, *spatial, *spatial])
     parts = [
         gram[(slice(None), *window, *window)]
         for window in _windows(positions, kernel_shape, geometry)
     ]
     return tf.reshape(tf.add_n(parts), [-1, patches, patches])
+
+
+def patch_lengths(
+    inputs: tf.Tensor,
+    positions: Sequence[int],
+    kernel_shape: tuple[int, ...],
+    geometry: Geometry,
+) -> tf.Tensor:
+    """Compute the length of what a kernel sees at each position, all groups together.
+
+    Args:
+        inputs: Shape ``(U, K, *spatial, C)``, static but for ``U`` and ``K``.
+        positions: ``spatial'`` of the outputs.
+        kernel_shape: ``(*kernel size, C / groups, O)``.
+        geometry: Strides, dilations and padding.
+
+    Returns:
+        Shape ``(U, K, *spatial')``.
+    """
+    squares = tf.reduce_sum(tf.square(inputs), -1, keepdims=True)
+    padded = _padded(squares, kernel_shape, geometry)[..., 0]
+    windows = _windows(positions, kernel_shape, geometry)
+    return tf.sqrt(tf.add_n([padded[:, :, *window] for window in windows]))
 
 
 def depthwise_gradients(

@@ -8,13 +8,14 @@ units one after the other: ``(R, ...)`` with the same number of rows for each un
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp.clipping import at_least_float32, matmul_roundoff, squares_rounded_up
 from tfdp.rules import convolution
+from tfdp.rules.products import inner_products, roundoff, squares_from_grams
 
 # Gradients of units may take this many numbers for each number of the activations
 # that they are made of, to be kept until the weights are known.
@@ -88,6 +89,27 @@ class Term(abc.ABC):
     def squares_by_gram(self, units: Units) -> tf.Tensor:
         """Bound the squared norms without instantiating, float64, shape ``(U,)``."""
 
+    def squares_of_dropped(self, units: Units) -> tf.Tensor:
+        """Bound the squared norms of gradients that are computed again for the sum.
+
+        Where they cancel, the sum may round otherwise: by what the lengths of the
+        factors bound.
+
+        Args:
+            units: How rows are grouped.
+
+        Returns:
+            float64, shape ``(U,)``.
+        """
+        kept = self.kept(units).gradients
+        lengths = self.lengths(units)
+        guard = _of_factors(kept.dtype)
+        return squares_rounded_up(kept) + guard * tf.square(lengths)
+
+    @abc.abstractmethod
+    def lengths(self, units: Units) -> tf.Tensor:
+        """Sum the products of the lengths of the factors, float64, shape ``(U,)``."""
+
     @abc.abstractmethod
     def factors(self, units: Units) -> list[tf.Tensor]:
         """Return what the gradients are made of, each with leading axis ``U``."""
@@ -146,6 +168,10 @@ class Kept(Term):
     def squares_by_gram(self, units: Units) -> tf.Tensor:
         """From the gradients themselves."""
         return squares_rounded_up(self.instantiate(units))
+
+    def lengths(self, units: Units) -> tf.Tensor:
+        """Zero: these gradients are what is summed."""
+        return tf.zeros([units.number], tf.float64)
 
     def factors(self, units: Units) -> list[tf.Tensor]:
         """The gradients are the only factor."""
@@ -290,9 +316,21 @@ class OuterProducts(Term):
             tf.concat([_inner_products(a, b, g.dtype) for b, _ in pairs], axis=2)
             for a, _ in pairs
         ]
+        error = roundoff(self.p, g.dtype) + _of_factors(g.dtype)
+        if any(a.dtype.is_floating for a, _ in pairs):
+            error += roundoff(self.d, g.dtype)
         return squares_from_grams(
-            tf.concat(rows, axis=1), tf.matmul(g, g, transpose_b=True)
+            tf.concat(rows, axis=1), inner_products(g, g), error=error
         )
+
+    def lengths(self, units: Units) -> tf.Tensor:
+        """The rows of a matrix of ids have length one."""
+        return tf.add_n([
+            _summed_products(tf.norm(a, axis=-1), tf.norm(g, axis=-1), [1])
+            if a.dtype.is_floating
+            else tf.reduce_sum(tf.cast(tf.norm(g, axis=-1), tf.float64), 1)
+            for a, g in _pairs(self.factors(units))
+        ])
 
     def weighted_sum(
         self, factors: list[tf.Tensor], weights: tf.Tensor | None
@@ -429,7 +467,24 @@ class Convolution(Term):
             x[:, 0], g.shape[2:-1], tuple(self.variable.shape), self.geometry
         )
         flat = tf.reshape(g, [units.number, -1, g.shape[-1]])
-        return squares_from_grams(gram, tf.matmul(flat, flat, transpose_b=True))
+        *window, channels, filters = self.variable.shape
+        places = math.prod(window)
+        error = roundoff(places * channels, g.dtype) + roundoff(places, g.dtype)
+        error += roundoff(filters, g.dtype) + _of_factors(g.dtype)
+        return squares_from_grams(gram, inner_products(flat, flat), error=error)
+
+    def lengths(self, units: Units) -> tf.Tensor:
+        """Of what the kernel sees at each position, and of the gradients there."""
+        return tf.add_n([
+            _summed_products(
+                convolution.patch_lengths(
+                    x, g.shape[2:-1], tuple(self.variable.shape), self.geometry
+                ),
+                tf.norm(g, axis=-1),
+                range(1, g.shape.rank - 1),
+            )
+            for x, g in _pairs(self.factors(units))
+        ])
 
     def weighted_sum(
         self, factors: list[tf.Tensor], weights: tf.Tensor | None
@@ -447,39 +502,24 @@ class Convolution(Term):
         return tf.reshape(tf.add_n(parts), self.variable.shape)
 
 
-def squares_from_grams(gram_a: tf.Tensor, gram_g: tf.Tensor) -> tf.Tensor:
-    """Bound ``sum_{t,s} gram_a[t, s] gram_g[t, s]`` from above.
-
-    A sum with cancelling summands can round to far too little, even below zero. What
-    it can have lost is bounded by the same sum without signs, which the lengths of
-    the factors bound: the diagonals hold their squares.
-
-    Args:
-        gram_a: Inner products, shape ``(U, T, T)``.
-        gram_g: Likewise.
-
-    Returns:
-        float64, shape ``(U,)``.
-    """
-    squares = tf.cast(tf.reduce_sum(gram_a * gram_g, [1, 2]), tf.float64)
-    lengths = tf.linalg.diag_part(gram_a) * tf.linalg.diag_part(gram_g)
-    without_signs = tf.square(
-        tf.reduce_sum(tf.cast(tf.sqrt(tf.maximum(lengths, 0)), tf.float64), 1)
-    )
-    # The worst error seen in adverse draws is 3.2 of these 8 units of roundoff.
-    guard = 4 * matmul_roundoff(gram_a.dtype)
-    return tf.maximum(squares, 0) + guard * without_signs
-
-
 def _inner_products(a: tf.Tensor, b: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """``(U, T, S)`` from rows ``(U, T, d)`` and ``(U, S, d)``, or ids in their place."""
     if a.dtype.is_floating and b.dtype.is_floating:
-        return tf.matmul(a, b, transpose_b=True)
+        return inner_products(a, b)
     if a.dtype.is_floating:
         return tf.gather(a, b, axis=2, batch_dims=1)
     if b.dtype.is_floating:
         return tf.linalg.matrix_transpose(_inner_products(b, a, dtype))
     return tf.cast(a[:, :, None] == b[:, None, :], dtype)
+
+
+def _of_factors(dtype: tf.DType) -> float:
+    """Bound the error of inner products that hardware makes by rounding factors."""
+    return 4 * matmul_roundoff(dtype)
+
+
+def _summed_products(a: tf.Tensor, g: tf.Tensor, axes: Iterable[int]) -> tf.Tensor:
+    return tf.reduce_sum(tf.cast(a * g, tf.float64), list(axes))
 
 
 def _weighted(units: tf.Tensor, weights: tf.Tensor | None) -> tf.Tensor:

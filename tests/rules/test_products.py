@@ -1,0 +1,107 @@
+"""Norms from inner products are never below the truth, whatever cancels."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tfdp.rules.products import inner_products, roundoff, squares_from_grams
+
+# What an adversary, or an image of one colour, can make of a row's numbers.
+KINDS = ("normal", "constant", "common", "steps")
+
+
+def draw(rng, kind, rows, size):
+    """Rows that are random, of one number each, alike, or of two numbers."""
+    scales = rng.uniform(0.3, 1, (rows, 1)) * rng.choice([-1, 1], (rows, 1))
+    if kind == "normal":
+        return rng.normal(size=(rows, size))
+    if kind == "constant":
+        return np.broadcast_to(scales, (rows, size))
+    if kind == "common":
+        return scales * rng.normal(size=size) + 1e-4 * rng.normal(size=(rows, size))
+    return np.where(np.arange(size) % 2 == 0, scales, 1 / scales)
+
+
+def factors(seed, positions, d, p, kind, noise):
+    """Rows a and g whose outer products add up to nearly zero."""
+    rng = np.random.default_rng(seed)
+    a, g = draw(rng, kind, positions, d), draw(rng, "constant", positions, p)
+    # The last row of g makes up for all others, where those of a are alike.
+    others = np.sum(a[:-1, :1] * g[:-1], axis=0) / a[-1, 0]
+    g = np.concatenate([g[:-1], -others[None]]) if positions > 1 else g
+    g = g * (1 + 10.0**noise * rng.normal(size=(positions, 1)))
+    return a.astype("float32"), g.astype("float32")
+
+
+def bound(a, g):
+    error = 8 * 2**-24 + roundoff(a.shape[-1], a.dtype) + roundoff(g.shape[-1], g.dtype)
+    return squares_from_grams(inner_products(a, a), inner_products(g, g), error=error)
+
+
+def compare(a, g, bound=bound):
+    """The bound, the truth, and the truth if nothing cancelled."""
+    squares = float(bound(tf.constant(a[None]), tf.constant(g[None]))[0])
+    a, g = a.astype("float64"), g.astype("float64")
+    lengths = np.linalg.norm(a, axis=1) @ np.linalg.norm(g, axis=1)
+    return squares, np.sum(np.square(a.T @ g)), lengths**2
+
+
+sizes = st.integers(1, 700)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 40),
+    sizes,
+    sizes,
+    st.sampled_from(KINDS),
+    st.floats(-7, 0),
+)
+@example(0, 2, 4096, 1, "constant", -2.7)
+@example(1, 2, 4096, 512, "constant", -2.5)
+@example(2, 196, 1, 512, "constant", -2.5)
+@example(3, 700, 8, 8, "constant", 0.0)
+def test_cancelling_sums_are_not_below_the_truth(seed, positions, d, p, kind, noise):
+    a, g = factors(seed, positions, d, p, kind, noise)
+    squares, truth, without_signs = compare(a, g)
+    assert squares >= truth
+    assert squares <= truth * (1 + 1e-3) + 5e-5 * without_signs
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("size", [64, 600, 4096])
+def test_neither_are_they_in_graphs(size, jit_compile):
+    in_graph = tf.function(bound, jit_compile=jit_compile)
+    for seed in range(30):
+        a, g = factors(seed, 2, size, 3, "constant", -3 + seed / 15)
+        squares, truth, _ = compare(a, g, in_graph)
+        assert squares >= truth
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000])
+def test_inner_products_in_parts(size, rng):
+    a, b = rng.normal(size=(2, 3, size)), rng.normal(size=(2, 4, size))
+    np.testing.assert_allclose(
+        inner_products(tf.constant(a), tf.constant(b)), a @ b.transpose(0, 2, 1)
+    )
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("size", [1, 64, 256, 700, 4096])
+def test_alike_numbers_round_by_no_more_than_is_said(size, jit_compile):
+    @tf.function(jit_compile=jit_compile)
+    def product(a):
+        return inner_products(a, a)
+
+    rng = np.random.default_rng(size)
+    for rows in (2, 64):
+        a = draw(rng, "constant", rows, size).astype("float32")[None]
+        wide = a.astype("float64")
+        lengths = np.linalg.norm(wide, axis=2)
+        error = product(tf.constant(a)) - wide @ wide.transpose(0, 2, 1)
+        bound = roundoff(size, tf.float32) + 2**-23
+        limit = bound * lengths[:, :, None] * lengths[:, None, :]
+        assert np.all(np.abs(error) <= limit)
