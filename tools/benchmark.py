@@ -25,6 +25,7 @@ their own ordinary step:
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -60,8 +61,8 @@ _CHOSEN = flags.DEFINE_multi_enum(
 _ENGINES = flags.DEFINE_multi_enum(
     "rows", _ROWS[_TFDP], _ROWS[_TFDP], "Engines; repeat the flag for several."
 )
-_BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", None, "Examples in a batch; by default the model's.", lower_bound=1
+_BATCH_SIZES = flags.DEFINE_multi_integer(
+    "batch_size", None, "Examples in a batch; repeat the flag for several.", 1
 )
 _POISSON = flags.DEFINE_bool("poisson", False, "Let tfdp's batch sizes vary.")
 _JIT_COMPILE = flags.DEFINE_bool(
@@ -119,10 +120,10 @@ def main(argv: Sequence[str]) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _CORES.value])
     print(f"{machine()}\n")
     if _SYNTHETIC.value:
-        sizes = [32 * 8**power for power in range(5)]
+        sizes = _BATCH_SIZES.value or [32 * 8**power for power in range(5)]
         results = print_memory("synthetic", sizes, [_ORDINARY, *_ENGINES.value])
     elif _PASSES.value:
-        sizes = [256, 1024, 4096, 16384]
+        sizes = _BATCH_SIZES.value or [256, 1024, 4096, 16384]
         results = print_memory("mlp", sizes, [_ORDINARY, "bookkeeping", "passes"])
     elif _GROWTH.value is not None:
         results = growth(Path(_GROWTH.value))
@@ -243,20 +244,22 @@ def compare() -> list[Result]:
     frameworks = [_TFDP, *(name for name, flag in _PYTHONS.items() if flag.value)]
     shown, about = [], {}
     columns = ("ms", "ratio", "peak MiB", "ratio", "steps MiB", "ratio")
-    print(f"{'model':<12}{'row':<42}" + "".join(f"{name:>10}" for name in columns))
-    for model in dict.fromkeys(_CHOSEN.value):
-        batch_size = _BATCH_SIZE.value or PROBLEMS[model].batch_size
-        for framework in frameworks:
-            engines = _ENGINES.value if framework == _TFDP else _ROWS[framework]
-            rows = [_ORDINARY, *dict.fromkeys(engines)]
-            results = measure(framework, model, batch_size, rows)
-            for row, result_ in results.items():
+    print(
+        f"{'model':<12}{'batch':>6}  {'row':<42}"
+        + "".join(f"{name:>10}" for name in columns)
+    )
+    for model, framework in itertools.product(dict.fromkeys(_CHOSEN.value), frameworks):
+        engines = _ENGINES.value if framework == _TFDP else _ROWS[framework]
+        rows = [_ORDINARY, *dict.fromkeys(engines)]
+        for size in _BATCH_SIZES.value or [PROBLEMS[model].batch_size]:
+            results = measure(framework, model, size, rows)
+            for row, found in results.items():
                 name = row if framework == _TFDP else f"{framework} {row}"
-                cells = line(row, result_, results[_ORDINARY])
-                print(f"{model:<12}{name:<42}{cells}", flush=True)
-                about[framework] = result_.about or about.get(framework, "")
-                shown.append(result_)
-        print()
+                cells = line(row, found, results[_ORDINARY])
+                print(f"{model:<12}{size:>6}  {name:<42}{cells}", flush=True)
+                about[framework] = found.about or about.get(framework, "")
+                shown.append(found)
+            print()
     print("\n".join(about.values()))
     return shown
 
@@ -302,9 +305,10 @@ def print_memory(
 def growth(path: Path) -> list[Result]:
     """Plot time and memory of an MLP over batch sizes and over numbers of weights."""
     rows = [_ORDINARY, *dict.fromkeys(_ENGINES.value)]
+    sizes = _BATCH_SIZES.value or [32, 128, 512, 2048]
     over: dict[str, dict[float, dict[str, Result]]] = {
         "examples in a batch, width 1024": {
-            size: measure(_TFDP, "mlp", size, rows) for size in (32, 128, 512, 2048)
+            size: measure(_TFDP, "mlp", size, rows) for size in sizes
         },
         "weights, 256 examples in a batch": {
             width * (784 + width + 12) + 10: measure(_TFDP, f"mlp:{width}", 256, rows)

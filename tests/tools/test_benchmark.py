@@ -29,7 +29,7 @@ def small(*arguments):
 
 def rows(process):
     assert process.returncode == 0, process.stdout + process.stderr
-    found = re.findall(rf"^mlp +(\w+){NUMBERS}", process.stdout, re.M)
+    found = re.findall(rf"^mlp +4  (\w+){NUMBERS}", process.stdout, re.M)
     return {
         row: [float(number) for number in numbers.split()] for row, numbers in found
     }
@@ -94,10 +94,10 @@ def test_a_failure_is_explained_and_is_no_result(tmp_path):
 
 @pytest.mark.slow
 def test_memory_over_batch_sizes():
-    process = start("--passes")
+    process = start("--passes", "--batch_size=8", "--batch_size=300")
     assert process.returncode == 0, process.stderr
-    table = re.findall(r"^(\d+) +(\d+), .* +(\d+), \d+$", process.stdout, re.M)
-    assert [int(size) for size, *_ in table] == [256, 1024, 4096, 16384]
+    table = re.findall(r"^(\d+)((?: +\d+, \d+){3})$", process.stdout, re.M)
+    assert [int(size) for size, _ in table] == [8, 300]
 
 
 @pytest.mark.slow
