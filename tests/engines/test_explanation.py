@@ -1,0 +1,135 @@
+"""What `explain` says of each layer: its rule, the way to its norm, the memory."""
+
+import math
+
+import numpy as np
+import pytest
+from keras import layers
+
+import tfdp
+from tests.problems import PROBLEMS, sequential
+from tfdp.engines.bookkeeping import BookkeepingEngine
+from tfdp.engines.explanation import Explanation, table
+from tfdp.errors import UnsupportedLayerError
+
+
+def test_rows_of_a_table_are_aligned():
+    rows = [
+        Explanation("encoder/dense", "dense", "Gram", 1234567),
+        Explanation("head", "my_rule", "instantiated", None),
+    ]
+    assert table(rows).splitlines() == [
+        "layer          rule     norm          bytes per example",
+        "encoder/dense  dense    Gram          1,234,567        ",
+        "head           my_rule  instantiated  unknown          ",
+    ]
+
+
+def explained(model, **options):
+    """The rows of the table as lists of words."""
+    lines = tfdp.DPModel(model, **options).explain().splitlines()
+    return [line.split() for line in lines[1:]]
+
+
+@pytest.mark.parametrize("engine", ["auto", "bookkeeping", "ghost"])
+def test_a_functional_model(engine):
+    rows = explained(PROBLEMS["dict_losses"].build(), engine=engine)
+    assert rows == [
+        ["dense", "dense", "Gram", "4"],
+        ["dense", "dense", "instantiated", "16"],
+        ["value", "dense", "Gram", "4"],
+        ["value", "dense", "instantiated", "4"],
+        ["label", "dense", "Gram", "4"],
+        ["label", "dense", "instantiated", "12"],
+    ]
+
+
+def test_a_sequential_model():
+    model = sequential(
+        (6, 6, 2),
+        layers.Conv2D(3, 3, use_bias=False),
+        layers.LayerNormalization(),
+        layers.Flatten(),
+        layers.Dense(2),
+    )
+    assert explained(model) == [
+        ["conv2d", "conv", "instantiated", str(4 * 3 * 3 * 2 * 3)],
+        ["layer_normalization", "layer_normalization", "instantiated", "12"],
+        ["layer_normalization", "layer_normalization", "instantiated", "12"],
+        ["dense", "dense", "Gram", "4"],
+        ["dense", "dense", "instantiated", "8"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("norms", "way", "size"),
+    [("gram", "Gram", 2 * 5 * 5), ("instantiate", "instantiated", 4 * 3)],
+)
+def test_the_way_to_the_norm_is_the_engine_s(norms, way, size):
+    model = sequential((5, 4), layers.Dense(3, use_bias=False))
+    rows = explained(model, engine=BookkeepingEngine(norms=norms))
+    assert rows == [["dense", "dense", way, str(4 * size)]]
+
+
+def test_what_depends_on_the_data_is_not_known():
+    rows = explained(PROBLEMS["embedding_mean"].build())
+    assert ["embedding", "embedding", "Gram", "unknown"] in rows
+
+
+def test_frozen_layers_are_left_out():
+    rows = explained(PROBLEMS["frozen_kernel"].build())
+    assert [row[2] for row in rows] == ["instantiated", "instantiated"]
+    model = sequential((3,), layers.Dense(4), layers.Dense(2, name="head"))
+    model.layers[0].trainable = False
+    assert {row[0] for row in explained(model)} == {"head"}
+
+
+def test_each_call_of_a_shared_layer_has_a_row():
+    rows = explained(PROBLEMS["called_twice"].build())
+    assert sum(row[0] == "shared" and row[2] == "Gram" for row in rows) == 2
+
+
+def test_a_subclassed_model_is_known_after_its_first_data():
+    private = tfdp.DPModel(PROBLEMS["subclassed"].make_model())
+    with pytest.raises(ValueError, match=r"not known yet.*`private.fit\(...\)`"):
+        private.explain()
+    private.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0), "mse"
+    )
+    batch = PROBLEMS["subclassed"].batch(4)
+    private.fit(batch.x, batch.y, batch_size=2, verbose=0)
+    lines = private.explain().splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [
+        *["dense"] * 2,
+        *["dense_1"] * 2,
+    ]
+
+
+@pytest.mark.parametrize("engine", ["auto", "bookkeeping", "vectorized"])
+def test_a_model_that_rules_do_not_reach(engine):
+    problem = PROBLEMS["tied_embedding"]
+    private = tfdp.DPModel(problem.build(), engine=engine)
+    private.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0),
+        problem.loss(),
+    )
+    batch = problem.batch(4)
+    if engine == "bookkeeping":
+        with pytest.raises(UnsupportedLayerError, match="embedding/embeddings"):
+            private.fit(batch.x, batch.y, batch_size=2, verbose=0)
+        return
+    private.fit(batch.x, batch.y, batch_size=2, verbose=0)
+    rows = [line.split() for line in private.explain().splitlines()[1:]]
+    assert {row[0] for row in rows} == {"embedding", "dense"}
+    assert all(row[1:3] == ["vectorized", "instantiated"] for row in rows)
+    sizes = [int(row[3].replace(",", "")) for row in rows]
+    numbers = sum(math.prod(v.shape) for v in private.model.trainable_variables)
+    assert sum(sizes) == 4 * numbers
+
+
+def test_explaining_changes_nothing():
+    model = PROBLEMS["dropout"].build()
+    before = [np.array(variable) for variable in model.variables]
+    explained(model)
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable, value)
