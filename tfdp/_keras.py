@@ -187,6 +187,7 @@ class _RowSeeds(threading.local):
 
     row: Any = None
     drawn: dict[int, tuple[Any, list[bool]]]
+    refused: bool = False
 
 
 _row_seeds = _RowSeeds()
@@ -224,7 +225,24 @@ def seeds_of_row(row: Any) -> Iterator[Callable[[], None]]:
         _row_seeds.row = None
 
 
+@contextlib.contextmanager
+def without_chance() -> Iterator[None]:
+    """Let whatever asks a Keras seed generator for a seed end in a `RandomError`."""
+    keras.random.SeedGenerator.next = _next_seed_of_row
+    before, _row_seeds.refused = _row_seeds.refused, True
+    try:
+        yield
+    finally:
+        _row_seeds.refused = before
+
+
+class RandomError(RuntimeError):
+    """A seed was drawn where nothing may be random."""
+
+
 def _next_seed_of_row(generator: Any, ordered: bool = True) -> Any:
+    if _row_seeds.refused:
+        raise RandomError
     if _row_seeds.row is None:
         return _next_seed(generator, ordered=ordered)
     draws = _row_seeds.drawn.setdefault(id(generator), (generator, []))[1]

@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from tfdp import _keras, _tree, _validate, engines, validation
 from tfdp.clipping import ClippedSum, clip_as_tensor
@@ -95,10 +96,10 @@ def clipped_gradients(
     return ClippedSum(sums, norms, clip, rows_per_unit)
 
 
-# For each model and engine asked for: how many variables trained when the model was
+# For each model and engine asked for: which variables trained when the model was
 # checked, and the engine to use.
 _checked: weakref.WeakKeyDictionary[
-    keras.Model, dict[Any, tuple[int, engines.Engine]]
+    keras.Model, dict[Any, tuple[tuple[int, ...], engines.Engine]]
 ] = weakref.WeakKeyDictionary()
 
 
@@ -113,17 +114,25 @@ def _checked_once(engine: Any, objective: Objective, data: Any) -> engines.Engin
     Returns:
         The engine to use.
     """
-    model, number = objective.model, len(objective.variables)
+    model = objective.model
+    trained = tuple(map(id, objective.variables))
     known = _checked.setdefault(model, {})
     checked, chosen = known.get(engine, (None, None))
-    if checked == number and chosen is not None:
+    if checked == trained and chosen is not None:
         return chosen
     if not all(t.shape[1:].is_fully_defined() for t in _tree.tensors(data)):
-        return engines.get("vectorized" if engine == "auto" else engine)
+        if engine == "auto":
+            logging.warning(
+                "tfdp takes whole gradients of each example of model `%s`: without "
+                "the shapes of its inputs no other engine can be checked.",
+                model.name,
+            )
+            engine = "vectorized"
+        return engines.get(engine)
     has_rows = tf.executing_eagerly() and number_of_examples(data)
     with _keras.outside_of_graphs():
         rows = first_rows(data) if has_rows else made_up_rows(data)
         validation.check_model(model, rows[0])
         chosen = choose(engine, objective, rows)
-    known[engine] = number, chosen
+    known[engine] = trained, chosen
     return chosen

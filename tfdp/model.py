@@ -8,6 +8,7 @@ from typing import Any, Self
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tfdp import _keras, _tree, _validate, engines, validation
 from tfdp._fit_callbacks import LedgerCallback, PrivacyCallback, sorted_callbacks
@@ -497,9 +498,20 @@ class DPModel(keras.Model):
         engine = self._chosen_engine or engines.get(self.engine)
 
         def run_pass(batch: Batch, clip: tf.Tensor) -> Any:
-            return engine.clip_and_sum(
-                objective, batch, l2_norm_clip=clip, rows_per_unit=examples_per_unit
-            )
+            options = {"l2_norm_clip": clip, "rows_per_unit": examples_per_unit}
+            try:
+                return engine.clip_and_sum(objective, batch, **options)
+            except UnsupportedLayerError as error:
+                # The data may have axes of unknown length, where the sample had not.
+                if self.engine != "auto":
+                    raise
+                logging.warning(
+                    "tfdp takes whole gradients of each example of model `%s`, which "
+                    "needs more time and memory: %s",
+                    self.model.name,
+                    error,
+                )
+            return engines.get("vectorized").clip_and_sum(objective, batch, **options)
 
         if self._jit_compile_passes:
             run_pass = tf.function(run_pass, jit_compile=True)

@@ -69,6 +69,13 @@ class VectorizedEngine:
             is_loop=_has_loop_over_time(objective.model),
         )
         advance_seeds[0]()
+        trained = [
+            v for path, v in zip(has_path, objective.variables, strict=True) if path
+        ]
+        gradients = [
+            tf.ensure_shape(gradient, [None, *variable.shape])
+            for gradient, variable in zip(gradients, trained, strict=True)
+        ]
         is_empty = tf.reduce_all(units.is_padding, axis=1)
         sums, norms = clip_and_sum(
             gradients, is_empty=is_empty, l2_norm_clip=l2_norm_clip

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp import _keras
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
 from tfdp.rules.terms import PerRow, Term
@@ -23,54 +24,70 @@ def generic(call: Call) -> Any:
         The layer's outputs.
 
     Raises:
-        UnsupportedLayerError: If the layer keeps state, random seeds included.
+        UnsupportedLayerError: If the layer keeps state, is random, or cannot be
+            vectorized.
 
     References:
         .. [1] Yousefpour et al., "Opacus: User-Friendly Differential Privacy Library
            in PyTorch", 2021. https://arxiv.org/abs/2109.12298
     """
     layer = call.layer
+    advice = (
+        f"Received: `{call.path}` ({type(layer).__name__}). Register a rule for it: "
+        f"`tfdp.rules.register({type(layer).__name__}, rule)`."
+    )
     if layer.non_trainable_variables:
         raise UnsupportedLayerError(
-            "A layer without a rule must be deterministic and keep no state. Received: "
-            f"`{call.path}` ({type(layer).__name__}). Register a rule for it: "
-            f"`tfdp.rules.register({type(layer).__name__}, rule)`."
+            f"A layer without a rule must keep no state. {advice}"
         )
+    try:
+        # Run once more for the gradients, it would draw other numbers.
+        with _keras.without_chance():
+            outputs = call.run(*call.args, **call.kwargs)
+    except _keras.RandomError as error:
+        raise UnsupportedLayerError(
+            f"A layer without a rule must not be random. {advice}"
+        ) from error
     arguments = (call.args, call.kwargs)
-    inputs = [leaf for leaf in keras.tree.flatten(arguments) if tf.is_tensor(leaf)]
+    rows = keras.tree.flatten(call.inputs)[0].shape[0]
 
-    def run(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        remaining = iter(tensors)
-        args, kwargs = keras.tree.map_structure(
-            lambda leaf: next(remaining) if tf.is_tensor(leaf) else leaf, arguments
-        )
-        outputs: list[tf.Tensor] = keras.tree.flatten(call.run(*args, **kwargs))
-        return outputs
+    def has_rows(leaf: Any) -> bool:
+        is_tensor: bool = tf.is_tensor(leaf)
+        return is_tensor and bool(leaf.shape.rank) and bool(leaf.shape[0] == rows)
 
+    inputs = [leaf for leaf in keras.tree.flatten(arguments) if has_rows(leaf)]
     variables = layer.trainable_variables
-    outputs = call.run(*call.args, **call.kwargs)
-    flat = keras.tree.flatten(outputs)
+
+    def of_row(row: tuple[list[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
+        row_inputs, row_gradients = row
+        remaining = iter(row_inputs)
+        args, kwargs = keras.tree.map_structure(
+            lambda leaf: next(remaining)[None] if has_rows(leaf) else leaf, arguments
+        )
+        values = [variable.value for variable in variables]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(values)
+            results = keras.tree.flatten(call.run(*args, **kwargs))
+        found = tape.gradient(
+            results,
+            values,
+            output_gradients=[g[None] for g in row_gradients],
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        )
+        return [tf.convert_to_tensor(gradient) for gradient in found]
 
     def terms(*gradients: tf.Tensor) -> list[Term]:
-        def of_row(row: tuple[list[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
-            row_inputs, row_gradients = row
-            values = [variable.value for variable in variables]
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(values)
-                results = run([tensor[None] for tensor in row_inputs])
-            found = tape.gradient(
-                results,
-                values,
-                output_gradients=[g[None] for g in row_gradients],
-                unconnected_gradients=tf.UnconnectedGradients.ZERO,
-            )
-            return [tf.convert_to_tensor(gradient) for gradient in found]
-
-        rows = tf.vectorized_map(of_row, (inputs, list(gradients)), warn=False)
+        try:
+            of_rows = tf.vectorized_map(of_row, (inputs, list(gradients)), warn=False)
+        # Whatever stops the tracing: an error of the layer itself came before.
+        except Exception as error:
+            raise UnsupportedLayerError(
+                f"A layer without a rule must be one that can be vectorized. {advice}"
+            ) from error
         return [
             PerRow(variable, gradient)
-            for variable, gradient in zip(variables, rows, strict=True)
+            for variable, gradient in zip(variables, of_rows, strict=True)
         ]
 
-    watched = call.watch_all(flat, terms)
+    watched = call.watch_all(keras.tree.flatten(outputs), terms)
     return keras.tree.pack_sequence_as(outputs, watched)

@@ -136,7 +136,7 @@ class Recording:
                 # The pass goes on, to find whatever else cannot be recorded.
                 self._refusals.append(str(error))
                 return function(*args, **kwargs)
-        self._refuse_foreign(used.watched_variables(), layer.trainable_variables)
+        self._refuse_foreign(used.watched_variables(), _own_variables(layer))
         return outputs
 
     @contextlib.contextmanager
@@ -192,6 +192,18 @@ class Recording:
         )
         with tf.control_dependencies([] if check is None else [check]):
             return tf.identity(tensor)
+
+
+def _own_variables(layer: keras.layers.Layer) -> list[Any]:
+    """List the variables that a layer's rule covers, not those of layers in it."""
+    cell = layer.cell if isinstance(layer, keras.layers.RNN) else layer
+    inner = {
+        id(variable)
+        for sublayer in _keras.flatten_layers(cell)
+        if sublayer is not cell
+        for variable in sublayer.trainable_variables
+    }
+    return [v for v in layer.trainable_variables if id(v) not in inner]
 
 
 class Call:
