@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+import tfdp
 from tests.engine_checks import NAN, OUTLIER, check, length, pool, runner
 from tests.problems import PROBLEMS, Batch, Problem, cases, floats, sequential, take
+from tests.reference import assert_all_close, clipped_sum, problem_gradients
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 
 ENGINES = [
@@ -178,6 +180,72 @@ RNN_DROPOUT = Problem(
 def test_norm_and_sum_see_the_same_dropout(problem):
     run = runner(problem, [BookkeepingEngine(), GhostEngine()])
     check_clipped(problem, run, (1e-3,))
+
+
+# ------------------------------------------------------------------------ under fit
+
+
+def steps(problem, rows, engine, physical_batch_size, jit_compile):
+    """Train for two epochs of one batch, without noise."""
+    model = problem.build()
+    private = tfdp.DPModel(
+        model,
+        engine=engine,
+        physical_batch_size=physical_batch_size,
+        sampling="shuffle",
+    )
+    with pytest.warns(UserWarning, match="not private"):
+        optimizer = tfdp.optimizers.DPSGD(0.25, l2_norm_clip=0.3, noise_multiplier=0.0)
+    private.compile(optimizer, problem.loss(), jit_compile=jit_compile)
+    batch = problem.batch(rows)
+    private.fit(batch.x, batch.y, batch_size=rows, epochs=2, verbose=0)
+    return private
+
+
+@pytest.mark.parametrize(
+    "name", ["cnn", pytest.param("embedding_mean", marks=pytest.mark.slow)]
+)
+def test_every_engine_trains_the_same_in_one_pass_and_in_several(name):
+    problem, rows = PROBLEMS[name], 7
+    expected = None
+    for engine, physical_batch_size, jit_compile in (
+        ("bookkeeping", None, False),
+        ("bookkeeping", 3, False),
+        ("bookkeeping", 3, True),
+        ("ghost", None, True),
+        ("ghost", 3, False),
+        (BookkeepingEngine(norms="instantiate"), 3, False),
+        ("vectorized", 3, False),
+    ):
+        private = steps(problem, rows, engine, physical_batch_size, jit_compile)
+        (segment,) = private.ledger.segments
+        assert (segment.passes, segment.noise_multiplier) == (2, 0.0)
+        assert segment.expected_batch_size == rows
+        weights = private.model.get_weights()
+        expected = expected or weights
+        assert_all_close(weights, expected, rtol=1e-5, atol=1e-6)
+    start = problem.build().get_weights()
+    assert all(np.any(new != old) for new, old in zip(expected, start, strict=True))
+
+
+def test_a_step_of_fit_is_the_clipped_mean():
+    problem, rows = PROBLEMS["cnn"], 7
+    gradients = problem_gradients(problem, problem.batch(rows))
+    total, norms = clipped_sum(gradients, 0.3)
+    assert np.any(norms > 0.3)
+    private = tfdp.DPModel(problem.build(), engine="ghost", physical_batch_size=3)
+    with pytest.warns(UserWarning, match="not private"):
+        optimizer = tfdp.optimizers.DPSGD(0.25, l2_norm_clip=0.3, noise_multiplier=0.0)
+    private.compile(optimizer, problem.loss())
+    before = [variable.numpy() for variable in private.trainable_variables]
+    batch = problem.batch(rows)
+    # Every row is drawn with probability one.
+    private.fit(batch.x, batch.y, batch_size=rows, verbose=0)
+    expected = [
+        weight - 0.25 * gradient / rows
+        for weight, gradient in zip(before, total, strict=True)
+    ]
+    assert_all_close(private.trainable_variables, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The vectorized engine against one example at a time in float64."""
 
 import logging
+import math
 
 import numpy as np
 import pytest
@@ -152,11 +153,12 @@ def test_what_cannot_be_vectorized_is_said_once(caplog):
     assert len(said) == 1
 
 
-def test_the_table_has_a_row_for_each_layer_with_variables():
+def test_each_layer_with_variables_is_explained():
     model = PROBLEMS["cnn"].build()
-    table = VectorizedEngine().explain(model).splitlines()
+    rows = VectorizedEngine().explain(model, None)
     trainable = [layer for layer in model.layers if layer.trainable_variables]
-    assert len(table) == 1 + len(trainable)
-    assert all(
-        layer.name in row for layer, row in zip(trainable, table[1:], strict=True)
-    )
+    assert [row.path for row in rows] == [layer.name for layer in trainable]
+    assert [row.bytes for row in rows] == [
+        sum(4 * math.prod(variable.shape) for variable in layer.trainable_variables)
+        for layer in trainable
+    ]
