@@ -431,3 +431,38 @@ def test_a_model_that_rules_reach_keeps_its_engine(engine, caplog):
         chosen = choose(engine, Objective.of(model, "mse"), linear_data())
     assert chosen == engines.get(engine)
     assert not caplog.messages
+
+
+class DropConnect(layers.Layer):
+    """A leaf that draws from Keras's global generator, which it does not own."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 2), name="kernel")
+
+    def call(self, x, training=None):
+        kernel = keras.random.dropout(self.kernel, 0.5) if training else self.kernel
+        return ops.matmul(x, kernel)
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "ghost"])
+def test_a_random_layer_without_a_rule_is_refused(engine):
+    # The norm would be that of one draw, the sum that of another.
+    objective = Objective.of(sequential((3,), DropConnect(), layers.Dense(1)), "mse")
+    with pytest.raises(UnsupportedLayerError, match="must not be random"):
+        choose(engine, objective, linear_data())
+
+
+def test_a_wrong_rule_is_found_out_beside_a_row_of_nan(table):
+    rules.register(Doubling, doubling_rule(1.0, bias=True))
+    objective = Objective.of(sequential((3,), Doubling(), layers.Dense(1)), "mse")
+    x, y, weight = linear_data()
+    x[1] = np.nan
+    with pytest.raises(UnsupportedLayerError, match="doubling"):
+        choose("bookkeeping", objective, (x, y, weight))
+
+
+def test_examples_without_weight_are_no_reason_to_refuse():
+    objective = Objective.of(sequential((3,), layers.Dense(1)), "mse")
+    x, y, _ = linear_data()
+    data = (x, y, np.zeros(len(x), "float32"))
+    assert choose("bookkeeping", objective, data) == BookkeepingEngine()

@@ -105,3 +105,11 @@ def test_alike_numbers_round_by_no_more_than_is_said(size, jit_compile):
         bound = roundoff(size, tf.float32) + 2**-23
         limit = bound * lengths[:, :, None] * lengths[:, None, :]
         assert np.all(np.abs(error) <= limit)
+
+
+def test_factors_too_small_to_square_do_not_shorten_a_norm():
+    # The squares of `g` vanish in float32; beside `a` its numbers do not.
+    a, g = tf.fill([1, 4, 64], 2e18), tf.fill([1, 4, 256], 2e-20)
+    true = np.linalg.norm(np.full((64, 256), 4 * 2e18 * 2e-20))
+    squares = squares_from_grams(inner_products(a, a), inner_products(g, g), error=0.0)
+    assert np.sqrt(squares[0]) >= true

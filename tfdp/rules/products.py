@@ -3,9 +3,14 @@
 import numpy as np
 import tensorflow as tf
 
+from tfdp.clipping import matmul_roundoff
+
 # Features are summed in parts of so many: a sum of n alike numbers was seen to be off
 # by n / 4 units of roundoff.
 _PART = 256
+
+# More numbers than a factor ever has.
+_MOST_NUMBERS = 2.0**24
 
 
 def inner_products(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
@@ -32,8 +37,10 @@ def inner_products(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
 
 
 def roundoff(size: int, dtype: tf.DType) -> float:
-    """Bound the error of an inner product of `size` numbers."""
-    return (min(size, _PART) / 4 + size / _PART) * _unit(dtype)
+    """Bound the error of an inner product of `size` numbers, relative to lengths."""
+    # GPUs may round the factors first.
+    of_factors = 2 * matmul_roundoff(dtype)
+    return (min(size, _PART) / 4 + size / _PART) * _unit(dtype) + of_factors
 
 
 def squares_from_grams(
@@ -55,13 +62,18 @@ def squares_from_grams(
     """
     of_rows = tf.reduce_sum(gram_a * gram_g, 2)
     squares = tf.reduce_sum(tf.cast(of_rows, tf.float64), 1)
-    lengths = tf.linalg.diag_part(gram_a) * tf.linalg.diag_part(gram_g)
-    without_signs = tf.square(
-        tf.reduce_sum(tf.cast(tf.sqrt(tf.maximum(lengths, 0)), tf.float64), 1)
+    lost = _MOST_NUMBERS * float(np.finfo(gram_a.dtype.as_numpy_dtype).tiny)
+    a, g = (
+        tf.sqrt(tf.cast(tf.linalg.diag_part(gram), tf.float64) + lost)
+        for gram in (gram_a, gram_g)
     )
+    without_signs = tf.square(tf.reduce_sum(a * g, 1))
     positions = tf.cast(tf.shape(gram_a)[1], tf.float64)
     guard = error + positions * (_unit(gram_a.dtype) / 4)
-    return tf.maximum(squares, 0) + guard * without_signs
+    # Products too small for the dtype count as nothing, however large the other
+    # factor may be.
+    lost *= tf.square(tf.reduce_sum(a, 1)) + tf.square(tf.reduce_sum(g, 1))
+    return tf.maximum(squares, 0) + guard * without_signs + lost
 
 
 def _unit(dtype: tf.DType) -> float:
