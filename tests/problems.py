@@ -473,7 +473,8 @@ def padded_attention(**options):
     embedding = layers.Embedding(6, 4, mask_zero=True)
     attend = layers.MultiHeadAttention(2, 3, **options)
     hidden = attend(embedding(query), embedding(value), attention_mask=allowed)
-    pooled = layers.GlobalAveragePooling1D()(hidden)
+    # The pooling layer divides by the number of positions that the mask leaves: 0.
+    pooled = keras.ops.mean(hidden, axis=1)
     return keras.Model([query, value, allowed], layers.Dense(2)(pooled))
 
 
@@ -1530,7 +1531,7 @@ _TABLE = (
     _problem(
         "simple_rnn_masked",
         lambda: with_ids(
-            layers.SimpleRNN(3, activation="relu", return_sequences=True),
+            layers.SimpleRNN(3, activation="elu", return_sequences=True),
             layers.SimpleRNN(2, use_bias=False, go_backwards=True),
             mask_zero=True,
         ),
@@ -1631,7 +1632,7 @@ if hasattr(layers, "ReversibleEmbedding"):
             functools.partial(language_model, hidden, **options),
             lambda rng: (padded(rng, length=4), rng.integers(6, size=4)),
             logits,
-            tags=f"embedding shared {tags}",
+            tags=f"shared {tags}",
         )
         for name, hidden, options, tags in (
             (
@@ -1644,7 +1645,7 @@ if hasattr(layers, "ReversibleEmbedding"):
                 "reversible_untied",
                 lambda: layers.Dense(3, "tanh"),
                 {"tie_weights": False},
-                "",
+                "embedding",
             ),
             (
                 "reversible_masked",

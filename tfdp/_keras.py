@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers import compile_utils
 from keras.src.trainers.compile_utils import CompileLoss, get_loss
 from tensorflow.python import pywrap_tfe
@@ -137,6 +138,16 @@ def own_global_seed() -> Iterator[keras.random.SeedGenerator]:
         yield generator
     finally:
         global_state.set_global_attribute(name, original)
+
+
+def make_global_seed() -> None:
+    """Make the generator of unseeded random functions, which Keras makes at first use.
+
+    That may be inside a graph that never runs, where its state would stay without a
+    value.
+    """
+    with tf.init_scope():
+        global_seed_generator()
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:

@@ -195,6 +195,12 @@ UNSUPPORTED = {
         "mse",
         ["residual/gain", "residual_1/gain"],
     ),
+    "weight_in_time_distributed": (
+        lambda: sequential((3, 2), layers.TimeDistributed(Residual())),
+        floats((3, 2), (3, 2)),
+        "mse",
+        ["residual/gain"],
+    ),
     "tied": (
         PROBLEMS["tied_embedding"].make_model,
         PROBLEMS["tied_embedding"].make_example,
@@ -444,6 +450,22 @@ class DropConnect(layers.Layer):
         return ops.matmul(x, kernel)
 
 
+@pytest.mark.parametrize("wrapper", [lambda run: run, tf.function])
+def test_unseeded_layers_are_random_from_the_first_pass(wrapper):
+    keras.utils.clear_session()  # No generator of seeds is left.
+    model = sequential((3,), DropConnect())
+    x, y = np.ones((64, 3), "float32"), np.zeros((64, 2), "float32")
+
+    @wrapper
+    def norms():
+        return tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0).norms
+
+    first, second = np.asarray(norms()), np.asarray(norms())
+    # A row's mask is its own, and another one each time.
+    assert len(set(first)) > 8
+    assert not np.array_equal(first, second)
+
+
 @pytest.mark.parametrize("engine", ["bookkeeping", "ghost"])
 def test_a_random_layer_without_a_rule_is_refused(engine):
     # The norm would be that of one draw, the sum that of another.
@@ -466,3 +488,75 @@ def test_examples_without_weight_are_no_reason_to_refuse():
     x, y, _ = linear_data()
     data = (x, y, np.zeros(len(x), "float32"))
     assert choose("bookkeeping", objective, data) == BookkeepingEngine()
+
+
+# ------------------------------------------------------------- axes of unknown length
+
+
+def batches_of_lengths(*lengths):
+    """Batches of four sequences, one length for each batch."""
+    rng = np.random.default_rng(0)
+    for length in lengths:
+        yield rng.normal(size=(ROWS, length, 3)).astype("float32"), np.ones((ROWS, 1))
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (layers.Conv1D(2, 3), "inputs of a known shape"),
+        (layers.TimeDistributed(layers.Dense(2)), "known number of time steps"),
+        (layers.Dense(2), None),
+    ],
+)
+def test_sequences_of_any_length(layer, reason, caplog):
+    """Whatever rules need a known shape for is vectorized, others keep their engine."""
+    model = sequential(
+        (None, 3), layer, layers.GlobalAveragePooling1D(), layers.Dense(1)
+    )
+    private = tfdp.DPModel(model, sampling="shuffle")
+    optimizer = tfdp.optimizers.DPSGD(
+        0.1, l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=ROWS
+    )
+    private.compile(optimizer, "mse")
+    data = tf.data.Dataset.from_generator(
+        lambda: batches_of_lengths(5, 7),
+        output_signature=(
+            tf.TensorSpec([None, None, 3]),
+            tf.TensorSpec([None, 1]),
+        ),
+    ).apply(tf.data.experimental.assert_cardinality(2))
+    with caplog.at_level(logging.WARNING):
+        private.fit(data, verbose=0)
+    said = [text for text in caplog.messages if "whole gradients" in text]
+    assert len(said) == (reason is not None)
+    assert all(reason in text for text in said)
+
+
+@pytest.mark.parametrize("engine", ["auto", "bookkeeping", "vectorized"])
+def test_graphs_may_take_sequences_of_any_length(engine):
+    model = sequential(
+        (None, 3), layers.Dense(2), layers.GlobalAveragePooling1D(), layers.Dense(1)
+    )
+
+    def norms(x, y):
+        result = tfdp.clipped_gradients(
+            model, "mse", x, y, l2_norm_clip=1.0, engine=engine
+        )
+        return result.norms
+
+    signature = [tf.TensorSpec([None, None, 3]), tf.TensorSpec([None, 1])]
+    traced = tf.function(norms, input_signature=signature, autograph=False)
+    for x, y in batches_of_lengths(5, 7):
+        np.testing.assert_allclose(traced(x, y), norms(x, y), rtol=1e-5)
+
+
+def test_other_variables_are_checked_anew():
+    model = sequential((3,), Doubling(), layers.Dense(1))
+    x, y, _ = linear_data()
+    for trains in (True, False):
+        model.layers[0].trainable = trains
+        result = tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1e9)
+        assert len(result.gradients) == (4 if trains else 2)
+    model.layers[1].enable_lora(1)
+    result = tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1e9)
+    assert len(result.gradients) == len(model.trainable_variables)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -12,12 +13,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras, _tree, engines
+from tfdp import _keras, _tree, engines, rules
 from tfdp._comparison import moved_from_zero
 from tfdp.engines.passes import number_of_rows, run_whole
 from tfdp.engines.vectorized import VectorizedEngine, unit_gradients
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Batch, Objective
+from tfdp.rules.generic import generic
 
 # Relative differences that rounding explains, by what the layers compute in.
 _TOLERANCES = {"float16": 5e-2, "bfloat16": 1e-1}
@@ -63,7 +65,32 @@ def choose(engine: Any, objective: Objective, data: Any) -> engines.Engine:
             error,
         )
         return VectorizedEngine()
+    _log_layers_without_rule(objective.model)
     return chosen
+
+
+def _log_layers_without_rule(model: keras.Model) -> None:
+    found = [
+        (path, layer)
+        for path, layer in _keras.layers_by_path(model)
+        if layer.trainable_variables and rules.find(layer) is generic
+    ]
+    if not found:
+        return
+    numbers = sum(
+        math.prod(variable.shape)
+        for _, layer in found
+        for variable in layer.trainable_variables
+    )
+    logging.warning(
+        "tfdp has no rule for %s of model `%s`: each is run once more, and takes the "
+        "whole gradient of each example, together %d numbers. "
+        "`tfdp.rules.register(%s, rule)` would save that.",
+        ", ".join(f"`{path}` ({type(layer).__name__})" for path, layer in found),
+        model.name,
+        numbers,
+        type(found[0][1]).__name__,
+    )
 
 
 def _trace(engine: engines.Engine, objective: Objective, data: Any) -> None:

@@ -47,6 +47,10 @@ class Objective:
     variables: list[Any]
     training: bool = True
 
+    def __post_init__(self) -> None:
+        """Let nothing that is random have to make its state inside a graph."""
+        _keras.make_global_seed()
+
     @classmethod
     def of(cls, model: keras.Model, loss: Any, loss_weights: Any = None) -> Self:
         """Pair a model with a Keras loss, as `compile` takes it.

@@ -53,9 +53,15 @@ def generic(call: Call) -> Any:
 
     def has_rows(leaf: Any) -> bool:
         is_tensor: bool = tf.is_tensor(leaf)
-        return is_tensor and bool(leaf.shape.rank) and bool(leaf.shape[0] == rows)
+        return is_tensor and bool(leaf.shape.rank)
 
     inputs = [leaf for leaf in keras.tree.flatten(arguments) if has_rows(leaf)]
+    # With as many rows as another axis has numbers, nobody could tell them apart.
+    if any(leaf.shape[0] != rows for leaf in inputs):
+        raise UnsupportedLayerError(
+            f"A layer without a rule must take tensors of which each row is one "
+            f"example's. {advice}"
+        )
     variables = layer.trainable_variables
 
     def of_row(row: tuple[list[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
