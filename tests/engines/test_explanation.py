@@ -73,7 +73,7 @@ def test_the_way_to_the_norm_is_the_engine_s(norms, way, size):
 
 def test_what_depends_on_the_data_is_not_known():
     rows = explained(PROBLEMS["embedding_mean"].build())
-    assert ["embedding", "embedding", "Gram", "unknown"] in rows
+    assert ["embedding", "embedding", "instantiated", "unknown"] in rows
 
 
 def test_frozen_layers_are_left_out():

@@ -196,6 +196,7 @@ def test_ways_to_the_norm_of_a_matrix(rng):
     many, _ = outer(rng, 2, 50, 4, 5)
     one, _ = outer(rng, 2, 1, 4, 5)
     ids, _ = outer(rng, 2, 50, 4, 5, ids=True)
+    few_ids, _ = outer(rng, 2, 3, 4, 5, ids=True)
     ways = {
         (few, "auto"): ("gram", 2 * 3 * 3),
         (few, "gram"): ("gram", 18),
@@ -203,8 +204,10 @@ def test_ways_to_the_norm_of_a_matrix(rng):
         (many, "auto"): ("keep", 20),
         (many, "gram"): ("gram", 5000),
         (one, "auto"): ("gram", 1),
-        (ids, "auto"): ("gram", 5000),
-        (ids, "instantiate"): ("gram", 5000),
+        (ids, "auto"): ("drop", 50 * 5),
+        (ids, "instantiate"): ("drop", 50 * 5),
+        (ids, "gram"): ("gram", 5000),
+        (few_ids, "auto"): ("gram", 2 * 3 * 3),
     }
     for (term, norms), (way, numbers) in ways.items():
         assert term.how(norms, units) == way
@@ -212,6 +215,8 @@ def test_ways_to_the_norm_of_a_matrix(rng):
     # Where nothing is known of the number of positions.
     assert few.numbers("gram", Units(2, None)) is None
     assert few.how("auto", Units(2, None)) == "keep"
+    assert ids.how("auto", Units(2, None)) == "drop"
+    assert ids.numbers("drop", Units(2, None)) is None
     assert Kept(variable(3, 4), tf.zeros([2, 12])).numbers("keep", units) == 12
 
 

@@ -248,10 +248,18 @@ class OuterProducts(Term):
     def _has_ids(self) -> bool:
         return any(not a.dtype.is_floating for a, _ in self.pairs)
 
+    def _has_only_ids(self) -> bool:
+        return all(not a.dtype.is_floating for a, _ in self.pairs)
+
     def how(self, norms: str, units: Units) -> str:
         """Gram matrices where few positions meet a large matrix."""
         positions = self._positions(units)
-        if norms == "gram" or self._has_ids() or (positions == 1 and norms == "auto"):
+        if norms == "gram" or (positions == 1 and norms == "auto"):
+            return "gram"
+        if self._has_only_ids():
+            is_short = positions is not None and positions <= self.p
+            return "gram" if is_short and norms == "auto" else "drop"
+        if self._has_ids():
             return "gram"
         if norms == "instantiate":
             return "drop"
@@ -263,12 +271,14 @@ class OuterProducts(Term):
         return "keep" if keeps else "gram"
 
     def numbers(self, how: str, units: Units) -> int | None:
-        """Two Gram matrices, or the gradient."""
-        if how != "gram":
-            return self.d * self.p
+        """Two Gram matrices, or the gradient, of ids only the rows that they name."""
         positions = self._positions(units)
+        if how != "gram" and not self._has_only_ids():
+            return self.d * self.p
         if positions is None:
             return None
+        if how != "gram":
+            return positions * self.p
         return 1 if positions == 1 else 2 * positions * positions
 
     def factors(self, units: Units) -> list[tf.Tensor]:
@@ -299,6 +309,27 @@ class OuterProducts(Term):
         product = tf.matmul(g, a, transpose_a=True)
         flat = tf.reshape(product, [units.number, self.p * self.d])
         return Kept(self.variable, flat, transposed=(self.p, self.d))
+
+    def squares_of_dropped(self, units: Units) -> tf.Tensor:
+        """Of ids, add up the rows of equal ones instead of filling matrices."""
+        if not self._has_only_ids():
+            return super().squares_of_dropped(units)
+        factors = self.factors(units)
+        ids, g = tf.concat(factors[::2], 1), tf.concat(factors[1::2], 1)
+        number, positions = tf.unstack(tf.shape(ids))
+        # Equal ids are neighbours once sorted: whatever is new starts a sum.
+        order = tf.argsort(ids, axis=1, stable=True)
+        sorted_ids = tf.gather(ids, order, batch_dims=1)
+        is_new = tf.cast(sorted_ids[:, 1:] != sorted_ids[:, :-1], tf.int32)
+        sum_of_sorted = tf.pad(tf.cumsum(is_new, axis=1), [(0, 0), (1, 0)])
+        sums = tf.gather(sum_of_sorted, tf.argsort(order, axis=1), batch_dims=1)
+        sums += tf.range(number)[:, None] * positions
+        rows = tf.math.unsorted_segment_sum(
+            tf.reshape(g, [-1, self.p]), tf.reshape(sums, [-1]), number * positions
+        )
+        squares = tf.reshape(squares_rounded_up(rows), [number, positions])
+        guard = _of_factors(g.dtype) * tf.square(self.lengths(units))
+        return tf.reduce_sum(squares, 1) + guard
 
     def squares_by_gram(self, units: Units) -> tf.Tensor:
         """``sum_{t,s} <a_t, a_s> <g_t, g_s>``, with what rounding can have lost."""
