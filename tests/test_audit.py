@@ -10,6 +10,7 @@ from scipy import stats
 import tfdp
 from tfdp import clipping
 from tfdp.accounting import Ledger, UnamplifiedSteps
+from tfdp.engines import bookkeeping
 from tfdp.noise import NoiseSource
 
 DELTA = 1e-5
@@ -19,10 +20,10 @@ NOISE_MULTIPLIER = 1.0
 CLAIMED = Ledger((UnamplifiedSteps(1, NOISE_MULTIPLIER),)).epsilon(DELTA)
 
 
-def releases(has_canary):
+def releases(has_canary, engine):
     """What one private step adds to the weight that the canary pushes, many times."""
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1, use_bias=False)])
-    private = tfdp.DPModel(model)
+    private = tfdp.DPModel(model, engine=engine)
     private.compile(
         tfdp.optimizers.DPSGD(
             1.0,
@@ -43,12 +44,12 @@ def releases(has_canary):
     return seen
 
 
-def proven_epsilon():
+def proven_epsilon(engine="auto"):
     """A lower bound of epsilon that holds with 95 % confidence.
 
     The threshold is chosen on one half of the releases and judged on the other.
     """
-    with_canary, without = releases(True), releases(False)
+    with_canary, without = releases(True, engine), releases(False, engine)
     half = TRIALS // 2
 
     def bound(threshold, present, absent):
@@ -86,10 +87,13 @@ def test_too_little_noise_is_found_out(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.statistical
-def test_missing_clipping_is_found_out(monkeypatch):
+@pytest.mark.parametrize(
+    ("engine", "module"), [("bookkeeping", bookkeeping), ("vectorized", clipping)]
+)
+def test_missing_clipping_is_found_out(engine, module, monkeypatch):
     monkeypatch.setattr(
-        clipping,
+        module,
         "clip_factors",
         lambda norms, *, l2_norm_clip: tf.ones_like(norms, l2_norm_clip.dtype),
     )
-    assert proven_epsilon() > CLAIMED
+    assert proven_epsilon(engine) > CLAIMED
