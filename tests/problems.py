@@ -117,18 +117,25 @@ def precision(dtype: str) -> Iterator[None]:
         keras.config.set_dtype_policy(before[1])
 
 
-def cases(having: Iterable[str] = (), lacking: Iterable[str] = ()) -> list[Any]:
+def cases(
+    having: Iterable[str] = (), lacking: Iterable[str] = (), *, is_slow: bool = False
+) -> list[Any]:
     """Pytest parameters: the problems with all of one set of tags, none of another.
 
     Args:
         having: Tags that a problem must have.
         lacking: Tags that it must not have.
+        is_slow: Whether only one problem of each combination of tags is for the
+            quick tests.
     """
-    return [
-        pytest.param(problem, id=problem.name)
-        for problem in PROBLEMS.values()
-        if problem.tags.issuperset(having) and problem.tags.isdisjoint(lacking)
-    ]
+    found, combinations = [], set()
+    for problem in PROBLEMS.values():
+        if problem.tags.issuperset(having) and problem.tags.isdisjoint(lacking):
+            is_new = problem.tags not in combinations
+            combinations.add(problem.tags)
+            marks = [pytest.mark.slow] if is_slow and not is_new else []
+            found.append(pytest.param(problem, id=problem.name, marks=marks))
+    return found
 
 
 TAGS = {

@@ -75,7 +75,7 @@ few = pytest.mark.parametrize("problem", [PROBLEMS[name] for name in FEW], ids=F
 every = pytest.mark.parametrize("problem", cases(lacking={"random"}))
 
 
-@every
+@pytest.mark.parametrize("problem", cases(lacking={"random"}, is_slow=True))
 def test_graph_equals_one_example_at_a_time(problem):
     # Keras keeps the adapters of LoRA in float32.
     tolerance = 2e-5 if "lora" in problem.tags else TOLERANCE

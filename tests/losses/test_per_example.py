@@ -59,7 +59,7 @@ def expected_of(problem, batch):
 
 
 # Dropout and LoRA are no matter of the loss; LoRA stays in float32.
-@pytest.mark.parametrize("problem", cases(lacking={"lora", "rnn"}))
+@pytest.mark.parametrize("problem", cases(lacking={"lora", "rnn"}, is_slow=True))
 def test_equals_each_example_alone(problem, float64):
     batch = problem.batch(4, "float64")
     values = of_problem(problem, batch)
