@@ -151,7 +151,7 @@ def test_numbers_of_examples():
         ({"x": dataset(), "batch_size": 4}, "`batch_size` belongs to arrays"),
         ({"x": PoissonDataset(X, expected_batch_size=4), "y": Y}, "into the dataset"),
     ],
-    ids=str,
+    ids=["shuffle", "batch_size", "batch_size_of_dataset", "y"],
 )
 def test_contradictions_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
