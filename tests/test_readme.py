@@ -36,7 +36,7 @@ def test_there_is_one_command_for_the_main_job_and_one_for_the_tests():
     single = [line for line in commands() if "venv" in line and "&&" in line]
     main_job, tests = (line for line in single if line.startswith("python3 -m venv"))
     assert main_job.endswith(".venv/bin/python examples/train_digits.py")
-    assert tests.endswith(".venv/bin/python -m pytest -m 'not slow'")
+    assert tests.endswith(".venv/bin/python -m pytest -n 2 -m 'not slow'")
 
 
 def test_ci_runs_the_commands_of_the_readme():

@@ -75,7 +75,17 @@ few = pytest.mark.parametrize("problem", [PROBLEMS[name] for name in FEW], ids=F
 every = pytest.mark.parametrize("problem", cases(lacking={"random"}))
 
 
-@pytest.mark.parametrize("problem", cases(lacking={"random"}, is_slow=True))
+# Loops over time run one example after the other where they cannot be vectorized.
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *cases(lacking={"random", "rnn"}, is_slow=True),
+        *(
+            pytest.param(*case.values, id=case.id, marks=pytest.mark.slow)
+            for case in cases(having={"rnn"}, lacking={"random"})
+        ),
+    ],
+)
 def test_graph_equals_one_example_at_a_time(problem):
     # Keras keeps the adapters of LoRA in float32.
     tolerance = 2e-5 if "lora" in problem.tags else TOLERANCE
@@ -118,7 +128,15 @@ def test_units_of_two_examples(problem):
     check(problem, problem.batch(5), "graph", "float64", TOLERANCE, unit_size=2)
 
 
-@pytest.mark.parametrize("problem", cases(having={"random"}))
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *cases(having={"random"}, lacking={"rnn"}),
+        pytest.param(
+            PROBLEMS["lstm_dropout"], id="lstm_dropout", marks=pytest.mark.slow
+        ),
+    ],
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_random_layers_draw_for_each_example_and_each_call(problem, mode):
     with precision("float32"):

@@ -100,11 +100,20 @@ def test_memory_over_batch_sizes():
     assert [int(size) for size, _ in table] == [8, 300]
 
 
-@pytest.mark.slow
 def test_growth_is_plotted(tmp_path):
-    plot = tmp_path / "growth.png"
-    process = start("--rows=bookkeeping", "--steps=1", f"--growth={plot}")
-    assert process.returncode == 0, process.stderr
+    code = """
+import pathlib, sys, benchmark
+found = benchmark.Result({"ordinary": 1.0, "ghost": 2.0}, 100.0)
+failed = benchmark.Result(problem="out of memory")
+over = {8: {"ordinary": found, "ghost": found}, 9: {"ordinary": found, "ghost": failed}}
+benchmark.plot({"a": over, "b": over}, ["ordinary", "ghost"], pathlib.Path(sys.argv[1]))
+"""
+    plot = tmp_path / "plots" / "growth.png"
+    subprocess.run(
+        [sys.executable, "-c", code, plot],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tools")},
+        check=True,
+    )
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
