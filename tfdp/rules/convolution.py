@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
@@ -352,10 +353,29 @@ def patches(
             geometry.padding,
             dilations=geometry.dilations,
         )
-    return tf.image.extract_patches(
-        inputs,
-        [1, height, width, 1],
-        [1, *geometry.strides, 1],
-        [1, *geometry.dilations, 1],
-        geometry.padding,
+    if _keras.inside_xla():
+        return tf.image.extract_patches(
+            inputs,
+            [1, height, width, 1],
+            [1, *geometry.strides, 1],
+            [1, *geometry.dilations, 1],
+            geometry.padding,
+        )
+    # Whole pixels are copied, which is 2-8 times faster.
+    padded = _padded(inputs[:, None], kernel_shape, geometry)[:, 0]
+    spatial = padded.shape[1:-1].as_list()
+    rows, columns = (
+        np.arange(0, size - dilation * (extent - 1), stride)[:, None]
+        + dilation * np.arange(extent)
+        for size, extent, stride, dilation in zip(
+            spatial,
+            (height, width),
+            geometry.strides,
+            geometry.dilations,
+            strict=True,
+        )
     )
+    seen = rows[:, None, :, None] * spatial[1] + columns[None, :, None, :]
+    pixels = tf.reshape(padded, [-1, math.prod(spatial), channels])
+    found = tf.gather(pixels, seen.ravel(), axis=1)
+    return tf.reshape(found, [-1, len(rows), len(columns), size])
