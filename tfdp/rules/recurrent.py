@@ -224,14 +224,14 @@ class _Scan:
         @tf.custom_gradient
         def run(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
             inputs, first = tensors[: len(over_time)], tensors[len(over_time) :]
-            before, last = self._forward(list(inputs), list(first))
+            inner, before, last = self._forward(list(inputs), list(first))
             after = tf.concat([before[0][1:], last[0][None]], 0)
 
             def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
                 # The states before are the states after, a step later: their own
                 # gradient is never asked for.
                 _, of_after, *of_last = upstream
-                return self._backward(list(inputs), before, of_after, of_last)
+                return self._backward(list(inputs), inner, before, of_after, of_last)
 
             return [before[0], after, *last], gradient
 
@@ -240,36 +240,40 @@ class _Scan:
 
     def _forward(
         self, inputs: list[tf.Tensor], states: list[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Return the states before each step, and after the last one."""
+    ) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
+        """Return the inner products and the states before, and the last states."""
         steps = tf.shape(inputs[0])[0]
         reads = self._readable(inputs)
 
         def body(time: tf.Tensor, states: Any, written: Any) -> Any:
             (x, *more), mask = self._read(reads, time)
             inner = tf.add_n([self._inner_product(states[0]), *more])
-            written = _write(written, time, states)
+            written = _write(written, time, [inner, *states])
             return time + 1, self._step(x, inner, states, mask), written
+
+        width = self.cell.matrix.shape[-1]
+        like = [tf.zeros([tf.shape(states[0])[0], width], states[0].dtype), *states]
 
         _, last, written = tf.while_loop(
             lambda time, *_: time < steps,
             body,
-            (0, states, _writable(states, steps)),
+            (0, states, _writable(like, steps)),
             parallel_iterations=1,
             maximum_iterations=steps,  # XLA cannot do without.
         )
-        return [array.stack() for array in written], last
+        inner, *before = [array.stack() for array in written]
+        return inner, before, last
 
     def _backward(
         self,
         inputs: list[tf.Tensor],
+        inner: tf.Tensor,
         before: list[tf.Tensor],
         of_after: tf.Tensor,
         of_last: list[tf.Tensor],
     ) -> list[tf.Tensor]:
         """Return the gradients of the inputs and of the first states."""
         steps = tf.shape(before[0])[0]
-        inner = tf.add_n([self._inner_product(before[0]), *inputs[1:]])
         reads = self._readable([inputs[0], inner, of_after, *before])
 
         def body(time: tf.Tensor, of_states: Any, written: Any) -> Any:
