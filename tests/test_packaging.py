@@ -86,6 +86,7 @@ def imported_modules(path):
         "optimizers.VectorizedDPKerasAdagradOptimizer",
         "data.PoissonDataset",
         "data.declare",
+        "callbacks.ClipNormScheduler",
         "callbacks.PrivacyBudget",
         "accounting.Ledger",
         "accounting.compose",

@@ -8,14 +8,18 @@ import keras
 from tfdp.data import PoissonDataset
 from tfdp.data.training_data import TrainingData
 from tfdp.errors import PrivacyBudgetError
+from tfdp.optimizers import DPOptimizer
 from tfdp.recorder import LedgerRecorder
 
 
 class PrivacyCallback(keras.callbacks.Callback):
     """Base of tfdp's callbacks: `fit` runs them first, so that loggers see them."""
 
-    def before_training(self, model: Any) -> None:
-        """See the `DPModel` before `fit` has done anything."""
+    def before_training(self, model: Any, planned_steps: int | None) -> None:
+        """See the `DPModel`, and how many steps it will take, before `fit` begins."""
+
+    def before_step(self, optimizer: DPOptimizer) -> None:
+        """Set what a step needs; runs in the training graph."""
 
 
 class LedgerCallback(PrivacyCallback):

@@ -125,6 +125,7 @@ class DPModel(keras.Model):
         self._checked: tuple[bool, ...] | None = None
         self._jit_compile_passes = False
         self._chosen_engine: engines.Engine | None = None
+        self._in_graph: list[PrivacyCallback] = []
         self._signature: Any = None
         if getattr(model, "optimizer", None) is not None:
             # Its slots would be saved with the private model.
@@ -389,13 +390,15 @@ class DPModel(keras.Model):
         )
         callbacks = sorted_callbacks(callbacks)
         callbacks.insert(0, LedgerCallback(self.recorder, data))
-        for callback in callbacks:
-            if isinstance(callback, PrivacyCallback):
-                callback.before_training(self)
+        steps = data.steps_per_epoch and data.steps_per_epoch * (epochs - initial_epoch)
+        private = [item for item in callbacks if isinstance(item, PrivacyCallback)]
+        for callback in private:
+            callback.before_training(self, steps)
         self._plan_for(data.segment, data.expected_batch_size)
         data = self._check(data)
         self.optimizer.renew_noise_key()
         self._begin(data, epochs - initial_epoch)
+        self._take_callbacks(private)
         try:
             return super().fit(
                 x=data.x,
@@ -415,6 +418,7 @@ class DPModel(keras.Model):
                 validation_freq=validation_freq,
             )
         finally:
+            self._take_callbacks([])
             self.recorder.begin(self._plan.in_units(UNDECLARED))
             with contextlib.suppress(PrivacyBudgetError):
                 self.enforce_budget()
@@ -477,6 +481,8 @@ class DPModel(keras.Model):
             The logs of the epoch up to now.
         """
         data = keras.utils.unpack_x_y_sample_weight(data)
+        for callback in self._in_graph:
+            callback.before_step(self.optimizer)
         has_room = self.recorder.has_room(self.optimizer.noise_multiplier.value)
         clipped_sum = self._clipped_sum(data, has_room)
 
@@ -569,6 +575,16 @@ class DPModel(keras.Model):
         return Objective.of(self.model, self.loss, self._loss_weights)
 
     # Before a training begins.
+
+    def _take_callbacks(self, callbacks: list[PrivacyCallback]) -> None:
+        """Let those that act in the training graph be part of it."""
+        acting = [
+            callback
+            for callback in callbacks
+            if type(callback).before_step is not PrivacyCallback.before_step
+        ]
+        if acting != self._in_graph:
+            self._in_graph, self.train_function = acting, None
 
     def enforce_budget(self) -> None:
         """Allow only the steps that the budget set by a `PrivacyBudget` has room for.

@@ -50,7 +50,7 @@ class PrivacyBudget(PrivacyCallback):
             )
         super().set_model(model)
 
-    def before_training(self, model: DPModel) -> None:
+    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
         """Set the budget, so that it is enforced before the first step."""
         if self.target_epsilon is None:
             model.recorder.budget = None

@@ -103,7 +103,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         noise_seed: int | None = None,
         name: str | None = None,
     ) -> None:
-        l2_norm_clip = _checked_clip(l2_norm_clip)
+        l2_norm_clip = checked_clip(l2_norm_clip)
         noise_multiplier = _checked_noise_multiplier(noise_multiplier)
         if num_microbatches is not None:
             num_microbatches = _validate.positive_int(
@@ -143,7 +143,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
 
     @l2_norm_clip.setter
     def l2_norm_clip(self, value: float) -> None:
-        self._l2_norm_clip.assign(_checked_clip(value))
+        self._l2_norm_clip.assign(checked_clip(value))
 
     @property
     def noise_multiplier(self) -> keras.Variable:
@@ -212,7 +212,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         Raises:
             ValueError: If one is not finite, or not positive or negative.
         """
-        _checked_clip(float(self._l2_norm_clip))
+        checked_clip(float(self._l2_norm_clip))
         _validate.non_negative("noise_multiplier", float(self._noise_multiplier))
 
     def renew_noise_key(self) -> None:
@@ -394,7 +394,8 @@ class DPOptimizer(keras.optimizers.Optimizer):
         return cls(inner, **arguments)
 
 
-def _checked_clip(value: float) -> float:
+def checked_clip(value: float) -> float:
+    """Return a clip norm that noise can be drawn for, or raise a ValueError."""
     value = _validate.positive("l2_norm_clip", value)
     if not _LEAST_CLIP <= value <= 1 / _LEAST_CLIP:
         raise ValueError(

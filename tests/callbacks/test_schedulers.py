@@ -1,0 +1,217 @@
+"""ClipNormScheduler: every step clips and is noised with the C of the schedule."""
+
+import csv
+import math
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from keras.optimizers import schedules
+
+import tfdp
+from tfdp.callbacks import ClipNormScheduler
+from tfdp.callbacks.schedulers import tabulate
+
+ROWS = 12
+SCHEDULES = {
+    "switch": schedules.PiecewiseConstantDecay([2], [2.0, 0.5]),
+    "square_root": schedules.PolynomialDecay(1.0, 6, 0.1, power=0.5),
+    "linear": schedules.PolynomialDecay(1.0, 6, 0.1),
+    "square": schedules.PolynomialDecay(1.0, 6, 0.1, power=2.0),
+    "exponential": schedules.ExponentialDecay(1.0, 3, 0.5),
+    "cosine": schedules.CosineDecay(1.0, 6, alpha=0.1),
+    "function": lambda step: 1 / (1 + step),
+}
+OPTIONS = [
+    {},
+    {"steps_per_execution": 3},
+    {"run_eagerly": True},
+    {"jit_compile": True},
+]
+
+
+def private(slope, noise_multiplier=0.0, **options):
+    """A model whose every example has the gradient `slope`, and one step an epoch."""
+    model = keras.Sequential([
+        keras.Input((4,)),
+        layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+    ])
+    wrapped = tfdp.DPModel(model, sampling="shuffle")
+    wrapped.compile(
+        tfdp.optimizers.DPSGD(
+            1.0, l2_norm_clip=77.0, noise_multiplier=noise_multiplier, noise_seed=5
+        ),
+        lambda y_true, y_pred: slope * keras.ops.sum(y_pred, axis=-1),
+        **options,
+    )
+    return wrapped
+
+
+def data(slope=1.0):
+    x = np.zeros((ROWS, 4), "float32")
+    x[:, 0] = slope
+    return x, np.zeros((ROWS, 1), "float32")
+
+
+def length(model):
+    return float(np.linalg.norm(model.get_weights()[0]))
+
+
+class Lengths(keras.callbacks.Callback):
+    """Notes how far the weights are from zero after every batch that Keras sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(length(self.model))
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Training without noise", "ignore:The privacy noise is reproducible"
+)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_step_clips_with_its_own_norm(name):
+    schedule, model, lengths = SCHEDULES[name], private(1.0), Lengths()
+    callbacks = [ClipNormScheduler(schedule), lengths]
+    history = model.fit(*data(), batch_size=2, epochs=1, callbacks=callbacks, verbose=0)
+    # The slope's direction is always the same, so the clipped steps add up.
+    expected = [min(1.0, float(schedule(step))) for step in range(6)]
+    np.testing.assert_allclose(np.diff([0, *lengths.seen]), expected, rtol=1e-5)
+    last = history.history["l2_norm_clip"]
+    np.testing.assert_allclose(last, float(schedule(5)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_however_steps_are_run(options):
+    schedule, model = SCHEDULES["linear"], private(100.0, **options)
+    model.fit(
+        *data(),
+        batch_size=2,
+        epochs=2,
+        callbacks=[ClipNormScheduler(schedule)],
+        verbose=0,
+    )
+    expected = sum(float(schedule(step)) for step in range(12))
+    np.testing.assert_allclose(length(model), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_noise_is_that_of_the_norm_that_clips(options):
+    """Without a slope a step is noise alone, of a seed: its size tells C."""
+    sizes = []
+    for schedule in (lambda step: 1.0, lambda step: 3.0):
+        model = private(0.0, noise_multiplier=1.0, **options)
+        model.fit(
+            *data(), batch_size=12, callbacks=[ClipNormScheduler(schedule)], verbose=0
+        )
+        sizes.append(length(model))
+    np.testing.assert_allclose(sizes[1], 3 * sizes[0], rtol=1e-5)
+
+
+def test_epsilon_does_not_depend_on_the_schedule():
+    ledgers = []
+    for callbacks in ([], [ClipNormScheduler(SCHEDULES["square"])]):
+        model = private(1.0, noise_multiplier=1.5)
+        model.fit(*data(), batch_size=2, epochs=2, callbacks=callbacks, verbose=0)
+        ledgers.append(model.ledger)
+    assert ledgers[0] == ledgers[1]
+
+
+def test_a_second_fit_goes_on_where_the_first_one_ended():
+    model, scheduler = private(100.0), ClipNormScheduler(SCHEDULES["function"])
+    for _ in range(2):
+        model.fit(*data(), batch_size=4, callbacks=[scheduler], verbose=0)
+    expected = sum(1 / (1 + step) for step in range(6))
+    np.testing.assert_allclose(length(model), expected, rtol=1e-5)
+
+
+def test_without_the_callback_the_last_norm_stays():
+    model = private(100.0)
+    model.fit(
+        *data(),
+        batch_size=12,
+        callbacks=[ClipNormScheduler(lambda step: 0.25)],
+        verbose=0,
+    )
+    model.fit(*data(), batch_size=12, verbose=0)
+    model.optimizer.l2_norm_clip = 2.0
+    model.fit(*data(), batch_size=12, verbose=0)
+    np.testing.assert_allclose(length(model), 0.25 + 0.25 + 2, rtol=1e-5)
+
+
+def test_loggers_see_the_norm(tmp_path):
+    model, path = private(1.0), tmp_path / "log.csv"
+    callbacks = [keras.callbacks.CSVLogger(path), ClipNormScheduler(lambda step: 0.5)]
+    model.fit(*data(), batch_size=6, epochs=2, callbacks=callbacks, verbose=0)
+    with path.open() as file:
+        assert [row["l2_norm_clip"] for row in csv.DictReader(file)] == ["0.5", "0.5"]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda step: 3.0 - step,
+        lambda step: math.nan if step == 3 else 1.0,
+        lambda step: math.inf if step == 3 else 1.0,
+        lambda step: 1e-30 if step == 3 else 1.0,
+        schedules.PolynomialDecay(1.0, 3, 0.0),
+    ],
+)
+def test_a_norm_out_of_range_is_refused_before_the_first_step(schedule):
+    model = private(1.0)
+    with pytest.raises(ValueError, match=r"At step 3 .*`l2_norm_clip` must .*Received"):
+        model.fit(
+            *data(), batch_size=2, callbacks=[ClipNormScheduler(schedule)], verbose=0
+        )
+    assert not model.ledger.steps
+    assert length(model) == 0
+
+
+def generated():
+    x, y = data()
+    while True:
+        yield x[:2], y[:2]
+
+
+def test_the_number_of_steps_must_be_known():
+    model = private(100.0)
+    model.optimizer.expect_batch_size(2)
+    model.compile(
+        tfdp.optimizers.DPSGD(
+            1.0, l2_norm_clip=1.0, noise_multiplier=0.0, expected_batch_size=2
+        ),
+        model.loss,
+    )
+    with pytest.raises(ValueError, match=r"steps=None.* Use .*steps=1000"):
+        model.fit(generated(), callbacks=[ClipNormScheduler(SCHEDULES["function"])])
+    model.fit(
+        generated(),
+        steps_per_epoch=4,
+        callbacks=[ClipNormScheduler(SCHEDULES["function"], steps=2)],
+        verbose=0,
+    )
+    np.testing.assert_allclose(length(model), 1 + 3 / 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", [0.5, None, "cosine"])
+def test_only_schedules_are_taken(schedule):
+    with pytest.raises(TypeError, match=r"`schedule` must .*Received: schedule="):
+        ClipNormScheduler(schedule)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5])
+def test_steps_must_be_a_positive_whole_number(steps):
+    with pytest.raises(ValueError, match="`steps` must"):
+        ClipNormScheduler(lambda step: 1.0, steps=steps)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_tables_are_the_schedule(name):
+    schedule = SCHEDULES[name]
+    expected = [float(schedule(step)) for step in range(2, 9)]
+    np.testing.assert_allclose(tabulate(schedule, 2, 7), expected, rtol=1e-6)

@@ -1,0 +1,147 @@
+"""Clip norms that change from step to step."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _validate
+from tfdp._fit_callbacks import PrivacyCallback
+from tfdp.model import DPModel
+from tfdp.optimizers.dp_optimizer import DPOptimizer, checked_clip
+
+Schedule: TypeAlias = (
+    keras.optimizers.schedules.LearningRateSchedule | Callable[[int], float]
+)
+
+
+class ClipNormScheduler(PrivacyCallback):
+    """Sets the clip norm of every step from a schedule.
+
+    Any schedule that Keras has for learning rates is one for clip norms [1]_: a
+    switch (`PiecewiseConstantDecay`), polynomial, exponential or cosine decay. The
+    step is the optimizer's `iterations`, which are saved with the model, so a run
+    that resumes goes on where it was. `fit` logs `l2_norm_clip`.
+
+    Guarantees:
+        Clipping and noise of a step read the same C, also inside
+        `steps_per_execution`. The noise is ``noise_multiplier * C`` for every C, so
+        epsilon does not depend on the schedule. All values are known, and checked,
+        before the first step.
+
+    Args:
+        schedule: A `keras.optimizers.schedules` object or a function, from the
+            number of a step, 0 at first, to a positive clip norm. It must not
+            depend on private data.
+        steps: How many steps need values, where the data do not tell `fit`; later
+            ones keep the last value.
+
+    Raises:
+        TypeError: If `schedule` is neither.
+        ValueError: If `steps` is not positive; and when `fit` begins, if a value is
+            not positive and finite or the number of steps is not known.
+
+    Example:
+        >>> halved = keras.optimizers.schedules.PiecewiseConstantDecay(
+        ...     [1000], [1.0, 0.5]
+        ... )
+        >>> scheduler = tfdp.callbacks.ClipNormScheduler(halved)
+
+    References:
+        .. [1] Du et al., "Dynamic Differential-Privacy Preserving SGD", 2021, which
+           lets the clip norm decay. https://arxiv.org/abs/2111.00173
+    """
+
+    def __init__(self, schedule: Schedule, steps: int | None = None) -> None:
+        super().__init__()
+        if not callable(schedule):
+            raise TypeError(
+                "`schedule` must map the number of a step to a clip norm. Received: "
+                f"schedule={schedule!r}. Use `keras.optimizers.schedules."
+                "PolynomialDecay(1.0, 1000, 0.1)` or a function."
+            )
+        self.schedule = schedule
+        self.steps = None if steps is None else _validate.positive_int("steps", steps)
+        with tf.init_scope():
+            self._first = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._table = tf.Variable(
+                tf.ones([1], tf.float64), shape=[None], trainable=False
+            )
+
+    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
+        """Compute the clip norms of all steps that are planned, and check them.
+
+        Args:
+            model: The model that trains.
+            planned_steps: How many steps `fit` will take, None if it cannot know.
+
+        Raises:
+            ValueError: If a clip norm is out of range, or their number not known.
+        """
+        steps = self.steps or planned_steps
+        if steps is None:
+            raise ValueError(
+                "`ClipNormScheduler` must know for how many steps to compute clip "
+                "norms. Received: steps=None, and data that do not tell. Use "
+                "`ClipNormScheduler(schedule, steps=1000)` or "
+                "`fit(..., steps_per_epoch=100)`."
+            )
+        first = int(model.optimizer.iterations)
+        values = tabulate(self.schedule, first, steps)
+        for step, value in enumerate(values, first):
+            try:
+                checked_clip(value)
+            except ValueError as error:
+                raise ValueError(f"At step {step} of the schedule: {error}") from error
+        self._first.assign(first)
+        self._table.assign(values)
+
+    def before_step(self, optimizer: DPOptimizer) -> None:
+        """Set the clip norm of the step that begins, in the training graph."""
+        step = tf.cast(optimizer.iterations.value, tf.int64) - self._first
+        last = tf.shape(self._table, tf.int64)[0] - 1
+        value = self._table[tf.clip_by_value(step, 0, last)]
+        optimizer.l2_norm_clip.assign(value)
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Log the clip norm of the step."""
+        self._log(logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log the clip norm of the last step."""
+        self._log(logs)
+
+    def _log(self, logs: dict[str, Any] | None) -> None:
+        if logs is not None:
+            logs["l2_norm_clip"] = float(self.model.optimizer.l2_norm_clip)
+
+
+def tabulate(schedule: Schedule, first: int, steps: int) -> np.ndarray:
+    """Compute a schedule for consecutive steps.
+
+    Args:
+        schedule: From the number of a step to its value.
+        first: Number of the first step.
+        steps: How many.
+
+    Returns:
+        The values, float64, of shape ``(steps,)``.
+    """
+    numbers = range(first, first + steps)
+    if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        return np.array([_validate.number("schedule", schedule(n)) for n in numbers])
+
+    # One by one and eagerly, Keras's schedules would take seconds for long runs.
+    @tf.function(autograph=False)
+    def values() -> tf.Tensor:
+        return tf.map_fn(
+            lambda step: tf.cast(schedule(step), tf.float64),
+            tf.range(first, first + steps),
+            fn_output_signature=tf.TensorSpec([], tf.float64),
+        )
+
+    return np.asarray(values())
