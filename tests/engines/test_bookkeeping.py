@@ -119,10 +119,14 @@ def check_clipped(problem, run, clips):
     "cnn",
     "conv_transpose_padded",
     "custom_layer",
+    "depthwise_conv_dilated",
+    "einsum_lora",
+    "einsum_mixed_kernel",
     "embedding_lstm",
     "layer_norm",
     "mlp_logits",
     "reversible_tied",
+    "separable_conv_strided",
 ])
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
 def test_half_precision_does_not_exceed_the_clip_norm(problem, dtype):
@@ -152,6 +156,52 @@ def test_a_gradient_that_cancels_moves_the_sum_by_no_more_than_the_clip_norm(
     ):
         moved = [one - other for one, other in zip(sums, rest, strict=True)]
         assert length(moved) <= 1 + 1e-2
+
+
+@pytest.mark.parametrize("engine", [BookkeepingEngine(), GhostEngine()], ids=repr)
+def test_thousands_of_equal_positions_do_not_exceed_the_clip_norm(engine, rng):
+    """Each of them adds the same: rounding in turn errs the same way each time."""
+    clip = 0.1
+    lookup = sequential(
+        (4096,),
+        layers.Embedding(50, 8),
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(3, kernel_initializer="ones"),
+        dtype="int32",
+    )
+    product = sequential(
+        (4096, 3), layers.Dense(8, use_bias=False), layers.GlobalAveragePooling1D()
+    )
+    lookup.layers[-1].trainable = False
+    ids = np.zeros((1, 4096), "int32")
+    for model, x in ((lookup, ids), (product, np.ones((1, 4096, 3), "float32"))):
+        size = model.output_shape[-1]
+        for _ in range(4):
+            y = rng.normal(size=(1, size)).astype("float32")
+            result = tfdp.clipped_gradients(
+                model, "mse", x, y, l2_norm_clip=clip, engine=engine
+            )
+            assert result.norms[0] > clip
+            assert length(result.gradients) <= clip * (1 + 1e-6)
+
+
+def test_whole_numbers_that_are_multiplied_are_no_ids(rng):
+    model = sequential((5,), layers.Dense(4), layers.EinsumDense("ab,bc->ac", 2))
+    x = rng.integers(3, size=(4, 5))
+    y = np.ones((4, 2), "float32")
+    expected = tfdp.clipped_gradients(
+        model, "mse", x.astype("float32"), y, l2_norm_clip=0.1
+    )
+    for dtype in ("int32", "uint8"):
+        found = tfdp.clipped_gradients(
+            sequential((5,), *model.layers, dtype=dtype),
+            "mse",
+            x.astype(dtype),
+            y,
+            l2_norm_clip=0.1,
+            engine="bookkeeping",
+        )
+        assert_all_close(found.gradients, expected.gradients, rtol=1e-5)
 
 
 # Kept out of the table: without rules it would run one example after the other.

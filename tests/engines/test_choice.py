@@ -227,6 +227,12 @@ UNSUPPORTED = {
         "mse",
         ["conv_lstm1d/conv_lstm_cell"],
     ),
+    "recurrent_activation_layer": (
+        lambda: sequential((3, 2), layers.SimpleRNN(3, activation=layers.PReLU())),
+        floats((3, 2), 3),
+        "mse",
+        ["simple_rnn", "activations without variables"],
+    ),
     "time_major": (
         lambda: sequential((3, 2), TimeMajor()),
         floats((3, 2), (3, 2)),
@@ -432,7 +438,7 @@ def test_checkpointed_activations_are_recorded():
 
 @pytest.mark.parametrize("engine", ["bookkeeping", "ghost", "auto"])
 def test_a_model_that_rules_reach_keeps_its_engine(engine, caplog):
-    model = sequential((3,), layers.Dense(1))
+    model = sequential((3,), layers.Reshape((3, 1)), layers.LSTM(2), layers.Dense(1))
     with caplog.at_level(logging.WARNING):
         chosen = choose(engine, Objective.of(model, "mse"), linear_data())
     assert chosen == engines.get(engine)

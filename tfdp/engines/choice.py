@@ -70,10 +70,15 @@ def choose(engine: Any, objective: Objective, data: Any) -> engines.Engine:
 
 
 def _log_layers_without_rule(model: keras.Model) -> None:
+    layers = _keras.layers_by_path(model)
+    # The rule of a recurrent layer is that of its cell.
+    cells = [layer.cell for _, layer in layers if isinstance(layer, keras.layers.RNN)]
     found = [
         (path, layer)
-        for path, layer in _keras.layers_by_path(model)
-        if layer.trainable_variables and rules.find(layer) is generic
+        for path, layer in layers
+        if layer.trainable_variables
+        and rules.find(layer) is generic
+        and not any(layer is cell for cell in cells)
     ]
     if not found:
         return

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules import convolution
 from tfdp.rules.convolution import Geometry, depthwise_gradients
@@ -116,6 +117,7 @@ def depthwise_term(
 ) -> Term:
     """Describe the gradient of a depthwise kernel, which is small."""
     shape = tuple(variable.shape)
+    x = at_least_float32(x)
     gradients = depthwise_gradients(x, g, kernel_shape=shape, geometry=geometry)
     return PerRow(variable, gradients)
 

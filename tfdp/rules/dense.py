@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
 from tfdp.rules.terms import OuterProducts, PerRow, Term
@@ -13,7 +14,7 @@ from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 def dense(call: Call) -> Any:
     """Rule of `keras.layers.Dense`."""
-    layer, x = call.layer, call.inputs
+    layer, x = call.layer, _numbers(call)
 
     def terms(g: tf.Tensor) -> list[Term]:
         terms: list[Term] = [] if layer.bias is None else [PerRow(layer.bias, g)]
@@ -28,6 +29,12 @@ def dense(call: Call) -> Any:
         ]
 
     return watch_preactivation(call, terms)
+
+
+def _numbers(call: Call) -> tf.Tensor:
+    """Return the inputs as what they are multiplied as; whole numbers are no ids."""
+    x = call.inputs
+    return x if x.dtype.is_floating else tf.cast(x, call.layer.compute_dtype)
 
 
 def watch_preactivation(call: Call, terms: Any) -> Any:
@@ -45,7 +52,7 @@ def lora_factors(layer: Any, g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 def einsum_dense(call: Call) -> Any:
     """Rule of `keras.layers.EinsumDense`, and so of Keras's attention layers."""
-    layer, x = call.layer, call.inputs
+    layer, x = call.layer, _numbers(call)
 
     def terms(g: tf.Tensor) -> list[Term]:
         terms: list[Term] = []
@@ -64,6 +71,7 @@ def _lora_terms(
 ) -> list[Term]:
     """Differentiate ``kernel + scale a b``, b on the kernel's last axis, by a and b."""
     inputs, kernel, outputs = labels
+    x = at_least_float32(x)
     scale = tf.cast(layer.lora_alpha / layer.lora_rank, g.dtype)
     a, b = (tf.cast(v, g.dtype) for v in (layer.lora_kernel_a, layer.lora_kernel_b))
     rank = next(iter(set("abcdefghijklmnopqrstuvwxyz") - set("".join(labels))))
@@ -128,7 +136,8 @@ def einsum_term(
         )
         return OuterProducts(variable, *((a, b) if kernel == orders[0] else (b, a)))
     row = inputs[0]
-    return PerRow(variable, tf.einsum(f"{inputs},{outputs}->{row}{kernel}", x, g))
+    products = tf.einsum(f"{inputs},{outputs}->{row}{kernel}", at_least_float32(x), g)
+    return PerRow(variable, products)
 
 
 def _flat(tensor: tf.Tensor, axes: int) -> tf.Tensor:

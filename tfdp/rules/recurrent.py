@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp import _keras
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
 from tfdp.rules.terms import OuterProducts, PerRow, Term
@@ -146,6 +147,12 @@ def _terms(cell: Any) -> Callable[..., list[Term]]:
 def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
     """Run the layer's own code around a loop over projected inputs."""
     layer = call.layer
+    if len(_keras.flatten_layers(layer.cell)) > 1:
+        raise UnsupportedLayerError(
+            "A recurrent layer needs activations without variables. Received: "
+            f"`{call.path}` with a layer in its cell. Use a function, "
+            "`activation='relu'`."
+        )
 
     def loop(
         sequences: Any, initial_state: Any, mask: Any, training: Any = False

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp.clipping import at_least_float32, matmul_roundoff, squares_rounded_up
@@ -103,7 +104,16 @@ class Term(abc.ABC):
         """
         kept = self.kept(units).gradients
         lengths = self.lengths(units)
+        # So many products are added up, once for the norm and once for the sum.
+        products = [
+            tf.cast(
+                tf.size(g) // g.shape[-1] // tf.maximum(units.number, 1), tf.float64
+            )
+            for g in self.factors(units)[1::2]
+        ]
+        positions = tf.add_n([tf.constant(0.0, tf.float64), *products])
         guard = _of_factors(kept.dtype)
+        guard += positions * float(np.finfo(kept.dtype.as_numpy_dtype).eps) / 8
         return squares_rounded_up(kept) + guard * tf.square(lengths)
 
     @abc.abstractmethod
@@ -223,6 +233,7 @@ class OuterProducts(Term):
     def __init__(self, variable: Any, a: tf.Tensor, g: tf.Tensor) -> None:
         self.variable = variable
         self.pairs = [(a, g)]
+        self._added_up: list[tf.Tensor] | None = None
         self.p: int = g.shape[-1]
         self.d: int = math.prod(variable.shape) // self.p
 
@@ -254,12 +265,9 @@ class OuterProducts(Term):
     def how(self, norms: str, units: Units) -> str:
         """Gram matrices where few positions meet a large matrix."""
         positions = self._positions(units)
-        if norms == "gram" or (positions == 1 and norms == "auto"):
-            return "gram"
         if self._has_only_ids():
-            is_short = positions is not None and positions <= self.p
-            return "gram" if is_short and norms == "auto" else "drop"
-        if self._has_ids():
+            return "drop"
+        if norms == "gram" or (positions == 1 and norms == "auto") or self._has_ids():
             return "gram"
         if norms == "instantiate":
             return "drop"
@@ -283,6 +291,8 @@ class OuterProducts(Term):
 
     def factors(self, units: Units) -> list[tf.Tensor]:
         """``(U, T, d)`` or ids ``(U, T)``, then ``(U, T, p)``, for each use."""
+        if self._added_up is not None:
+            return self._added_up
         views = []
         for a, g in self.pairs:
             if a.dtype.is_floating:
@@ -290,6 +300,10 @@ class OuterProducts(Term):
             else:
                 views.append(units.view(a, []))
             views.append(units.view(at_least_float32(g), [self.p]))
+        if self._has_only_ids():
+            # One pair for all uses, in which each id of a unit occurs once.
+            ids, rows = tf.concat(views[::2], 1), tf.concat(views[1::2], 1)
+            views = self._added_up = _added_up(ids, rows)
         return views
 
     def instantiate(self, units: Units) -> tf.Tensor:
@@ -311,25 +325,12 @@ class OuterProducts(Term):
         return Kept(self.variable, flat, transposed=(self.p, self.d))
 
     def squares_of_dropped(self, units: Units) -> tf.Tensor:
-        """Of ids, add up the rows of equal ones instead of filling matrices."""
+        """Of ids, the factors are all there is."""
         if not self._has_only_ids():
             return super().squares_of_dropped(units)
-        factors = self.factors(units)
-        ids, g = tf.concat(factors[::2], 1), tf.concat(factors[1::2], 1)
-        number, positions = tf.unstack(tf.shape(ids))
-        # Equal ids are neighbours once sorted: whatever is new starts a sum.
-        order = tf.argsort(ids, axis=1, stable=True)
-        sorted_ids = tf.gather(ids, order, batch_dims=1)
-        is_new = tf.cast(sorted_ids[:, 1:] != sorted_ids[:, :-1], tf.int32)
-        sum_of_sorted = tf.pad(tf.cumsum(is_new, axis=1), [(0, 0), (1, 0)])
-        sums = tf.gather(sum_of_sorted, tf.argsort(order, axis=1), batch_dims=1)
-        sums += tf.range(number)[:, None] * positions
-        rows = tf.math.unsorted_segment_sum(
-            tf.reshape(g, [-1, self.p]), tf.reshape(sums, [-1]), number * positions
-        )
-        squares = tf.reshape(squares_rounded_up(rows), [number, positions])
-        guard = _of_factors(g.dtype) * tf.square(self.lengths(units))
-        return tf.reduce_sum(squares, 1) + guard
+        _, rows = self.factors(units)
+        squares = squares_rounded_up(tf.reshape(rows, [-1, self.p]))
+        return tf.reduce_sum(tf.reshape(squares, tf.shape(rows)[:2]), 1)
 
     def squares_by_gram(self, units: Units) -> tf.Tensor:
         """``sum_{t,s} <a_t, a_s> <g_t, g_s>``, with what rounding can have lost."""
@@ -542,6 +543,39 @@ def _inner_products(a: tf.Tensor, b: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if b.dtype.is_floating:
         return tf.linalg.matrix_transpose(_inner_products(b, a, dtype))
     return tf.cast(a[:, :, None] == b[:, None, :], dtype)
+
+
+def _added_up(ids: tf.Tensor, g: tf.Tensor) -> list[tf.Tensor]:
+    """Add up the gradients of equal ids.
+
+    The norm of a unit is then that of the very rows that are weighted and summed: of
+    thousands of equal gradients two sums in turn can differ by more than rounding up
+    makes good.
+
+    Args:
+        ids: Shape ``(U, T)``.
+        g: Shape ``(U, T, p)``.
+
+    Returns:
+        Different ids of each unit and the sums of their gradients, of the same shapes;
+        what is left over is zeros.
+    """
+    units, positions = tf.unstack(tf.shape(ids))
+    # Equal ids are neighbours once sorted: whatever is new starts a sum.
+    order = tf.argsort(ids, axis=1, stable=True)
+    in_order = tf.gather(ids, order, batch_dims=1)
+    is_new = tf.cast(in_order[:, 1:] != in_order[:, :-1], tf.int32)
+    sums = tf.pad(tf.cumsum(is_new, axis=1), [(0, 0), (tf.minimum(positions, 1), 0)])
+    sums = tf.gather(sums, tf.argsort(order, axis=1), batch_dims=1)
+    sums = tf.reshape(sums + tf.range(units)[:, None] * positions, [-1])
+    count = units * positions
+    flat = tf.reshape(g, [-1, g.shape[-1]])
+    rows = tf.math.unsorted_segment_sum(flat, sums, count)
+    names = tf.math.unsorted_segment_max(tf.reshape(ids, [-1]), sums, count)
+    return [
+        tf.reshape(tf.maximum(names, 0), [units, positions]),
+        tf.reshape(rows, [units, positions, g.shape[-1]]),
+    ]
 
 
 def _of_factors(dtype: tf.DType) -> float:
