@@ -13,7 +13,13 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def keras_defaults():
-    """Undo what a test did to Keras's global state: floatx, dtype policy, names."""
+    """Undo what a test did to Keras's global state: floatx, dtype policy, names.
+
+    The same weights each time: a failure that depends on them can be repeated.
+    """
+    keras = sys.modules.get("keras")
+    if keras is not None:
+        keras.utils.set_random_seed(0)
     yield
     keras = sys.modules.get("keras")
     if keras is not None:
