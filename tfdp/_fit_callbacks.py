@@ -1,10 +1,16 @@
 """What `DPModel.fit` calls while it runs: tfdp's own callbacks, then the user's."""
 
+import collections
+import dataclasses
+import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tfdp.clipping import ClippedSum
 from tfdp.data import PoissonDataset
 from tfdp.data.training_data import TrainingData
 from tfdp.errors import PrivacyBudgetError
@@ -12,8 +18,41 @@ from tfdp.optimizers import DPOptimizer
 from tfdp.recorder import LedgerRecorder
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What callbacks see of a step that was taken, in the training graph.
+
+    Attributes:
+        optimizer: Has applied the noised gradients.
+        clipped_sum: What was clipped, not noised, with the C that clipped.
+        number: Counts the steps of the ledger, a scalar int64 tensor; seeds noise.
+        data: ``(x, y, sample_weight)`` of the logical batch.
+        clip: Clips such data with a C, under the dropout masks of the step, for
+            callbacks that set `clips_again`.
+    """
+
+    optimizer: DPOptimizer
+    clipped_sum: ClippedSum
+    number: tf.Tensor
+    data: Any
+    clip: Callable[[Any, tf.Tensor], ClippedSum]
+
+    @property
+    def expected_units(self) -> tf.Tensor:
+        """The public divisor of the sum, a float64 scalar tensor."""
+        return self.optimizer.expected_units(self.clipped_sum.examples_per_unit)
+
+
 class PrivacyCallback(keras.callbacks.Callback):
-    """Base of tfdp's callbacks: `fit` runs them first, so that loggers see them."""
+    """Base of tfdp's callbacks: `fit` runs them first, so that loggers see them.
+
+    Attributes:
+        sets: The variable of the optimizer that the callback sets, and logs.
+        clips_again: Whether `after_step` calls `Step.clip`.
+    """
+
+    sets: str | None = None
+    clips_again = False
 
     def before_training(self, model: Any, planned_steps: int | None) -> None:
         """See the `DPModel`, and how many steps it will take, before `fit` begins."""
@@ -21,9 +60,59 @@ class PrivacyCallback(keras.callbacks.Callback):
     def before_step(self, optimizer: DPOptimizer) -> None:
         """Set what a step needs; runs in the training graph."""
 
+    def after_step(self, step: Step) -> None:
+        """Learn from a step that was taken; runs in the training graph."""
+
+    def scheduled_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor | None:
+        """Say what noise multiplier the callback sets.
+
+        Args:
+            iteration: The optimizer's `iterations`, int64, of any shape.
+
+        Returns:
+            float64, of that shape; None if it sets none.
+        """
+
+    def query_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor | None:
+        """Say how much noise protects what the callback learns from a step.
+
+        Args:
+            iteration: See `scheduled_noise_multiplier`.
+
+        Returns:
+            Noise over the sensitivity of units of one example, infinite for steps
+            that it learns nothing from, float64, of that shape; None if it never
+            does.
+        """
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Log what the callback has set."""
+        self._log(logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log what the callback has set last."""
+        self._log(logs)
+
+    def _log(self, logs: dict[str, Any] | None) -> None:
+        if self.sets is not None and logs is not None:
+            logs[self.sets] = float(getattr(self.model.optimizer, self.sets))
+
+    @classmethod
+    def has_own(cls, *names: str) -> bool:
+        """Tell whether the callback does more in one of these methods than its base."""
+        return any(
+            getattr(cls, name) is not getattr(PrivacyCallback, name) for name in names
+        )
+
 
 class LedgerCallback(PrivacyCallback):
     """Tells the ledger where epochs begin, and ends `fit` when the budget is spent.
+
+    Raises:
+        PrivacyBudgetError: When an epoch begins, if what was restored leaves no
+            room for a step.
 
     Args:
         recorder: Of the model that trains.
@@ -35,12 +124,24 @@ class LedgerCallback(PrivacyCallback):
         self._recorder = recorder
         self._data = data
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Expect to see the first epoch, which may not be the one asked for."""
+        self._has_begun = False
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin a new pass, and remember which draws are used up."""
+        if not self._has_begun:
+            # After a backup was restored some epochs are not run.
+            epochs = self.params["epochs"] - epoch
+            self._recorder.planned_items = planned_items(self._data, epochs)
+            self._has_begun = True
         if self._data.begins_pass_each_epoch:
             self._recorder.begin_item()
         if isinstance(self._data.x, PoissonDataset):
             self._recorder.sampled_epochs = self._data.x.epoch
+
+        # What a backup restored may have spent the budget.
+        self.model.enforce_budget()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop if the budget has no room, also where the noise has changed."""
@@ -48,6 +149,22 @@ class LedgerCallback(PrivacyCallback):
             self.model.enforce_budget()
         except PrivacyBudgetError:
             self.model.stop_training = True
+
+
+def planned_items(data: TrainingData, epochs: int) -> int | None:
+    """Return how many steps or passes the ledger is to count in some epochs.
+
+    Args:
+        data: To train on.
+        epochs: How many.
+
+    Returns:
+        Their number, None if the data do not tell.
+    """
+    if data.begins_pass_each_epoch and data.batches_per_pass > 1:
+        return epochs
+    steps = data.steps_per_epoch and data.steps_per_epoch * epochs
+    return steps and math.ceil(steps / data.batches_per_pass)
 
 
 def sorted_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
@@ -58,6 +175,9 @@ def sorted_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
 
     Returns:
         The callbacks as a flat list.
+
+    Raises:
+        ValueError: If two of tfdp's callbacks set the same variable.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
@@ -71,5 +191,19 @@ def sorted_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
                 f"{monitor!r}. Monitor a metric of public validation data, "
                 f"`monitor='val_{monitor}'`.",
                 stacklevel=3,
+            )
+    names = collections.Counter(
+        callback.sets for callback in callbacks if isinstance(callback, PrivacyCallback)
+    )
+    for name, count in names.items():
+        if name is not None and count > 1:
+            setters = [
+                type(each).__name__
+                for each in callbacks
+                if isinstance(each, PrivacyCallback) and each.sets == name
+            ]
+            raise ValueError(
+                f"Only one callback may set `{name}`. Received: callbacks="
+                f"[{', '.join(setters)}]. Leave all but one out."
             )
     return sorted(callbacks, key=lambda item: not isinstance(item, PrivacyCallback))

@@ -150,6 +150,15 @@ def make_global_seed() -> None:
         global_seed_generator()
 
 
+def seed_states(model: keras.Model) -> list[keras.Variable]:
+    """List the states of all seed generators that a model's layers may use."""
+    seeds = {id(state): state for state in [global_seed_generator().state]}
+    for layer in flatten_layers(model):
+        for generator in layer._seed_generators:
+            seeds[id(generator.state)] = generator.state
+    return list(seeds.values())
+
+
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     """Return the metric that a compiled model logs as `loss`."""
     return model._loss_tracker

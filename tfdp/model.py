@@ -1,8 +1,8 @@
 """A Keras model whose training steps are differentially private."""
 
 import contextlib
-import math
 import weakref
+from collections.abc import Callable
 from typing import Any, Self
 
 import keras
@@ -11,9 +11,17 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree, _validate, engines, validation
-from tfdp._fit_callbacks import LedgerCallback, PrivacyCallback, sorted_callbacks
+from tfdp._fit_callbacks import (
+    LedgerCallback,
+    PrivacyCallback,
+    Step,
+    planned_items,
+    sorted_callbacks,
+)
+from tfdp._journal import journals
 from tfdp._plan import Plan
 from tfdp.accounting import Ledger, Segment, privacy_statement
+from tfdp.accounting.levels import folded
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data import PoissonDataset
 from tfdp.data.training_data import (
@@ -27,12 +35,20 @@ from tfdp.data.training_data import (
 )
 from tfdp.engines import explanation
 from tfdp.engines.choice import choose
-from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
+from tfdp.engines.passes import (
+    OnOutputs,
+    number_of_rows,
+    run_in_passes,
+    run_whole,
+)
 from tfdp.errors import NotPrivateError, PrivacyBudgetError, UnsupportedLayerError
 from tfdp.losses.objective import Batch, Objective
 from tfdp.losses.per_example import PerExampleLoss
 from tfdp.optimizers import DPOptimizer
 from tfdp.recorder import UNDECLARED, is_of_a_model, recorder_of
+
+# How far ahead the noise is looked at where the data do not tell the steps.
+_STEPS_WITHOUT_A_PLAN = 1_000_000
 
 
 @keras.saving.register_keras_serializable("tfdp")
@@ -126,6 +142,7 @@ class DPModel(keras.Model):
         self._jit_compile_passes = False
         self._chosen_engine: engines.Engine | None = None
         self._in_graph: list[PrivacyCallback] = []
+        self._planned_noise: tuple[int, np.ndarray] = 0, np.array([])
         self._signature: Any = None
         if getattr(model, "optimizer", None) is not None:
             # Its slots would be saved with the private model.
@@ -392,21 +409,25 @@ class DPModel(keras.Model):
         callbacks.insert(0, LedgerCallback(self.recorder, data))
         steps = data.steps_per_epoch and data.steps_per_epoch * (epochs - initial_epoch)
         private = [item for item in callbacks if isinstance(item, PrivacyCallback)]
+        kept = journals(callbacks, self.recorder)
+        for journal in kept:
+            journal.restore()
         for callback in private:
             callback.before_training(self, steps)
         self._plan_for(data.segment, data.expected_batch_size)
         data = self._check(data)
         self.optimizer.renew_noise_key()
-        self._begin(data, epochs - initial_epoch)
         self._take_callbacks(private)
+        self._plan_noise(steps)
         try:
+            self._begin(data, epochs - initial_epoch)
             return super().fit(
                 x=data.x,
                 y=data.y,
                 batch_size=data.batch_size,
                 epochs=epochs,
                 verbose=verbose,
-                callbacks=callbacks,
+                callbacks=[*callbacks, *kept],
                 validation_data=validation_data,
                 shuffle=data.shuffle,
                 class_weight=class_weight,
@@ -419,6 +440,7 @@ class DPModel(keras.Model):
             )
         finally:
             self._take_callbacks([])
+            self._plan_noise(None)
             self.recorder.begin(self._plan.in_units(UNDECLARED))
             with contextlib.suppress(PrivacyBudgetError):
                 self.enforce_budget()
@@ -483,24 +505,87 @@ class DPModel(keras.Model):
         data = keras.utils.unpack_x_y_sample_weight(data)
         for callback in self._in_graph:
             callback.before_step(self.optimizer)
-        has_room = self.recorder.has_room(self.optimizer.noise_multiplier.value)
-        clipped_sum = self._clipped_sum(data, has_room)
+        noise_multiplier = self._accounted_noise(self.optimizer.iterations.value)
+        has_room = self.recorder.has_room(noise_multiplier)
+        number = self.recorder.steps
+        clip = self._clip_with_seeds_of_step()
+        clipped_sum = self._clip_and_log(data, has_room)
 
         def apply() -> bool:
             self.optimizer.apply_and_record(
-                clipped_sum, self.trainable_variables, self.recorder
+                clipped_sum, self.trainable_variables, self.recorder, noise_multiplier
             )
+            step = Step(self.optimizer, clipped_sum, number, data, clip)
+            for callback in self._in_graph:
+                callback.after_step(step)
             return True
 
         tf.cond(has_room, apply, lambda: False)
         logs: dict[str, Any] = self.get_metrics_result()
         return logs
 
-    def _clipped_sum(self, data: Any, has_room: tf.Tensor) -> ClippedSum:
+    def _accounted_noise(self, iteration: tf.Tensor) -> tf.Tensor:
+        """Return what the noise of steps counts as, with what callbacks release.
+
+        Args:
+            iteration: The optimizer's `iterations`, of any shape.
+
+        Returns:
+            Multiples of the clip norm, float64, of that shape.
+        """
+        noise_multiplier = self.optimizer.noise_multiplier.value
+        noise_multiplier = tf.broadcast_to(noise_multiplier, tf.shape(iteration))
+        for callback in self._in_graph:
+            scheduled = callback.scheduled_noise_multiplier(iteration)
+            if scheduled is not None:
+                noise_multiplier = scheduled
+        for callback in self._in_graph:
+            of_query = callback.query_noise_multiplier(iteration)
+            if of_query is not None:
+                noise_multiplier = tf.where(
+                    tf.math.is_finite(of_query),
+                    folded(noise_multiplier, of_query),
+                    noise_multiplier,
+                )
+        return noise_multiplier
+
+    def _clip_with_seeds_of_step(self) -> Callable[[Any, tf.Tensor], ClippedSum]:
+        """Return a function that clips data as the step that begins clips its own."""
+        if not any(callback.clips_again for callback in self._in_graph):
+            return self._clip
+        states = _keras.seed_states(self.model)
+        at_begin = [tf.identity(state.value) for state in states]
+
+        def clip_with_seeds(data: Any, clip_norm: tf.Tensor) -> ClippedSum:
+            now = [tf.identity(state.value) for state in states]
+            for state, value in zip(states, at_begin, strict=True):
+                state.assign(value)
+            clipped_sum = self._clip(data, clip_norm)
+            for state, value in zip(states, now, strict=True):
+                state.assign(value)
+            return clipped_sum
+
+        return clip_with_seeds
+
+    def _clip_and_log(self, data: Any, has_room: tf.Tensor) -> ClippedSum:
         """Clip and sum the units of a logical batch, and update the metrics."""
+
+        def update_metrics(data: Any, rows: tf.Tensor, y_pred: Any) -> None:
+            tf.cond(
+                has_room & (rows > 0),
+                lambda: self._update_metrics(data, rows, y_pred),
+                lambda: False,
+            )
+
+        return self._clip(data, self.optimizer.l2_norm_clip.value, update_metrics)
+
+    def _clip(
+        self, data: Any, l2_norm_clip: tf.Tensor, on_outputs: OnOutputs | None = None
+    ) -> ClippedSum:
+        """Clip and sum the units of any number of rows."""
         examples_per_unit, physical_batch_size = self._plan
         objective = self._objective()
-        clip = clip_as_tensor(self.optimizer.l2_norm_clip.value, objective.variables)
+        clip = clip_as_tensor(l2_norm_clip, objective.variables)
         engine = self._chosen_engine or engines.get(self.engine)
 
         def run_pass(batch: Batch, clip: tf.Tensor) -> Any:
@@ -522,27 +607,21 @@ class DPModel(keras.Model):
         if self._jit_compile_passes:
             run_pass = tf.function(run_pass, jit_compile=True)
 
-        def update_metrics(data: Any, rows: tf.Tensor, y_pred: Any) -> None:
-            tf.cond(
-                has_room & (rows > 0),
-                lambda: self._update_metrics(data, rows, y_pred),
-                lambda: False,
-            )
-
         if physical_batch_size is None:
             sums, norms, y_pred = run_whole(
                 lambda batch: run_pass(batch, clip),
                 data,
                 rows_per_unit=examples_per_unit,
             )
-            update_metrics(data, tf.convert_to_tensor(number_of_rows(data)), y_pred)
+            if on_outputs is not None:
+                on_outputs(data, tf.convert_to_tensor(number_of_rows(data)), y_pred)
         else:
             sums, norms = run_in_passes(
                 lambda batch: run_pass(batch, clip),
                 data,
                 rows_per_unit=examples_per_unit,
                 physical_batch_size=physical_batch_size,
-                on_outputs=update_metrics,
+                on_outputs=on_outputs,
             )
         return ClippedSum(sums, norms, clip, examples_per_unit)
 
@@ -581,7 +660,7 @@ class DPModel(keras.Model):
         acting = [
             callback
             for callback in callbacks
-            if type(callback).before_step is not PrivacyCallback.before_step
+            if callback.has_own("before_step", "after_step")
         ]
         if acting != self._in_graph:
             self._in_graph, self.train_function = acting, None
@@ -593,7 +672,37 @@ class DPModel(keras.Model):
             PrivacyBudgetError: If there is no room for a single one.
         """
         self.optimizer.check_dials()
-        self.recorder.enforce_budget(float(self.optimizer.noise_multiplier))
+        self.recorder.enforce_budget(self.noise_to_come())
+
+    def noise_to_come(self) -> np.ndarray:
+        """Return what the noise of the coming steps counts as.
+
+        Returns:
+            Multiples of the clip norm, of at least one step; the last one is that of
+            all that follow.
+        """
+        first, planned = self._planned_noise
+        passed = int(self.optimizer.iterations) - first
+        if len(planned) == 0:
+            return np.array([float(self.optimizer.noise_multiplier)])
+        if passed < 0:  # Older weights were loaded.
+            return np.array([planned.min()])
+        return planned[min(passed, len(planned) - 1) :]
+
+    def _plan_noise(self, planned_steps: int | None) -> None:
+        """Work out what the noise of steps will count as, where callbacks change it."""
+        schedule, query = "scheduled_noise_multiplier", "query_noise_multiplier"
+        first, planned = int(self.optimizer.iterations), np.array([])
+        if any(callback.has_own(schedule, query) for callback in self._in_graph):
+            steps = planned_steps or _STEPS_WITHOUT_A_PLAN
+            iterations = first + tf.range(steps, dtype=tf.int64)
+            planned = self._accounted_noise(iterations).numpy()
+            if any(callback.has_own(query) for callback in self._in_graph):
+                # The graph may round the other way.
+                planned *= 1 - 1e-12
+            if planned_steps is None:
+                planned = planned.min(keepdims=True)
+        self._planned_noise = first, planned
 
     def _get_ready(self) -> None:
         """Refuse to train what cannot be, and take a newly assigned optimizer."""
@@ -667,14 +776,11 @@ class DPModel(keras.Model):
 
     def _begin(self, data: TrainingData, epochs: int) -> None:
         """Open the ledger's segment for a call of `fit`."""
-        steps = data.steps_per_epoch and data.steps_per_epoch * epochs
-        planned = steps and math.ceil(steps / data.batches_per_pass)
-        if data.begins_pass_each_epoch and data.batches_per_pass > 1:
-            planned = epochs
         self.recorder.begin(
             self._plan.in_units(data.segment),
             steps_per_item=data.batches_per_pass,
-            planned_items=planned,
+            planned_items=planned_items(data, epochs),
+            noise_multipliers=self._planned_noise[1],
         )
         self.enforce_budget()
         is_seeded = isinstance(data.x, PoissonDataset) and data.x.seeded

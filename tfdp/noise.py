@@ -88,6 +88,19 @@ class NoiseSource:
             )
         return noised
 
+    def of_query(self, shape: tf.TensorShape, *, step: tf.Tensor) -> tf.Tensor:
+        """Draw noise for what a step releases beside its gradients.
+
+        Args:
+            shape: A fully defined shape.
+            step: See `noised`; asked once for each step.
+
+        Returns:
+            Standard normal numbers, float32, independent of the gradients' noise.
+        """
+        seed = self._key + tf.stack([step, tf.constant(-1, tf.int64)])
+        return standard_normal(shape, seed)
+
 
 def standard_normal(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
     """Draw standard normal numbers with tails that reach past 7 sigma.

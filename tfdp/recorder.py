@@ -19,9 +19,12 @@ from tfdp.accounting import (
     affordable_count,
     compose,
 )
+from tfdp.accounting.levels import lowered, noise_levels
 from tfdp.errors import PrivacyBudgetError
 
 _NO_LIMIT = np.iinfo(np.int64).max
+_NO_LEVELS = np.array([math.inf])
+_UNKNOWN = np.array([])
 
 # Distinct noise multipliers within one segment of training. Past that many, the
 # last row takes them all at the smallest.
@@ -57,9 +60,11 @@ class LedgerRecorder:
         """Begin an empty ledger."""
         self._ledger = Ledger()
         self._segment: Segment = UNDECLARED
-        self._planned_items: int | None = None
+        # Items that are to come in all of the present segment, if that is known.
+        self.planned_items: int | None = None
         self.sampled_epochs = 0
         self.budget: Budget | None = None
+        self._limit_is_stale = False
         # Trainings that the ledger covers, and how many steps of each.
         self._run = uuid.uuid4().hex
         self._runs: dict[str, int] = {}
@@ -69,7 +74,9 @@ class LedgerRecorder:
             self._noise_multipliers = tf.Variable(
                 tf.zeros([_ROWS], tf.float64), trainable=False
             )
-            self._row = _counter(0)
+            self._rows_used = _counter(0)
+            # What is recorded is brought down to one of these, in rising order.
+            self._levels = tf.Variable(_NO_LEVELS, shape=[None], trainable=False)
             self._open_items = _counter(0)
             self._open_noise_multiplier = tf.Variable(
                 tf.zeros([], tf.float64), trainable=False
@@ -84,6 +91,30 @@ class LedgerRecorder:
     def steps(self) -> tf.Tensor:
         """Steps ever recorded, a scalar int64 tensor that never falls."""
         return self._steps.read_value()
+
+    @property
+    def run(self) -> str:
+        """The name of the training that this recorder counts, unlike any other."""
+        return self._run
+
+    @property
+    def items_started(self) -> int:
+        """Items of the present segment that have begun."""
+        return int(self._items_started.numpy())
+
+    @property
+    def is_inside_item(self) -> bool:
+        """Whether the next step belongs to an item that has begun."""
+        return not self._begins_item()
+
+    def items_begun_by(self, steps: int) -> int:
+        """Return how many items the next steps begin, at least one step."""
+        per_item = int(self._steps_per_item.numpy())
+        return (min(int(self._steps_in_item.numpy()), per_item) + steps - 1) // per_item
+
+    def counted(self, noise_multiplier: float) -> float:
+        """Return what the ledger counts a multiple of the clip norm as."""
+        return float(noise_multiplier) / _sensitivity_in_clips(self._segment)
 
     @property
     def segment(self) -> Segment:
@@ -111,6 +142,7 @@ class LedgerRecorder:
         *,
         steps_per_item: int = 1,
         planned_items: int | None = None,
+        noise_multipliers: np.ndarray = _UNKNOWN,
     ) -> None:
         """End the segment being recorded and begin another.
 
@@ -123,10 +155,13 @@ class LedgerRecorder:
             steps_per_item: Steps after which a new item has begun if `begin_item`
                 was not called before.
             planned_items: Items that are to come, if that is known.
+            noise_multipliers: That the steps to come count with, if callbacks change
+                them. Of many different ones some stand for all, on the safe side,
+                so that the ledger stays short.
         """
         ledger = self.ledger
         started = int(self._items_started.numpy())
-        missing = (self._planned_items or 0) - started
+        missing = (self.planned_items or 0) - started
         if started and missing > 0 and self.has_room():
             rest = dataclasses.replace(
                 self._segment.with_count(missing),
@@ -134,14 +169,17 @@ class LedgerRecorder:
             )
             ledger = dataclasses.replace(ledger, cut_short=(*ledger.cut_short, rest))
         self._ledger = ledger
-        self._segment, self._planned_items = segment, planned_items
+        self._segment, self.planned_items = segment, planned_items
         self._items.assign(tf.zeros_like(self._items))
-        for counter in (self._row, self._open_items, self._items_started):
+        counted = noise_multipliers / _sensitivity_in_clips(segment)
+        self._levels.assign(noise_levels(counted) if len(counted) else _NO_LEVELS)
+        for counter in (self._rows_used, self._open_items, self._items_started):
             counter.assign(0)
         self._steps_per_item.assign(steps_per_item)
         self._steps_in_item.assign(steps_per_item)
         self._item_limit.assign(_NO_LIMIT)
         self._limited_for.assign(0.0)
+        self._limit_is_stale = False
 
     def note_seeds(self, *, noise: bool, sampling: bool) -> None:
         """Remember that somebody knows a seed, if so.
@@ -169,32 +207,26 @@ class LedgerRecorder:
         """
         self._item_limit.assign(self._items_started + further_items)
         self._limited_for.assign(noise_multiplier)
+        self._limit_is_stale = False
 
-    def enforce_budget(self, noise_multiplier: float) -> None:
+    def enforce_budget(self, noise_multipliers: np.ndarray) -> None:
         """Limit the present segment to what the budget has room for.
 
         Args:
-            noise_multiplier: Of the steps to come, as a multiple of the clip norm.
+            noise_multipliers: That the steps to come count with, as multiples of
+                the clip norm; the last one is that of all that follow.
 
         Raises:
             PrivacyBudgetError: If there is no room for a single one.
         """
         if self.budget is None:
             return
-        is_unlimited = self._item_limit.numpy() == _NO_LIMIT
-        if is_unlimited or noise_multiplier != self.limited_for:
-            shares_gradients = (
-                not isinstance(self._segment, PoissonSteps)
-                and self._segment.examples_per_unit > 1
-            )
-            segment = dataclasses.replace(
-                self._segment,
-                noise_multiplier=noise_multiplier / (2 if shares_gradients else 1),
-            )
-            count = affordable_count(
-                self.ledger, segment, self.budget.target_epsilon, self.budget.delta
-            )
-            self.limit(count, noise_multiplier=noise_multiplier)
+        is_unlimited = self._limit_is_stale or self._item_limit.numpy() == _NO_LIMIT
+        has_changed = len(noise_multipliers) == 1 and noise_multipliers[0] != (
+            self.limited_for
+        )
+        if is_unlimited or has_changed:
+            self._limit_to(self.budget, noise_multipliers)
         if not self.has_room():
             spent = self.ledger.epsilon(self.budget.delta)
             raise PrivacyBudgetError(
@@ -204,6 +236,22 @@ class LedgerRecorder:
                 "or use `tfdp.callbacks.PrivacyBudget(delta, target_epsilon=...)` with "
                 "a larger target."
             )
+
+    def _limit_to(self, budget: Budget, noise_multipliers: np.ndarray) -> None:
+        if self._steps_per_item.numpy() != 1:
+            # Where a pass begins and ends among these steps may change.
+            noise_multipliers = noise_multipliers.min(keepdims=True)
+        counted = noise_multipliers / _sensitivity_in_clips(self._segment)
+        counted = lowered(counted, noise_levels(counted))
+        count = affordable_count(
+            self.ledger,
+            self._segment,
+            budget.target_epsilon,
+            budget.delta,
+            noise_multipliers=counted,
+        )
+        least = noise_multipliers[: max(count, 1)].min()
+        self.limit(count, noise_multiplier=float(least))
 
     @property
     def limited_for(self) -> float:
@@ -237,6 +285,10 @@ class LedgerRecorder:
             noise_multiplier,
             tf.zeros_like(noise_multiplier),
         )
+        level = tf.searchsorted(self._levels, noise_multiplier[None], side="right")[0]
+        noise_multiplier = tf.where(
+            level > 0, self._levels[tf.maximum(level - 1, 0)], noise_multiplier
+        )
         self._close_item(begins * self._open_items)
         self._open_noise_multiplier.assign(
             tf.where(
@@ -255,16 +307,21 @@ class LedgerRecorder:
 
     def _close_item(self, count: tf.Tensor) -> None:
         """Move the open item into the table; nothing if `count` is 0."""
-        row, opened = self._row.read_value(), self._open_noise_multiplier.read_value()
-        fits = (self._items[row] == 0) | (self._noise_multipliers[row] == opened)
-        row = tf.where(fits | (count == 0), row, tf.minimum(row + 1, _ROWS - 1))
+        used = self._rows_used.read_value()
+        opened = self._open_noise_multiplier.read_value()
+        is_same = (self._items > 0) & (self._noise_multipliers == opened)
+        is_known = tf.reduce_any(is_same)
+        row = tf.where(
+            is_known, tf.argmax(tf.cast(is_same, tf.int32)), tf.minimum(used, _ROWS - 1)
+        )
         known = self._noise_multipliers[row]
         lowest = tf.where(self._items[row] == 0, opened, tf.minimum(known, opened))
         self._noise_multipliers.scatter_nd_update(
             [[row]], [tf.where(count == 0, known, lowest)]
         )
         self._items.scatter_nd_add([[row]], [count])
-        self._row.assign(row)
+        is_new = tf.cast((count > 0) & ~is_known, tf.int64)
+        self._rows_used.assign(tf.minimum(used + is_new, _ROWS))
 
     def state(self) -> str:
         """Return all that a saved model must remember, as JSON."""
@@ -300,19 +357,24 @@ class LedgerRecorder:
         """
         saved = json.loads(state)
         started, limit = self._items_started.numpy(), self._item_limit.numpy()
-        planned, self._planned_items = self._planned_items, None
-        limited_for = self.limited_for
+        limited_for, levels = self.limited_for, self._levels.numpy()
+        planned, self.planned_items = self.planned_items, None
         self.begin(
             self._segment,
             steps_per_item=int(self._steps_per_item.numpy()),
             planned_items=planned and max(planned - int(started), 0),
         )
+        self._levels.assign(levels)
         if limit != _NO_LIMIT:
             self.limit(limit - started, noise_multiplier=limited_for)
         self._restore_ledger(Ledger.from_json(saved["ledger"]), saved["runs"])
         self.sampled_epochs = max(self.sampled_epochs, saved["sampled_epochs"])
         if self.budget is None and saved["budget"]:
             self.budget = Budget(**saved["budget"])
+        if self.budget is not None:
+            # No step before `enforce_budget` has seen what was restored.
+            self.limit(0)
+            self._limit_is_stale = True
 
     def _restore_ledger(self, ledger: Ledger, saved_runs: dict[str, int]) -> None:
         """Take the ledger that covers the runs of both, or both of them together."""
@@ -332,6 +394,13 @@ class LedgerRecorder:
         self._steps.assign(sum(runs.values()))
         runs.pop(self._run, None)
         self._runs = runs
+
+
+def _sensitivity_in_clips(segment: Segment) -> int:
+    """The l2 sensitivity of a step's sum, as a multiple of the clip norm."""
+    if isinstance(segment, PoissonSteps) or segment.examples_per_unit == 1:
+        return 1
+    return 2
 
 
 def _cover(runs: dict[str, int], others: dict[str, int]) -> bool:

@@ -3,6 +3,7 @@
 from tfdp.accounting.accountant import epsilon as epsilon
 from tfdp.accounting.accountant import reported_epsilon as reported_epsilon
 from tfdp.accounting.calibration import affordable_count as affordable_count
+from tfdp.accounting.calibration import calibrate_gaussian as calibrate_gaussian
 from tfdp.accounting.calibration import (
     calibrate_noise_multiplier as calibrate_noise_multiplier,
 )

@@ -1,8 +1,10 @@
 """From a target epsilon back to the noise, or to the number of steps."""
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
+from dp_accounting import pld
 
 from tfdp._validate import one_of, positive, positive_int, probability
 from tfdp.accounting.accountant import ACCOUNTANTS, epsilon
@@ -84,12 +86,43 @@ def calibrate_noise_multiplier(
     return noise / _PER_UNIT
 
 
+def calibrate_gaussian(epsilon: float, delta: float) -> float:
+    """Find the least noise for one release by the analytic Gaussian mechanism [1]_.
+
+    Args:
+        epsilon: Epsilon of the release.
+        delta: Probability with which the bound may fail, between 0 and 1.
+
+    Returns:
+        The noise multiplier: standard deviation over l2 sensitivity.
+
+    Raises:
+        TypeError: If an argument is no number.
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> round(calibrate_gaussian(0.8, delta=1e-8), 3)
+        6.304
+
+    References:
+        .. [1] Balle and Wang, "Improving the Gaussian Mechanism for Differential
+           Privacy: Analytical Calibration and Optimal Denoising", ICML 2018,
+           Theorem 8. https://arxiv.org/abs/1805.06530
+    """
+    guarantee = pld.common.DifferentialPrivacyParameters(
+        positive("epsilon", epsilon), probability("delta", delta)
+    )
+    return float(pld.accountant.get_smallest_gaussian_noise(guarantee))
+
+
 def affordable_count(
     ledger: Ledger,
     segment: Segment,
     target_epsilon: float,
     delta: float,
     accountant: str = "PLD",
+    *,
+    noise_multipliers: np.ndarray | None = None,
 ) -> int:
     """Find how many more steps or passes an epsilon allows.
 
@@ -104,6 +137,8 @@ def affordable_count(
         target_epsilon: Epsilon that everything together may cost.
         delta: Probability with which the bound may fail, between 0 and 1.
         accountant: ``"PLD"`` or ``"RDP"``.
+        noise_multipliers: Of the steps or passes to come, the last one for all that
+            follow; by default the segment's.
 
     Returns:
         The number of steps or passes; ``0`` too if the budget is spent already.
@@ -120,8 +155,12 @@ def affordable_count(
     target_epsilon = positive("target_epsilon", target_epsilon)
     one_of("accountant", accountant, ACCOUNTANTS)
 
+    noise = np.array([segment.noise_multiplier])
+    if noise_multipliers is not None:
+        noise = np.asarray(noise_multipliers)
+
     def excess(count: int, by: str) -> float:
-        longer = ledger.add(segment.with_count(count))
+        longer = ledger.add(*_with_noise(segment, noise, count))
         return longer.epsilon(delta, by) - target_epsilon
 
     count = _greatest_count(lambda k: excess(k, "RDP"), 0, 1)
@@ -130,6 +169,22 @@ def affordable_count(
             lambda k: excess(k, "PLD"), count, count + count // 4 + 1
         )
     return count
+
+
+def _with_noise(segment: Segment, noise: np.ndarray, count: int) -> list[Segment]:
+    """Return as many steps or passes, each with its own noise multiplier."""
+    values, first, counts = np.unique(
+        noise[:count], return_index=True, return_counts=True
+    )
+    if count > len(noise):
+        counts[values == noise[-1]] += count - len(noise)
+    return [
+        dataclasses.replace(
+            segment.with_count(int(counts[place])),
+            noise_multiplier=float(values[place]),
+        )
+        for place in np.argsort(first)
+    ]
 
 
 def _least_noise(excess: Callable[[int], float], low: int, high: int) -> int:

@@ -1,4 +1,10 @@
 """Callbacks of private training."""
 
+from tfdp.callbacks.adaptive import AdaptiveMedianClip as AdaptiveMedianClip
+from tfdp.callbacks.adaptive import AdaptiveQuantileClip as AdaptiveQuantileClip
+from tfdp.callbacks.bias_logger import BiasLogger as BiasLogger
 from tfdp.callbacks.privacy_budget import PrivacyBudget as PrivacyBudget
 from tfdp.callbacks.schedulers import ClipNormScheduler as ClipNormScheduler
+from tfdp.callbacks.schedulers import (
+    NoiseMultiplierScheduler as NoiseMultiplierScheduler,
+)

@@ -1,7 +1,8 @@
-"""Clip norms that change from step to step."""
+"""Clip norms and noise multipliers that change from step to step."""
 
+import abc
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -17,7 +18,71 @@ Schedule: TypeAlias = (
 )
 
 
-class ClipNormScheduler(PrivacyCallback):
+class _Scheduler(PrivacyCallback, abc.ABC):
+    """Sets a variable of the optimizer to a value of its own for each step."""
+
+    sets: str
+
+    def __init__(self, schedule: Schedule, steps: int | None = None) -> None:
+        super().__init__()
+        if not callable(schedule):
+            raise TypeError(
+                "`schedule` must map the number of a step to a number. Received: "
+                f"schedule={schedule!r}. Use `keras.optimizers.schedules."
+                "PolynomialDecay(1.0, 1000, 0.1)` or a function."
+            )
+        self.schedule = schedule
+        self.steps = None if steps is None else _validate.positive_int("steps", steps)
+        with tf.init_scope():
+            self._first = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._table = tf.Variable(
+                tf.ones([1], tf.float64), shape=[None], trainable=False
+            )
+
+    @staticmethod
+    @abc.abstractmethod
+    def checked(value: float) -> float:
+        """Return a value of the schedule, or raise a ValueError."""
+
+    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
+        """Compute the values of all steps that are planned, and check them.
+
+        Args:
+            model: The model that trains.
+            planned_steps: How many steps `fit` will take, None if it cannot know.
+
+        Raises:
+            ValueError: If a value is out of range, or their number not known.
+        """
+        steps = self.steps or planned_steps
+        if steps is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"`{name}` must know for how many steps to compute values. Received: "
+                f"steps=None, and data that do not tell. Use `{name}(schedule, "
+                "steps=1000)` or `fit(..., steps_per_epoch=100)`."
+            )
+        first = int(model.optimizer.iterations)
+        values = tabulate(self.schedule, first, steps)
+        for step, value in enumerate(values, first):
+            try:
+                self.checked(value)
+            except ValueError as error:
+                raise ValueError(f"At step {step} of the schedule: {error}") from error
+        self._first.assign(first)
+        self._table.assign(values)
+
+    def before_step(self, optimizer: DPOptimizer) -> None:
+        """Set the value of the step that begins, in the training graph."""
+        getattr(optimizer, self.sets).assign(self._at(optimizer.iterations.value))
+
+    def _at(self, iteration: tf.Tensor) -> tf.Tensor:
+        place = tf.cast(iteration, tf.int64) - self._first
+        last = tf.shape(self._table, tf.int64)[0] - 1
+        return tf.gather(self._table, tf.clip_by_value(place, 0, last))
+
+
+class ClipNormScheduler(_Scheduler):
     """Sets the clip norm of every step from a schedule.
 
     Any schedule that Keras has for learning rates is one for clip norms [1]_: a
@@ -54,70 +119,53 @@ class ClipNormScheduler(PrivacyCallback):
            lets the clip norm decay. https://arxiv.org/abs/2111.00173
     """
 
-    def __init__(self, schedule: Schedule, steps: int | None = None) -> None:
-        super().__init__()
-        if not callable(schedule):
-            raise TypeError(
-                "`schedule` must map the number of a step to a clip norm. Received: "
-                f"schedule={schedule!r}. Use `keras.optimizers.schedules."
-                "PolynomialDecay(1.0, 1000, 0.1)` or a function."
-            )
-        self.schedule = schedule
-        self.steps = None if steps is None else _validate.positive_int("steps", steps)
-        with tf.init_scope():
-            self._first = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self._table = tf.Variable(
-                tf.ones([1], tf.float64), shape=[None], trainable=False
-            )
+    sets = "l2_norm_clip"
+    checked = staticmethod(checked_clip)
 
-    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
-        """Compute the clip norms of all steps that are planned, and check them.
 
-        Args:
-            model: The model that trains.
-            planned_steps: How many steps `fit` will take, None if it cannot know.
+class NoiseMultiplierScheduler(_Scheduler):
+    """Sets the noise multiplier of every step from a schedule.
 
-        Raises:
-            ValueError: If a clip norm is out of range, or their number not known.
-        """
-        steps = self.steps or planned_steps
-        if steps is None:
-            raise ValueError(
-                "`ClipNormScheduler` must know for how many steps to compute clip "
-                "norms. Received: steps=None, and data that do not tell. Use "
-                "`ClipNormScheduler(schedule, steps=1000)` or "
-                "`fit(..., steps_per_epoch=100)`."
-            )
-        first = int(model.optimizer.iterations)
-        values = tabulate(self.schedule, first, steps)
-        for step, value in enumerate(values, first):
-            try:
-                checked_clip(value)
-            except ValueError as error:
-                raise ValueError(f"At step {step} of the schedule: {error}") from error
-        self._first.assign(first)
-        self._table.assign(values)
+    The step is the optimizer's `iterations`, which are saved with the model, so a
+    run that resumes goes on where it was. `fit` logs `noise_multiplier`.
 
-    def before_step(self, optimizer: DPOptimizer) -> None:
-        """Set the clip norm of the step that begins, in the training graph."""
-        step = tf.cast(optimizer.iterations.value, tf.int64) - self._first
-        last = tf.shape(self._table, tf.int64)[0] - 1
-        value = self._table[tf.clip_by_value(step, 0, last)]
-        optimizer.l2_norm_clip.assign(value)
+    Guarantees:
+        The ledger counts every step with a noise multiplier that the step's noise
+        had at least. A schedule of up to 64 different values is counted as it is;
+        of more, the least value in each of 64 bins of equal ratio stands for the
+        others in it. A `PrivacyBudget` allows the steps whose planned noise fits.
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Log the clip norm of the step."""
-        self._log(logs)
+    Args:
+        schedule: A `keras.optimizers.schedules` object or a function, from the
+            number of a step, 0 at first, to a positive noise multiplier. It must
+            not depend on private data.
+        steps: How many steps need values, where the data do not tell `fit`; later
+            ones keep the last value.
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the clip norm of the last step."""
-        self._log(logs)
+    Raises:
+        TypeError: If `schedule` is neither.
+        ValueError: If `steps` is not positive; and when `fit` begins, if a value is
+            not positive and finite or the number of steps is not known.
 
-    def _log(self, logs: dict[str, Any] | None) -> None:
-        if logs is not None:
-            logs["l2_norm_clip"] = float(self.model.optimizer.l2_norm_clip)
+    Example:
+        >>> less = keras.optimizers.schedules.PiecewiseConstantDecay([1000], [2.0, 1.0])
+        >>> scheduler = tfdp.callbacks.NoiseMultiplierScheduler(less)
+
+    References:
+        .. [1] Du et al., "Dynamic Differential-Privacy Preserving SGD", 2021, which
+           lets the noise decay. https://arxiv.org/abs/2111.00173
+    """
+
+    sets = "noise_multiplier"
+
+    @staticmethod
+    def checked(value: float) -> float:
+        """Return a positive noise multiplier, or raise a ValueError."""
+        return _validate.positive("noise_multiplier", value)
+
+    def scheduled_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor:
+        """Return the schedule's values."""
+        return self._at(iteration)
 
 
 def tabulate(schedule: Schedule, first: int, steps: int) -> np.ndarray:

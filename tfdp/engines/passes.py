@@ -47,7 +47,7 @@ def run_in_passes(
     *,
     rows_per_unit: int,
     physical_batch_size: int,
-    on_outputs: OnOutputs,
+    on_outputs: OnOutputs | None,
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Run the rows in passes of `physical_batch_size`, adding the sums up.
 
@@ -62,7 +62,7 @@ def run_in_passes(
             rows of a pass.
         physical_batch_size: Rows in a pass.
         on_outputs: Sees each pass's rows, how many of them are real, and the
-            model's outputs.
+            model's outputs; may be None.
 
     Returns:
         Clipped sums, and the units' norms.
@@ -81,7 +81,8 @@ def run_in_passes(
         )
         sums, norms, outputs = run_pass(batch)
         real = tf.clip_by_value(rows - first, 0, physical_batch_size)
-        on_outputs((batch.x, batch.y, batch.sample_weight), real, outputs)
+        if on_outputs is not None:
+            on_outputs((batch.x, batch.y, batch.sample_weight), real, outputs)
         return sums, norms
 
     def body(

@@ -15,7 +15,7 @@ from tfdp.noise import NoiseSource
 from tfdp.recorder import LedgerRecorder
 
 # Far below it noise is flushed to zero, far above its reciprocal it is infinite.
-_LEAST_CLIP = 1e-20
+LEAST_CLIP = 1e-20
 
 _REFUSED_OF_INNER = {
     "gradient_accumulation_steps": (
@@ -201,6 +201,10 @@ class DPOptimizer(keras.optimizers.Optimizer):
             )
         return math.ceil(batch_size / self.num_microbatches)
 
+    def expected_units(self, examples_per_unit: int | tf.Tensor) -> tf.Tensor:
+        """Return the public divisor of a clipped sum, a float64 scalar tensor."""
+        return self._expected_batch_size / tf.cast(examples_per_unit, tf.float64)
+
     @property
     def ledger(self) -> Ledger:
         """What was run with this optimizer, as the accountant sees it."""
@@ -248,6 +252,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         clipped_sum: ClippedSum,
         trainable_variables: list[Any],
         recorder: LedgerRecorder,
+        accounted_noise_multiplier: tf.Tensor | None = None,
     ) -> None:
         """Do what `apply_clipped_sum` does, and count the step in a given ledger.
 
@@ -255,6 +260,8 @@ class DPOptimizer(keras.optimizers.Optimizer):
             clipped_sum: See `apply_clipped_sum`.
             trainable_variables: See `apply_clipped_sum`.
             recorder: Of the model that trains.
+            accounted_noise_multiplier: What `noise_multiplier` counts as, float64
+                scalar, where the step releases more than the gradients.
         """
         self._check(clipped_sum, trainable_variables)
         if not self.built:
@@ -264,15 +271,27 @@ class DPOptimizer(keras.optimizers.Optimizer):
             noise_multiplier=self._noise_multiplier.value,
             step=recorder.steps,
         )
-        units = self._expected_batch_size / tf.cast(
-            clipped_sum.examples_per_unit, tf.float64
-        )
+        units = self.expected_units(clipped_sum.examples_per_unit)
         gradients = [
             _with_regularizer(gradient / tf.cast(units, gradient.dtype), variable)
             for gradient, variable in zip(noised, trainable_variables, strict=True)
         ]
-        recorder.record(self._noise_multiplier.value / clipped_sum.sensitivity_in_clips)
+        if accounted_noise_multiplier is None:
+            accounted_noise_multiplier = self._noise_multiplier.value
+        recorder.record(accounted_noise_multiplier / clipped_sum.sensitivity_in_clips)
         self.inner_optimizer.apply(gradients, trainable_variables)
+
+    def query_noise(self, shape: tuple[int, ...], step: tf.Tensor) -> tf.Tensor:
+        """Draw noise for what a step releases beside its gradients.
+
+        Args:
+            shape: Of the release.
+            step: What `LedgerRecorder.steps` was when the step began.
+
+        Returns:
+            Standard normal numbers, float32.
+        """
+        return self._noise.of_query(tf.TensorShape(shape), step=step)
 
     def _check(self, clipped_sum: ClippedSum, variables: list[Any]) -> None:
         if not isinstance(clipped_sum, ClippedSum):
@@ -397,11 +416,11 @@ class DPOptimizer(keras.optimizers.Optimizer):
 def checked_clip(value: float) -> float:
     """Return a clip norm that noise can be drawn for, or raise a ValueError."""
     value = _validate.positive("l2_norm_clip", value)
-    if not _LEAST_CLIP <= value <= 1 / _LEAST_CLIP:
+    if not LEAST_CLIP <= value <= 1 / LEAST_CLIP:
         raise ValueError(
             "`l2_norm_clip` must lie where float32 noise of its size is exact. "
-            f"Received: l2_norm_clip={value!r}. Use a value from {_LEAST_CLIP:g} to "
-            f"{1 / _LEAST_CLIP:g}."
+            f"Received: l2_norm_clip={value!r}. Use a value from {LEAST_CLIP:g} to "
+            f"{1 / LEAST_CLIP:g}."
         )
     return value
 

@@ -1,0 +1,117 @@
+"""A record of steps on disk, for runs that are killed and go on from a backup."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+from absl import logging
+
+from tfdp._fit_callbacks import PrivacyCallback
+from tfdp.accounting import Ledger
+from tfdp.accounting.segments import segment_from_dict, segment_to_dict
+from tfdp.recorder import LedgerRecorder
+
+_FILE = "tfdp_journal.jsonl"
+
+
+class Journal(PrivacyCallback):
+    """Writes down steps before they run, beside the backups of `BackupAndRestore`.
+
+    A backup knows nothing of the steps that came after it. The file begins, anew in
+    every epoch, with the state of the recorder; each line that follows says how many
+    steps and items may have run since then, and with how little noise.
+
+    Guarantees:
+        After a kill at any time, `restore` makes the ledger at least as large as
+        what really ran.
+
+    Args:
+        recorder: Of the model that trains.
+        directory: Where the backups are.
+    """
+
+    def __init__(self, recorder: LedgerRecorder, directory: str) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._path = Path(directory) / _FILE
+
+    def restore(self) -> None:
+        """Count in the recorder what a run that was killed may have taken."""
+        if not self._path.exists():
+            return
+        # A last line without an end was not followed by a step.
+        header, *lines = self._path.read_text().split("\n")[:-1]
+        begun = json.loads(header)
+        state, run = begun["state"], begun["run"]
+        if lines:
+            steps, items, noise_multiplier = json.loads(lines[-1])
+            segment = dataclasses.replace(
+                segment_from_dict(begun["segment"]).with_count(items),
+                noise_multiplier=noise_multiplier,
+            )
+            ledger = Ledger.from_json(state["ledger"]).add(segment).merged()
+            state["ledger"] = ledger.to_json()
+            state["steps"] += steps
+            state["runs"][run] = state["runs"].get(run, 0) + steps
+        self._recorder.restore(json.dumps(state))
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Write down all that was run up to now."""
+        recorder = self._recorder
+        self._steps, self._items = int(recorder.steps), recorder.items_started
+        # Less noise in the steps to come would also count for a pass that is open.
+        self._open_passes = int(recorder.is_inside_item)
+        self._least_noise = float("inf")
+        header = json.dumps({
+            "run": recorder.run,
+            "segment": segment_to_dict(recorder.segment),
+            "state": json.loads(recorder.state()),
+        })
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._path.with_suffix(".new")
+        unfinished.write_text(f"{header}\n")
+        unfinished.replace(self._path)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Write down the steps that are about to run."""
+        recorder, steps = self._recorder, self.model.steps_per_execution
+        noise = recorder.counted(self.model.noise_to_come()[:steps].min())
+        self._least_noise = min(self._least_noise, noise)
+        line = [
+            int(recorder.steps) - self._steps + steps,
+            recorder.items_started
+            - self._items
+            + recorder.items_begun_by(steps)
+            + self._open_passes,
+            self._least_noise,
+        ]
+        with self._path.open("a") as file:
+            file.write(f"{json.dumps(line)}\n")
+
+
+def journals(callbacks: list[Any], recorder: LedgerRecorder) -> list[Journal]:
+    """Return a journal for every `BackupAndRestore`.
+
+    Args:
+        callbacks: Of `fit`.
+        recorder: Of the model that trains.
+
+    Returns:
+        Callbacks that must run after all others.
+    """
+    found = []
+    for callback in callbacks:
+        if not isinstance(callback, keras.callbacks.BackupAndRestore):
+            continue
+        directory = str(callback.backup_dir)
+        if "://" in directory:
+            logging.warning(
+                "tfdp keeps no journal in %s: after a kill, steps since the last "
+                "backup are not in the ledger.",
+                directory,
+            )
+            continue
+        found.append(Journal(recorder, directory))
+    return found

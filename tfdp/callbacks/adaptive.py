@@ -1,0 +1,221 @@
+"""Clip norms that follow the norms of the gradients, privately."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdp import _validate
+from tfdp._fit_callbacks import PrivacyCallback, Step
+from tfdp.accounting.levels import folded
+from tfdp.model import DPModel
+from tfdp.optimizers.dp_optimizer import LEAST_CLIP
+
+
+class AdaptiveQuantileClip(PrivacyCallback):
+    """Moves the clip norm towards a quantile of the gradients' norms.
+
+    After every step it learns, with noise, the share b of units whose norm is at
+    most C, and sets ``C <- C * exp(-learning_rate * (b - target_quantile))`` [1]_.
+    With U the expected number of units, a public constant, and u those of the step,
+
+        b = clip(1/2 + (sum_u (1[norm_u <= C] - 1/2) + Normal(0, s^2)) / U, 0, 1),
+        s = count_noise_multiplier / 2,
+
+    because a unit moves the sum by 1/2 at most. C begins as the optimizer's
+    `l2_norm_clip`, and is saved with it. `fit` logs `l2_norm_clip`.
+
+    Guarantees:
+        The noise of a step is drawn with the C that clipped it. The count costs
+        privacy, and the ledger counts it: a step has the noise multiplier
+        ``(noise_multiplier**-2 + count_noise_multiplier**-2) ** -0.5``, which `fit`
+        logs beside the one that keeps epsilon as it was.
+
+    Args:
+        target_quantile: Share of the units that are not to be clipped, in (0, 1).
+        learning_rate: How fast C moves, positive.
+        count_noise_multiplier: Standard deviation of the noise of the sum over 1/2,
+            positive.
+
+    Raises:
+        TypeError: If an argument is no number.
+        ValueError: If a number is out of its range.
+
+    Example:
+        >>> median = tfdp.callbacks.AdaptiveQuantileClip(target_quantile=0.5)
+
+    References:
+        .. [1] Andrew et al., "Differentially Private Learning with Adaptive
+           Clipping", NeurIPS 2021, Algorithm 1. https://arxiv.org/abs/1905.03871
+    """
+
+    sets = "l2_norm_clip"
+
+    def __init__(
+        self,
+        target_quantile: float,
+        learning_rate: float = 0.2,
+        count_noise_multiplier: float = 10.0,
+    ) -> None:
+        super().__init__()
+        self.target_quantile = _validate.probability("target_quantile", target_quantile)
+        self.learning_rate = _validate.positive("learning_rate", learning_rate)
+        self.count_noise_multiplier = _validate.positive(
+            "count_noise_multiplier", count_noise_multiplier
+        )
+
+    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
+        """Log what the noised count costs."""
+        _log_cost(self, model, self.count_noise_multiplier)
+
+    def after_step(self, step: Step) -> None:
+        """Move the clip norm, in the training graph."""
+        clip, norms = step.clipped_sum.l2_norm_clip, step.clipped_sum.norms
+        halves = tf.where(norms <= clip, _float64(0.5), _float64(-0.5))
+        noise = tf.cast(step.optimizer.query_noise((), step.number), tf.float64)
+        noised = tf.reduce_sum(halves) + self.count_noise_multiplier / 2 * noise
+        share = tf.clip_by_value(0.5 + noised / step.expected_units, 0.0, 1.0)
+        moved = tf.cast(clip, tf.float64) * tf.exp(
+            -self.learning_rate * (share - self.target_quantile)
+        )
+        _set_clip(step, moved)
+
+    def query_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor:
+        """Return that of the count, for every step."""
+        return tf.fill(tf.shape(iteration), _float64(self.count_noise_multiplier))
+
+
+class AdaptiveMedianClip(PrivacyCallback):
+    """Sets the clip norm to the median of the gradients' norms, now and then.
+
+    On every `every`-th step, the first one included, it counts how many norms fall
+    into each bin, and adds noise to the counts. C becomes the midpoint of the bin in
+    which the noised counts, added up from the least bin, pass half of their sum.
+    Larger norms than the last edge count in the last bin. `fit` logs `l2_norm_clip`.
+
+    Guarantees:
+        The noise of a step is drawn with the C that clipped it. The histogram costs
+        privacy, and the ledger counts it: such a step has the noise multiplier
+        ``(noise_multiplier**-2 + histogram_noise_multiplier**-2) ** -0.5``.
+
+    Args:
+        bin_edges: Rising numbers of at least 0, the edges of the bins, in units of a
+            gradient's norm; two at least. They must not depend on private data.
+        histogram_noise_multiplier: Standard deviation of the noise of each count,
+            positive; a unit is in one bin. `tfdp.accounting.calibrate_gaussian`
+            finds it for an epsilon and a delta of each histogram.
+        every: Steps from one histogram to the next, by the optimizer's
+            `iterations`.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If a number is out of its range, or the edges do not rise.
+
+    Example:
+        >>> noise = tfdp.accounting.calibrate_gaussian(0.8, delta=1e-8)
+        >>> median = tfdp.callbacks.AdaptiveMedianClip(
+        ...     [0, 2**-7, 2**-6, 2**-5, 2**-4, 2**-3],
+        ...     histogram_noise_multiplier=noise,
+        ... )
+    """
+
+    sets = "l2_norm_clip"
+
+    def __init__(
+        self,
+        bin_edges: Sequence[float],
+        *,
+        histogram_noise_multiplier: float,
+        every: int = 1000,
+    ) -> None:
+        super().__init__()
+        self.bin_edges = _checked_edges(bin_edges)
+        self.histogram_noise_multiplier = _validate.positive(
+            "histogram_noise_multiplier", histogram_noise_multiplier
+        )
+        self.every = _validate.positive_int("every", every)
+
+    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
+        """Log what the noised histogram costs."""
+        _log_cost(self, model, self.histogram_noise_multiplier)
+
+    def after_step(self, step: Step) -> None:
+        """Set the clip norm if the step is one of those, in the training graph."""
+        # The inner optimizer has counted the step already.
+        iteration = step.optimizer.iterations.value - 1
+
+        def release() -> bool:
+            _set_clip(step, self._noised_median(step))
+            return True
+
+        tf.cond(self._releases(iteration), release, lambda: False)
+
+    def _noised_median(self, step: Step) -> tf.Tensor:
+        edges = self.bin_edges
+        norms = tf.cast(step.clipped_sum.norms, tf.float64)
+        bins = tf.searchsorted(_float64(edges[1:-1]), norms, side="right")
+        counts = tf.math.bincount(
+            bins, minlength=len(edges) - 1, maxlength=len(edges) - 1, dtype=tf.float64
+        )
+        noise = step.optimizer.query_noise((len(edges) - 1,), step.number)
+        counts += self.histogram_noise_multiplier * tf.cast(noise, tf.float64)
+        summed = tf.cumsum(counts)
+        # The last bin passes half of the sum, unless noise made the sum negative.
+        passes = tf.concat([summed[:-1] >= summed[-1] / 2, [True]], 0)
+        midpoints = _float64((edges[:-1] + edges[1:]) / 2)
+        return midpoints[tf.argmax(tf.cast(passes, tf.int32))]
+
+    def query_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor:
+        """Return that of the histogram, infinite for steps without one."""
+        return tf.where(
+            self._releases(iteration),
+            _float64(self.histogram_noise_multiplier),
+            _float64(math.inf),
+        )
+
+    def _releases(self, iteration: tf.Tensor) -> tf.Tensor:
+        return tf.cast(iteration, tf.int64) % self.every == 0
+
+
+def _float64(value: float | np.ndarray) -> tf.Tensor:
+    return tf.constant(value, tf.float64)
+
+
+def _set_clip(step: Step, value: tf.Tensor) -> None:
+    step.optimizer.l2_norm_clip.assign(
+        tf.clip_by_value(value, _float64(LEAST_CLIP), _float64(1 / LEAST_CLIP))
+    )
+
+
+def _checked_edges(bin_edges: Sequence[float]) -> np.ndarray:
+    edges = np.array([_validate.non_negative("bin_edges", edge) for edge in bin_edges])
+    if len(edges) < 2 or not (np.diff(edges) > 0).all():
+        raise ValueError(
+            "`bin_edges` must be two or more numbers that rise. Received: bin_edges="
+            f"{bin_edges!r}. Use `[0, 2**-7, 2**-6, 2**-5, 2**-4, 2**-3]`."
+        )
+    return edges
+
+
+def _log_cost(
+    callback: PrivacyCallback, model: DPModel, query_noise_multiplier: float
+) -> None:
+    """Say how the query raises epsilon, and what would not raise it."""
+    noise_multiplier = float(model.optimizer.noise_multiplier)
+    if noise_multiplier == 0:
+        return
+    counted = folded(noise_multiplier, query_noise_multiplier)
+    if noise_multiplier < query_noise_multiplier:
+        needed = (noise_multiplier**-2 - query_noise_multiplier**-2) ** -0.5
+        fix = f"noise_multiplier={needed:.6g} would keep epsilon as it was"
+    else:
+        fix = "no noise_multiplier would keep epsilon as it was"
+    logging.info(
+        "%s learns from steps with noise_multiplier=%.6g, which count as %.6g: %s.",
+        type(callback).__name__,
+        noise_multiplier,
+        counted,
+        fix,
+    )

@@ -1,0 +1,171 @@
+"""Shows what clipping does to the gradient."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _tree, _validate
+from tfdp._fit_callbacks import PrivacyCallback, Step
+from tfdp.clipping import ClippedSum
+from tfdp.data.training_data import number_of_examples
+from tfdp.model import DPModel
+
+_NAMES = (
+    "bias_magnitude",
+    "bias_scale",
+    "bias_direction",
+    "clip_cosine",
+    "clipped_fraction",
+    "norm_q10",
+    "norm_q50",
+    "norm_q90",
+)
+_QUANTILES = (0.1, 0.5, 0.9)
+_NOTHING = np.full(len(_NAMES), math.nan)
+
+
+class BiasLogger(PrivacyCallback):
+    """Logs how far clipping moves the mean gradient, and in which direction.
+
+    With D the expected number of units, g the sum of the units' gradients over D and
+    g_clip that of the clipped ones, the bias is ``g_clip - g``: noise has a mean of
+    zero, so it comes from clipping alone. It has two parts,
+    ``g_clip = a g + c`` with c orthogonal to g [1]_. Every logged step adds to the
+    logs, which keep them until the next one,
+
+    * `bias_magnitude`, ``||g_clip - g||``,
+    * `bias_scale`, a: 1 if the length is kept,
+    * `bias_direction`, ``||c||``: 0 if the direction is kept,
+    * `clip_cosine`, the cosine between g_clip and g,
+    * `clipped_fraction`, the share of units whose norm exceeds C,
+    * `norm_q10`, `norm_q50` and `norm_q90`, quantiles of the units' norms,
+
+    each with the prefix `nonprivate_`, because no noise covers them: do not publish
+    them, nor choose C by them. With `public_data` they are those of public rows, with
+    the prefix `public_`, and nothing private leaves.
+
+    A logged step clips its batch once more, under the same dropout masks; the others
+    cost nothing. Steps without a row are not logged.
+
+    Args:
+        every: Steps from one logged step to the next; the first step of `fit` is
+            logged.
+        public_data: ``(x, y)`` or ``(x, y, sample_weight)``, arrays that are not
+            private; None to look at the private batches.
+
+    Raises:
+        TypeError: If `every` is no whole number.
+        ValueError: If `every` is not positive or `public_data` is no such tuple.
+
+    Example:
+        >>> logger = tfdp.callbacks.BiasLogger(every=50)
+
+    References:
+        .. [1] Knolle et al., "Bias-Aware Minimisation: Understanding and Mitigating
+           Estimator Bias in Private SGD", 2023. https://arxiv.org/abs/2308.12018
+    """
+
+    clips_again = True
+
+    def __init__(self, every: int = 50, public_data: Any = None) -> None:
+        super().__init__()
+        self.every = _validate.positive_int("every", every)
+        self.public_data = _checked_public_data(public_data)
+        self.prefix = "nonprivate_" if public_data is None else "public_"
+        with tf.init_scope():
+            self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._values = tf.Variable(_NOTHING, trainable=False)
+
+    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
+        """Log the first step again."""
+        self._steps.assign(0)
+        self._values.assign(_NOTHING)
+
+    def after_step(self, step: Step) -> None:
+        """Measure if it is the step's turn, in the training graph."""
+        is_due = self._steps % self.every == 0
+        self._steps.assign_add(1)
+
+        def measure() -> bool:
+            clipped, units = step.clipped_sum, step.expected_units
+            data, clip = step.data, clipped.l2_norm_clip
+            if self.public_data is not None:
+                data = self.public_data
+                clipped = step.clip(data, clip)
+                units = tf.size(clipped.norms)
+            whole = step.clip(data, tf.constant(math.inf, clip.dtype))
+            self._values.assign(_measured(clipped, whole, tf.cast(units, tf.float64)))
+            return True
+
+        has_rows = tf.size(step.clipped_sum.norms) > 0
+        if self.public_data is not None:
+            has_rows = tf.constant(True)
+        tf.cond(is_due & has_rows, measure, lambda: False)
+
+    def _log(self, logs: dict[str, Any] | None) -> None:
+        if logs is not None:
+            for name, value in zip(_NAMES, self._values.numpy(), strict=True):
+                logs[self.prefix + name] = float(value)
+
+
+def _measured(clipped: ClippedSum, whole: ClippedSum, units: tf.Tensor) -> tf.Tensor:
+    """Compute what is logged, in the order of `_NAMES`."""
+    pairs = [
+        (tf.cast(one, tf.float64) / units, tf.cast(other, tf.float64) / units)
+        for one, other in zip(clipped.gradients, whole.gradients, strict=True)
+    ]
+
+    def summed(function: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> tf.Tensor:
+        return tf.add_n([tf.reduce_sum(function(*pair)) for pair in pairs])
+
+    product = summed(lambda g_clip, g: g_clip * g)
+    square = summed(lambda g_clip, g: tf.square(g))
+    clipped_square = summed(lambda g_clip, g: tf.square(g_clip))
+    is_zero = square == 0
+    scale = tf.where(is_zero, tf.ones_like(square), product / square)
+    direction = tf.sqrt(summed(lambda g_clip, g: tf.square(g_clip - scale * g)))
+    norms = tf.cast(clipped.norms, tf.float64)
+    exceeds = ~(norms <= tf.cast(clipped.l2_norm_clip, tf.float64))
+    return tf.stack([
+        tf.sqrt(summed(lambda g_clip, g: tf.square(g_clip - g))),
+        scale,
+        tf.where(is_zero, tf.zeros_like(direction), direction),
+        tf.where(
+            is_zero,
+            tf.ones_like(square),
+            tf.math.divide_no_nan(product, tf.sqrt(square) * tf.sqrt(clipped_square)),
+        ),
+        tf.reduce_mean(tf.cast(exceeds, tf.float64)),
+        *(_quantile(norms, share) for share in _QUANTILES),
+    ])
+
+
+def _quantile(norms: tf.Tensor, share: float) -> tf.Tensor:
+    """Return the least norm that at least this share of the norms does not exceed."""
+    infinity = tf.constant(math.inf, norms.dtype)
+    rising = tf.sort(tf.where(tf.math.is_nan(norms), infinity, norms))
+    place = tf.math.ceil(share * tf.cast(tf.size(norms), tf.float64))
+    return rising[tf.maximum(tf.cast(place, tf.int32) - 1, 0)]
+
+
+def _checked_public_data(public_data: Any) -> Any:
+    """Return ``(x, y, sample_weight)`` as tensors, None for None."""
+    if public_data is None:
+        return None
+    if not isinstance(public_data, tuple) or len(public_data) not in {2, 3}:
+        raise ValueError(
+            "`public_data` must be a tuple of arrays. Received: public_data of type "
+            f"{type(public_data).__name__}. Use `BiasLogger(public_data=(x, y))`."
+        )
+    data = keras.utils.unpack_x_y_sample_weight(public_data)
+    data = _tree.map_tensors(tf.convert_to_tensor, data)
+    if number_of_examples(data) < 1:
+        raise ValueError(
+            "`public_data` must have rows. Received: arrays of 0 rows. Use "
+            "`BiasLogger()` to look at the private batches."
+        )
+    return data
