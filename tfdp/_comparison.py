@@ -120,9 +120,14 @@ def moved_from_zero(value: Any, rng: np.random.Generator) -> Any:
     """Add some noise of the same sign to a variable's value, small for its shape."""
     if not is_float(value):
         return value
-    noise = np.abs(rng.normal(size=value.shape)) * 0.1
-    noise /= max(1.0, float(np.prod(value.shape[:-1]))) ** 0.5
-    return (value + np.copysign(noise, value)).astype(value.dtype)
+    # In place: there may be hardly room for a second copy of the weights.
+    wide = np.float64 if value.dtype == np.float64 else np.float32
+    noise = np.atleast_1d(rng.standard_normal(value.shape, wide))
+    np.abs(noise, out=noise)
+    noise *= 0.1 / max(1.0, float(np.prod(value.shape[:-1]))) ** 0.5
+    np.copysign(noise, value.astype(wide, copy=False), out=noise)
+    noise += value.astype(wide, copy=False)
+    return noise.astype(value.dtype, copy=False).reshape(value.shape)
 
 
 def is_float(array: Any) -> bool:

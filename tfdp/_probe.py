@@ -223,9 +223,9 @@ def _passes(
                 x = _tree.map_tensors(tf.convert_to_tensor, batch)
                 run.call(model, model, x, training=True)
             for variable, value in zip(own, start, strict=False):
-                now = variable.numpy().tobytes()
-                if now != value.tobytes():
-                    run.moved[id(variable)] = now
+                now = variable.numpy()
+                if not np.array_equal(_bits(now), _bits(value)):
+                    run.moved[id(variable)] = now.tobytes()
             if reference is not None:
                 run.calls.clear()  # All activations; the reference keeps its own.
             return run
@@ -278,6 +278,12 @@ def _data_dependent(
         if len(ends) > 1 and id(variable) not in seeds:
             names[id(layer)].append(variable.name.removesuffix(":0"))
     return names
+
+
+def _bits(value: Any) -> Any:
+    """Return a view of an array in which NaN equals NaN."""
+    size = value.dtype.itemsize
+    return np.ravel(value).view(f"u{size}" if size <= 8 else "u1")
 
 
 def _assign(variables: list[Any], values: list[Any]) -> None:

@@ -125,29 +125,33 @@ def _compare(engine: engines.Engine, objective: Objective, data: Any) -> None:
     # Whatever is random draws otherwise for one row than for several.
     objective = dataclasses.replace(objective, training=False)
     rows = number_of_rows(data)
+    lengths: list[list[float]] = []
+    # At least float32, as the gradients are.
+    expected_sums = [
+        np.zeros(v.shape, "float64" if v.dtype == "float64" else "float32")
+        for v in objective.variables
+    ]
     with _away_from_zero(objective.model):
-        of_rows = []
         for row in range(rows):
             x, y, weight = _tree.map_tensors(
                 operator.itemgetter(slice(row, row + 1)), data
             )
             batch = Batch(x, y, weight, tf.zeros([1], tf.bool))
             gradients, _ = unit_gradients(objective, batch)
-            of_rows.append([
-                np.zeros(variable.shape) if g is None else np.asarray(g, np.float64)
-                for g, variable in zip(gradients, objective.variables, strict=True)
-            ])
+            lengths.append([0.0 if g is None else _length(g) for g in gradients])
+            # What is not finite must not be so for the engine either, and is in no sum.
+            if np.isfinite(lengths[-1]).all():
+                for total, gradient in zip(expected_sums, gradients, strict=True):
+                    if gradient is not None:
+                        np.add(total, gradient, out=total)
+            del gradients
         sums, norms = _run(engine, objective, data)
         if rows > 1:
             # An axis that is as long as the batch passes for it, but not twice.
             fewer = operator.itemgetter(slice(rows - 1))
             _run(engine, objective, _tree.map_tensors(fewer, data))
-    expected = np.array([
-        np.sqrt(sum(np.sum(np.square(g)) for g in gradients)) for gradients in of_rows
-    ])
-    # What is not finite must not be so for the engine either, and is in no sum.
+    expected = np.array([math.hypot(*of_row) for of_row in lengths])
     finite = np.isfinite(expected)
-    of_rows = [row for row, is_finite in zip(of_rows, finite, strict=True) if is_finite]
     norms = np.asarray(norms, np.float64)
     same = np.array_equal(np.isfinite(norms), finite)
     norms, expected = norms[finite], expected[finite]
@@ -158,14 +162,12 @@ def _compare(engine: engines.Engine, objective: Objective, data: Any) -> None:
     # Norms are rounded up by what numbers too small for their dtype can be worth.
     slack = tolerance * np.maximum(expected, 1e-6 * expected.max(initial=0)) + 1e-12
     differences = [
-        np.linalg.norm(np.asarray(total, np.float64) - sum(row[i] for row in of_rows))
-        for i, total in enumerate(sums)
+        _length(np.subtract(total, expected_sum, out=expected_sum))
+        for total, expected_sum in zip(sums, expected_sums, strict=True)
     ]
     # Of each variable by itself: beside larger ones a wrong one would not be seen.
-    allowed = [
-        tolerance * sum(np.linalg.norm(row[i]) for row in of_rows) + 1e-3 * slack.sum()
-        for i in range(len(sums))
-    ]
+    of_variables = np.array(lengths)[finite].sum(0)
+    allowed = tolerance * of_variables + 1e-3 * slack.sum()
     wrong = [
         f"`{variable.path}`"
         for variable, difference, most in zip(
@@ -182,6 +184,13 @@ def _compare(engine: engines.Engine, objective: Objective, data: Any) -> None:
             "registered rule may have variables that the rule leaves out, or a layer "
             "is called on a tensor whose leading axis is not that of the examples."
         )
+
+
+def _length(array: Any) -> float:
+    """Return the l2 norm of all numbers, in float64 without a copy of that size."""
+    array = np.ravel(array)
+    parts = np.array_split(array, max(1, array.size // 2**20))
+    return math.hypot(*(np.linalg.norm(part.astype(np.float64)) for part in parts))
 
 
 @contextlib.contextmanager
