@@ -20,11 +20,12 @@ from tfdp.recorder import LedgerRecorder
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What callbacks see of a step that was taken, in the training graph.
+    """What callbacks see of a step, in the training graph.
 
     Attributes:
-        optimizer: Has applied the noised gradients.
-        clipped_sum: What was clipped, not noised, with the C that clipped.
+        optimizer: Has not moved the weights yet.
+        clipped_sum: What was clipped, not noised, with the C that clipped. Noise is
+            drawn with that one, whatever callbacks do to the optimizer's.
         number: Counts the steps of the ledger, a scalar int64 tensor; seeds noise.
         data: ``(x, y, sample_weight)`` of the logical batch.
         clip: Clips such data with a C, under the dropout masks of the step, for
@@ -48,7 +49,7 @@ class PrivacyCallback(keras.callbacks.Callback):
 
     Attributes:
         sets: The variable of the optimizer that the callback sets, and logs.
-        clips_again: Whether `after_step` calls `Step.clip`.
+        clips_again: Whether `during_step` calls `Step.clip`.
     """
 
     sets: str | None = None
@@ -60,8 +61,8 @@ class PrivacyCallback(keras.callbacks.Callback):
     def before_step(self, optimizer: DPOptimizer) -> None:
         """Set what a step needs; runs in the training graph."""
 
-    def after_step(self, step: Step) -> None:
-        """Learn from a step that was taken; runs in the training graph."""
+    def during_step(self, step: Step) -> None:
+        """Learn from a step before weights move; runs in the training graph."""
 
     def scheduled_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor | None:
         """Say what noise multiplier the callback sets.

@@ -507,17 +507,16 @@ class DPModel(keras.Model):
             callback.before_step(self.optimizer)
         noise_multiplier = self._accounted_noise(self.optimizer.iterations.value)
         has_room = self.recorder.has_room(noise_multiplier)
-        number = self.recorder.steps
         clip = self._clip_with_seeds_of_step()
         clipped_sum = self._clip_and_log(data, has_room)
 
         def apply() -> bool:
+            step = Step(self.optimizer, clipped_sum, self.recorder.steps, data, clip)
+            for callback in self._in_graph:
+                callback.during_step(step)
             self.optimizer.apply_and_record(
                 clipped_sum, self.trainable_variables, self.recorder, noise_multiplier
             )
-            step = Step(self.optimizer, clipped_sum, number, data, clip)
-            for callback in self._in_graph:
-                callback.after_step(step)
             return True
 
         tf.cond(has_room, apply, lambda: False)
@@ -660,7 +659,7 @@ class DPModel(keras.Model):
         acting = [
             callback
             for callback in callbacks
-            if callback.has_own("before_step", "after_step")
+            if callback.has_own("before_step", "during_step")
         ]
         if acting != self._in_graph:
             self._in_graph, self.train_function = acting, None

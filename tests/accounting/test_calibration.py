@@ -1,11 +1,17 @@
+import dataclasses
 import math
+import statistics
 
 import numpy as np
 import pytest
 
 from tfdp.accounting import calibration
 from tfdp.accounting.accountant import epsilon
-from tfdp.accounting.calibration import affordable_count, calibrate_noise_multiplier
+from tfdp.accounting.calibration import (
+    affordable_count,
+    calibrate_gaussian,
+    calibrate_noise_multiplier,
+)
 from tfdp.accounting.ledger import Ledger
 from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSteps
 
@@ -163,3 +169,57 @@ def test_a_crossing_is_found_in_few_calls(curve, ends):
     inside, outside = ends
     assert calibration._crossing(excess, inside, outside) == (617 if sign > 0 else 618)
     assert len(calls) <= 14
+
+
+NOISE = {
+    "falling": np.array([4.0, 4.0, 3.0, 2.0, 1.5]),
+    "rising": np.array([1.5, 2.0, 3.0, 4.0]),
+    "changing": np.array([2.0, 3.0] * 40),
+}
+
+
+@pytest.mark.parametrize("ledger", LEDGERS.values(), ids=LEDGERS)
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
+@pytest.mark.parametrize("accountant", ["PLD", "RDP"])
+def test_steps_with_noise_of_their_own(ledger, noise, accountant):
+    segment = PoissonSteps(0, 77.0, 100, 10)
+    target = ledger.epsilon(1e-3, accountant) + 1.0
+    count = affordable_count(
+        ledger, segment, target, 1e-3, accountant, noise_multipliers=noise
+    )
+
+    def cost(steps):
+        each = [noise[min(n, len(noise) - 1)] for n in range(steps)]
+        parts = (
+            dataclasses.replace(segment.with_count(1), noise_multiplier=z) for z in each
+        )
+        return ledger.add(*parts).epsilon(1e-3, accountant)
+
+    assert count
+    assert cost(count) <= target < cost(count + 1)
+
+
+@pytest.mark.parametrize(
+    ("epsilon_", "delta", "expected"),
+    [(0.8, 1e-8, 6.304), (8.0, 1e-7, 0.70211), (1.0, 1e-5, 3.730)],
+)
+def test_the_analytic_gaussian_mechanism(epsilon_, delta, expected):
+    noise = calibrate_gaussian(epsilon_, delta)
+    assert noise == pytest.approx(expected, rel=2e-4)
+
+    def delta_of(z):
+        """Balle and Wang's Theorem 8, for a sensitivity of 1."""
+        phi = statistics.NormalDist().cdf
+        return phi(0.5 / z - epsilon_ * z) - math.exp(epsilon_) * phi(
+            -0.5 / z - epsilon_ * z
+        )
+
+    assert delta_of(noise) <= delta < delta_of(noise * (1 - 1e-5))
+
+
+@pytest.mark.parametrize("bad", [0, -1, math.nan, math.inf])
+def test_bad_arguments_of_the_gaussian_mechanism(bad):
+    with pytest.raises(ValueError, match="Received: epsilon="):
+        calibrate_gaussian(bad, 1e-5)
+    with pytest.raises(ValueError, match="Received: delta="):
+        calibrate_gaussian(1.0, bad)

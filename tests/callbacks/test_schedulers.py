@@ -1,4 +1,4 @@
-"""ClipNormScheduler: every step clips and is noised with the C of the schedule."""
+"""Schedulers: every step clips, is noised and counts with the values of its own."""
 
 import csv
 import math
@@ -10,7 +10,13 @@ from keras import layers
 from keras.optimizers import schedules
 
 import tfdp
-from tfdp.callbacks import ClipNormScheduler
+from tfdp.accounting import Ledger, PoissonSteps, ShuffledPasses
+from tfdp.callbacks import (
+    AdaptiveQuantileClip,
+    ClipNormScheduler,
+    NoiseMultiplierScheduler,
+    PrivacyBudget,
+)
 from tfdp.callbacks.schedulers import tabulate
 
 ROWS = 12
@@ -31,13 +37,13 @@ OPTIONS = [
 ]
 
 
-def private(slope, noise_multiplier=0.0, **options):
+def private(slope, noise_multiplier=0.0, sampling="shuffle", **options):
     """A model whose every example has the gradient `slope`, and one step an epoch."""
     model = keras.Sequential([
         keras.Input((4,)),
         layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
     ])
-    wrapped = tfdp.DPModel(model, sampling="shuffle")
+    wrapped = tfdp.DPModel(model, sampling=sampling)
     wrapped.compile(
         tfdp.optimizers.DPSGD(
             1.0, l2_norm_clip=77.0, noise_multiplier=noise_multiplier, noise_seed=5
@@ -56,6 +62,17 @@ def data(slope=1.0):
 
 def length(model):
     return float(np.linalg.norm(model.get_weights()[0]))
+
+
+class Weights(keras.callbacks.Callback):
+    """Notes the weights after every batch that Keras sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = [np.zeros((4, 1))]
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(self.model.get_weights()[0])
 
 
 class Lengths(keras.callbacks.Callback):
@@ -215,3 +232,163 @@ def test_tables_are_the_schedule(name):
     schedule = SCHEDULES[name]
     expected = [float(schedule(step)) for step in range(2, 9)]
     np.testing.assert_allclose(tabulate(schedule, 2, 7), expected, rtol=1e-6)
+
+
+def halving(step):
+    return 4.0 * 0.5 ** (step // 4)
+
+
+def test_each_step_is_noised_with_its_own_multiplier():
+    """Without a slope a step is noise alone, the same numbers in both runs."""
+    moves = []
+    for callbacks in ([], [NoiseMultiplierScheduler(halving)]):
+        model, weights = private(0.0, noise_multiplier=1.0), Weights()
+        model.fit(
+            *data(), batch_size=2, epochs=2, callbacks=[*callbacks, weights], verbose=0
+        )
+        moves.append(np.diff(weights.seen, axis=0))
+    factors = np.array([halving(step) for step in range(12)])[:, None, None]
+    np.testing.assert_allclose(moves[1], factors * moves[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_ledger_counts_every_step_with_its_own_noise(options):
+    model = private(1.0, noise_multiplier=77.0, sampling="poisson", **options)
+    history = model.fit(
+        *data(),
+        batch_size=2,
+        epochs=2,
+        callbacks=[NoiseMultiplierScheduler(halving), PrivacyBudget(1e-3)],
+        verbose=0,
+    )
+    expected = tuple(PoissonSteps(4, z, ROWS, 2) for z in (4.0, 2.0, 1.0))
+    assert model.ledger.segments == expected
+    assert history.history["noise_multiplier"] == [2.0, 1.0]
+    assert history.history["epsilon"][-1] == Ledger(expected).epsilon(1e-3)
+
+
+def test_a_pass_counts_with_the_least_noise_in_it():
+    model = private(1.0, noise_multiplier=77.0)
+    model.fit(
+        *data(),
+        batch_size=2,
+        epochs=2,
+        callbacks=[NoiseMultiplierScheduler(halving)],
+        verbose=0,
+    )
+    assert model.ledger.segments == (
+        ShuffledPasses(1, 2.0, ROWS, 2),
+        ShuffledPasses(1, 1.0, ROWS, 2),
+    )
+
+
+def test_many_noise_multipliers_are_counted_as_few_that_are_less():
+    schedule = schedules.PolynomialDecay(4.0, 90, 1.0)
+    model = private(1.0, noise_multiplier=77.0, sampling="poisson")
+    model.fit(
+        *data(),
+        batch_size=1,
+        epochs=8,
+        callbacks=[NoiseMultiplierScheduler(schedule)],
+        verbose=0,
+    )
+    counted = model.ledger.segments
+    assert len(counted) <= 64
+    used = sorted(float(schedule(step)) for step in range(96))
+    spread = sorted(z for s in counted for z in [s.noise_multiplier] * s.steps)
+    assert len(spread) == 96
+    # Graphs and eager code may round the schedule differently.
+    assert all(
+        one <= other * (1 + 1e-6) < 1.03 * one
+        for one, other in zip(spread, used, strict=True)
+    )
+    exact = Ledger().add(*(PoissonSteps(1, z, ROWS, 1) for z in used)).merged()
+    cost = model.ledger.epsilon(1e-3, "RDP")
+    assert exact.epsilon(1e-3, "RDP") <= cost <= 1.03 * exact.epsilon(1e-3, "RDP")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps_per_execution"),
+    [(halving, 1), (halving, 5), (lambda step: 1.5 + 0.25 * step, 1)],
+)
+def test_a_budget_allows_the_steps_whose_planned_noise_fits(
+    schedule, steps_per_execution
+):
+    model = private(
+        1.0, 77.0, sampling="poisson", steps_per_execution=steps_per_execution
+    )
+    target = Ledger((PoissonSteps(7, 2.0, ROWS, 2),)).epsilon(1e-3)
+    model.fit(
+        *data(),
+        batch_size=2,
+        epochs=10,
+        callbacks=[NoiseMultiplierScheduler(schedule), PrivacyBudget(1e-3, target)],
+        verbose=0,
+    )
+    taken = model.ledger.steps
+    assert 0 < taken < 60
+    assert int(model.optimizer.iterations) == taken
+    assert model.epsilon(1e-3) <= target
+    one_more = model.ledger.add(PoissonSteps(1, schedule(taken), ROWS, 2))
+    assert one_more.epsilon(1e-3) > target
+    assert not model.ledger.cut_short
+
+
+def test_a_budget_of_passes_takes_the_least_noise_that_is_planned():
+    model = private(1.0, 77.0)
+    target = Ledger((ShuffledPasses(3, 4.0, ROWS, 2),)).epsilon(1e-3)
+    model.fit(
+        *data(),
+        batch_size=2,
+        epochs=10,
+        callbacks=[
+            NoiseMultiplierScheduler(lambda step: 8.0 if step < 6 else 4.0),
+            PrivacyBudget(1e-3, target),
+        ],
+        verbose=0,
+    )
+    assert model.ledger.passes == 3
+    assert model.epsilon(1e-3) <= target
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_noise_out_of_range_is_refused_before_the_first_step(bad):
+    model = private(1.0)
+    with pytest.raises(ValueError, match=r"At step 3 .*`noise_multiplier` must"):
+        model.fit(
+            *data(),
+            batch_size=2,
+            callbacks=[NoiseMultiplierScheduler(lambda n: bad if n == 3 else 1.0)],
+            verbose=0,
+        )
+    assert not model.ledger.steps
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        [ClipNormScheduler(lambda n: 1.0), AdaptiveQuantileClip(0.5)],
+        [NoiseMultiplierScheduler(lambda n: 1.0)] * 2,
+    ],
+)
+def test_one_callback_alone_may_set_a_variable(callbacks):
+    model = private(1.0)
+    with pytest.raises(ValueError, match=r"Only one callback may set `\w+`. Received"):
+        model.fit(*data(), batch_size=2, callbacks=callbacks, verbose=0)
+    assert not model.ledger.steps
+
+
+def test_both_schedules_together():
+    model = private(100.0, noise_multiplier=0.0, sampling="poisson")
+    model.fit(
+        *data(),
+        batch_size=ROWS,
+        epochs=3,
+        callbacks=[
+            ClipNormScheduler(SCHEDULES["function"]),
+            NoiseMultiplierScheduler(lambda step: 1e-6 * (1 + step)),
+        ],
+        verbose=0,
+    )
+    np.testing.assert_allclose(length(model), 1 + 1 / 2 + 1 / 3, rtol=1e-4)
+    assert len(model.ledger.segments) == 3

@@ -70,17 +70,15 @@ class AdaptiveQuantileClip(PrivacyCallback):
         """Log what the noised count costs."""
         _log_cost(self, model, self.count_noise_multiplier)
 
-    def after_step(self, step: Step) -> None:
+    def during_step(self, step: Step) -> None:
         """Move the clip norm, in the training graph."""
         clip, norms = step.clipped_sum.l2_norm_clip, step.clipped_sum.norms
         halves = tf.where(norms <= clip, _float64(0.5), _float64(-0.5))
         noise = tf.cast(step.optimizer.query_noise((), step.number), tf.float64)
         noised = tf.reduce_sum(halves) + self.count_noise_multiplier / 2 * noise
         share = tf.clip_by_value(0.5 + noised / step.expected_units, 0.0, 1.0)
-        moved = tf.cast(clip, tf.float64) * tf.exp(
-            -self.learning_rate * (share - self.target_quantile)
-        )
-        _set_clip(step, moved)
+        factor = tf.exp(-self.learning_rate * (share - self.target_quantile))
+        _set_clip(step, step.optimizer.l2_norm_clip.value * factor)
 
     def query_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor:
         """Return that of the count, for every step."""
@@ -141,15 +139,14 @@ class AdaptiveMedianClip(PrivacyCallback):
         """Log what the noised histogram costs."""
         _log_cost(self, model, self.histogram_noise_multiplier)
 
-    def after_step(self, step: Step) -> None:
+    def during_step(self, step: Step) -> None:
         """Set the clip norm if the step is one of those, in the training graph."""
-        # The inner optimizer has counted the step already.
-        iteration = step.optimizer.iterations.value - 1
 
         def release() -> bool:
             _set_clip(step, self._noised_median(step))
             return True
 
+        iteration = step.optimizer.iterations.value
         tf.cond(self._releases(iteration), release, lambda: False)
 
     def _noised_median(self, step: Step) -> tf.Tensor:

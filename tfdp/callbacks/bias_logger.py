@@ -85,7 +85,7 @@ class BiasLogger(PrivacyCallback):
         self._steps.assign(0)
         self._values.assign(_NOTHING)
 
-    def after_step(self, step: Step) -> None:
+    def during_step(self, step: Step) -> None:
         """Measure if it is the step's turn, in the training graph."""
         is_due = self._steps % self.every == 0
         self._steps.assign_add(1)

@@ -1,0 +1,327 @@
+"""BiasLogger: the numbers are what they are defined as, and logging changes nothing."""
+
+import csv
+import math
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfdp
+from tests.problems import cases, precision, scale_outlier
+from tests.reference import clipped_sum, problem_gradients
+from tfdp.callbacks import BiasLogger, ClipNormScheduler
+
+NAMES = (
+    "bias_magnitude",
+    "bias_scale",
+    "bias_direction",
+    "clip_cosine",
+    "clipped_fraction",
+    "norm_q10",
+    "norm_q50",
+    "norm_q90",
+)
+ENGINES = ["bookkeeping", "ghost", "vectorized"]
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Training without noise",
+    "ignore:The privacy noise is reproducible",
+    "ignore:Draws made with a `seed`",
+)
+
+
+def definition(gradients, clip, units=None):
+    """What is logged, from per-example gradients, with NumPy in float64."""
+    clipped, norms = clipped_sum(gradients, clip)
+    whole, _ = clipped_sum(gradients, 1e300)
+    units = units or len(norms)
+    g_clip, g = (
+        np.concatenate([part.ravel() for part in parts]) / units
+        for parts in (clipped, whole)
+    )
+    scale = g_clip @ g / (g @ g)
+    rest = g_clip - scale * g
+    return dict(
+        zip(
+            NAMES,
+            [
+                np.linalg.norm(g_clip - g),
+                scale,
+                np.linalg.norm(rest),
+                g_clip @ g / np.linalg.norm(g) / np.linalg.norm(g_clip),
+                np.mean(norms > clip),
+                *np.quantile(norms, [0.1, 0.5, 0.9], method="inverted_cdf"),
+            ],
+            strict=True,
+        )
+    )
+
+
+def logged(history, prefix="nonprivate_"):
+    return {name: history.history[prefix + name][-1] for name in NAMES}
+
+
+def some_quick(problems, every):
+    """The same parameters, most of them for the slow tests."""
+    return [
+        pytest.param(
+            *each.values, id=each.id, marks=[pytest.mark.slow] * (n % every > 0)
+        )
+        for n, each in enumerate(problems)
+    ]
+
+
+@pytest.mark.parametrize(
+    "problem", some_quick(cases(lacking=["random", "coupled"]), every=12)
+)
+def test_is_what_it_is_defined_as(problem):
+    batch = problem.batch(6, "float64")
+    scaled = scale_outlier(batch, 2, 10)
+    if scaled.sample_weight is None:  # Keras does not weigh rows of many positions.
+        batch = scaled
+    gradients = problem_gradients(problem, batch)
+    _, norms = clipped_sum(gradients, 1.0)
+    clip = float(np.median(norms)) * 0.9
+    if not 0 < clip < math.inf:
+        pytest.skip("nothing to clip")
+    with precision("float64"):
+        private = tfdp.DPModel(problem.build("float64"), sampling="shuffle")
+        private.compile(
+            tfdp.optimizers.DPSGD(0.0, l2_norm_clip=clip, noise_multiplier=0.0),
+            problem.loss("float64"),
+            loss_weights=problem.loss_weights,
+            run_eagerly=True,
+        )
+        history = private.fit(
+            batch.x,
+            batch.y,
+            sample_weight=batch.sample_weight,
+            batch_size=6,
+            callbacks=[BiasLogger()],
+            verbose=0,
+        )
+    found, expected = logged(history), definition(gradients, clip)
+    tolerance = 2e-5 if "lora" in problem.tags else 1e-7
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=tolerance, abs=tolerance * clip)
+
+
+def private(l2_norm_clip=0.5, *, dropout=0.0, noise_multiplier=0.0, **options):
+    model = keras.Sequential([
+        keras.Input((4,)),
+        layers.Dense(6, "tanh", kernel_initializer=keras.initializers.HeNormal(seed=1)),
+        layers.Dropout(dropout, seed=3),
+        layers.Dense(1, kernel_initializer=keras.initializers.HeNormal(seed=2)),
+    ])
+    engine = options.pop("engine", "auto")
+    wrapped = tfdp.DPModel(
+        model,
+        engine=engine,
+        sampling="shuffle",
+        physical_batch_size=options.pop("physical_batch_size", None),
+    )
+    wrapped.compile(
+        tfdp.optimizers.DPSGD(
+            0.1,
+            l2_norm_clip=l2_norm_clip,
+            noise_multiplier=noise_multiplier,
+            noise_seed=7,
+            **{k: options.pop(k) for k in ("num_microbatches",) if k in options},
+        ),
+        "mse",
+        **options,
+    )
+    return wrapped
+
+
+def data(rows=20):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 4)).astype("float32")
+    x[0] *= 1000
+    return x, rng.normal(size=(rows, 1)).astype("float32")
+
+
+def fit(model, *callbacks, rows=20, batch_size=10, epochs=1):
+    return model.fit(
+        *data(rows),
+        batch_size=batch_size,
+        epochs=epochs,
+        callbacks=[*callbacks],
+        verbose=0,
+    )
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"steps_per_execution": 2},
+        {"run_eagerly": True},
+        {"jit_compile": True},
+        {"physical_batch_size": 4},
+    ],
+    ids=str,
+)
+def test_nothing_clipped_is_no_bias(engine, options):
+    """The same masks in both passes, or there would be a difference."""
+    model = private(1e15, dropout=0.5, engine=engine, **options)
+    found = logged(fit(model, BiasLogger(every=1), epochs=2))
+    np.testing.assert_allclose(
+        [found[name] for name in NAMES[:5]], [0, 1, 0, 1, 0], atol=1e-6
+    )
+    assert 0 < found["norm_q10"] <= found["norm_q50"] <= found["norm_q90"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_parts_make_up_the_whole(engine):
+    found = logged(fit(private(engine=engine, dropout=0.3), BiasLogger(every=1)))
+    assert found["clipped_fraction"] > 0
+    assert 0 < found["bias_scale"] < 1
+    # ||g_clip - g||^2 = (1 - a)^2 ||g||^2 + ||c||^2, and the cosine has both too.
+    rest = found["bias_magnitude"] ** 2 - found["bias_direction"] ** 2
+    g = math.sqrt(rest) / (1 - found["bias_scale"])
+    length = math.hypot(found["bias_scale"] * g, found["bias_direction"])
+    assert found["clip_cosine"] == pytest.approx(
+        found["bias_scale"] * g / length, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize("public_data", [None, data(3)], ids=["private", "public"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_training_is_what_it_is_without(engine, public_data):
+    weights = []
+    for callbacks in ([], [BiasLogger(every=2, public_data=public_data)]):
+        model = private(dropout=0.5, noise_multiplier=1.0, engine=engine)
+        fit(model, *callbacks, epochs=3)
+        weights.append(model.get_weights())
+        assert len(model.ledger.segments) == 1
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_steps_that_are_not_logged_cost_nothing(monkeypatch):
+    model, calls = private(run_eagerly=True), []
+    clip = model._clip
+    monkeypatch.setattr(model, "_clip", lambda *args: (calls.append(1), clip(*args))[1])
+    fit(model, BiasLogger(every=3), batch_size=2)
+    assert len(calls) == 10 + 4
+
+
+def test_values_stay_until_the_next_ones():
+    seen = []
+
+    class Notes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(logs["nonprivate_bias_magnitude"])
+
+    fit(private(), BiasLogger(every=4), Notes(), batch_size=2)
+    assert len(set(seen)) == 3
+    assert seen[0] == seen[3] != seen[4] == seen[7] != seen[8]
+
+
+def test_each_fit_logs_its_first_step():
+    model, logger = private(), BiasLogger(every=1000)
+    values = [
+        fit(model, logger).history["nonprivate_bias_magnitude"][0] for _ in range(2)
+    ]
+    assert values[0] != values[1]
+
+
+def test_the_clip_norm_is_that_of_the_step():
+    """A schedule that ends above all norms: no bias at the last step."""
+    schedule = ClipNormScheduler(lambda step: 1e-3 if step == 0 else 1e15)
+    history = fit(private(), schedule, BiasLogger(every=1), epochs=2, batch_size=20)
+    first, last = history.history["nonprivate_clipped_fraction"]
+    assert (first, last) == (1.0, 0.0)
+
+
+def test_no_slope_at_all():
+    model = private()
+    x = np.zeros((20, 4), "float32")
+    history = model.fit(
+        x,
+        model.predict(x, verbose=0),
+        batch_size=20,
+        callbacks=[BiasLogger()],
+        verbose=0,
+    )
+    found = list(logged(history).values())
+    assert found == pytest.approx([0, 1, 0, 1, 0, 0, 0, 0], abs=1e-15)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_are_not_finite_are_in_no_mean(bad):
+    model, (x, y) = private(), data()
+    x[0] = bad
+    history = model.fit(x, y, batch_size=20, callbacks=[BiasLogger()], verbose=0)
+    found = logged(history)
+    assert found["norm_q50"] < math.inf
+    assert all(math.isfinite(found[name]) for name in NAMES)
+
+
+def test_groups_of_examples_are_the_units():
+    model = private(num_microbatches=5)
+    history = fit(model, BiasLogger(), rows=20, batch_size=20)
+    assert logged(history)["clipped_fraction"] in {0, 0.2, 0.4, 0.6, 0.8, 1}
+
+
+def test_empty_batches_are_not_logged():
+    model = tfdp.DPModel(private().model)
+    model.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=0.5, noise_multiplier=1.0), "mse"
+    )
+    x, y = data(200)
+    batches = tfdp.data.PoissonDataset(x, y, expected_batch_size=1, seed=1)
+    history = model.fit(batches, callbacks=[BiasLogger(every=1)], verbose=0)
+    assert all(math.isfinite(value) for value in logged(history).values())
+
+
+class TestPublicData:
+    def test_nothing_private_is_logged(self):
+        history = fit(private(), BiasLogger(public_data=data(8))).history
+        names = {name for name in history if name.startswith(("public", "nonprivate"))}
+        assert names == {f"public_{name}" for name in NAMES}
+
+    @pytest.mark.parametrize("options", [{}, {"physical_batch_size": 4}], ids=str)
+    def test_is_that_of_the_public_rows(self, options):
+        """The same rows as public ones and as the private batch."""
+        expected = logged(fit(private(**options), BiasLogger(), batch_size=20))
+        history = fit(
+            private(**options), BiasLogger(public_data=data(20)), rows=4, batch_size=2
+        )
+        found = logged(history, "public_")
+        for name in NAMES:
+            assert found[name] == pytest.approx(expected[name], rel=1e-5)
+
+    @pytest.mark.parametrize(
+        "bad", [[1, 2], (), (np.ones(3),), (np.ones((0, 4)), np.ones((0, 1))), "data"]
+    )
+    def test_bad_data_are_refused(self, bad):
+        with pytest.raises(ValueError, match=r"`public_data` must .*Received"):
+            BiasLogger(public_data=bad)
+
+
+def test_loggers_see_all_of_it(tmp_path):
+    fit(
+        private(),
+        keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+        keras.callbacks.TensorBoard(tmp_path / "board"),
+        BiasLogger(),
+        epochs=2,
+    )
+    with (tmp_path / "log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2
+    for name in NAMES:
+        assert all(math.isfinite(float(row[f"nonprivate_{name}"])) for row in rows)
+    events = b"".join(path.read_bytes() for path in tmp_path.glob("board/**/events*"))
+    assert b"nonprivate_bias_magnitude" in events
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, math.nan])
+def test_bad_steps_are_refused(bad):
+    with pytest.raises(ValueError, match=r"`every` must .* Received: every="):
+        BiasLogger(every=bad)
