@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdp.accounting import Ledger, PoissonSteps, ShuffledPasses, UnamplifiedSteps
-from tfdp.recorder import UNDECLARED, LedgerRecorder
+from tfdp.errors import PrivacyBudgetError
+from tfdp.recorder import UNDECLARED, Budget, LedgerRecorder
 
 POISSON = PoissonSteps(0, 1.0, 1000, 50)
 SHUFFLED = ShuffledPasses(0, 1.0, 1000, 50)
@@ -172,6 +173,48 @@ def test_epsilon_is_never_smaller_than_that_of_the_schedule():
     bound = Ledger((UnamplifiedSteps(1, row_wise**-0.5),))
     assert bound.epsilon(1e-5) >= exact.epsilon(1e-5)
     assert bound.epsilon(1e-5) <= exact.epsilon(1e-5) * 1.1
+
+
+def test_noise_multipliers_that_come_again_take_no_further_rows():
+    recorder = recorded(POISSON)
+    run_schedule(recorder, [1.0, 2.0] * 1500)
+    assert counts(recorder) == {1.0: 1500, 2.0: 1500}
+
+
+def test_of_many_planned_noise_multipliers_some_stand_for_all():
+    planned = np.linspace(2.0, 1.0, 300)
+    recorder = recorded(POISSON, noise_multipliers=planned)
+    run_schedule(recorder, planned)
+    found = counts(recorder)
+    assert len(found) <= 64
+    assert sum(found.values()) == 300
+    reported = np.repeat(list(found), list(found.values()))
+    assert (np.sort(reported) <= np.sort(planned)).all()
+    assert (np.sort(reported) >= np.sort(planned) / 1.02).all()
+    # What was not planned counts as it is, or as the level below.
+    record(recorder, 0.5)
+    assert counts(recorder)[0.5] == 1
+
+
+def test_planned_noise_of_shared_gradients_counts_by_the_half():
+    kind = dataclasses.replace(SHUFFLED, examples_per_unit=3)
+    recorder = recorded(kind, 1.0, 0.5, noise_multipliers=np.array([2.0, 1.0]))
+    assert counts(recorder) == {1.0: 1, 0.5: 1}
+
+
+def test_a_budget_follows_what_is_restored():
+    """No step runs on a limit that did not know of the steps restored."""
+    recorder = recorded(POISSON)
+    recorder.budget = Budget(
+        1e-3, Ledger((PoissonSteps(10, 1.0, 1000, 50),)).epsilon(1e-3)
+    )
+    recorder.enforce_budget(np.array([1.0]))
+    recorder.restore(recorded(POISSON, *[1.0] * 6).state())
+    assert not recorder.has_room()
+    recorder.enforce_budget(np.array([1.0]))
+    assert steps_that_fit(recorder, 10) == 4
+    with pytest.raises(PrivacyBudgetError):
+        recorder.enforce_budget(np.array([1.0]))
 
 
 # ------------------------------------------------------------------------ passes

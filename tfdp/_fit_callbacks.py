@@ -17,6 +17,9 @@ from tfdp.errors import PrivacyBudgetError
 from tfdp.optimizers import DPOptimizer
 from tfdp.recorder import LedgerRecorder
 
+# How names of logged values begin that do not tell of the private rows, or are noised.
+_HARMLESS = ("val_", "public_", "epsilon", "l2_norm_clip", "noise_multiplier")
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -185,7 +188,7 @@ def sorted_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
     callbacks = keras.tree.flatten(callbacks or [])
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str) and not monitor.startswith(("val_", "epsilon")):
+        if isinstance(monitor, str) and not monitor.startswith(_HARMLESS):
             warnings.warn(
                 f"`{type(callback).__name__}` decides by a metric of the private "
                 "data, and no noise covers its decision. Received: monitor="
