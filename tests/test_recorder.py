@@ -186,11 +186,11 @@ def test_of_many_planned_noise_multipliers_some_stand_for_all():
     recorder = recorded(POISSON, noise_multipliers=planned)
     run_schedule(recorder, planned)
     found = counts(recorder)
-    assert len(found) <= 64
+    assert len(found) <= 32
     assert sum(found.values()) == 300
     reported = np.repeat(list(found), list(found.values()))
     assert (np.sort(reported) <= np.sort(planned)).all()
-    assert (np.sort(reported) >= np.sort(planned) / 1.02).all()
+    assert (np.sort(reported) >= np.sort(planned) / 1.03).all()
     # What was not planned counts as it is, or as the level below.
     record(recorder, 0.5)
     assert counts(recorder)[0.5] == 1

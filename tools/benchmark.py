@@ -53,10 +53,13 @@ _ROWS = {
     "jax_privacy": ["vmap", "one_by_one"],
     "tensorflow_privacy": ["vectorized", "fast_gradient_clipping"],
 }
-_MODELS = [name for name in PROBLEMS if name != "synthetic"]
+_MODELS = [name for name in PROBLEMS if name not in {"synthetic", "frozen"}]
 
 _CHOSEN = flags.DEFINE_multi_enum(
-    "models", _MODELS, _MODELS, "Models; repeat the flag for several."
+    "models",
+    _MODELS,
+    [*_MODELS, "frozen"],
+    "Models; repeat the flag for several. Other frameworks have no frozen one.",
 )
 _ENGINES = flags.DEFINE_multi_enum(
     "rows", _ROWS[_TFDP], _ROWS[_TFDP], "Engines; repeat the flag for several."

@@ -293,18 +293,18 @@ def test_many_noise_multipliers_are_counted_as_few_that_are_less():
         verbose=0,
     )
     counted = model.ledger.segments
-    assert len(counted) <= 64
+    assert len(counted) <= 32
     used = sorted(float(schedule(step)) for step in range(96))
     spread = sorted(z for s in counted for z in [s.noise_multiplier] * s.steps)
     assert len(spread) == 96
     # Graphs and eager code may round the schedule differently.
     assert all(
-        one <= other * (1 + 1e-6) < 1.03 * one
+        one <= other * (1 + 1e-6) < 1.05 * one
         for one, other in zip(spread, used, strict=True)
     )
     exact = Ledger().add(*(PoissonSteps(1, z, ROWS, 1) for z in used)).merged()
     cost = model.ledger.epsilon(1e-3, "RDP")
-    assert exact.epsilon(1e-3, "RDP") <= cost <= 1.03 * exact.epsilon(1e-3, "RDP")
+    assert exact.epsilon(1e-3, "RDP") <= cost <= 1.05 * exact.epsilon(1e-3, "RDP")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 # Accountants take up to half a second for each noise multiplier of a segment.
-_MOST_LEVELS = 64
+_MOST_LEVELS = 32
 
 
 def noise_levels(noise_multipliers: np.ndarray) -> np.ndarray:
@@ -16,7 +16,7 @@ def noise_levels(noise_multipliers: np.ndarray) -> np.ndarray:
 
     Returns:
         Some of them in rising order, the least one among them: all different ones,
-        or, of more than 64, the least one in each of 64 bins of equal ratio.
+        or, of more than 32, the least one in each of 32 bins of equal ratio.
 
     Example:
         >>> noise_levels(np.array([2.0, 1.0, 2.0]))

@@ -131,8 +131,8 @@ class NoiseMultiplierScheduler(_Scheduler):
 
     Guarantees:
         The ledger counts every step with a noise multiplier that the step's noise
-        had at least. A schedule of up to 64 different values is counted as it is;
-        of more, the least value in each of 64 bins of equal ratio stands for the
+        had at least. A schedule of up to 32 different values is counted as it is;
+        of more, the least value in each of 32 bins of equal ratio stands for the
         others in it. A `PrivacyBudget` allows the steps whose planned noise fits.
 
     Args:

@@ -95,6 +95,12 @@ def _synthetic() -> keras.Model:
     ])
 
 
+def _frozen() -> keras.Model:
+    """A dense trunk of 25 million weights, which does not train, and a head."""
+    trunk = [layers.Dense(2048, activation="relu", trainable=False) for _ in range(6)]
+    return keras.Sequential([keras.Input((2048,)), *trunk, layers.Dense(10)])
+
+
 _BUILD = {
     "mlp": _mlp,
     "cnn": _cnn,
@@ -103,4 +109,5 @@ _BUILD = {
     "lstm": _lstm,
     "embedding": _embedding,
     "synthetic": _synthetic,
+    "frozen": _frozen,
 }

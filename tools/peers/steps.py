@@ -41,6 +41,7 @@ PROBLEMS = {
     "lstm": Problem((64, 32), 3, batch_size=32),
     "embedding": Problem((64,), 10, vocabulary=100_000),
     "synthetic": Problem((5120,), 1280),
+    "frozen": Problem((2048,), 10),
 }
 
 
