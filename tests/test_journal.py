@@ -10,11 +10,12 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfdp
 from tfdp._journal import Journal, journals
-from tfdp.accounting import PoissonSteps, ShuffledPasses
+from tfdp.accounting import PoissonSteps
 
 ROOT = Path(__file__).parents[1]
 ROWS = 40
@@ -220,13 +221,47 @@ def test_a_line_that_was_cut_off_is_left_out(backup):
 
 
 def test_a_pass_that_is_open_counts_again(backup):
-    """Less noise in later steps of a pass would count for all of it."""
+    """Less noise in later steps of a pass counts for all of it."""
     model = private("shuffle")
+    x = np.ones((ROWS, 3), "float32")
+    lower = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: setattr(
+            model.optimizer, "noise_multiplier", 1.5 - epoch
+        )
+    )
+    data = tfdp.data.declare(
+        tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(ROWS).batch(4),
+        number_of_examples=ROWS,
+        expected_batch_size=4,
+        sampling="shuffle",
+    )
     with pytest.raises(RuntimeError, match="stop"):
-        fit(model, backup, Stop(13))
+        model.fit(
+            data,
+            steps_per_epoch=5,
+            epochs=2,
+            callbacks=[Stop(7), backup, lower],
+            verbose=0,
+        )
     other = private("shuffle")
     Journal(other.recorder, backup.backup_dir).restore()
-    assert other.ledger.segments == (ShuffledPasses(2, 1.5, ROWS, 4),)
+    assert other.ledger.segments[-1].noise_multiplier == 0.5
+    assert other.epsilon(1e-3) >= model.epsilon(1e-3)
+
+
+def test_other_trainings_of_a_callback_are_written_down(backup):
+    model, x = private(), np.ones((4, 3), "float32")
+    model.optimizer.expect_batch_size(4)
+    also = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: (
+            batch == 3 and model.train_on_batch(x, x[:, :1])
+        )
+    )
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(model, also, backup, Stop(6))
+    other = private()
+    Journal(other.recorder, backup.backup_dir).restore()
+    assert other.ledger.merged() == model.ledger.merged()
 
 
 def test_restoring_twice_counts_once(backup):

@@ -528,3 +528,19 @@ def test_rows_that_were_looked_up_get_no_other_noise_than_the_rest():
     is_used = np.isin(np.arange(20_000), ids)
     assert moved[is_used].std() == pytest.approx(1, rel=0.05)
     assert moved[~is_used].std() == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:The privacy noise is reproducible")
+def test_queries_have_noise_of_their_own():
+    """Independent of that of the gradients, of other steps, and of other queries."""
+    source, shape = NoiseSource(seed=3), tf.TensorShape([4000])
+    zeros = ClippedSum([tf.zeros(shape)] * 3, tf.zeros([0]), tf.constant(1.0), 1)
+    draws = []
+    for number in range(3):
+        step = tf.constant(number, tf.int64)
+        draws += source.noised(
+            zeros, noise_multiplier=tf.constant(1.0, tf.float64), step=step
+        )
+        draws.append(source.of_query(shape, step=step))
+    correlations = np.corrcoef(np.stack(draws))
+    assert np.abs(correlations - np.eye(len(draws))).max() < 0.1

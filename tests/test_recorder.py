@@ -217,6 +217,21 @@ def test_a_budget_follows_what_is_restored():
         recorder.enforce_budget(np.array([1.0]))
 
 
+def test_a_limit_of_what_is_left_counts_as_it_will_be_recorded():
+    """The levels of the whole plan are coarser than those of its rest."""
+    planned = np.linspace(8.0, 1.0, 300)
+    recorder = recorded(POISSON, noise_multipliers=planned)
+    run_schedule(recorder, planned[:220])
+    spent = recorder.ledger.epsilon(1e-3, "RDP")
+    recorder.budget = Budget(1e-3, 1.5 * spent)
+    recorder.enforce_budget(planned[220:], "rest")
+    for noise_multiplier in planned[220:]:
+        if recorder.has_room(noise_multiplier):
+            record(recorder, noise_multiplier)
+    assert 220 < recorder.ledger.steps < 300
+    assert recorder.ledger.epsilon(1e-3) <= recorder.budget.target_epsilon
+
+
 # ------------------------------------------------------------------------ passes
 
 

@@ -155,6 +155,17 @@ class LedgerCallback(PrivacyCallback):
             self.model.stop_training = True
 
 
+def _flattened(callbacks: Any) -> list[keras.callbacks.Callback]:
+    """List callbacks, those in lists and in Keras's lists of callbacks included."""
+    found = []
+    for callback in keras.tree.flatten([] if callbacks is None else callbacks):
+        if isinstance(callback, keras.callbacks.CallbackList):
+            found += _flattened(callback.callbacks)
+        else:
+            found.append(callback)
+    return found
+
+
 def planned_items(data: TrainingData, epochs: int) -> int | None:
     """Return how many steps or passes the ledger is to count in some epochs.
 
@@ -183,9 +194,7 @@ def sorted_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
     Raises:
         ValueError: If two of tfdp's callbacks set the same variable.
     """
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = callbacks.callbacks
-    callbacks = keras.tree.flatten(callbacks or [])
+    callbacks = _flattened(callbacks)
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, str) and not monitor.startswith(_HARMLESS):

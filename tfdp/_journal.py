@@ -59,7 +59,11 @@ class Journal(PrivacyCallback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Write down all that was run up to now."""
+        self._begin()
+
+    def _begin(self) -> None:
         recorder = self._recorder
+        self._beginnings = recorder.beginnings
         self._steps, self._items = int(recorder.steps), recorder.items_started
         # Less noise in the steps to come would also count for a pass that is open.
         self._open_passes = int(recorder.is_inside_item)
@@ -76,6 +80,9 @@ class Journal(PrivacyCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Write down the steps that are about to run."""
+        if self._recorder.beginnings != self._beginnings:
+            # Another callback has trained on data of its own.
+            self._begin()
         recorder, steps = self._recorder, self.model.steps_per_execution
         noise = recorder.counted(self.model.noise_to_come()[:steps].min())
         self._least_noise = min(self._least_noise, noise)

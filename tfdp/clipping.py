@@ -71,7 +71,8 @@ def clip_as_tensor(l2_norm_clip: Any, variables: list[Any]) -> tf.Tensor:
     if not isinstance(l2_norm_clip, (tf.Tensor, tf.Variable, keras.Variable)):
         # A cast of a Python number would go through float32.
         return tf.constant(_validate.positive("l2_norm_clip", l2_norm_clip), dtype)
-    return tf.cast(l2_norm_clip, dtype)
+    # A cast to its own dtype would return the variable, and what it is later.
+    return tf.identity(tf.cast(l2_norm_clip, dtype))
 
 
 def norms_rounded_up(per_unit_gradients: list[tf.Tensor]) -> tf.Tensor:

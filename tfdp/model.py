@@ -19,7 +19,7 @@ from tfdp._fit_callbacks import (
     sorted_callbacks,
 )
 from tfdp._journal import journals
-from tfdp._plan import Plan
+from tfdp._plan import NoisePlan, Plan
 from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.levels import folded
 from tfdp.clipping import ClippedSum, clip_as_tensor
@@ -142,7 +142,7 @@ class DPModel(keras.Model):
         self._jit_compile_passes = False
         self._chosen_engine: engines.Engine | None = None
         self._in_graph: list[PrivacyCallback] = []
-        self._planned_noise: tuple[int, np.ndarray] = 0, np.array([])
+        self._planned_noise = NoisePlan(0.0, 0, None, np.array([]))
         self._signature: Any = None
         if getattr(model, "optimizer", None) is not None:
             # Its slots would be saved with the private model.
@@ -552,7 +552,7 @@ class DPModel(keras.Model):
         """Return a function that clips data as the step that begins clips its own."""
         if not any(callback.clips_again for callback in self._in_graph):
             return self._clip
-        states = _keras.seed_states(self.model)
+        states = [*_keras.seed_states(self.model), *self.model.non_trainable_variables]
         at_begin = [tf.identity(state.value) for state in states]
 
         def clip_with_seeds(data: Any, clip_norm: tf.Tensor) -> ClippedSum:
@@ -671,7 +671,15 @@ class DPModel(keras.Model):
             PrivacyBudgetError: If there is no room for a single one.
         """
         self.optimizer.check_dials()
-        self.recorder.enforce_budget(self.noise_to_come())
+        if self.recorder.budget is None:
+            return
+        noise = self.noise_to_come()
+        plan: Any = float(noise[0])
+        if self._changes_noise:
+            # The same steps, as long as each has its own number.
+            shift = int(self.optimizer.iterations) - int(self.recorder.steps)
+            plan = (self._planned_noise[:3], shift)
+        self.recorder.enforce_budget(noise, plan)
 
     def noise_to_come(self) -> np.ndarray:
         """Return what the noise of the coming steps counts as.
@@ -680,28 +688,43 @@ class DPModel(keras.Model):
             Multiples of the clip norm, of at least one step; the last one is that of
             all that follow.
         """
-        first, planned = self._planned_noise
-        passed = int(self.optimizer.iterations) - first
-        if len(planned) == 0:
-            return np.array([float(self.optimizer.noise_multiplier)])
-        if passed < 0:  # Older weights were loaded.
-            return np.array([planned.min()])
-        return planned[min(passed, len(planned) - 1) :]
+        noise_multiplier = float(self.optimizer.noise_multiplier)
+        if not self._changes_noise:
+            return np.array([noise_multiplier])
+        iteration = int(self.optimizer.iterations)
+        is_other_noise = not any(
+            callback.sets == "noise_multiplier" for callback in self._in_graph
+        ) and (noise_multiplier != self._planned_noise.noise_multiplier)
+        if is_other_noise or iteration < self._planned_noise.first:
+            self._plan_noise(self._planned_noise.steps)
+        _, first, _, planned = self._planned_noise
+        return np.array(planned[min(iteration - first, len(planned) - 1) :])
+
+    @property
+    def _changes_noise(self) -> bool:
+        """Whether callbacks change what the noise of steps counts as."""
+        return any(
+            callback.has_own("scheduled_noise_multiplier", "query_noise_multiplier")
+            for callback in self._in_graph
+        )
 
     def _plan_noise(self, planned_steps: int | None) -> None:
         """Work out what the noise of steps will count as, where callbacks change it."""
-        schedule, query = "scheduled_noise_multiplier", "query_noise_multiplier"
-        first, planned = int(self.optimizer.iterations), np.array([])
-        if any(callback.has_own(schedule, query) for callback in self._in_graph):
-            steps = planned_steps or _STEPS_WITHOUT_A_PLAN
-            iterations = first + tf.range(steps, dtype=tf.int64)
-            planned = self._accounted_noise(iterations).numpy()
-            if any(callback.has_own(query) for callback in self._in_graph):
+        first = int(self.optimizer.iterations)
+        noise_multipliers = np.array([])
+        if self._changes_noise:
+            steps = _STEPS_WITHOUT_A_PLAN if planned_steps is None else planned_steps
+            iterations = first + tf.range(max(steps, 1), dtype=tf.int64)
+            noise_multipliers = self._accounted_noise(iterations).numpy()
+            if any(each.has_own("query_noise_multiplier") for each in self._in_graph):
                 # The graph may round the other way.
-                planned *= 1 - 1e-12
+                noise_multipliers *= 1 - 1e-12
             if planned_steps is None:
-                planned = planned.min(keepdims=True)
-        self._planned_noise = first, planned
+                noise_multipliers = noise_multipliers.min(keepdims=True)
+        noise_multiplier = float(self.optimizer.noise_multiplier)
+        self._planned_noise = NoisePlan(
+            noise_multiplier, first, planned_steps, noise_multipliers
+        )
 
     def _get_ready(self) -> None:
         """Refuse to train what cannot be, and take a newly assigned optimizer."""
@@ -779,7 +802,7 @@ class DPModel(keras.Model):
             self._plan.in_units(data.segment),
             steps_per_item=data.batches_per_pass,
             planned_items=planned_items(data, epochs),
-            noise_multipliers=self._planned_noise[1],
+            noise_multipliers=self._planned_noise.counted,
         )
         self.enforce_budget()
         is_seeded = isinstance(data.x, PoissonDataset) and data.x.seeded
@@ -811,6 +834,8 @@ class DPModel(keras.Model):
         super().load_weights(*args, **kwargs)
         if self.compiled:
             self.optimizer.renew_noise_key()
+            with contextlib.suppress(PrivacyBudgetError):
+                self.enforce_budget()
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that rebuild the model."""

@@ -5,6 +5,7 @@ import json
 import math
 import uuid
 import weakref
+from collections.abc import Hashable
 from typing import Any, Self
 
 import keras
@@ -19,6 +20,7 @@ from tfdp.accounting import (
     affordable_count,
     compose,
 )
+from tfdp.accounting.calibration import MOST_COUNT
 from tfdp.accounting.levels import lowered, noise_levels
 from tfdp.errors import PrivacyBudgetError
 
@@ -64,7 +66,10 @@ class LedgerRecorder:
         self.planned_items: int | None = None
         self.sampled_epochs = 0
         self.budget: Budget | None = None
-        self._limit_is_stale = False
+        # What the limit was worked out for; None if it no longer holds.
+        self._limited_by: Hashable = None
+        # How many segments have begun.
+        self.beginnings = 0
         # Trainings that the ledger covers, and how many steps of each.
         self._run = uuid.uuid4().hex
         self._runs: dict[str, int] = {}
@@ -124,10 +129,15 @@ class LedgerRecorder:
     @property
     def ledger(self) -> Ledger:
         """What was run up to now."""
+        return self._ledger_with_open_item(math.inf)
+
+    def _ledger_with_open_item(self, noise_multiplier: float) -> Ledger:
+        """Return the ledger if the item that is open has a step with this noise."""
         rows = zip(self._items.numpy(), self._noise_multipliers.numpy(), strict=True)
         counted = [(items, z) for items, z in rows if items]
         if self._open_items.numpy():
-            counted.append((1, self._open_noise_multiplier.numpy()))
+            opened = self._open_noise_multiplier.numpy()
+            counted.append((1, min(opened, noise_multiplier)))
         segments = [
             dataclasses.replace(
                 self._segment.with_count(int(items)), noise_multiplier=float(z)
@@ -163,9 +173,10 @@ class LedgerRecorder:
         started = int(self._items_started.numpy())
         missing = (self.planned_items or 0) - started
         if started and missing > 0 and self.has_room():
+            # The steps that were planned may have had less noise.
+            least = min(self._open_noise_multiplier.numpy(), self._levels.numpy()[0])
             rest = dataclasses.replace(
-                self._segment.with_count(missing),
-                noise_multiplier=float(self._open_noise_multiplier.numpy()),
+                self._segment.with_count(missing), noise_multiplier=float(least)
             )
             ledger = dataclasses.replace(ledger, cut_short=(*ledger.cut_short, rest))
         self._ledger = ledger
@@ -179,7 +190,8 @@ class LedgerRecorder:
         self._steps_in_item.assign(steps_per_item)
         self._item_limit.assign(_NO_LIMIT)
         self._limited_for.assign(0.0)
-        self._limit_is_stale = False
+        self._limited_by = None
+        self.beginnings += 1
 
     def note_seeds(self, *, noise: bool, sampling: bool) -> None:
         """Remember that somebody knows a seed, if so.
@@ -207,26 +219,26 @@ class LedgerRecorder:
         """
         self._item_limit.assign(self._items_started + further_items)
         self._limited_for.assign(noise_multiplier)
-        self._limit_is_stale = False
 
-    def enforce_budget(self, noise_multipliers: np.ndarray) -> None:
+    def enforce_budget(
+        self, noise_multipliers: np.ndarray, plan: Hashable = "only one"
+    ) -> None:
         """Limit the present segment to what the budget has room for.
 
         Args:
             noise_multipliers: That the steps to come count with, as multiples of
                 the clip norm; the last one is that of all that follow.
+            plan: Tells these steps from others that were planned before.
 
         Raises:
             PrivacyBudgetError: If there is no room for a single one.
         """
         if self.budget is None:
             return
-        is_unlimited = self._limit_is_stale or self._item_limit.numpy() == _NO_LIMIT
-        has_changed = len(noise_multipliers) == 1 and noise_multipliers[0] != (
-            self.limited_for
-        )
-        if is_unlimited or has_changed:
+        is_unlimited = self._item_limit.numpy() == _NO_LIMIT
+        if is_unlimited or self._limited_by != plan:
             self._limit_to(self.budget, noise_multipliers)
+            self._limited_by = plan
         if not self.has_room():
             spent = self.ledger.epsilon(self.budget.delta)
             raise PrivacyBudgetError(
@@ -238,20 +250,37 @@ class LedgerRecorder:
             )
 
     def _limit_to(self, budget: Budget, noise_multipliers: np.ndarray) -> None:
+        ledger = self.ledger
         if self._steps_per_item.numpy() != 1:
             # Where a pass begins and ends among these steps may change.
-            noise_multipliers = noise_multipliers.min(keepdims=True)
+            noise_multipliers = np.array([noise_multipliers.min()])
+            if self.is_inside_item:
+                least = self.counted(noise_multipliers[0])
+                ledger = self._ledger_with_open_item(least)
+        if ledger.epsilon(budget.delta) > budget.target_epsilon:
+            # Not even the rest of a pass that has begun.
+            self.limit(-1, noise_multiplier=float(noise_multipliers.min()))
+            return
+        # As they will be recorded.
+        levels = self._levels.numpy()
         counted = noise_multipliers / _sensitivity_in_clips(self._segment)
-        counted = lowered(counted, noise_levels(counted))
+        counted = lowered(counted, levels)
         count = affordable_count(
-            self.ledger,
+            ledger,
             self._segment,
             budget.target_epsilon,
             budget.delta,
             noise_multipliers=counted,
+            most=self._count_worth_knowing(),
         )
         least = noise_multipliers[: max(count, 1)].min()
         self.limit(count, noise_multiplier=float(least))
+
+    def _count_worth_knowing(self) -> int:
+        """Return a number of items that is beyond all plans, small if there is one."""
+        if self.planned_items is None:
+            return MOST_COUNT
+        return 2 * max(self.planned_items - self.items_started, 1)
 
     @property
     def limited_for(self) -> float:
@@ -374,7 +403,7 @@ class LedgerRecorder:
         if self.budget is not None:
             # No step before `enforce_budget` has seen what was restored.
             self.limit(0)
-            self._limit_is_stale = True
+            self._limited_by = None
 
     def _restore_ledger(self, ledger: Ledger, saved_runs: dict[str, int]) -> None:
         """Take the ledger that covers the runs of both, or both of them together."""

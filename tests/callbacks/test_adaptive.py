@@ -106,13 +106,12 @@ class TestAdaptiveQuantileClip:
         )
         np.testing.assert_allclose(np.mean(seen[-50:]), true, rtol=0.1)
 
-    @pytest.mark.parametrize("options", OPTIONS, ids=str)
     @pytest.mark.parametrize(
-        "model_options",
+        ("options", "model_options"),
         [
-            {"engine": "vectorized"},
-            {"engine": "ghost", "physical_batch_size": 7},
-            {"physical_batch_size": 7},
+            *((options, {"physical_batch_size": 7}) for options in OPTIONS),
+            ({}, {"engine": "vectorized"}),
+            ({}, {"engine": "ghost", "physical_batch_size": 7}),
         ],
         ids=str,
     )
@@ -163,8 +162,10 @@ class TestAdaptiveQuantileClip:
         np.testing.assert_allclose(np.sqrt(np.mean(noise**2)), 4.0, rtol=0.15)
 
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
-    def test_noise_is_that_of_the_norm_that_clipped(self, options):
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_noise_is_that_of_the_norm_that_clipped(self, options, dtype):
         """Without slopes weights move by noise alone, of one seed."""
+        keras.config.set_floatx(dtype)
         quantile = AdaptiveQuantileClip(0.01, 5.0, count_noise_multiplier=1e-9)
         model, fixed = private(3.0, **options), private(3.0, **options)
         fit(model, quantile, norms=np.zeros(ROWS))
@@ -172,11 +173,9 @@ class TestAdaptiveQuantileClip:
         np.testing.assert_array_equal(model.get_weights(), fixed.get_weights())
         assert float(model.optimizer.l2_norm_clip) < 0.1
 
-    def test_the_count_has_noise_of_its_own(self):
-        """Neither that of the gradient nor that of another step."""
-        model = private(1.0, learning_rate=1.0)
+    def test_every_count_has_noise_of_its_own(self):
         quantile = AdaptiveQuantileClip(0.5, 1e-3, count_noise_multiplier=0.01)
-        seen = fit(model, quantile, norms=np.tile(NORMS, 50))
+        seen = fit(private(), quantile, norms=np.tile(NORMS, 50))
         of_counts = np.diff(np.log([1.0, *seen]))
         assert len(np.unique(of_counts.round(12))) > 45
 
@@ -386,3 +385,25 @@ class TestAdaptiveMedianClip:
     def test_bad_arguments_are_refused(self, arguments):
         with pytest.raises(ValueError, match=r"must .* Received: "):
             median(**arguments)
+
+
+def test_noise_set_by_a_callback_is_planned_for():
+    """Beside what a query costs: the budget and every step know of it."""
+    model = private(noise_multiplier=8.0, model_options={})
+    lower = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: setattr(
+            model.optimizer, "noise_multiplier", 2.0
+        )
+    )
+    fit(
+        model,
+        AdaptiveQuantileClip(0.5, count_noise_multiplier=20.0),
+        PrivacyBudget(1e-3, 1.5),
+        lower,
+        batch_size=10,
+        epochs=10,
+    )
+    assert 5 < model.ledger.steps < 40
+    assert model.epsilon(1e-3) <= 1.5
+    one_more = model.ledger.add(PoissonSteps(1, folded(2.0, 20.0), ROWS, 10))
+    assert one_more.epsilon(1e-3) > 1.5

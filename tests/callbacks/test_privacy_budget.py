@@ -128,6 +128,22 @@ def test_noise_lowered_before_a_step_does_not_overspend(rows, steps_per_executio
     assert model.epsilon(DELTA) <= 1.0
 
 
+def test_noise_lowered_inside_a_pass_does_not_overspend(rows):
+    model = private("shuffle", noise_multiplier=8.0)
+    change = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: setattr(
+            model.optimizer, "noise_multiplier", 8.0 if batch < 5 else 2.0
+        )
+    )
+    target = tfdp.accounting.Ledger((
+        tfdp.accounting.ShuffledPasses(2, 8.0, 200, 20),
+    )).epsilon(DELTA)
+    callbacks = [change, tfdp.callbacks.PrivacyBudget(DELTA, target)]
+    model.fit(*rows, batch_size=20, epochs=3, callbacks=callbacks, verbose=0)
+    assert int(model.optimizer.iterations) == 5
+    assert model.epsilon(DELTA) <= target
+
+
 @pytest.mark.filterwarnings("ignore:Training without noise")
 def test_no_budget_has_room_for_a_step_without_noise(rows):
     model = private(noise_multiplier=0.0)

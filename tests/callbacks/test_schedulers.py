@@ -230,8 +230,117 @@ def test_steps_must_be_a_positive_whole_number(steps):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_tables_are_the_schedule(name):
     schedule = SCHEDULES[name]
-    expected = [float(schedule(step)) for step in range(2, 9)]
-    np.testing.assert_allclose(tabulate(schedule, 2, 7), expected, rtol=1e-6)
+    expected = [float(schedule(step)) for step in range(9)]
+    np.testing.assert_allclose(tabulate(schedule, 9), expected, rtol=1e-6)
+
+
+class Plain(schedules.LearningRateSchedule):
+    """A schedule that only plain numbers can be put into."""
+
+    def __call__(self, step):
+        return 2.0 if step < 3 else 1.0 / (1.0 + step)
+
+    def get_config(self):
+        return {}
+
+
+def test_schedules_for_plain_numbers():
+    np.testing.assert_allclose(tabulate(Plain(), 5), [2, 2, 2, 1 / 4, 1 / 5])
+
+
+def test_callbacks_in_lists_of_lists():
+    model = private(100.0)
+    inner = keras.callbacks.CallbackList([ClipNormScheduler(lambda step: 0.25)])
+    model.fit(*data(), batch_size=12, callbacks=[[inner]], verbose=0)
+    np.testing.assert_allclose(length(model), 0.25, rtol=1e-5)
+
+
+def test_no_epoch_at_all():
+    model = private(1.0, sampling="poisson")
+    for scheduler in (ClipNormScheduler, NoiseMultiplierScheduler):
+        model.fit(
+            *data(),
+            batch_size=2,
+            epochs=2,
+            initial_epoch=2,
+            callbacks=[scheduler(lambda step: 1.0)],
+            verbose=0,
+        )
+    assert not model.ledger.steps
+
+
+def test_older_weights_take_the_schedule_back(tmp_path):
+    """As a backup does that is restored in the same process."""
+    model, seen = private(1.0, noise_multiplier=1.0, sampling="poisson"), []
+    scheduler = NoiseMultiplierScheduler(lambda step: 9.0 - step / 2)
+    model.fit(*data(), batch_size=4, callbacks=[scheduler], verbose=0)
+    model.save_weights(tmp_path / "old.weights.h5")
+    model.fit(*data(), batch_size=4, callbacks=[scheduler], verbose=0)
+    callbacks = [
+        keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs: model.load_weights(tmp_path / "old.weights.h5"),
+            on_train_batch_end=lambda batch, logs: seen.append(
+                logs["noise_multiplier"]
+            ),
+        ),
+        scheduler,
+        PrivacyBudget(1e-3, 5.0),
+    ]
+    model.fit(*data(), batch_size=4, callbacks=callbacks, verbose=0)
+    assert seen == [7.5, 7.0, 6.5]
+    assert model.ledger.steps == 9
+
+
+def test_what_was_planned_had_the_noise_that_was_planned():
+    model = private(1.0, 77.0, sampling="poisson")
+    stop = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", True)
+    )
+    model.fit(
+        *data(),
+        batch_size=2,
+        epochs=2,
+        callbacks=[NoiseMultiplierScheduler(lambda n: 4.0 if n < 6 else 1.0), stop],
+        verbose=0,
+    )
+    assert model.ledger.segments == (PoissonSteps(6, 4.0, ROWS, 2),)
+    assert model.ledger.cut_short == (PoissonSteps(6, 1.0, ROWS, 2),)
+
+
+def test_a_budget_notices_steps_that_come_again():
+    """Iterations set back to where the noise is least, at the end of each epoch."""
+    model = private(1.0, 77.0, sampling="poisson")
+    again = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: model.optimizer.iterations.assign(0)
+    )
+    target = Ledger((PoissonSteps(12, 4.0, ROWS, 2),)).epsilon(1e-3)
+    model.fit(
+        *data(),
+        batch_size=2,
+        epochs=8,
+        callbacks=[
+            NoiseMultiplierScheduler(lambda n: 4.0 + n),
+            again,
+            PrivacyBudget(1e-3, target),
+        ],
+        verbose=0,
+    )
+    assert 12 < model.ledger.steps < 48
+    assert model.epsilon(1e-3) <= target
+
+
+def test_a_budget_loses_no_step_when_weights_are_loaded(tmp_path):
+    model = private(1.0, noise_multiplier=5.0, sampling="poisson")
+    model.fit(*data(), batch_size=2, verbose=0)
+    model.save_weights(tmp_path / "old.weights.h5")
+    load = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: model.load_weights(
+            tmp_path / "old.weights.h5"
+        )
+    )
+    callbacks = [load, PrivacyBudget(1e-3, 50.0)]
+    model.fit(*data(), batch_size=2, callbacks=callbacks, verbose=0)
+    assert model.ledger.steps == 12
 
 
 def halving(step):

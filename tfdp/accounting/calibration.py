@@ -15,7 +15,7 @@ from tfdp.accounting.segments import PoissonSteps, Segment
 # passes among the whole numbers, up to these ends.
 _PER_UNIT = 1_000_000
 _MOST_NOISE = 100_000 * _PER_UNIT
-_MOST_COUNT = 1_000_000_000
+MOST_COUNT = 1_000_000_000
 
 
 def calibrate_noise_multiplier(
@@ -123,13 +123,14 @@ def affordable_count(
     accountant: str = "PLD",
     *,
     noise_multipliers: np.ndarray | None = None,
+    most: int = MOST_COUNT,
 ) -> int:
     """Find how many more steps or passes an epsilon allows.
 
     Guarantees:
         With the returned number of steps or passes added to the ledger, its epsilon
         by the same accountant is at most ``target_epsilon``; with one more it would
-        not be. Never more than a billion.
+        not be, unless `most` is reached.
 
     Args:
         ledger: What was run already.
@@ -139,6 +140,7 @@ def affordable_count(
         accountant: ``"PLD"`` or ``"RDP"``.
         noise_multipliers: Of the steps or passes to come, the last one for all that
             follow; by default the segment's.
+        most: Largest count that is looked for.
 
     Returns:
         The number of steps or passes; ``0`` too if the budget is spent already.
@@ -163,10 +165,10 @@ def affordable_count(
         longer = ledger.add(*_with_noise(segment, noise, count))
         return longer.epsilon(delta, by) - target_epsilon
 
-    count = _greatest_count(lambda k: excess(k, "RDP"), 0, 1)
-    if accountant == "PLD":
+    count = _greatest_count(lambda k: excess(k, "RDP"), 0, 1, most)
+    if accountant == "PLD" and count < most:
         count = _greatest_count(
-            lambda k: excess(k, "PLD"), count, count + count // 4 + 1
+            lambda k: excess(k, "PLD"), count, count + count // 4 + 1, most
         )
     return count
 
@@ -198,15 +200,19 @@ def _least_noise(excess: Callable[[int], float], low: int, high: int) -> int:
     return _crossing(excess, inside=high, outside=low)
 
 
-def _greatest_count(excess: Callable[[int], float], low: int, high: int) -> int:
-    """Return the greatest number without excess: 0 at least, `_MOST_COUNT` at most."""
+def _greatest_count(
+    excess: Callable[[int], float], low: int, high: int, most: int
+) -> int:
+    """Return the greatest number without excess, from 0 to `most`."""
+    if most < MOST_COUNT and excess(most) <= 0:
+        return most
     while low > 0 and excess(low) > 0:
         low, high = low // 2, low
-    while excess(high) <= 0:
-        if high >= _MOST_COUNT:
-            return _MOST_COUNT
-        low, high = high, 4 * high
-    return _crossing(excess, inside=low, outside=high)
+    while high < most and excess(high) <= 0:
+        low, high = high, min(4 * high, most)
+    if high >= most and excess(most) <= 0:
+        return most
+    return _crossing(excess, inside=low, outside=min(high, most))
 
 
 def _crossing(excess: Callable[[int], float], inside: int, outside: int) -> int:

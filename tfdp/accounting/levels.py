@@ -31,10 +31,10 @@ def noise_levels(noise_multipliers: np.ndarray) -> np.ndarray:
 
 
 def lowered(noise_multipliers: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Replace each number by the greatest level that does not exceed it.
+    """Replace each number by the greatest level that does not exceed it, if any.
 
     Args:
-        noise_multipliers: Numbers of at least the least level, shape ``(steps,)``.
+        noise_multipliers: Numbers, shape ``(steps,)``.
         levels: What `noise_levels` returned.
 
     Returns:
@@ -44,7 +44,8 @@ def lowered(noise_multipliers: np.ndarray, levels: np.ndarray) -> np.ndarray:
         >>> lowered(np.array([1.5, 2.0]), np.array([1.0, 2.0]))
         array([1., 2.])
     """
-    return levels[np.searchsorted(levels, noise_multipliers, side="right") - 1]
+    places = np.searchsorted(levels, noise_multipliers, side="right")
+    return np.where(places > 0, levels[places - 1], noise_multipliers)
 
 
 def folded(noise_multiplier: Any, query_noise_multiplier: Any) -> Any:

@@ -163,6 +163,11 @@ def _checked_public_data(public_data: Any) -> Any:
         )
     data = keras.utils.unpack_x_y_sample_weight(public_data)
     data = _tree.map_tensors(tf.convert_to_tensor, data)
+    if not all(tensor.shape.rank for tensor in _tree.tensors(data)):
+        raise ValueError(
+            "`public_data` must hold arrays with rows. Received: numbers. Use "
+            "`BiasLogger(public_data=(np.array(x), np.array(y)))`."
+        )
     if number_of_examples(data) < 1:
         raise ValueError(
             "`public_data` must have rows. Received: arrays of 0 rows. Use "

@@ -1,6 +1,7 @@
 """Clip norms and noise multipliers that change from step to step."""
 
 import abc
+import contextlib
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -34,7 +35,6 @@ class _Scheduler(PrivacyCallback, abc.ABC):
         self.schedule = schedule
         self.steps = None if steps is None else _validate.positive_int("steps", steps)
         with tf.init_scope():
-            self._first = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._table = tf.Variable(
                 tf.ones([1], tf.float64), shape=[None], trainable=False
             )
@@ -62,24 +62,23 @@ class _Scheduler(PrivacyCallback, abc.ABC):
                 f"steps=None, and data that do not tell. Use `{name}(schedule, "
                 "steps=1000)` or `fit(..., steps_per_epoch=100)`."
             )
-        first = int(model.optimizer.iterations)
-        values = tabulate(self.schedule, first, steps)
-        for step, value in enumerate(values, first):
+        # From the beginning: a backup may set the run back by any number of steps.
+        values = tabulate(self.schedule, int(model.optimizer.iterations) + steps)
+        for step, value in enumerate(values):
             try:
                 self.checked(value)
             except ValueError as error:
                 raise ValueError(f"At step {step} of the schedule: {error}") from error
-        self._first.assign(first)
-        self._table.assign(values)
+        if len(values):
+            self._table.assign(values)
 
     def before_step(self, optimizer: DPOptimizer) -> None:
         """Set the value of the step that begins, in the training graph."""
         getattr(optimizer, self.sets).assign(self._at(optimizer.iterations.value))
 
     def _at(self, iteration: tf.Tensor) -> tf.Tensor:
-        place = tf.cast(iteration, tf.int64) - self._first
         last = tf.shape(self._table, tf.int64)[0] - 1
-        return tf.gather(self._table, tf.clip_by_value(place, 0, last))
+        return tf.gather(self._table, tf.minimum(tf.cast(iteration, tf.int64), last))
 
 
 class ClipNormScheduler(_Scheduler):
@@ -168,28 +167,28 @@ class NoiseMultiplierScheduler(_Scheduler):
         return self._at(iteration)
 
 
-def tabulate(schedule: Schedule, first: int, steps: int) -> np.ndarray:
-    """Compute a schedule for consecutive steps.
+def tabulate(schedule: Schedule, steps: int) -> np.ndarray:
+    """Compute a schedule for the first steps.
 
     Args:
         schedule: From the number of a step to its value.
-        first: Number of the first step.
         steps: How many.
 
     Returns:
         The values, float64, of shape ``(steps,)``.
     """
-    numbers = range(first, first + steps)
-    if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        return np.array([_validate.number("schedule", schedule(n)) for n in numbers])
 
     # One by one and eagerly, Keras's schedules would take seconds for long runs.
     @tf.function(autograph=False)
     def values() -> tf.Tensor:
         return tf.map_fn(
             lambda step: tf.cast(schedule(step), tf.float64),
-            tf.range(first, first + steps),
+            tf.range(steps),
             fn_output_signature=tf.TensorSpec([], tf.float64),
         )
 
-    return np.asarray(values())
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        # A schedule of the user's own may be for plain numbers only.
+        with contextlib.suppress(Exception):
+            return np.asarray(values.get_concrete_function()())
+    return np.array([_validate.number("schedule", schedule(n)) for n in range(steps)])
