@@ -181,3 +181,116 @@ class TestMnist:
         assert process.returncode
         assert "there is no" in process.stderr
         assert "Traceback" not in process.stderr
+
+
+class TestClipSchedules:
+    names = ("small", "large", "switch", "polynomial", "quantile", "median")
+
+    def table(self, text):
+        """The rows of the table by name, as numbers."""
+        rows = {}
+        for line in text[text.index("not private:") :].splitlines():
+            name, *cells = line.split() or [""]
+            if name in self.names:
+                rows[name] = [float(cell.rstrip("%")) for cell in cells]
+        return rows
+
+    def check(self, text, folder, target_epsilon, epochs, names=names):
+        table = self.table(text)
+        assert tuple(table) == names
+        assert "neither publish them" in text
+        assert (folder / "comparison.png").read_bytes().startswith(PNG)
+        for name, (_, epsilon, clip, *nonprivate) in table.items():
+            assert epsilon <= target_epsilon
+            assert clip > 0
+            assert np.isfinite(nonprivate).all()
+            rows = history(folder / f"{name}.csv")
+            # The histograms of `median` may use the budget up before the last epoch.
+            assert len(rows) == epochs or name == "median"
+            assert all(float(row["epsilon"]) <= target_epsilon for row in rows)
+            assert float(rows[-1]["l2_norm_clip"]) == pytest.approx(clip, rel=0.01)
+        return table
+
+    def test_quick(self, tmp_path):
+        text = run(
+            "clip_schedules",
+            "--epochs=1",
+            "--schedules=quantile",
+            f"--output_dir={tmp_path}",
+        )
+        table = self.check(text, tmp_path, 3.0, epochs=1, names=("quantile",))
+        # More noise in the gradient pays for the count, not a larger epsilon.
+        assert table["quantile"][1] > 2.99
+        assert not (tmp_path / "small.csv").exists()
+
+    @pytest.mark.slow
+    def test_all(self, tmp_path):
+        text = run(
+            "clip_schedules",
+            "--epochs=2",
+            "--target_epsilon=2",
+            "--power=2",
+            f"--output_dir={tmp_path}",
+        )
+        table = self.check(text, tmp_path, 2.0, epochs=2)
+        # One step is a good part of a budget for so few.
+        assert all(row[1] > 1.5 for row in table.values())
+        assert number(r"together cost (\d+\.\d+)", text) > 2.0
+        assert table["small"][2] == table["switch"][2] < table["large"][2]
+        c = [float(row["l2_norm_clip"]) for row in history(tmp_path / "polynomial.csv")]
+        assert c == sorted(c, reverse=True)
+
+    @pytest.mark.slow
+    def test_mnist(self, small_mnist, tmp_path):
+        text = run(
+            "clip_schedules",
+            "--epochs=1",
+            "--schedules=median",
+            f"--data_dir={small_mnist}",
+            f"--output_dir={tmp_path / 'runs'}",
+        )
+        self.check(text, tmp_path / "runs", 3.0, epochs=1, names=("median",))
+
+    @pytest.mark.parametrize(
+        ("flag", "message"),
+        [
+            ("--target_epsilon=-1", "`target_epsilon` must be positive"),
+            ("--data_dir=nowhere", "there is no nowhere"),
+            ("surplus", "surplus"),
+        ],
+    )
+    def test_wrong_flag_is_explained(self, tmp_path, flag, message):
+        process = start("clip_schedules", f"--output_dir={tmp_path}", flag)
+        assert process.returncode
+        assert message in process.stderr + process.stdout
+        assert "Traceback" not in process.stderr
+
+
+class TestBatchSizes:
+    def test_larger_batches_have_less_bias(self, tmp_path):
+        out = run(
+            "batch_sizes",
+            "--batch_size=32",
+            "--batch_size=512",
+            "--batches=4",
+            "--epochs=1",
+            f"--output={tmp_path / 'plot.png'}",
+        )
+        small, large = (
+            [
+                float(cell)
+                for cell in re.search(rf"^ +{size}((?: +[\d.]+){{4}})$", out, re.M)[
+                    1
+                ].split()
+            ]
+            for size in (32, 512)
+        )
+        assert large[0] < small[0]
+        assert large[3] > small[3]
+        assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
+
+    def test_more_images_than_there_are(self, tmp_path):
+        process = start("batch_sizes", "--batch_size=5000", "--epochs=1")
+        assert process.returncode == 1
+        assert "there are 1797 images only. Received: batch_size=5000" in process.stderr
+        assert "Traceback" not in process.stderr

@@ -31,7 +31,7 @@ class AdaptiveQuantileClip(PrivacyCallback):
         The noise of a step is drawn with the C that clipped it. The count costs
         privacy, and the ledger counts it: a step has the noise multiplier
         ``(noise_multiplier**-2 + count_noise_multiplier**-2) ** -0.5``, which `fit`
-        logs beside the one that keeps epsilon as it was.
+        logs beside the one that would cost no more than without.
 
     Args:
         target_quantile: Share of the units that are not to be clipped, in (0, 1).
@@ -91,7 +91,8 @@ class AdaptiveMedianClip(PrivacyCallback):
     On every `every`-th step, the first one included, it counts how many norms fall
     into each bin, and adds noise to the counts. C becomes the midpoint of the bin in
     which the noised counts, added up from the least bin, pass half of their sum.
-    Larger norms than the last edge count in the last bin. `fit` logs `l2_norm_clip`.
+    Larger norms than the last edge count in the last bin, so C lies between the
+    midpoints of the first and the last bin. `fit` logs `l2_norm_clip`.
 
     Guarantees:
         The noise of a step is drawn with the C that clipped it. The histogram costs
@@ -206,11 +207,11 @@ def _log_cost(
     counted = folded(noise_multiplier, query_noise_multiplier)
     if noise_multiplier < query_noise_multiplier:
         needed = (noise_multiplier**-2 - query_noise_multiplier**-2) ** -0.5
-        fix = f"noise_multiplier={needed:.6g} would keep epsilon as it was"
+        fix = f"noise_multiplier={needed:.6g} would cost what it costs without"
     else:
-        fix = "no noise_multiplier would keep epsilon as it was"
+        fix = "no noise_multiplier would cost what it costs without"
     logging.info(
-        "%s learns from steps with noise_multiplier=%.6g, which count as %.6g: %s.",
+        "A step that %s learns from with noise_multiplier=%.6g counts as %.6g: %s.",
         type(callback).__name__,
         noise_multiplier,
         counted,
