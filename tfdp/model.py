@@ -417,9 +417,9 @@ class DPModel(keras.Model):
         self._plan_for(data.segment, data.expected_batch_size)
         data = self._check(data)
         self.optimizer.renew_noise_key()
-        self._take_callbacks(private)
-        self._plan_noise(steps)
         try:
+            self._take_callbacks(private)
+            self._plan_noise(steps)
             self._begin(data, epochs - initial_epoch)
             return super().fit(
                 x=data.x,
@@ -507,7 +507,7 @@ class DPModel(keras.Model):
             callback.before_step(self.optimizer)
         noise_multiplier = self._accounted_noise(self.optimizer.iterations.value)
         has_room = self.recorder.has_room(noise_multiplier)
-        clip = self._clip_with_seeds_of_step()
+        clip = self._clip_with_state_of_step()
         clipped_sum = self._clip_and_log(data, has_room)
 
         def apply() -> bool:
@@ -548,14 +548,14 @@ class DPModel(keras.Model):
                 )
         return noise_multiplier
 
-    def _clip_with_seeds_of_step(self) -> Callable[[Any, tf.Tensor], ClippedSum]:
+    def _clip_with_state_of_step(self) -> Callable[[Any, tf.Tensor], ClippedSum]:
         """Return a function that clips data as the step that begins clips its own."""
         if not any(callback.clips_again for callback in self._in_graph):
             return self._clip
         states = [*_keras.seed_states(self.model), *self.model.non_trainable_variables]
         at_begin = [tf.identity(state.value) for state in states]
 
-        def clip_with_seeds(data: Any, clip_norm: tf.Tensor) -> ClippedSum:
+        def clip_with_state(data: Any, clip_norm: tf.Tensor) -> ClippedSum:
             now = [tf.identity(state.value) for state in states]
             for state, value in zip(states, at_begin, strict=True):
                 state.assign(value)
@@ -564,7 +564,7 @@ class DPModel(keras.Model):
                 state.assign(value)
             return clipped_sum
 
-        return clip_with_seeds
+        return clip_with_state
 
     def _clip_and_log(self, data: Any, has_room: tf.Tensor) -> ClippedSum:
         """Clip and sum the units of a logical batch, and update the metrics."""

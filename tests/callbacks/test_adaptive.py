@@ -229,7 +229,7 @@ class TestAdaptiveQuantileClip:
         with caplog.at_level("INFO", "absl"):
             fit(private(noise_multiplier=1.0), AdaptiveQuantileClip(0.5))
         (message,) = (text for text in caplog.messages if "AdaptiveQuantile" in text)
-        assert "noise_multiplier=1," in message
+        assert "noise_multiplier=1 counts" in message
         assert "counts as 0.995037" in message
         assert "noise_multiplier=1.00504 would" in message
         np.testing.assert_allclose(folded(1.00504, 10.0), 1.0, rtol=1e-5)
