@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
-from dp_accounting import pld
+from dp_accounting.pld import accountant as pld_accountant
+from dp_accounting.pld import common
 
 from tfdp._validate import one_of, positive, positive_int, probability
 from tfdp.accounting.accountant import ACCOUNTANTS, epsilon
@@ -109,10 +110,10 @@ def calibrate_gaussian(epsilon: float, delta: float) -> float:
            Privacy: Analytical Calibration and Optimal Denoising", ICML 2018,
            Theorem 8. https://arxiv.org/abs/1805.06530
     """
-    guarantee = pld.common.DifferentialPrivacyParameters(
+    guarantee = common.DifferentialPrivacyParameters(
         positive("epsilon", epsilon), probability("delta", delta)
     )
-    return float(pld.accountant.get_smallest_gaussian_noise(guarantee))
+    return float(pld_accountant.get_smallest_gaussian_noise(guarantee))
 
 
 def affordable_count(
