@@ -1,4 +1,8 @@
-"""Segments to epsilon, with the accountants of dp_accounting."""
+"""Segments to epsilon, with what dp_accounting has for it.
+
+It knows neighbours that differ in a record that one of them replaces by an empty one
+only in later versions; under add-or-remove-one, its default, the numbers are the same.
+"""
 
 import contextlib
 import copy
@@ -8,7 +12,8 @@ import math
 from collections.abc import Iterable, Iterator
 
 import dp_accounting
-from dp_accounting import pld, rdp
+from dp_accounting import rdp
+from dp_accounting.pld import privacy_loss_distribution
 
 from tfdp._validate import one_of, probability
 from tfdp.accounting.segments import PoissonSteps, Segment
@@ -90,16 +95,28 @@ def reported_epsilon(segments: Iterable[Segment], delta: float) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _epsilon(segments: tuple[Segment, ...], delta: float, accountant: str) -> float:
-    upper_bound = math.inf
-    if accountant == "PLD":
+    if accountant == "RDP":
+        with _absl_warnings_off():
+            return max(0.0, float(_composed_rdp(segments).get_epsilon(delta)))
+    few = len(segments) <= _PLD_FEW_SEGMENTS
+    if not (few and _pld_is_affordable(segments, _rough_bound(segments, delta))):
         bound_of_rdp = _epsilon(segments, delta, "RDP")
         if not _pld_is_affordable(segments, bound_of_rdp):
             return bound_of_rdp
-        if len(segments) > _PLD_FEW_SEGMENTS:
-            accountant, upper_bound = "coarse PLD", bound_of_rdp
-    with _absl_warnings_off():
-        result = float(_composed(segments, accountant).get_epsilon(delta))
-    return min(max(0.0, result), upper_bound)
+    interval = _PLD_INTERVAL if few else _PLD_COARSE_INTERVAL
+    loss = _composed_loss(segments, interval)
+    result = max(0.0, float(loss.get_epsilon_for_delta(delta)))
+    return result if few else min(result, bound_of_rdp)
+
+
+def _rough_bound(segments: tuple[Segment, ...], delta: float) -> float:
+    """Return an upper bound that is the same for nearly all epochs of a run.
+
+    The counts are rounded up to powers of two, so that it mostly comes out of the
+    cache.
+    """
+    longer = (s.with_count(1 << (s.count - 1).bit_length()) for s in segments)
+    return _epsilon(tuple(longer), delta, "RDP")
 
 
 def _pld_is_affordable(segments: tuple[Segment, ...], upper_bound: float) -> bool:
@@ -114,48 +131,65 @@ def _pld_is_affordable(segments: tuple[Segment, ...], upper_bound: float) -> boo
 
 
 @functools.lru_cache(maxsize=64)
-def _composed(
-    segments: tuple[Segment, ...], accountant: str
-) -> dp_accounting.PrivacyAccountant:
-    """Return an accountant that has composed the segments; callers do not change it.
-
-    All but the last segment come out of the cache while a run adds to the last one.
-    Every hundredth time all are composed anew, which bounds the recursion.
-    """
+def _composed_rdp(segments: tuple[Segment, ...]) -> rdp.RdpAccountant:
+    """Return an accountant that has composed the segments; callers do not change it."""
     if not segments:
-        return _fresh(accountant)
-    known = segments[:-1] if len(segments) % 100 else ()
-    result = copy.deepcopy(_composed(known, accountant))
+        return rdp.RdpAccountant()
+    known = _known_part(segments)
+    result = copy.deepcopy(_composed_rdp(known))
     for segment in segments[len(known) :]:
         result.compose(segment.event())
     return result
 
 
-def _fresh(accountant: str) -> dp_accounting.PrivacyAccountant:
-    relation = _neighboring_relation()
-    if accountant == "RDP":
-        return rdp.RdpAccountant(neighboring_relation=relation)
-    interval = _PLD_INTERVAL if accountant == "PLD" else _PLD_COARSE_INTERVAL
-    return pld.PLDAccountant(
-        neighboring_relation=relation, value_discretization_interval=interval
-    )
+@functools.lru_cache(maxsize=64)
+def _composed_loss(
+    segments: tuple[Segment, ...], interval: float
+) -> privacy_loss_distribution.PrivacyLossDistribution:
+    """Return the distribution of the privacy loss of the segments together."""
+    if not segments:
+        return privacy_loss_distribution.identity(interval)
+    known = _known_part(segments)
+    result = _composed_loss(known, interval)
+    for segment in segments[len(known) :]:
+        result = result.compose(_loss(segment.event(), interval))
+    return result
 
 
-@functools.cache
-def _neighboring_relation() -> dp_accounting.NeighboringRelation:
-    """Return the relation to compose under.
+def _known_part(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Return the segments whose composition is looked up, and not made anew.
 
-    That is a record replaced by an empty one. Versions of dp_accounting that do not
-    know Poisson sampling under it have the same numbers under add-or-remove-one.
+    All but the last segment come out of the cache while a run adds to the last one.
+    Every hundredth time all are composed anew, which bounds the recursion.
     """
-    special = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-    sampled = dp_accounting.PoissonSampledDpEvent(
-        0.5, dp_accounting.GaussianDpEvent(1.0)
+    return segments[:-1] if len(segments) % 100 else ()
+
+
+def _loss(
+    event: dp_accounting.SelfComposedDpEvent, interval: float
+) -> privacy_loss_distribution.PrivacyLossDistribution:
+    """Return the distribution of the privacy loss of a segment."""
+    if isinstance(event.event, dp_accounting.PoissonSampledDpEvent):
+        return _loss_of_a_draw(event.event, interval).self_compose(event.count)
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        event.event.noise_multiplier / math.sqrt(event.count),
+        value_discretization_interval=interval,
     )
-    fresh = (rdp.RdpAccountant, pld.PLDAccountant)
-    if all(make(neighboring_relation=special).supports(sampled) for make in fresh):
-        return special
-    return dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+
+
+@functools.lru_cache(maxsize=64)
+def _loss_of_a_draw(
+    release: dp_accounting.PoissonSampledDpEvent, interval: float
+) -> privacy_loss_distribution.PrivacyLossDistribution:
+    """Return the distribution of the privacy loss of one step.
+
+    It takes most of the time of all this, and is the same after every epoch.
+    """
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        release.event.noise_multiplier,
+        value_discretization_interval=interval,
+        sampling_prob=release.sampling_probability,
+    )
 
 
 @contextlib.contextmanager
