@@ -63,19 +63,7 @@ def logged(history, prefix="nonprivate_"):
     return {name: history.history[prefix + name][-1] for name in NAMES}
 
 
-def some_quick(problems, every):
-    """The same parameters, most of them for the slow tests."""
-    return [
-        pytest.param(
-            *each.values, id=each.id, marks=[pytest.mark.slow] * (n % every > 0)
-        )
-        for n, each in enumerate(problems)
-    ]
-
-
-@pytest.mark.parametrize(
-    "problem", some_quick(cases(lacking=["random", "coupled"]), every=12)
-)
+@pytest.mark.parametrize("problem", cases(lacking=["random", "coupled"])[::12])
 def test_is_what_it_is_defined_as(problem):
     batch = problem.batch(6, "float64")
     scaled = scale_outlier(batch, 2, 10)

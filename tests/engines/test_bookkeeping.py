@@ -61,7 +61,7 @@ few = those(FEW)
 every = pytest.mark.parametrize("problem", cases(lacking={"random", "tied"}))
 
 
-@every
+@pytest.mark.parametrize("problem", cases(lacking={"random", "tied"}, is_slow=True))
 def test_graph_equals_one_example_at_a_time(problem):
     run = runner(problem, [BookkeepingEngine()])
     for rows in BATCHES:
@@ -300,9 +300,8 @@ def test_a_step_of_fit_is_the_clipped_mean():
 
 @pytest.mark.slow
 @every
-@pytest.mark.parametrize("mode", ["eager", "xla"])
-def test_every_problem_eagerly_and_with_xla(problem, mode):
-    check(problem, runner(problem, [BookkeepingEngine()], mode), OUTLIER)
+def test_every_problem_with_xla(problem):
+    check(problem, runner(problem, [BookkeepingEngine()], "xla"), OUTLIER)
 
 
 @pytest.mark.slow

@@ -107,9 +107,8 @@ def test_eager_and_xla_equal_one_example_at_a_time(problem, mode):
 
 @pytest.mark.slow
 @every
-@pytest.mark.parametrize("mode", ["eager", "xla"])
-def test_every_problem_eagerly_and_with_xla(problem, mode):
-    check(problem, with_outlier(problem), mode, "float32", 2e-5)
+def test_every_problem_with_xla(problem):
+    check(problem, with_outlier(problem), "xla", "float32", 2e-5)
 
 
 @few
