@@ -1,5 +1,6 @@
 """Engines on problems, compared with one example at a time in float64."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,10 +10,17 @@ import numpy as np
 import tensorflow as tf
 
 from tests.problems import Batch, Problem, nan_row, precision, scale_outlier, take
-from tests.reference import TOLERANCE, assert_all_close, clipped_sum, problem_gradients
+from tests.reference import (
+    TOLERANCE,
+    assert_all_close,
+    clipped_sum,
+    problem_gradients,
+    uphill_gradients,
+)
 from tfdp import _tree
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines.passes import run_whole
+from tfdp.losses.ascent import Ascent
 from tfdp.losses.objective import Objective
 
 MODES = ("eager", "graph", "xla")
@@ -32,6 +40,14 @@ class Pool(NamedTuple):
 
     batch: Batch
     gradients: list[np.ndarray]
+
+
+class Uphill(NamedTuple):
+    """Where gradients are taken; see `tests.reference.uphill_gradients`."""
+
+    radius: float
+    mix: float
+    is_exact: bool
 
 
 @functools.cache
@@ -67,6 +83,7 @@ def runner(
     dtype: str = "float64",
     *,
     unit_size: int = 1,
+    ascent: Uphill | None = None,
 ) -> Callable[[Batch, float], list[Any]]:
     """Make a function that clips a batch with each of the engines.
 
@@ -78,6 +95,7 @@ def runner(
         mode: One of `MODES`.
         dtype: Policy of the model.
         unit_size: Examples in a unit.
+        ascent: Where gradients are taken.
 
     Returns:
         From a batch and the clip norm to ``(clipped sums, norms)`` of each engine.
@@ -86,6 +104,10 @@ def runner(
         objective = Objective.of(
             problem.build(dtype), problem.loss(dtype), problem.loss_weights
         )
+    if ascent is not None:
+        radius = tf.constant(ascent.radius, tf.float64)
+        step = Ascent(radius, ascent.mix, ascent.is_exact)
+        objective = dataclasses.replace(objective, ascent=step)
     wide = clip_as_tensor(1.0, objective.variables).dtype
     signature = tuple(problem.batch(1))
     if any(leaf.dtype.kind == "f" for leaf in keras.tree.flatten(signature[0])):
@@ -139,6 +161,7 @@ def check(
     tolerance: float | None = None,
     *,
     unit_size: int = 1,
+    ascent: Uphill | None = None,
 ) -> None:
     """Compare norms and clipped sums with the reference, half of the units clipped.
 
@@ -148,17 +171,22 @@ def check(
         rows: Which rows of the pool make the batch.
         tolerance: Relative to norms and to the clip norm; default, of float64.
         unit_size: Examples in a unit.
+        ascent: Where gradients are taken.
     """
     if tolerance is None:
         # Keras keeps the adapters of LoRA in float32.
         tolerance = 2e-5 if "lora" in problem.tags else TOLERANCE
     rows = list(rows)
     examples = pool(problem)
-    gradients = [of_variable[rows] for of_variable in examples.gradients]
-    _, norms = clipped_sum(gradients, 1.0, unit_size)
+    rows_per_gradient = unit_size
+    if ascent is None:
+        gradients = [of_variable[rows] for of_variable in examples.gradients]
+    else:
+        gradients, rows_per_gradient = _uphill(problem, rows, ascent, unit_size), 1
+    _, norms = clipped_sum(gradients, 1.0, rows_per_gradient)
     finite = norms[np.isfinite(norms)]
     clip = float(np.median(finite)) * 0.9 if finite.any() else 1.0
-    expected, norms = clipped_sum(gradients, clip, unit_size)
+    expected, norms = clipped_sum(gradients, clip, rows_per_gradient)
     at = np.isfinite(norms)
     for sums, found in run(take(examples.batch, rows), clip):
         np.testing.assert_array_equal(np.isfinite(found), at)
@@ -168,6 +196,13 @@ def check(
         assert_all_close(
             sums, expected, rtol=0, atol=tolerance * clip * max(len(norms), 1)
         )
+
+
+def _uphill(
+    problem: Problem, rows: list[int], ascent: Uphill, unit_size: int
+) -> list[np.ndarray]:
+    batch = take(pool(problem).batch, rows)
+    return uphill_gradients(problem, batch, unit_size=unit_size, **ascent._asdict())
 
 
 def length(tensors: Sequence[Any]) -> float:

@@ -111,6 +111,78 @@ def problem_gradients(problem: Problem, batch: Batch) -> list[np.ndarray]:
     )
 
 
+def uphill_gradients(
+    problem: Problem,
+    batch: Batch,
+    *,
+    radius: float,
+    mix: float,
+    is_exact: bool,
+    unit_size: int = 1,
+    training: bool = True,
+) -> list[np.ndarray]:
+    """The gradient that BAM has for each unit, from weights that are really moved.
+
+    Args:
+        problem: The model, with its initial weights, and the loss.
+        batch: Its examples.
+        radius: Length of the step uphill.
+        mix: Weight of the gradient found there.
+        is_exact: Whether to add ``mix radius H v``, by differentiating twice.
+        unit_size: Consecutive examples whose mean loss is one unit's.
+        training: Passed to the model.
+
+    Returns:
+        One array for each trainable variable, behind a leading axis of units; NaN
+        for those that have no finite gradient at the weights.
+    """
+    model = problem.build("float64")
+    variables = model.trainable_variables
+    starts = range(0, size(batch), unit_size)
+    units = [np.zeros((len(starts), *variable.shape)) for variable in variables]
+
+    with precision("float64"):
+        objective = _Objective(model, problem.loss("float64"), problem.loss_weights)
+
+        def mean_loss(rows: list[int]) -> Any:
+            values = [_loss(model, objective, take(batch, [r]), training) for r in rows]
+            return tf.add_n(values) / len(rows)
+
+        def gradients(rows: list[int]) -> list[Any]:
+            with tf.GradientTape() as tape:
+                value = mean_loss(rows)
+            return tape.gradient(value, variables, unconnected_gradients="zero")
+
+        for unit, start in enumerate(starts):
+            rows = list(range(start, min(start + unit_size, size(batch))))
+            with tf.GradientTape() as tape:
+                here = [tf.convert_to_tensor(g) for g in gradients(rows)]
+            norm = np.sqrt(sum(float(tf.reduce_sum(g**2)) for g in here))
+            v = [g / norm if norm else g for g in here]
+            if is_exact:
+                curved = tape.gradient(
+                    here, variables, output_gradients=v, unconnected_gradients="zero"
+                )
+                found = [
+                    g + mix * radius * tf.convert_to_tensor(h)
+                    for g, h in zip(here, curved, strict=True)
+                ]
+            else:
+                original = [variable.numpy() for variable in variables]
+                for variable, direction in zip(variables, v, strict=True):
+                    variable.assign_add(radius * direction)
+                there = gradients(rows)
+                for variable, value in zip(variables, original, strict=True):
+                    variable.assign(value)
+                found = [
+                    (1 - mix) * g + mix * tf.convert_to_tensor(h)
+                    for g, h in zip(here, there, strict=True)
+                ]
+            for array, gradient in zip(units, found, strict=True):
+                array[unit] = gradient if np.isfinite(norm) else np.nan
+    return units
+
+
 def clipped_sum(
     gradients: list[np.ndarray], l2_norm_clip: float, unit_size: int = 1
 ) -> tuple[list[np.ndarray], np.ndarray]:

@@ -4,6 +4,7 @@ from tfdp import accounting as accounting
 from tfdp import callbacks as callbacks
 from tfdp import data as data
 from tfdp import errors as errors
+from tfdp import losses as losses
 from tfdp import optimizers as optimizers
 from tfdp import rules as rules
 from tfdp.accounting import (

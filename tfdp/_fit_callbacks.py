@@ -10,10 +10,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._released import ReleasedGradient
 from tfdp.clipping import ClippedSum
 from tfdp.data import PoissonDataset
 from tfdp.data.training_data import TrainingData
 from tfdp.errors import PrivacyBudgetError
+from tfdp.losses.ascent import AscentLoss
 from tfdp.optimizers import DPOptimizer
 from tfdp.recorder import LedgerRecorder
 
@@ -31,8 +33,10 @@ class Step:
             drawn with that one, whatever callbacks do to the optimizer's.
         number: Counts the steps of the ledger, a scalar int64 tensor; seeds noise.
         data: ``(x, y, sample_weight)`` of the logical batch.
-        clip: Clips such data with a C, under the dropout masks of the step, for
-            callbacks that set `clips_again`.
+        clip: Clips the gradients of the plain loss on such data with a C, under the
+            dropout masks of the step, for callbacks that set `clips_again`.
+        ascent: The loss that takes gradients uphill, if any.
+        released: The gradient that was released last, for `SAT`.
     """
 
     optimizer: DPOptimizer
@@ -40,6 +44,8 @@ class Step:
     number: tf.Tensor
     data: Any
     clip: Callable[[Any, tf.Tensor], ClippedSum]
+    ascent: AscentLoss | None
+    released: ReleasedGradient
 
     @property
     def expected_units(self) -> tf.Tensor:
@@ -143,7 +149,6 @@ class LedgerCallback(PrivacyCallback):
             self._recorder.begin_item()
         if isinstance(self._data.x, PoissonDataset):
             self._recorder.sampled_epochs = self._data.x.epoch
-
         # What a backup restored may have spent the budget.
         self.model.enforce_budget()
 

@@ -206,8 +206,10 @@ class _RowSeeds(threading.local):
     """The row whose seeds this thread draws, if any, and what it has drawn."""
 
     row: Any = None
-    drawn: dict[int, tuple[Any, list[bool]]]
     refused: bool = False
+
+    def __init__(self) -> None:
+        self.drawn: dict[int, tuple[Any, list[bool]]] = {}
 
 
 _row_seeds = _RowSeeds()
@@ -243,6 +245,16 @@ def seeds_of_row(row: Any) -> Iterator[Callable[[], None]]:
         yield advance
     finally:
         _row_seeds.row = None
+
+
+@contextlib.contextmanager
+def drawing_again() -> Iterator[None]:
+    """Within `seeds_of_row`, draw once more what was drawn since it began."""
+    drawn, _row_seeds.drawn = _row_seeds.drawn, {}
+    try:
+        yield
+    finally:
+        _row_seeds.drawn = drawn
 
 
 @contextlib.contextmanager

@@ -212,6 +212,12 @@ def clip_and_sum(
     return sums, tf.cast(norms, l2_norm_clip.dtype)
 
 
+def zeros_of_finite(tensor: tf.Tensor) -> tf.Tensor:
+    """Return zeros, and NaN where a number is not finite."""
+    nan = tf.fill(tf.shape(tensor), tf.constant(math.nan, tensor.dtype))
+    return tf.where(tf.math.is_finite(tensor), tf.zeros_like(tensor), nan)
+
+
 def at_least_float32(tensor: tf.Tensor) -> tf.Tensor:
     """Widen half precision, in which sums and noise would be rounded too coarsely."""
     return tensor if tensor.dtype.size >= 4 else tf.cast(tensor, tf.float32)

@@ -1,5 +1,6 @@
 """Clipped gradients for training loops of one's own."""
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -12,6 +13,7 @@ from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.engines.choice import choose
 from tfdp.engines.passes import number_of_rows, run_whole
+from tfdp.losses import BAM, SAT
 from tfdp.losses.objective import Batch, Objective
 
 
@@ -37,8 +39,8 @@ def clipped_gradients(
 
     Args:
         model: A Keras model, called in training mode.
-        loss: A Keras loss (name, object, list or dict, as in `compile`) or a
-            function ``(y_true, y_pred) -> (N,)``.
+        loss: A Keras loss (name, object, list or dict, as in `compile`), a
+            `tfdp.losses.BAM` of one, or a function ``(y_true, y_pred) -> (N,)``.
         x: Inputs with leading axis N, nested as the model takes them.
         y: Targets likewise.
         sample_weight: None, or weights of the examples' losses.
@@ -55,8 +57,9 @@ def clipped_gradients(
         norms before clipping and the l2 sensitivity.
 
     Raises:
-        ValueError: If `l2_norm_clip` is not positive and finite, or the model has
-            no trainable variable or has layers that break per-example privacy.
+        ValueError: If `l2_norm_clip` is not positive and finite, the loss is a
+            `tfdp.losses.SAT` or its radius a schedule, or the model has no trainable
+            variable or has layers that break per-example privacy.
 
     Example:
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -74,7 +77,16 @@ def clipped_gradients(
     data = _tree.map_tensors(tf.convert_to_tensor, (x, y, sample_weight))
     if not model.built:
         model(data[0])
-    objective = Objective.of(model, loss)
+    ascent = None
+    if isinstance(loss, SAT):
+        raise ValueError(
+            "`SAT` goes along the gradient that was released last, which only a "
+            f"`tfdp.DPModel` knows. Received: loss={loss!r}. Use "
+            "`tfdp.DPModel(model).compile(optimizer, loss)`, or the plain loss."
+        )
+    if isinstance(loss, BAM):
+        loss, ascent = loss.loss, loss.ascent_at(None)
+    objective = dataclasses.replace(Objective.of(model, loss), ascent=ascent)
     chosen = _checked_once(engine, objective, data)
     clip = clip_as_tensor(l2_norm_clip, objective.variables)
     rows_per_unit: int | tf.Tensor = 1
@@ -117,7 +129,9 @@ def _checked_once(engine: Any, objective: Objective, data: Any) -> engines.Engin
     model = objective.model
     trained = tuple(map(id, objective.variables))
     known = _checked.setdefault(model, {})
-    checked, chosen = known.get(engine, (None, None))
+    ascent = objective.ascent
+    key = engine, None if ascent is None else ascent.is_exact
+    checked, chosen = known.get(key, (None, None))
     if checked == trained and chosen is not None:
         return chosen
     if not all(t.shape[1:].is_fully_defined() for t in _tree.tensors(data)):
@@ -134,5 +148,5 @@ def _checked_once(engine: Any, objective: Objective, data: Any) -> engines.Engin
         rows = first_rows(data) if has_rows else made_up_rows(data)
         validation.check_model(model, rows[0])
         chosen = choose(engine, objective, rows)
-    known[engine] = trained, chosen
+    known[key] = trained, chosen
     return chosen

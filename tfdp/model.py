@@ -1,6 +1,7 @@
 """A Keras model whose training steps are differentially private."""
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
@@ -20,6 +21,7 @@ from tfdp._fit_callbacks import (
 )
 from tfdp._journal import journals
 from tfdp._plan import NoisePlan, Plan
+from tfdp._released import ReleasedGradient
 from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.levels import folded
 from tfdp.clipping import ClippedSum, clip_as_tensor
@@ -42,6 +44,7 @@ from tfdp.engines.passes import (
     run_whole,
 )
 from tfdp.errors import NotPrivateError, PrivacyBudgetError, UnsupportedLayerError
+from tfdp.losses.ascent import BAM, SAT, AscentLoss
 from tfdp.losses.objective import Batch, Objective
 from tfdp.losses.per_example import PerExampleLoss
 from tfdp.optimizers import DPOptimizer
@@ -49,6 +52,9 @@ from tfdp.recorder import UNDECLARED, is_of_a_model, recorder_of
 
 # How far ahead the noise is looked at where the data do not tell the steps.
 _STEPS_WITHOUT_A_PLAN = 1_000_000
+
+# How names of saved arrays begin that hold the gradient that was released last.
+_RELEASED = "released_gradient_"
 
 
 @keras.saving.register_keras_serializable("tfdp")
@@ -143,6 +149,8 @@ class DPModel(keras.Model):
         self._chosen_engine: engines.Engine | None = None
         self._in_graph: list[PrivacyCallback] = []
         self._planned_noise = NoisePlan(0.0, 0, None, np.array([]))
+        self._ascent: AscentLoss | None = None
+        self._released = ReleasedGradient()
         self._signature: Any = None
         if getattr(model, "optimizer", None) is not None:
             # Its slots would be saved with the private model.
@@ -247,8 +255,8 @@ class DPModel(keras.Model):
 
         Args:
             optimizer: A `tfdp.optimizers.DPOptimizer`.
-            loss: As in Keras; may be left out if the wrapped model overrides
-                `compute_loss`.
+            loss: As in Keras, or `tfdp.losses.BAM` or `SAT` of that; may be left out
+                if the wrapped model overrides `compute_loss`.
             loss_weights: As in Keras.
             metrics: As in Keras. They are exact: what they show is not private.
             weighted_metrics: As in Keras.
@@ -278,6 +286,9 @@ class DPModel(keras.Model):
                 f"num_replicas_in_sync={replicas}. Build and compile the model outside "
                 "of the strategy's scope."
             )
+        ascent = loss if isinstance(loss, AscentLoss) else None
+        loss = loss if ascent is None else ascent.loss
+        _check_leaves(loss)
         if loss is None and not self._has_own_loss:
             raise ValueError(
                 "`loss` is missing. Received: loss=None. Use "
@@ -295,6 +306,8 @@ class DPModel(keras.Model):
             auto_scale_loss=False,
         )
         self._given_jit_compile = jit_compile
+        self._given_ascent = ascent
+        self._ascent = ascent if ascent is not None and ascent.has_ascent() else None
         self._checked = None
         if self._has_own_loss:
             self.model.compile(
@@ -321,10 +334,13 @@ class DPModel(keras.Model):
 
     def get_compile_config(self) -> dict[str, Any]:
         """Return the arguments of `compile`."""
-        return {
+        config = {
             **super().get_compile_config(),
             "jit_compile": self._given_jit_compile,
         }
+        if self._given_ascent is not None:
+            config["loss"] = keras.saving.serialize_keras_object(self._given_ascent)
+        return config
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compile with saved arguments, and build the optimizer's variables."""
@@ -508,20 +524,41 @@ class DPModel(keras.Model):
         noise_multiplier = self._accounted_noise(self.optimizer.iterations.value)
         has_room = self.recorder.has_room(noise_multiplier)
         clip = self._clip_with_state_of_step()
-        clipped_sum = self._clip_and_log(data, has_room)
+        with self._uphill():
+            clipped_sum = self._clip_and_log(data, has_room)
 
         def apply() -> bool:
-            step = Step(self.optimizer, clipped_sum, self.recorder.steps, data, clip)
+            step = Step(
+                self.optimizer,
+                clipped_sum,
+                self.recorder.steps,
+                data,
+                clip,
+                self._ascent,
+                self._released,
+            )
             for callback in self._in_graph:
                 callback.during_step(step)
             self.optimizer.apply_and_record(
-                clipped_sum, self.trainable_variables, self.recorder, noise_multiplier
+                clipped_sum,
+                self.trainable_variables,
+                self.recorder,
+                noise_multiplier,
+                self._released.remember if isinstance(self._ascent, SAT) else None,
             )
             return True
 
         tf.cond(has_room, apply, lambda: False)
         logs: dict[str, Any] = self.get_metrics_result()
         return logs
+
+    def _uphill(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the weights are where `SAT` wants them."""
+        if not isinstance(self._ascent, SAT):
+            return contextlib.nullcontext()
+        self._released.build(self.trainable_variables)
+        iteration = self.optimizer.iterations.value
+        return self._released.uphill(self._ascent.radius_at(iteration))
 
     def _accounted_noise(self, iteration: tf.Tensor) -> tf.Tensor:
         """Return what the noise of steps counts as, with what callbacks release.
@@ -549,9 +586,13 @@ class DPModel(keras.Model):
         return noise_multiplier
 
     def _clip_with_state_of_step(self) -> Callable[[Any, tf.Tensor], ClippedSum]:
-        """Return a function that clips data as the step that begins clips its own."""
+        """Return a function that clips data as the step that begins, but not uphill."""
+
+        def clip(data: Any, clip_norm: tf.Tensor) -> ClippedSum:
+            return self._clip(data, clip_norm, self._objective())
+
         if not any(callback.clips_again for callback in self._in_graph):
-            return self._clip
+            return clip
         states = [*_keras.seed_states(self.model), *self.model.non_trainable_variables]
         at_begin = [tf.identity(state.value) for state in states]
 
@@ -559,7 +600,7 @@ class DPModel(keras.Model):
             now = [tf.identity(state.value) for state in states]
             for state, value in zip(states, at_begin, strict=True):
                 state.assign(value)
-            clipped_sum = self._clip(data, clip_norm)
+            clipped_sum = clip(data, clip_norm)
             for state, value in zip(states, now, strict=True):
                 state.assign(value)
             return clipped_sum
@@ -576,14 +617,22 @@ class DPModel(keras.Model):
                 lambda: False,
             )
 
-        return self._clip(data, self.optimizer.l2_norm_clip.value, update_metrics)
+        return self._clip(
+            data,
+            self.optimizer.l2_norm_clip.value,
+            self._objective_uphill(),
+            update_metrics,
+        )
 
     def _clip(
-        self, data: Any, l2_norm_clip: tf.Tensor, on_outputs: OnOutputs | None = None
+        self,
+        data: Any,
+        l2_norm_clip: tf.Tensor,
+        objective: Objective,
+        on_outputs: OnOutputs | None = None,
     ) -> ClippedSum:
         """Clip and sum the units of any number of rows."""
         examples_per_unit, physical_batch_size = self._plan
-        objective = self._objective()
         clip = clip_as_tensor(l2_norm_clip, objective.variables)
         engine = self._chosen_engine or engines.get(self.engine)
 
@@ -651,6 +700,14 @@ class DPModel(keras.Model):
         if self._has_own_loss:
             return Objective.of_compute_loss(self.model)
         return Objective.of(self.model, self.loss, self._loss_weights)
+
+    def _objective_uphill(self) -> Objective:
+        """Return the objective, its gradients taken where `BAM` wants them."""
+        objective = self._objective()
+        if not isinstance(self._ascent, BAM):
+            return objective
+        ascent = self._ascent.ascent_at(self.optimizer.iterations.value)
+        return dataclasses.replace(objective, ascent=ascent)
 
     # Before a training begins.
 
@@ -777,7 +834,7 @@ class DPModel(keras.Model):
         rows = (x, y, sample_weight)
         if not number_of_examples(x):
             rows = made_up_rows(rows)
-        engine = choose(self.engine, self._objective(), rows)
+        engine = choose(self.engine, self._objective_uphill(), rows)
         if engine != self._chosen_engine:
             self._chosen_engine, self.train_function = engine, None
         # Variables that were built only now may be known from elsewhere.
@@ -818,11 +875,16 @@ class DPModel(keras.Model):
         """Save the ledger beside the weights."""
         super().save_own_variables(store)
         store["ledger"] = np.frombuffer(self.recorder.state().encode(), np.uint8)
+        for number, gradient in enumerate(self._released.state()):
+            store[f"{_RELEASED}{number}"] = gradient
 
     def load_own_variables(self, store: Any) -> None:
         """Take over a saved ledger; what was run here stays counted."""
         saved = {key: store[key] for key in store.keys()}  # noqa: SIM118 (HDF5)
         ledger = saved.pop("ledger", None)
+        released = [key for key in saved if key.startswith(_RELEASED)]
+        released.sort(key=lambda key: int(key.removeprefix(_RELEASED)))
+        self._released.restore([np.asarray(saved.pop(key)) for key in released])
         super().load_own_variables(saved)
         if ledger is not None:
             self.recorder.restore(np.asarray(ledger, np.uint8).tobytes().decode())
@@ -875,6 +937,16 @@ def _check_wrapped(model: Any) -> None:
             f"model of type {type(model).__name__}. Override `compute_loss` instead: "
             "it is evaluated for each example alone."
         )
+
+
+def _check_leaves(loss: Any) -> None:
+    for leaf in keras.tree.flatten(loss):
+        if isinstance(leaf, AscentLoss):
+            name = type(leaf).__name__
+            raise ValueError(
+                f"`{name}` must be around all losses of the model. Received: loss="
+                f"{loss!r}. Use `loss=tfdp.losses.{name}([...], radius=...)`."
+            )
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -338,3 +338,39 @@ def test_tensorflow_gets_its_own_conversions_back(fails):
     except KeyError:
         pass
     assert dict(registry) == before
+
+
+# ----------------------------------------------------- kernels that differ, squeezing
+
+
+@pytest.mark.parametrize("known", SHAPES[:2])
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize("channels", [2, 4])
+def test_convolutions_with_a_kernel_for_each(
+    rng, conversions, known, padding, channels
+):
+    def function(x, kernel):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            outputs = tf.nn.conv2d(x, kernel, 2, padding)
+            total = tf.reduce_sum(outputs**2)
+        return outputs, tape.gradient(total, x)
+
+    check(function, of_normals(rng, (2, 5, 6, channels), (3, 2, 2, 4)), known)
+    assert conversions == ["Conv2D", "Conv2DBackpropInput"]
+
+
+@pytest.mark.parametrize("elements", [1, 3])
+def test_squeezing_leaves_the_axis_of_the_elements(rng, elements):
+    x = rng.normal(size=(elements, 1, 3, 1)).astype("float32")
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 1, 3, 1])])
+    def squeezed(x):
+        with efficient_vectorization():
+            return tf.vectorized_map(tf.squeeze, x)
+
+    assert squeezed(x).shape == (elements, 3)
+
+
+def test_a_squeeze_of_unknown_shape_is_left_to_tensorflow(rng):
+    check(lambda x: (tf.squeeze(x, [0]),), of_normals(rng, (1, 3)), "dynamic")

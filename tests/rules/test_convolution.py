@@ -300,10 +300,8 @@ def test_inner_products_of_patches(case, rng):
     patches = np.stack(seen, -2).reshape(len(x), math.prod(g.shape[2:-1]), -1)
     actual = in_mode(
         "graph",
-        lambda x: patch_gram(
-            x, g.shape[2:-1], options["kernel_shape"], options["geometry"]
-        ),
-        x[:, 0],
+        lambda x: patch_gram(x, x, positions=g.shape[2:-1], **options),
+        x,
     )
     expected = patches @ patches.transpose(0, 2, 1)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)

@@ -12,6 +12,7 @@ from tfdp import _tree, _validate
 from tfdp._fit_callbacks import PrivacyCallback, Step
 from tfdp.clipping import ClippedSum
 from tfdp.data.training_data import number_of_examples
+from tfdp.losses import SAT
 from tfdp.model import DPModel
 
 _NAMES = (
@@ -25,7 +26,11 @@ _NAMES = (
     "norm_q90",
 )
 _QUANTILES = (0.1, 0.5, 0.9)
-_NOTHING = np.full(len(_NAMES), math.nan)
+_OF_ASCENT = "ascent_cosine"
+_NOTHING = np.full(len(_NAMES) + 1, math.nan)
+
+# Shorter than any gradient that counts.
+_SHORT = 1e-12
 
 
 class BiasLogger(PrivacyCallback):
@@ -43,13 +48,18 @@ class BiasLogger(PrivacyCallback):
     * `clip_cosine`, the cosine between g_clip and g,
     * `clipped_fraction`, the share of units whose norm exceeds C,
     * `norm_q10`, `norm_q50` and `norm_q90`, quantiles of the units' norms,
+    * under `tfdp.losses.SAT` and `BAM`, `ascent_cosine`: the cosine between g and the
+      gradient that was released last, or the mean of those between g and each unit's
+      own,
 
     each with the prefix `nonprivate_`, because no noise covers them: do not publish
     them, nor choose C by them. With `public_data` they are those of public rows, with
     the prefix `public_`, and nothing private leaves.
 
-    A logged step clips its batch once more, under the same dropout masks; the others
-    cost nothing. Steps without a row are not logged.
+    Units' gradients are those of the plain loss at the weights, under `SAT` and `BAM`
+    too. A logged step clips its batch once more, under the same dropout masks, and
+    under `SAT` and `BAM` three times; the others cost nothing. Steps without a row are
+    not logged.
 
     Args:
         every: Steps from one logged step to the next; the first step of `fit` is
@@ -76,6 +86,7 @@ class BiasLogger(PrivacyCallback):
         self.every = _validate.positive_int("every", every)
         self.public_data = _checked_public_data(public_data)
         self.prefix = "nonprivate_" if public_data is None else "public_"
+        self._names: tuple[str, ...] = _NAMES
         with tf.init_scope():
             self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._values = tf.Variable(_NOTHING, trainable=False)
@@ -87,6 +98,7 @@ class BiasLogger(PrivacyCallback):
 
     def during_step(self, step: Step) -> None:
         """Measure if it is the step's turn, in the training graph."""
+        self._names = _NAMES if step.ascent is None else (*_NAMES, _OF_ASCENT)
         is_due = self._steps % self.every == 0
         self._steps.assign_add(1)
 
@@ -95,10 +107,19 @@ class BiasLogger(PrivacyCallback):
             data, clip = step.data, clipped.l2_norm_clip
             if self.public_data is not None:
                 data = self.public_data
+            if self.public_data is not None or step.ascent is not None:
                 clipped = step.clip(data, clip)
+            if self.public_data is not None:
                 units = tf.size(clipped.norms)
             whole = step.clip(data, tf.constant(math.inf, clip.dtype))
-            self._values.assign(_measured(clipped, whole, tf.cast(units, tf.float64)))
+            measured = _measured(clipped, whole, tf.cast(units, tf.float64))
+            cosine = tf.constant(math.nan, tf.float64)
+            if isinstance(step.ascent, SAT):
+                cosine = step.released.cosine_with(whole.gradients)
+            elif step.ascent is not None:
+                short = step.clip(data, tf.constant(_SHORT, clip.dtype))
+                cosine = _mean_cosine(short, whole)
+            self._values.assign(tf.concat([measured, cosine[None]], 0))
             return True
 
         has_rows = tf.size(step.clipped_sum.norms) > 0
@@ -108,7 +129,7 @@ class BiasLogger(PrivacyCallback):
 
     def _log(self, logs: dict[str, Any] | None) -> None:
         if logs is not None:
-            for name, value in zip(_NAMES, self._values.numpy(), strict=True):
+            for name, value in zip(self._names, self._values.numpy(), strict=False):
                 logs[self.prefix + name] = float(value)
 
 
@@ -142,6 +163,24 @@ def _measured(clipped: ClippedSum, whole: ClippedSum, units: tf.Tensor) -> tf.Te
         tf.reduce_mean(tf.cast(exceeds, tf.float64)),
         *(_quantile(norms, share) for share in _QUANTILES),
     ])
+
+
+def _mean_cosine(short: ClippedSum, whole: ClippedSum) -> tf.Tensor:
+    """Return the mean cosine between units' gradients and their sum.
+
+    Args:
+        short: The units' gradients, all clipped.
+        whole: The same gradients, none clipped.
+    """
+    pairs = zip(short.gradients, whole.gradients, strict=True)
+    product = tf.add_n([
+        tf.reduce_sum(tf.cast(one, tf.float64) * tf.cast(other, tf.float64))
+        for one, other in pairs
+    ])
+    norm = tf.linalg.global_norm([tf.cast(g, tf.float64) for g in whole.gradients])
+    units = tf.cast(tf.size(short.norms), tf.float64)
+    lengths = units * tf.cast(short.l2_norm_clip, tf.float64) * norm
+    return tf.math.divide_no_nan(product, lengths)
 
 
 def _quantile(norms: tf.Tensor, share: float) -> tf.Tensor:

@@ -1,5 +1,6 @@
 """Clipped sums from one forward and one backward pass, without per-example gradients."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -14,10 +15,14 @@ from tfdp.clipping import (
     clip_factors,
     norms_of_squares,
     squares_rounded_up,
+    zeros_of_finite,
 )
 from tfdp.engines.explanation import Explanation
 from tfdp.engines.passes import number_of_rows
+from tfdp.errors import UnsupportedLayerError
+from tfdp.losses.ascent import Ascent
 from tfdp.losses.objective import Batch, Objective
+from tfdp.rules.moves import Moves
 from tfdp.rules.recording import Recording
 from tfdp.rules.terms import Kept, Term, Units
 
@@ -75,7 +80,7 @@ class BookkeepingEngine:
         Raises:
             UnsupportedLayerError: If some layer's gradients are out of reach.
         """
-        step = _Pass(objective, batch, rows_per_unit, norms=self.norms)
+        step = _recorded(objective, batch, rows_per_unit, norms=self.norms)
         squares, terms = step.norms_and_terms(keeps=True)
         norms = norms_of_squares(squares)
         weights = step.clip_weights(norms, l2_norm_clip)
@@ -146,7 +151,7 @@ class GhostEngine(BookkeepingEngine):
         rows_per_unit: int | tf.Tensor,
     ) -> tuple[list[tf.Tensor], tf.Tensor, Any]:
         """Sum the clipped gradients; see `BookkeepingEngine.clip_and_sum`."""
-        step = _Pass(objective, batch, rows_per_unit, norms=self.norms)
+        step = _recorded(objective, batch, rows_per_unit, norms=self.norms)
         squares, _ = step.norms_and_terms(keeps=False)
         norms = norms_of_squares(squares)
         weights = step.clip_weights(norms, l2_norm_clip)
@@ -172,6 +177,7 @@ class _Pass:
         rows_per_unit: int | tf.Tensor,
         *,
         norms: str,
+        moves: Moves | None = None,
     ) -> None:
         rows = number_of_rows(batch.is_padding)
         known = rows_per_unit if isinstance(rows_per_unit, int) else None
@@ -187,7 +193,7 @@ class _Pass:
         self._shares = tf.reshape(share, [-1])
         self._tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         with self._tape:
-            recording = Recording(objective.model, self._tape, rows, rules.find)
+            recording = Recording(objective.model, self._tape, rows, rules.find, moves)
             with recording.observing():
                 self.y_pred = objective.predict(batch.x)
                 losses = objective.losses(
@@ -269,6 +275,105 @@ class _Pass:
 
         variables = self._objective.variables
         return [sum_of(*pair) for pair in zip(variables, terms, strict=True)]
+
+
+class _PassUphill(_Pass):
+    """A pass whose units have gone a step uphill, each along its own gradient."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        batch: Batch,
+        rows_per_unit: int | tf.Tensor,
+        *,
+        norms: str,
+        ascent: Ascent,
+    ) -> None:
+        self._ascent = ascent
+        seeds = _keras.seed_states(objective.model)
+        at_begin = [tf.identity(seed.value) for seed in seeds]
+        here = self._here = _Pass(objective, batch, rows_per_unit, norms=norms)
+        squares, terms = here.norms_and_terms(keeps=True)
+        directions = {
+            id(variable): term
+            for variable, term in zip(objective.variables, terms, strict=True)
+            if term is not None
+        }
+        norms_here = self._norms_here = norms_of_squares(squares)
+        step = tf.zeros_like(norms_here)
+        if not ascent.is_exact:
+            step += ascent.radius
+        # Both passes draw the same masks.
+        for seed, value in zip(seeds, at_begin, strict=True):
+            seed.assign(value)
+        self._derivatives = tf.autodiff.ForwardAccumulator(step, tf.ones_like(step))
+        with self._differentiating():
+            moves = Moves(directions, step / norms_here, here.units)
+            super().__init__(objective, batch, rows_per_unit, norms=norms, moves=moves)
+        self.y_pred = here.y_pred
+
+    def norms_and_terms(
+        self, *, keeps: bool
+    ) -> tuple[list[tf.Tensor], list[Term | None]]:
+        """Bound squared norms; not finite where there is no finite way uphill."""
+        squares, terms = super().norms_and_terms(keeps=keeps)
+        return [*squares, zeros_of_finite(self._norms_here)], terms
+
+    @contextlib.contextmanager
+    def _differentiating(self) -> Iterator[None]:
+        """Differentiate by the length of the step, where that is asked for.
+
+        Raises:
+            UnsupportedLayerError: If some operation has no such derivative.
+        """
+        if not self._ascent.is_exact:
+            yield
+            return
+        try:
+            with self._derivatives:
+                yield
+        except UnsupportedLayerError:
+            raise
+        # Whatever stops the tracing: an error of the model itself came before.
+        except Exception as error:
+            raise UnsupportedLayerError(
+                "`ascent='exact'` differentiates the backward pass. Received: an "
+                f"operation without that derivative. {error} Use `ascent='sam'`."
+            ) from error
+
+    def terms_by_variable(self, weights: tf.Tensor | None = None) -> list[list[Term]]:
+        """Go back through both passes; see `_Pass.terms_by_variable`."""
+        ascent = self._ascent
+        if ascent.is_exact:
+            rate = ascent.mix * ascent.radius
+            with self._differentiating():
+                return [
+                    [term.moved(self._derivatives.jvp, rate) for term in terms]
+                    for terms in super().terms_by_variable(weights)
+                ]
+        if ascent.mix == 1:
+            return super().terms_by_variable(weights)
+        if weights is None:
+            weights = tf.ones([self.units.number], tf.float64)
+        weights = tf.cast(weights, tf.float64)
+        return [
+            [*here, *there]
+            for here, there in zip(
+                self._here.terms_by_variable(weights * (1 - ascent.mix)),
+                super().terms_by_variable(weights * ascent.mix),
+                strict=True,
+            )
+        ]
+
+
+def _recorded(
+    objective: Objective, batch: Batch, rows_per_unit: int | tf.Tensor, *, norms: str
+) -> _Pass:
+    if objective.ascent is None:
+        return _Pass(objective, batch, rows_per_unit, norms=norms)
+    return _PassUphill(
+        objective, batch, rows_per_unit, norms=norms, ascent=objective.ascent
+    )
 
 
 def _unscaled(tensor: tf.Tensor, gradient: Any, scale: float) -> tf.Tensor:

@@ -19,25 +19,28 @@ def efficient_vectorization() -> contextlib.AbstractContextManager[None]:
     memory when the ranks differ by two. And it leaves the sums of gradients over
     broadcast axes in place where there are no such axes, which copies every
     activation unless the graph optimizer folds them: in branches and loops it does
-    not. And the gradient of max pooling is only fast beside its own forward pass.
+    not. Convolutions whose kernels differ between examples it takes in a loop too. Of
+    a single example it squeezes away what holds the examples. And the gradient of max pooling is only fast beside its own forward pass.
 
     Returns:
         A context within which the better conversions are in force.
     """
     return _keras.pfor_converters({
+        "Conv2D": _convert_convolution,
+        "Conv2DBackpropInput": _convert_input_gradient,
         "Conv2DBackpropFilter": _convert_filter_gradient,
         "BatchMatMulV2": _convert_batch_matmul,
         "MaxPoolGrad": _convert_max_pool_gradient,
+        "Squeeze": _convert_squeeze,
         "Sum": _convert_sum,
     })
 
 
 def _convert_filter_gradient(pfor_input: Any) -> tf.Tensor | None:
     inputs, is_stacked, _ = pfor_input.input(0)
-    kernel_shape = tf.get_static_value(pfor_input.unstacked_input(1))
+    kernel_shape = pfor_input.op.outputs[0].shape
     pfor_input.stack_inputs([2])
     output_gradients = pfor_input.stacked_input(2)
-    padding = pfor_input.get_attr("padding").decode()
     is_static = (
         inputs.shape[1:].is_fully_defined()
         and output_gradients.shape[1:].is_fully_defined()
@@ -45,20 +48,79 @@ def _convert_filter_gradient(pfor_input: Any) -> tf.Tensor | None:
     if (
         not is_stacked
         or not is_static
-        or kernel_shape is None
-        or padding not in {"SAME", "VALID"}
+        or not kernel_shape.is_fully_defined()
+        or pfor_input.get_attr("padding") not in {b"SAME", b"VALID"}
         or pfor_input.get_attr("data_format") != b"NHWC"
     ):
+        depth, channels = kernel_shape[-2], inputs.shape[-1]
+        if None not in (depth, channels) and depth != channels:
+            # TensorFlow's own conversion knows no groups, and fails when it runs.
+            raise NotImplementedError("a convolution in groups")
         return None
     return convolution.filter_gradients(
         inputs,
         output_gradients,
-        kernel_shape=tuple(kernel_shape.tolist()),
-        geometry=convolution.Geometry(
-            strides=tuple(pfor_input.get_attr("strides")[1:3]),
-            dilations=tuple(pfor_input.get_attr("dilations")[1:3]),
-            padding=padding,
-        ),
+        kernel_shape=tuple(kernel_shape.as_list()),
+        geometry=_geometry(pfor_input),
+    )
+
+
+def _convert_convolution(pfor_input: Any) -> tf.Tensor | None:
+    if not _has_kernels_of_its_own(pfor_input):
+        return None
+    pfor_input.stack_inputs([0, 1])
+    inputs, kernels = (pfor_input.stacked_input(index) for index in range(2))
+    return _convolved(inputs, kernels, pfor_input.op.outputs[0], pfor_input)
+
+
+def _convert_input_gradient(pfor_input: Any) -> tf.Tensor | None:
+    if not _has_kernels_of_its_own(pfor_input):
+        return None
+    pfor_input.stack_inputs([1, 2])
+    kernels, output_gradients = (pfor_input.stacked_input(i) for i in (1, 2))
+    shape = pfor_input.op.outputs[0].shape[1:]
+    # A linear map, of which this is the transpose.
+    leading = tf.shape(output_gradients)[:2]
+    zeros = tf.zeros(tf.concat([leading, shape], 0), output_gradients.dtype)
+    zeros = tf.ensure_shape(zeros, [None, None, *shape])
+    with tf.GradientTape() as tape:
+        tape.watch(zeros)
+        outputs = _convolved(zeros, kernels, pfor_input.op.inputs[2], pfor_input)
+    return tape.gradient(outputs, zeros, output_gradients=output_gradients)
+
+
+def _has_kernels_of_its_own(pfor_input: Any) -> bool:
+    """Tell whether each example convolves with a kernel of its own, in a known way."""
+    _, is_stacked, _ = pfor_input.input(1)
+    tensors = [*pfor_input.op.inputs, *pfor_input.op.outputs]
+    return (
+        is_stacked
+        and pfor_input.get_attr("padding") in {b"SAME", b"VALID"}
+        and pfor_input.get_attr("data_format") == b"NHWC"
+        and all(
+            tensor.shape[1:].is_fully_defined()
+            for tensor in tensors
+            if tensor.dtype.is_floating
+        )
+    )
+
+
+def _convolved(
+    inputs: tf.Tensor, kernels: tf.Tensor, outputs: tf.Tensor, pfor_input: Any
+) -> tf.Tensor:
+    return convolution.convolved(
+        inputs,
+        kernels,
+        positions=outputs.shape[1:-1].as_list(),
+        geometry=_geometry(pfor_input),
+    )
+
+
+def _geometry(pfor_input: Any) -> convolution.Geometry:
+    return convolution.Geometry(
+        strides=tuple(pfor_input.get_attr("strides")[1:3]),
+        dilations=tuple(pfor_input.get_attr("dilations")[1:3]),
+        padding=pfor_input.get_attr("padding").decode(),
     )
 
 
@@ -104,6 +166,14 @@ def _convert_max_pool_gradient(pfor_input: Any) -> tf.Tensor:
         **window,
     )
     return tf.reshape(gradients, tf.shape(inputs))
+
+
+def _convert_squeeze(pfor_input: Any) -> tf.Tensor | None:
+    shape = pfor_input.op.outputs[0].shape
+    if not shape.is_fully_defined():
+        return None
+    stacked = pfor_input.stacked_input(0)
+    return tf.reshape(stacked, tf.concat([tf.shape(stacked)[:1], shape], 0))
 
 
 def _convert_sum(pfor_input: Any) -> tf.Tensor | None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree
-from tfdp.clipping import clip_and_sum
+from tfdp.clipping import clip_and_sum, zeros_of_finite
 from tfdp.engines.explanation import Explanation
 from tfdp.engines.vectorization import efficient_vectorization
 from tfdp.losses.objective import Batch, Objective
@@ -117,7 +117,7 @@ def _own_trainable_bytes(layer: keras.layers.Layer) -> int:
 def unit_gradients(
     objective: Objective, unit: Batch
 ) -> tuple[list[tf.Tensor | None], Any]:
-    """Differentiate the mean loss of a unit's real rows.
+    """Differentiate the mean loss of a unit's real rows, uphill if so asked.
 
     Args:
         objective: What to differentiate.
@@ -127,16 +127,73 @@ def unit_gradients(
         For each variable its gradient, None where no path leads to it; and the
         model's outputs.
     """
-    variables = [variable.value for variable in objective.variables]
+    values = [variable.value for variable in objective.variables]
+    ascent = objective.ascent
+    if ascent is None:
+        return _gradients_at(values, objective, unit)
     with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(variables)
+        if ascent.is_exact:
+            tape.watch(values)
+        here, y_pred = _gradients_at(values, objective, unit)
+    norm = tf.sqrt(
+        tf.add_n([
+            tf.constant(0.0, tf.float64),
+            *(
+                tf.reduce_sum(tf.square(tf.cast(gradient, tf.float64)))
+                for gradient in here
+                if gradient is not None
+            ),
+        ])
+    )
+    directions = [
+        None
+        if gradient is None
+        else tf.math.divide_no_nan(gradient, tf.cast(norm, gradient.dtype))
+        for gradient in here
+    ]
+    if ascent.is_exact:
+        connected = [gradient for gradient in here if gradient is not None]
+        change = tape.gradient(
+            connected,
+            values,
+            output_gradients=[v for v in directions if v is not None],
+        )
+        weights = 1.0, ascent.mix * ascent.radius
+    else:
+        moved = [
+            value if v is None else value + tf.cast(ascent.radius, v.dtype) * v
+            for value, v in zip(values, directions, strict=True)
+        ]
+        change = _gradients_elsewhere(moved, objective, unit)
+        weights = 1.0 - ascent.mix, ascent.mix
+    # Without a finite way uphill there is no gradient.
+    offset = zeros_of_finite(norm)
+    return [
+        _weighted_sum(pair, weights, offset) for pair in zip(here, change, strict=True)
+    ], y_pred
+
+
+def _gradients_elsewhere(
+    values: list[tf.Tensor], objective: Objective, unit: Batch
+) -> list[tf.Tensor | None]:
+    """Differentiate with other values of the variables, under the same masks."""
+    mapping = list(zip(objective.variables, values, strict=True))
+    with keras.StatelessScope(state_mapping=mapping), _keras.drawing_again():
+        return _gradients_at(values, objective, unit)[0]
+
+
+def _gradients_at(
+    values: list[tf.Tensor], objective: Objective, unit: Batch
+) -> tuple[list[tf.Tensor | None], Any]:
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(values)
         y_pred = objective.predict(unit.x)
         losses = objective.losses(unit.x, unit.y, y_pred, unit.sample_weight)
         losses = tf.where(unit.is_padding, tf.zeros_like(losses), losses)
         rows = tf.reduce_sum(tf.cast(~unit.is_padding, losses.dtype))
         loss = tf.reduce_sum(losses) / tf.maximum(rows, 1)
         loss *= objective.loss_scale
-    gradients = tape.gradient(loss, variables)
+    gradients = tape.gradient(loss, values)
     gradients = [
         None
         if gradient is None
@@ -144,6 +201,19 @@ def unit_gradients(
         for gradient in gradients
     ]
     return gradients, y_pred
+
+
+def _weighted_sum(
+    pair: tuple[tf.Tensor | None, tf.Tensor | None],
+    weights: tuple[Any, Any],
+    offset: tf.Tensor,
+) -> tf.Tensor | None:
+    parts = [
+        tf.cast(tf.convert_to_tensor(weight, tf.float64), tensor.dtype) * tensor
+        for tensor, weight in zip(pair, weights, strict=True)
+        if tensor is not None
+    ]
+    return tf.add_n(parts) + tf.cast(offset, parts[0].dtype) if parts else None
 
 
 def _map(

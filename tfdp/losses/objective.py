@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp.losses.ascent import Ascent
 from tfdp.losses.per_example import PerExampleLoss, each_row_alone
 
 # A public constant. The loss of one example is not divided by the batch size, so
@@ -40,12 +41,14 @@ class Objective:
         losses: ``(x, y, y_pred, sample_weight) -> (N,)``.
         variables: The trainable Keras variables, in the model's order.
         training: Whether the model runs in training mode.
+        ascent: How far uphill from the weights gradients are taken; None for here.
     """
 
     model: keras.Model
     losses: Callable[[Any, Any, Any, Any], tf.Tensor]
     variables: list[Any]
     training: bool = True
+    ascent: Ascent | None = None
 
     def __post_init__(self) -> None:
         """Let nothing that is random have to make its state inside a graph."""

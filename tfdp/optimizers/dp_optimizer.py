@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, Self
 
 import keras
@@ -253,6 +254,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         trainable_variables: list[Any],
         recorder: LedgerRecorder,
         accounted_noise_multiplier: tf.Tensor | None = None,
+        on_release: Callable[[list[tf.Tensor]], None] | None = None,
     ) -> None:
         """Do what `apply_clipped_sum` does, and count the step in a given ledger.
 
@@ -262,6 +264,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
             recorder: Of the model that trains.
             accounted_noise_multiplier: What `noise_multiplier` counts as, float64
                 scalar, where the step releases more than the gradients.
+            on_release: Sees the noised mean gradients, of no regularizer.
         """
         self._check(clipped_sum, trainable_variables)
         if not self.built:
@@ -272,9 +275,12 @@ class DPOptimizer(keras.optimizers.Optimizer):
             step=recorder.steps,
         )
         units = self.expected_units(clipped_sum.examples_per_unit)
+        gradients = [gradient / tf.cast(units, gradient.dtype) for gradient in noised]
+        if on_release is not None:
+            on_release(gradients)
         gradients = [
-            _with_regularizer(gradient / tf.cast(units, gradient.dtype), variable)
-            for gradient, variable in zip(noised, trainable_variables, strict=True)
+            _with_regularizer(gradient, variable)
+            for gradient, variable in zip(gradients, trainable_variables, strict=True)
         ]
         if accounted_noise_multiplier is None:
             accounted_noise_multiplier = self._noise_multiplier.value

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp.rules.products import inner_products
+from tfdp.rules.shapes import with_shape
 
 # Above this many numbers of patches per example other ways are faster and need far
 # less memory; below it their overhead dominates.
@@ -167,6 +168,8 @@ def filter_gradient(
 
 def patch_gram(
     inputs: tf.Tensor,
+    others: tf.Tensor,
+    *,
     positions: Sequence[int],
     kernel_shape: tuple[int, ...],
     geometry: Geometry,
@@ -177,33 +180,89 @@ def patch_gram(
     number of the kernel one shifted part of the pixels' Gram matrix.
 
     Args:
-        inputs: Shape ``(R, *spatial, C)``, static but for ``R``; one group.
+        inputs: Shape ``(U, K, *spatial, C)``, static but for ``U`` and ``K``; one
+            group.
+        others: Shape ``(U, L, *spatial, C)``.
         positions: ``spatial'`` of the outputs.
         kernel_shape: ``(*kernel size, C, O)``.
         geometry: Strides, dilations and padding.
 
     Returns:
-        Shape ``(R, T, T)`` for the T positions of the outputs.
+        Shape ``(U, K T, L T)`` for the T positions of the outputs.
     """
-    padded = _padded(inputs[:, None], kernel_shape, geometry)[:, 0]
-    spatial = padded.shape[1:-1].as_list()
+    sides = [_padded(side, kernel_shape, geometry) for side in (inputs, others)]
+    spatial = sides[0].shape[2:-1].as_list()
     patches, pixels = (math.prod(sizes) for sizes in (positions, spatial))
     seen = math.prod(kernel_shape[:-1])
     of_pixels = pixels**2 * kernel_shape[-2]
     of_pixels += SLICED * math.prod(kernel_shape[:-2]) * patches**2
+    windows = list(_windows(positions, kernel_shape, geometry))
+    units = tf.shape(inputs)[0]
     if patches**2 * seen + PATCHED * patches * seen < of_pixels:
-        windows = _windows(positions, kernel_shape, geometry)
-        rows = tf.concat([padded[(slice(None), *window)] for window in windows], -1)
-        rows = tf.reshape(rows, [-1, patches, seen])
-        return inner_products(rows, rows)
-    rows = tf.reshape(padded, [-1, pixels, padded.shape[-1]])
-    gram = inner_products(rows, rows)
-    gram = tf.reshape(gram, [-1, *spatial, *spatial])
-    parts = [
-        gram[(slice(None), *window, *window)]
-        for window in _windows(positions, kernel_shape, geometry)
+        rows = [
+            tf.reshape(
+                tf.concat([side[:, :, *window] for window in windows], -1),
+                [units, tf.shape(side)[1] * patches, seen],
+            )
+            for side in sides
+        ]
+        return inner_products(*rows)
+    lengths = [tf.shape(side)[1] for side in sides]
+    rows = [
+        tf.reshape(side, [units, length * pixels, side.shape[-1]])
+        for side, length in zip(sides, lengths, strict=True)
     ]
-    return tf.reshape(tf.add_n(parts), [-1, patches, patches])
+    shape = [[units, lengths[0]], spatial, [lengths[1]], spatial]
+    gram = tf.reshape(inner_products(*rows), tf.concat(shape, 0))
+    every = slice(None)
+    parts = [gram[:, :, *window, every, *window] for window in windows]
+    return tf.reshape(
+        tf.add_n(parts), [units, lengths[0] * patches, lengths[1] * patches]
+    )
+
+
+def convolved(
+    inputs: tf.Tensor,
+    kernels: tf.Tensor,
+    *,
+    positions: Sequence[int],
+    geometry: Geometry,
+) -> tf.Tensor:
+    """Convolve each unit with a kernel of its own.
+
+    Args:
+        inputs: Shape ``(U, K, *spatial, C)``, static but for ``U`` and ``K``.
+        kernels: Shape ``(U, *kernel size, C / groups, O)``.
+        positions: ``spatial'`` of the outputs.
+        geometry: Strides, dilations and padding.
+
+    Returns:
+        Shape ``(U, K, *spatial', O)``.
+    """
+    kernel_shape = tuple(kernels.shape[1:].as_list())
+    depth, filters = kernel_shape[-2:]
+    groups = geometry.groups(inputs.shape, kernel_shape)
+    padded = _padded(inputs, kernel_shape, geometry)
+    units, rows = tf.unstack(tf.shape(inputs)[:2])
+    seen = rows * math.prod(positions)
+    places = itertools.product(*map(range, kernel_shape[:-2]))
+    parts: list[tf.Tensor] = []
+    for place, window in zip(
+        places, _windows(positions, kernel_shape, geometry), strict=True
+    ):
+        kernel = kernels[:, *place]
+        a = padded[:, :, *window]
+        if groups == 1:
+            parts.append(tf.matmul(tf.reshape(a, [units, seen, depth]), kernel))
+        else:
+            a = tf.reshape(a, [units, seen, groups, depth])
+            kernel = tf.reshape(kernel, [units, depth, groups, filters // groups])
+            part = tf.einsum("ntgc,ncgo->ntgo", a, kernel)
+            parts.append(tf.reshape(part, [units, seen, filters]))
+    shape = [units, rows, *positions, filters]
+    return with_shape(
+        tf.reshape(tf.add_n(parts), shape), [None, None, *positions, filters]
+    )
 
 
 def patch_lengths(

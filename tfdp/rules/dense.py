@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
+from tfdp.rules.shapes import with_shape
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
@@ -40,7 +41,11 @@ def _numbers(call: Call) -> tf.Tensor:
 def watch_preactivation(call: Call, terms: Any) -> Any:
     """Run a call, watching what its `activation` is applied to."""
     activation = call.layer.activation or keras.activations.linear
-    return call.run_with(activation=lambda z: activation(call.watch(z, terms)))
+    # Adapters multiply two variables.
+    is_linear = not getattr(call.layer, "lora_enabled", False)
+    return call.run_with(
+        activation=lambda z: activation(call.watch(z, terms, is_linear=is_linear))
+    )
 
 
 def lora_factors(layer: Any, g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -147,7 +152,7 @@ def _flat(tensor: tf.Tensor, axes: int) -> tf.Tensor:
     kept = tensor.shape.rank - axes
     size = math.prod(tensor.shape[kept:])
     shape = tf.concat([tf.shape(tensor)[:kept], [size]], 0)
-    return tf.ensure_shape(tf.reshape(tensor, shape), [*tensor.shape[:kept], size])
+    return with_shape(tf.reshape(tensor, shape), [*tensor.shape[:kept], size])
 
 
 def _labels(equation: str, input_rank: int) -> tuple[str, str, str]:

@@ -22,7 +22,7 @@ def embedding(call: Call) -> Any:
         found = tf.gather(tf.cast(a, g.dtype), ids)
         return [OuterProducts(a, ids, low), OuterProducts(b, found, scaled)]
 
-    return call.watch(call.run_with(), terms)
+    return call.watch(call.run_with(), terms, is_linear=not layer.lora_enabled)
 
 
 def reversible_embedding(call: Call) -> Any:

@@ -95,5 +95,5 @@ def generic(call: Call) -> Any:
             for variable, gradient in zip(variables, of_rows, strict=True)
         ]
 
-    watched = call.watch_all(keras.tree.flatten(outputs), terms)
+    watched = call.watch_all(keras.tree.flatten(outputs), terms, linear_terms=None)
     return keras.tree.pack_sequence_as(outputs, watched)

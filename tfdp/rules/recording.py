@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp.errors import UnsupportedLayerError
+from tfdp.rules.moves import Moves, Product
+from tfdp.rules.shapes import with_shape
 from tfdp.rules.terms import PerRow, Term
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
@@ -25,6 +27,8 @@ class Watched(NamedTuple):
         rule: Name of the rule.
         tensors: What to differentiate by.
         terms: From their gradients, in that order, to the terms.
+        linear_terms: The terms of the variables that the tensors are linear in; None
+            if they are not in some that nobody else moves.
         repeats: Rows of the call for each row of the batch.
     """
 
@@ -32,11 +36,33 @@ class Watched(NamedTuple):
     rule: str
     tensors: list[tf.Tensor]
     terms: Callable[..., list[Term]]
+    linear_terms: Callable[..., list[Term]] | None = None
     repeats: int = 1
 
     def terms_of(self, gradients: list[tf.Tensor]) -> list[Term]:
         """Return the terms for these gradients of the tensors."""
-        terms = self.terms(*gradients)
+        return self._with_repeats(self.terms(*gradients))
+
+    def shifts(self, moves: Moves) -> list[tf.Tensor | None]:
+        """Return what the tensors gain where each unit has moved the variables.
+
+        Args:
+            moves: How they moved.
+
+        Raises:
+            UnsupportedLayerError: If the tensors are not linear in the variables.
+        """
+        linear_terms = self.linear_terms
+        if linear_terms is None:
+            raise UnsupportedLayerError(
+                "Units can only have weights of their own in layers that are linear in "
+                f"them. Received: `{self.path}` (rule `{self.rule}`)."
+            )
+        return moves.shifts(
+            self.tensors, lambda *zeros: self._with_repeats(linear_terms(*zeros))
+        )
+
+    def _with_repeats(self, terms: list[Term]) -> list[Term]:
         for term in terms:
             term.repeats = self.repeats
         return terms
@@ -53,6 +79,7 @@ class Recording:
         tape: Records the pass; need not watch variables.
         rows: Length of the leading axis of the model's inputs.
         find_rule: Returns the rule of a layer, or None.
+        moves: How the units have moved the variables, if they have.
 
     Attributes:
         watched: What was watched, in the order of the calls.
@@ -64,6 +91,7 @@ class Recording:
         tape: tf.GradientTape,
         rows: int | tf.Tensor,
         find_rule: Callable[[keras.layers.Layer], Rule | None],
+        moves: Moves | None = None,
     ) -> None:
         self.watched: list[Watched] = []
         self.repeats = 1
@@ -71,6 +99,7 @@ class Recording:
         self._tape = tape
         self._rows = rows
         self._find_rule = find_rule
+        self.moves = moves
         # Inside of a layer's call `value` may be a cast copy.
         self._trainable = {id(v.value): v for v in model.trainable_variables}
         self._variable_tapes: list[tf.GradientTape] = []
@@ -165,13 +194,19 @@ class Recording:
 
     def watch(self, watched: Watched) -> list[tf.Tensor]:
         """Watch tensors, each a new one, with one entry for each row."""
+        watched = watched._replace(repeats=self.repeats)
+        shifts: list[tf.Tensor | None] = [None] * len(watched.tensors)
+        if self.moves is not None:
+            shifts = watched.shifts(self.moves)
         tensors = []
-        for tensor in watched.tensors:
+        for tensor, shift in zip(watched.tensors, shifts, strict=True):
             own = tf.identity(self._with_rows(watched.path, tensor))
+            if shift is not None:
+                own += tf.cast(shift, own.dtype)
             self._tape.watch(own)
             # Some layers attach a mask in their own code.
             tensors.append(_keras.with_mask_of(own, tensor))
-        self.watched.append(watched._replace(tensors=tensors, repeats=self.repeats))
+        self.watched.append(watched._replace(tensors=tensors))
         return tensors
 
     def _with_rows(self, path: str, tensor: tf.Tensor) -> tf.Tensor:
@@ -268,25 +303,55 @@ class Call:
                 del own[name]
             own.update(original)
 
-    def watch(self, tensor: tf.Tensor, terms: Callable[..., list[Term]]) -> tf.Tensor:
+    def watch(
+        self,
+        tensor: tf.Tensor,
+        terms: Callable[..., list[Term]],
+        *,
+        is_linear: bool = True,
+    ) -> tf.Tensor:
         """Ask for the gradient of a tensor that the call computes.
 
         Args:
             tensor: Shape ``(R, ...)`` for the R rows of the call.
             terms: From the gradient, of the same shape, to what it adds to the
                 gradients of variables.
+            is_linear: Whether the tensor is a linear function of the variables. Only
+                then can `tfdp.losses.BAM` move them for each unit.
 
         Returns:
             The tensor; all that follows must be computed from this one.
         """
-        return self.watch_all([tensor], terms)[0]
+        linear_terms = terms if is_linear else None
+        return self.watch_all([tensor], terms, linear_terms=linear_terms)[0]
 
     def watch_all(
-        self, tensors: list[tf.Tensor], terms: Callable[..., list[Term]]
+        self,
+        tensors: list[tf.Tensor],
+        terms: Callable[..., list[Term]],
+        *,
+        linear_terms: Callable[..., list[Term]] | None,
     ) -> list[tf.Tensor]:
-        """As `watch`, for several tensors whose gradients belong together."""
+        """As `watch`, for several tensors whose gradients belong together.
+
+        Args:
+            tensors: See `watch`.
+            terms: See `watch`.
+            linear_terms: Those of the variables that the tensors are linear in; the
+                rule must move the others by `product`. None if it does not.
+
+        Returns:
+            The tensors.
+        """
         rule = getattr(self._rule, "__name__", str(self._rule))
-        return self._recording.watch(Watched(self.path, rule, tensors, terms))
+        return self._recording.watch(
+            Watched(self.path, rule, tensors, terms, linear_terms)
+        )
+
+    def product(self, variable: Any) -> Product | None:
+        """Return what a product with a matrix gains for each unit, None for zeros."""
+        moves = self._recording.moves
+        return None if moves is None else moves.product(variable)
 
     def per_row(self, variable: Any, shape: Sequence[int] | None = None) -> tf.Tensor:
         """Copy a variable for each row, so that each row has a gradient of its own.
@@ -303,7 +368,7 @@ class Call:
         shape = list(variable.shape if shape is None else shape)
         value = tf.reshape(tf.convert_to_tensor(variable), [1, *shape])
         copies = tf.tile(value, [tf.shape(self.inputs)[0]] + [1] * len(shape))
-        copies = tf.ensure_shape(copies, [self.inputs.shape[0], *shape])
+        copies = with_shape(copies, [self.inputs.shape[0], *shape])
 
         def terms(g: tf.Tensor) -> list[Term]:
             return [PerRow(variable, tf.reshape(g, [-1, *variable.shape]))]

@@ -8,14 +8,16 @@ the states, and multiplies by the recurrent matrix once in each step.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras
 from tfdp.errors import UnsupportedLayerError
+from tfdp.rules.moves import Product
 from tfdp.rules.recording import Call
+from tfdp.rules.shapes import with_shape
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
@@ -24,18 +26,67 @@ class _Cell:
     """A recurrent cell, its products with the matrices taken out.
 
     Attributes:
-        matrix: What the state h is multiplied by, shape ``(units, K)``.
+        matrix: What the state h is multiplied by.
         step: ``(x, inner, states) -> new states`` for x of the projected inputs and
             ``inner = h matrix``; states are a list that h is the first of.
-        terms: ``(g, g_inner, h) -> terms`` of the recurrent matrix and the bias, all
-            of shape ``(R, T, ...)``.
+        terms: ``(g, g_inner, h) -> terms`` of the recurrent matrix, all of shape
+            ``(R, T, ...)``.
+        bias_terms: ``(g, g_inner) -> terms`` of the bias.
         inner_differs: Whether `inner` has other gradients than x.
     """
 
-    matrix: tf.Tensor
+    matrix: "_Matrix"
     step: Callable[..., list[tf.Tensor]]
     terms: Callable[..., list[Term]]
+    bias_terms: Callable[..., list[Term]]
     inner_differs: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Matrix:
+    """Some columns of a matrix, and what each unit has added to them.
+
+    Attributes:
+        value: The columns, shape ``(units, K)``.
+        added: What products with the whole matrix gain, or None.
+        before: Columns of the whole matrix before these.
+        behind: Columns behind them.
+    """
+
+    value: tf.Tensor
+    added: Product | None
+    before: int = 0
+    behind: int = 0
+
+    @classmethod
+    def recurrent(cls, call: Call, like: tf.Tensor) -> Self:
+        """Return the recurrent matrix of a layer, in the dtype of a tensor."""
+        matrix = call.layer.cell.recurrent_kernel
+        return cls(tf.cast(matrix, like.dtype), call.product(matrix))
+
+    def split(self, column: int) -> tuple["_Matrix", "_Matrix"]:
+        """Return the columns before one, and the others."""
+        left, right = self.value[:, :column], self.value[:, column:]
+        return (
+            _Matrix(left, self.added, 0, right.shape[1]),
+            _Matrix(right, self.added, left.shape[1], 0),
+        )
+
+    def times(self, rows: tf.Tensor) -> tf.Tensor:
+        """``(R, units) -> (R, K)``."""
+        products = tf.matmul(rows, self.value)
+        if self.added is not None:
+            gained = self.added.times(rows)
+            products += gained[:, self.before : self.before + self.value.shape[1]]
+        return products
+
+    def times_transposed(self, rows: tf.Tensor) -> tf.Tensor:
+        """``(R, K) -> (R, units)``."""
+        products = tf.matmul(rows, self.value, transpose_b=True)
+        if self.added is not None:
+            whole = tf.pad(rows, [(0, 0), (self.before, self.behind)])
+            products += self.added.times_transposed(whole)
+        return products
 
 
 def simple_rnn(call: Call) -> Any:
@@ -47,7 +98,7 @@ def simple_rnn(call: Call) -> Any:
             del states
             return [_activated(cell.activation, x + inner)]
 
-        return _Cell(tf.cast(cell.recurrent_kernel, like.dtype), step, _terms(cell))
+        return _Cell(_Matrix.recurrent(call, like), step, *_terms(cell))
 
     return _run(call, make, cell.bias)
 
@@ -63,7 +114,7 @@ def lstm(call: Call) -> Any:
             c = gate(f) * states[1] + gate(i) * _activated(cell.activation, candidate)
             return [gate(o) * _activated(cell.activation, c), c]
 
-        return _Cell(tf.cast(cell.recurrent_kernel, like.dtype), step, _terms(cell))
+        return _Cell(_Matrix.recurrent(call, like), step, *_terms(cell))
 
     return _run(call, make, cell.bias)
 
@@ -75,10 +126,11 @@ def gru(call: Call) -> Any:
     bias = cell.bias
     if bias is not None and cell.reset_after:
         bias = bias[0]
-    return _run(call, lambda like: make(cell, like), bias)
+    return _run(call, lambda like: make(call, like), bias)
 
 
-def _reset_after(cell: Any, like: tf.Tensor) -> _Cell:
+def _reset_after(call: Call, like: tf.Tensor) -> _Cell:
+    cell = call.layer.cell
     offset = 0.0 if cell.bias is None else tf.cast(cell.bias[1], like.dtype)
 
     def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
@@ -90,18 +142,21 @@ def _reset_after(cell: Any, like: tf.Tensor) -> _Cell:
         return [z * states[0] + (1 - z) * candidate]
 
     def terms(g: tf.Tensor, g_inner: tf.Tensor, h: tf.Tensor) -> list[Term]:
-        of_matrix = OuterProducts(cell.recurrent_kernel, h, g_inner)
+        del g
+        return [OuterProducts(cell.recurrent_kernel, h, g_inner)]
+
+    def bias_terms(g: tf.Tensor, g_inner: tf.Tensor) -> list[Term]:
         if cell.bias is None:
-            return [of_matrix]
-        return [of_matrix, PerRow(cell.bias, tf.stack([g, g_inner], axis=-2))]
+            return []
+        return [PerRow(cell.bias, tf.stack([g, g_inner], axis=-2))]
 
-    matrix = tf.cast(cell.recurrent_kernel, like.dtype)
-    return _Cell(matrix, step, terms, inner_differs=True)
+    matrix = _Matrix.recurrent(call, like)
+    return _Cell(matrix, step, terms, bias_terms, inner_differs=True)
 
 
-def _reset_before(cell: Any, like: tf.Tensor) -> _Cell:
-    matrix = tf.cast(cell.recurrent_kernel, like.dtype)
-    of_gates, of_candidate = matrix[:, : 2 * cell.units], matrix[:, 2 * cell.units :]
+def _reset_before(call: Call, like: tf.Tensor) -> _Cell:
+    cell = call.layer.cell
+    of_gates, of_candidate = _Matrix.recurrent(call, like).split(2 * cell.units)
 
     def gates(x: tf.Tensor, inner: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         z, r = tf.split(x[..., : 2 * cell.units] + inner, 2, axis=-1)
@@ -109,16 +164,16 @@ def _reset_before(cell: Any, like: tf.Tensor) -> _Cell:
 
     def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
         z, r = gates(x, inner)
-        reset = tf.matmul(r * states[0], of_candidate)
+        reset = of_candidate.times(r * states[0])
         candidate = _activated(cell.activation, x[..., 2 * cell.units :] + reset)
         return [z * states[0] + (1 - z) * candidate]
 
     def terms(g: tf.Tensor, x: tf.Tensor, h: tf.Tensor) -> list[Term]:
-        _, r = gates(x, tf.matmul(h, of_gates))
+        _, r = gates(x, _over_time(of_gates.times, h))
         # The candidate's columns see another input: each use leaves the other's
         # columns zero.
         of_z_and_r, of_h = g[..., : 2 * cell.units], g[..., 2 * cell.units :]
-        terms: list[Term] = [
+        return [
             OuterProducts(
                 cell.recurrent_kernel,
                 h,
@@ -130,18 +185,22 @@ def _reset_before(cell: Any, like: tf.Tensor) -> _Cell:
                 tf.concat([tf.zeros_like(of_z_and_r), of_h], -1),
             ),
         ]
-        return terms if cell.bias is None else [*terms, PerRow(cell.bias, g)]
 
-    return _Cell(of_gates, step, terms)
+    return _Cell(of_gates, step, terms, _terms(cell)[1])
 
 
-def _terms(cell: Any) -> Callable[..., list[Term]]:
+def _terms(cell: Any) -> tuple[Callable[..., list[Term]], Callable[..., list[Term]]]:
+    """Return what `g` says about the recurrent matrix, and about the bias."""
+
     def terms(g: tf.Tensor, g_inner: tf.Tensor, h: tf.Tensor) -> list[Term]:
         del g_inner
-        of_matrix = OuterProducts(cell.recurrent_kernel, h, g)
-        return [of_matrix] if cell.bias is None else [of_matrix, PerRow(cell.bias, g)]
+        return [OuterProducts(cell.recurrent_kernel, h, g)]
 
-    return terms
+    def bias_terms(g: tf.Tensor, g_inner: tf.Tensor) -> list[Term]:
+        del g_inner
+        return [] if cell.bias is None else [PerRow(cell.bias, g)]
+
+    return terms, bias_terms
 
 
 def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
@@ -167,17 +226,22 @@ def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
         cell = make(x)
         seen: list[tf.Tensor] = []
 
+        def linear_terms(*gradients: tf.Tensor) -> list[Term]:
+            of_inputs = OuterProducts(layer.cell.kernel, inputs, gradients[0])
+            return [of_inputs, *cell.bias_terms(gradients[0], gradients[-1])]
+
         def terms(*gradients: tf.Tensor) -> list[Term]:
             other = gradients[1] if cell.inner_differs else x
-            of_inputs = OuterProducts(layer.cell.kernel, inputs, gradients[0])
-            return [of_inputs, *cell.terms(gradients[0], other, *seen)]
+            of_matrix = cell.terms(gradients[0], other, *seen)
+            return [*of_matrix, *linear_terms(*gradients)]
 
         steps = tf.shape(x)[1]
         watched = [x]
         if cell.inner_differs:
-            width = cell.matrix.shape[1]
+            width = cell.matrix.value.shape[1]
             watched.append(tf.zeros([tf.shape(x)[0], steps, width], x.dtype))
-        watched = call.watch_all(watched, terms)
+        watched = call.watch_all(watched, terms, linear_terms=linear_terms)
+        x = watched[0]
         in_order = tf.reverse if layer.go_backwards else lambda tensor, axes: tensor
         over_time = [in_order(_swapped(tensor), [0]) for tensor in watched]
         if mask is not None:
@@ -193,7 +257,7 @@ def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
         h = tf.stop_gradient(_swapped(in_order(before, [0])))
         seen.append(h if kept is None else h * kept[:, None])
         # As Keras's own loop does: the layers that follow may need the length.
-        outputs = tf.ensure_shape(outputs, [sequences.shape[1], None, None])
+        outputs = with_shape(outputs, [sequences.shape[1], None, None])
         return outputs[-1], _swapped(outputs), states
 
     return call.run_with(inner_loop=loop)
@@ -258,7 +322,7 @@ class _Scan:
             written = _write(written, time, [inner, *states])
             return time + 1, self._step(x, inner, states, mask), written
 
-        width = self.cell.matrix.shape[-1]
+        width = self.cell.matrix.value.shape[-1]
         like = [tf.zeros([tf.shape(states[0])[0], width], states[0].dtype), *states]
 
         _, last, written = tf.while_loop(
@@ -296,7 +360,7 @@ class _Scan:
                 output_gradients=of_states,
                 unconnected_gradients=tf.UnconnectedGradients.ZERO,
             )
-            of_h = tf.matmul(of_inner, self.cell.matrix, transpose_b=True)
+            of_h = self.cell.matrix.times_transposed(of_inner)
             of_h = of_h if self.kept is None else of_h * self.kept
             written = _write(written, time, [of_x, of_inner][: len(written)])
             return time, [of_states[0] + of_h, *of_states[1:]], written
@@ -312,7 +376,7 @@ class _Scan:
         return [*(array.stack() for array in written), *of_first]
 
     def _inner_product(self, h: tf.Tensor) -> tf.Tensor:
-        return tf.matmul(h if self.kept is None else h * self.kept, self.cell.matrix)
+        return self.cell.matrix.times(h if self.kept is None else h * self.kept)
 
     def _step(
         self, x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor], mask: Any
@@ -374,6 +438,13 @@ def _dropout_masks(
             "`recurrent_dropout`."
         )
     return masks
+
+
+def _over_time(function: Callable[[tf.Tensor], tf.Tensor], h: tf.Tensor) -> tf.Tensor:
+    """Apply a function of ``(R, units)`` to ``(R, T, units)``."""
+    rows, steps = tf.unstack(tf.shape(h)[:2])
+    flat = function(tf.reshape(h, [-1, h.shape[-1]]))
+    return tf.reshape(flat, [rows, steps, flat.shape[-1]])
 
 
 def _swapped(tensor: tf.Tensor) -> tf.Tensor:

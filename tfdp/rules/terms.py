@@ -6,9 +6,10 @@ units one after the other: ``(R, ...)`` with the same number of rows for each un
 """
 
 import abc
+import copy
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import tensorflow as tf
 from tfdp.clipping import at_least_float32, matmul_roundoff, squares_rounded_up
 from tfdp.rules import convolution
 from tfdp.rules.products import inner_products, roundoff, squares_from_grams
+from tfdp.rules.shapes import with_shape
 
 # Gradients of units may take this many numbers for each number of the activations
 # that they are made of, to be kept until the weights are known.
@@ -24,6 +26,10 @@ _KEPT_FOR_AN_ACTIVATION = 2
 
 # Time to square and sum a kept number, in multiplications of a matrix product.
 _SQUARED_AND_SUMMED = 30
+
+
+# From a tensor to its derivative along something, None for zeros.
+Jvp = Callable[[tf.Tensor], tf.Tensor | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +148,61 @@ class Term(abc.ABC):
         """Return one term for both, of one variable, or None if there is none."""
         return None
 
+    @abc.abstractmethod
+    def inner_products(self, other: "Term", units: Units) -> tf.Tensor:
+        """Multiply each unit's gradient with what another term has for the variable.
+
+        Args:
+            other: The other term.
+            units: How rows are grouped, in both.
+
+        Returns:
+            Shape ``(U,)``, not rounded up.
+        """
+
+    def applied(self, a: tf.Tensor, units: Units) -> tf.Tensor:
+        """Multiply by each unit's gradient, as a matrix.
+
+        Args:
+            a: Rows to multiply, shape ``(U, T, d)``; or ids, shape ``(U, T)``.
+            units: How rows are grouped.
+
+        Returns:
+            Shape ``(U, T, p)`` for a variable of d p numbers.
+        """
+        size = math.prod(self.variable.shape)
+        gradients = self.instantiate(units)
+        if a.dtype.is_floating:
+            d = a.shape[-1]
+            return tf.matmul(a, tf.reshape(gradients, [units.number, d, size // d]))
+        p = self.variable.shape[-1]
+        matrices = tf.reshape(gradients, [units.number, size // p, p])
+        return tf.gather(matrices, a, batch_dims=1)
+
+    def applied_back(self, g: tf.Tensor, units: Units) -> tf.Tensor:
+        """Multiply by the transpose of each unit's gradient, as a matrix.
+
+        Args:
+            g: Rows to multiply, floating point, shape ``(U, T, p)``.
+            units: How rows are grouped.
+
+        Returns:
+            Shape ``(U, T, d)``.
+        """
+        p = g.shape[-1]
+        shape = [units.number, math.prod(self.variable.shape) // p, p]
+        matrices = tf.reshape(self.instantiate(units), shape)
+        return tf.matmul(g, matrices, transpose_b=True)
+
+    @abc.abstractmethod
+    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Term":
+        """Return the term with its derivative added.
+
+        Args:
+            jvp: Returns the derivative of a tensor, None for zeros.
+            rate: What the derivative is multiplied by, a scalar tensor.
+        """
+
 
 class Kept(Term):
     """Gradients of whole units, computed already.
@@ -172,8 +233,12 @@ class Kept(Term):
         return math.prod(self.variable.shape)
 
     def instantiate(self, units: Units) -> tf.Tensor:
-        """Return them."""
-        return self.gradients
+        """Return them, as the variable has them."""
+        if self._transposed is None:
+            return self.gradients
+        matrices = tf.reshape(self.gradients, [units.number, *self._transposed])
+        size = math.prod(self.variable.shape)
+        return tf.reshape(tf.linalg.matrix_transpose(matrices), [units.number, size])
 
     def squares_by_gram(self, units: Units) -> tf.Tensor:
         """From the gradients themselves."""
@@ -185,7 +250,7 @@ class Kept(Term):
 
     def factors(self, units: Units) -> list[tf.Tensor]:
         """The gradients are the only factor."""
-        return [self.instantiate(units)]
+        return [self.gradients]
 
     def weighted_sum(
         self, factors: list[tf.Tensor], weights: tf.Tensor | None
@@ -200,6 +265,16 @@ class Kept(Term):
         if self._transposed is not None:
             total = tf.transpose(tf.reshape(total, self._transposed))
         return tf.reshape(total, self.variable.shape)
+
+    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
+        """Of the gradients themselves."""
+        return tf.reduce_sum(self.instantiate(units) * other.instantiate(units), 1)
+
+    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Kept":
+        """Move the gradients."""
+        moved = copy.copy(self)
+        moved.gradients = _moved(self.gradients, jvp, rate)
+        return moved
 
 
 class PerRow(Kept):
@@ -218,6 +293,10 @@ class PerRow(Kept):
         if between == 1 and self.rows(units) == 1:
             return tf.reshape(rows, [units.number, size])
         return tf.reduce_sum(units.view(rows, [size]), axis=1)
+
+    def factors(self, units: Units) -> list[tf.Tensor]:
+        """The units' gradients are the only factor."""
+        return [self.instantiate(units)]
 
 
 class OuterProducts(Term):
@@ -289,10 +368,8 @@ class OuterProducts(Term):
             return positions * self.p
         return 1 if positions == 1 else 2 * positions * positions
 
-    def factors(self, units: Units) -> list[tf.Tensor]:
-        """``(U, T, d)`` or ids ``(U, T)``, then ``(U, T, p)``, for each use."""
-        if self._added_up is not None:
-            return self._added_up
+    def _views(self, units: Units) -> list[tf.Tensor]:
+        """Group the positions of each use by units."""
         views = []
         for a, g in self.pairs:
             if a.dtype.is_floating:
@@ -300,6 +377,13 @@ class OuterProducts(Term):
             else:
                 views.append(units.view(a, []))
             views.append(units.view(at_least_float32(g), [self.p]))
+        return views
+
+    def factors(self, units: Units) -> list[tf.Tensor]:
+        """``(U, T, d)`` or ids ``(U, T)``, then ``(U, T, p)``, for each use."""
+        if self._added_up is not None:
+            return self._added_up
+        views = self._views(units)
         if self._has_only_ids():
             # One pair for all uses, in which each id of a unit occurs once.
             ids, rows = tf.concat(views[::2], 1), tf.concat(views[1::2], 1)
@@ -379,6 +463,33 @@ class OuterProducts(Term):
                 parts.append(tf.math.unsorted_segment_sum(right, ids, self.d))
         return tf.reshape(tf.add_n(parts), self.variable.shape)
 
+    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
+        """Multiply one factor by what the other term has, then the other."""
+        return tf.add_n([
+            tf.reduce_sum(other.applied(a, units) * g, [1, 2])
+            for a, g in _pairs(self._views(units))
+        ])
+
+    def applied(self, a: tf.Tensor, units: Units) -> tf.Tensor:
+        """``sum_t <a, a_t> g_t``."""
+        return tf.add_n([
+            tf.matmul(_inner_products(a, b, g.dtype), g)
+            for b, g in _pairs(self.factors(units))
+        ])
+
+    def applied_back(self, g: tf.Tensor, units: Units) -> tf.Tensor:
+        """``sum_t <g, g_t> a_t``."""
+        return tf.add_n([
+            tf.matmul(inner_products(g, h), a) for a, h in _pairs(self.factors(units))
+        ])
+
+    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "OuterProducts":
+        """Move one factor, then the other."""
+        moved = OuterProducts(self.variable, *self.pairs[0])
+        moved.pairs = _moved_pairs(self.pairs, jvp, rate)
+        moved.repeats = self.repeats
+        return moved
+
 
 # Where the number of positions is not known, gradients of at most this many numbers
 # are instantiated.
@@ -432,16 +543,24 @@ class Convolution(Term):
             )
         return rows * outputs, rows * inputs
 
+    def _can_gram(
+        self, units: Units, others: Sequence[tuple[tf.Tensor, tf.Tensor]] = ()
+    ) -> bool:
+        """Tell whether patches of these calls, and of others, can meet each other."""
+        shapes = {
+            tuple(tuple(tensor.shape[1:].as_list()) for tensor in call)
+            for call in [*self.calls, *others]
+        }
+        return (
+            self._numbers(units) is not None
+            and len(shapes) == 1
+            and self.geometry.groups(self.calls[0][0].shape, self.variable.shape) == 1
+        )
+
     def how(self, norms: str, units: Units) -> str:
         """Gram matrices of pixels where few positions meet many channels."""
         known = self._numbers(units)
-        # Across rows or calls the pixels of one would have to meet those of another.
-        can_gram = (
-            known is not None
-            and self.rows(units) == 1
-            and len(self.calls) == 1
-            and self.geometry.groups(self.calls[0][0].shape, self.variable.shape) == 1
-        )
+        can_gram = self._can_gram(units)
         if norms == "instantiate" or known is None:
             return "drop" if norms == "instantiate" else "keep"
         if norms == "gram":
@@ -479,7 +598,7 @@ class Convolution(Term):
         if self.rows(units) == 1:
             return rows[:, None]
         shape = tf.concat([[units.number, -1], tf.shape(rows)[1:]], 0)
-        return tf.ensure_shape(tf.reshape(rows, shape), [None, None, *rows.shape[1:]])
+        return with_shape(tf.reshape(rows, shape), [None, None, *rows.shape[1:]])
 
     def instantiate(self, units: Units) -> tf.Tensor:
         """Compute the filter gradient of each unit."""
@@ -492,12 +611,24 @@ class Convolution(Term):
         ]
         return tf.reshape(tf.add_n(parts), [units.number, math.prod(shape)])
 
+    def one_use(self, units: Units) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the factors of all uses, of equal shapes, as rows of a single one."""
+        factors = self.factors(units)
+        return tf.concat(factors[::2], 1), tf.concat(factors[1::2], 1)
+
+    def _gram(self, x: tf.Tensor, y: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
+        return convolution.patch_gram(
+            x,
+            y,
+            positions=g.shape[2:-1],
+            kernel_shape=tuple(self.variable.shape),
+            geometry=self.geometry,
+        )
+
     def squares_by_gram(self, units: Units) -> tf.Tensor:
         """Gram matrices of the patches, from those of the pixels."""
-        ((x, g),) = _pairs(self.factors(units))
-        gram = convolution.patch_gram(
-            x[:, 0], g.shape[2:-1], tuple(self.variable.shape), self.geometry
-        )
+        x, g = self.one_use(units)
+        gram = self._gram(x, x, g)
         flat = tf.reshape(g, [units.number, -1, g.shape[-1]])
         *window, channels, filters = self.variable.shape
         places = math.prod(window)
@@ -532,6 +663,54 @@ class Convolution(Term):
             for x, g in _pairs(factors)
         ]
         return tf.reshape(tf.add_n(parts), self.variable.shape)
+
+    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
+        """From Gram matrices of pixels, or with kernels of the units' own."""
+        if isinstance(other, Convolution) and self._can_gram(units, other.calls):
+            x, g = self.one_use(units)
+            y, h = other.one_use(units)
+            flat = [
+                tf.reshape(each, [units.number, -1, each.shape[-1]]) for each in (g, h)
+            ]
+            return tf.reduce_sum(self._gram(x, y, g) * inner_products(*flat), [1, 2])
+        shape = [units.number, *self.variable.shape]
+        kernels = tf.reshape(other.instantiate(units), shape)
+        return tf.add_n([
+            tf.reduce_sum(
+                g
+                * convolution.convolved(
+                    x, kernels, positions=g.shape[2:-1], geometry=self.geometry
+                ),
+                list(range(1, g.shape.rank)),
+            )
+            for x, g in _pairs(self.factors(units))
+        ])
+
+    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Convolution":
+        """Move the inputs, then the gradients."""
+        moved = Convolution(self.variable, *self.calls[0], self.geometry)
+        moved.calls = _moved_pairs(self.calls, jvp, rate)
+        moved.repeats = self.repeats
+        return moved
+
+
+def _moved(tensor: tf.Tensor, jvp: Jvp, rate: tf.Tensor) -> tf.Tensor:
+    derivative = jvp(tensor) if tensor.dtype.is_floating else None
+    if derivative is None:
+        return tensor
+    return tensor + tf.cast(rate, tensor.dtype) * derivative
+
+
+def _moved_pairs(
+    pairs: list[tuple[tf.Tensor, tf.Tensor]], jvp: Jvp, rate: tf.Tensor
+) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """Return ``a (x) (g + rate dg)`` and ``da (x) (rate g)``, for each pair."""
+    moved = [(a, _moved(g, jvp, rate)) for a, g in pairs]
+    for a, g in pairs:
+        derivative = jvp(a) if a.dtype.is_floating else None
+        if derivative is not None:
+            moved.append((derivative, tf.cast(rate, g.dtype) * g))
+    return moved
 
 
 def _inner_products(a: tf.Tensor, b: tf.Tensor, dtype: tf.DType) -> tf.Tensor:

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
+from tfdp.rules.shapes import with_shape
 
 
 def time_distributed(call: Call) -> Any:
@@ -30,7 +31,7 @@ def time_distributed(call: Call) -> Any:
         outputs = layer.call(_joined(inputs, steps), **options)
     rows = tf.shape(inputs)[0]
     shape = tf.concat([[rows, steps], tf.shape(outputs)[1:]], 0)
-    return tf.ensure_shape(
+    return with_shape(
         tf.reshape(outputs, shape), [inputs.shape[0], steps, *outputs.shape[1:]]
     )
 
@@ -39,6 +40,6 @@ def _joined(tensor: tf.Tensor, steps: int) -> tf.Tensor:
     """``(R, steps, ...)`` -> ``(R * steps, ...)``."""
     joined = tf.reshape(tensor, tf.concat([[-1], tf.shape(tensor)[2:]], 0))
     rows = tensor.shape[0]
-    return tf.ensure_shape(
+    return with_shape(
         joined, [None if rows is None else rows * steps, *tensor.shape[2:]]
     )

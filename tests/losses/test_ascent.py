@@ -1,0 +1,366 @@
+"""BAM and SAT: what they are as losses, and what training with them is."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, optimizers
+
+import tfdp
+from tests.problems import PROBLEMS
+from tests.reference import (
+    assert_all_close,
+    clipped_sum,
+    per_example_gradients,
+    problem_gradients,
+    uphill_gradients,
+)
+from tfdp.losses import BAM, SAT
+
+CROSSENTROPY = "sparse_categorical_crossentropy"
+ENGINES = ("bookkeeping", "ghost", "vectorized")
+LOSSES = {
+    "sam": lambda loss: BAM(loss, radius=0.1),
+    "mixed": lambda loss: BAM(loss, radius=0.1, mix=0.6),
+    "exact": lambda loss: BAM(loss, radius=0.1, ascent="exact"),
+    "sat": lambda loss: SAT(loss, radius=0.1),
+}
+some_quick = pytest.mark.parametrize(
+    "make_loss",
+    [
+        pytest.param(LOSSES[name], id=name, marks=[pytest.mark.slow] * is_slow)
+        for name, is_slow in [("sam", 0), ("mixed", 1), ("exact", 1), ("sat", 0)]
+    ],
+)
+every_loss = pytest.mark.parametrize("make_loss", LOSSES.values(), ids=LOSSES)
+
+
+def data(rows=24):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(rows, 5)).astype("float32"), rng.integers(0, 3, rows)
+
+
+def private(loss, noise_multiplier=0.5, *, compiled=None, **options):
+    model = keras.Sequential([
+        keras.Input((5,)),
+        layers.Dense(7, activation="tanh"),
+        layers.Dense(3, activation="softmax"),
+    ])
+    for number, weight in enumerate(model.weights):
+        weight.assign(np.random.default_rng(number).normal(size=weight.shape))
+    model = tfdp.DPModel(model, **options)
+    with pytest.warns():
+        optimizer = tfdp.optimizers.DPSGD(
+            0.5, l2_norm_clip=0.5, noise_multiplier=noise_multiplier, noise_seed=1
+        )
+    model.compile(optimizer, loss, **(compiled or {}))
+    return model
+
+
+def train(model, epochs=3, **options):
+    return model.fit(*data(), batch_size=24, epochs=epochs, verbose=0, **options)
+
+
+def values(model):
+    return [variable.numpy() for variable in model.trainable_variables]
+
+
+# ------------------------------------------------------------------------ as losses
+
+
+@pytest.mark.parametrize("loss", [BAM, SAT])
+@pytest.mark.parametrize("radius", [-1, math.nan, math.inf, -math.inf])
+def test_a_radius_out_of_range_is_refused(loss, radius):
+    with pytest.raises(ValueError, match=r"`radius` must .*Received: radius="):
+        loss("mse", radius=radius)
+
+
+@pytest.mark.parametrize("loss", [BAM, SAT])
+@pytest.mark.parametrize("radius", [None, "0.1", True])
+def test_a_radius_of_a_wrong_type_is_refused(loss, radius):
+    with pytest.raises(TypeError, match="`radius` must be a number"):
+        loss("mse", radius=radius)
+
+
+@pytest.mark.parametrize("mix", [-0.1, 1.1, math.nan])
+def test_a_mix_out_of_range_is_refused(mix):
+    with pytest.raises(ValueError, match=r"`mix` must .*Received: mix="):
+        BAM("mse", mix=mix)
+
+
+def test_an_unknown_ascent_is_refused():
+    with pytest.raises(ValueError, match="`ascent` must be one of 'sam', 'exact'"):
+        BAM("mse", ascent="SAM")
+
+
+def test_one_inside_the_other_is_refused():
+    with pytest.raises(ValueError, match="`SAT` takes a plain loss"):
+        SAT(BAM("mse"))
+    with pytest.raises(ValueError, match="`BAM` must be around all losses"):
+        private([BAM("mse")])
+
+
+@every_loss
+def test_an_unwrapped_model_has_the_plain_loss(make_loss):
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(3, "softmax")])
+    model.compile(loss=CROSSENTROPY)
+    expected = model.evaluate(*data(), verbose=0)
+    model.compile(loss=make_loss(CROSSENTROPY))
+    assert model.evaluate(*data(), verbose=0) == pytest.approx(expected)
+    model.fit(*data(), verbose=0)
+
+
+@every_loss
+def test_evaluation_has_the_plain_loss(make_loss):
+    assert private(make_loss(CROSSENTROPY)).evaluate(*data(), verbose=0) == private(
+        CROSSENTROPY
+    ).evaluate(*data(), verbose=0)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        BAM("mse", radius=0.3, mix=0.5, ascent="exact"),
+        SAT({"a": "mse", "b": keras.losses.Huber(2.0)}, radius=0.1),
+        SAT("mse", radius=optimizers.schedules.PolynomialDecay(0.2, 5)),
+    ],
+)
+def test_config_round_trip(loss):
+    config = keras.saving.serialize_keras_object(loss)
+    again = keras.saving.deserialize_keras_object(config)
+    assert type(again) is type(loss)
+    assert keras.saving.serialize_keras_object(again) == config
+    assert float(again.radius_at(2)) == float(loss.radius_at(2))
+
+
+# ------------------------------------------------------------------- clipped gradients
+
+
+@pytest.mark.parametrize("ascent", ["sam", "exact"])
+@pytest.mark.parametrize("num_microbatches", [None, 3])
+def test_loops_of_ones_own_have_bam(ascent, num_microbatches):
+    problem = PROBLEMS["mlp_logits"]
+    batch, unit_size = problem.batch(6), 2 if num_microbatches else 1
+    gradients = uphill_gradients(
+        problem,
+        batch,
+        radius=0.2,
+        mix=0.7,
+        is_exact=ascent == "exact",
+        unit_size=unit_size,
+    )
+    clip = float(np.median(clipped_sum(gradients, 1.0)[1]))
+    expected, norms = clipped_sum(gradients, clip)
+    model, loss = problem.build(), problem.loss()
+    # The engine that was chosen for the plain loss is not taken for granted.
+    tfdp.clipped_gradients(model, loss, *batch, l2_norm_clip=clip)
+    found = tfdp.clipped_gradients(
+        model,
+        BAM(loss, radius=0.2, mix=0.7, ascent=ascent),
+        *batch,
+        l2_norm_clip=clip,
+        num_microbatches=num_microbatches,
+    )
+    np.testing.assert_allclose(found.norms, norms, rtol=1e-4)
+    assert_all_close(found.gradients, expected, rtol=1e-4, atol=1e-5 * clip)
+
+
+def test_loops_of_ones_own_refuse_what_they_cannot_know():
+    model, (x, y) = private("mse").model, data()
+    with pytest.raises(ValueError, match="`SAT` goes along the gradient"):
+        tfdp.clipped_gradients(model, SAT(CROSSENTROPY), x, y, l2_norm_clip=1.0)
+    schedule = optimizers.schedules.PolynomialDecay(0.2, 5)
+    with pytest.raises(ValueError, match="schedule of the radius needs the steps"):
+        tfdp.clipped_gradients(
+            model, BAM(CROSSENTROPY, radius=schedule), x, y, l2_norm_clip=1.0
+        )
+
+
+# ----------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("loss", [BAM(CROSSENTROPY, 0), SAT(CROSSENTROPY, 0)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_without_radius_it_is_dp_sgd_bit_for_bit(loss, engine):
+    plain, other = private(CROSSENTROPY, engine=engine), private(loss, engine=engine)
+    for model in (plain, other):
+        train(model)
+    for left, right in zip(values(plain), values(other), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@some_quick
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine": "ghost"},
+        {"engine": "vectorized"},
+        {"physical_batch_size": 10},
+        {"compiled": {"run_eagerly": True}},
+        {"compiled": {"jit_compile": True}},
+        {"compiled": {"steps_per_execution": 3}},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_however_it_runs_it_trains_the_same(make_loss, options):
+    expected, plain = private(make_loss(CROSSENTROPY)), private(CROSSENTROPY)
+    model = private(make_loss(CROSSENTROPY), **options)
+    for each in (expected, plain, model):
+        train(each, epochs=1)
+        train(each, epochs=2)
+    assert_all_close(values(model), values(expected), rtol=1e-4, atol=1e-5)
+    assert np.abs(values(model)[0] - values(plain)[0]).max() > 1e-4
+
+
+@every_loss
+def test_epsilon_is_that_of_dp_sgd(make_loss):
+    models = private(CROSSENTROPY), private(make_loss(CROSSENTROPY))
+    for model in models:
+        train(model)
+    assert models[0].epsilon(1e-3) == models[1].epsilon(1e-3)
+    assert models[0].ledger == models[1].ledger
+
+
+@pytest.mark.parametrize("physical_batch_size", [None, 5])
+def test_steps_of_sat_without_noise(physical_batch_size):
+    """Three steps against gradients of single examples at weights really moved."""
+    problem, radius, rate, rows = PROBLEMS["mlp_logits"], 0.3, 0.25, 8
+    batch = problem.batch(rows, "float64")
+    reference, loss = problem.build("float64"), problem.loss("float64")
+    _, norms = clipped_sum(problem_gradients(problem, batch), 1.0)
+    clip = float(np.median(norms))
+    model = tfdp.DPModel(problem.build(), physical_batch_size=physical_batch_size)
+    with pytest.warns():
+        optimizer = tfdp.optimizers.DPSGD(rate, l2_norm_clip=clip, noise_multiplier=0.0)
+    model.compile(optimizer, SAT(problem.loss(), radius=radius))
+    single = problem.batch(rows)
+    model.fit(single.x, single.y, batch_size=rows, epochs=3, verbose=0)
+
+    released = [np.zeros(v.shape) for v in reference.trainable_variables]
+    for _ in range(3):
+        start = values(reference)
+        norm = np.sqrt(sum(np.sum(g**2) for g in released)) or 1.0
+        for v, w, g in zip(reference.trainable_variables, start, released, strict=True):
+            v.assign(w + radius * g / norm)
+        gradients = per_example_gradients(reference, loss, *batch)
+        total, _ = clipped_sum(gradients, clip)
+        released = [part / rows for part in total]
+        for v, w, g in zip(reference.trainable_variables, start, released, strict=True):
+            v.assign(w - rate * g)
+    assert_all_close(values(model), values(reference), rtol=1e-4, atol=1e-5)
+
+
+@every_loss
+def test_a_saved_model_goes_on_as_if_nothing_had_happened(make_loss, tmp_path):
+    whole, first = private(make_loss(CROSSENTROPY)), private(make_loss(CROSSENTROPY))
+    train(whole, epochs=2)
+    train(first, epochs=2)
+    first.save(tmp_path / "m.keras")
+    with pytest.warns():
+        second = keras.models.load_model(tmp_path / "m.keras")
+    for model in (whole, second):
+        train(model, epochs=1)
+    assert_all_close(values(second), values(whole), rtol=1e-6)
+
+
+def test_a_backup_holds_the_gradient_released_last(tmp_path):
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 2:
+                raise RuntimeError
+
+    whole = private(SAT(CROSSENTROPY, 0.5))
+    train(whole, epochs=5)
+    parts = private(SAT(CROSSENTROPY, 0.5)), private(SAT(CROSSENTROPY, 0.5))
+    with pytest.raises(RuntimeError):
+        train(
+            parts[0],
+            epochs=5,
+            callbacks=[keras.callbacks.BackupAndRestore(tmp_path), Stop()],
+        )
+    train(parts[1], epochs=5, callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
+    assert_all_close(values(parts[1]), values(whole), rtol=1e-5, atol=1e-6)
+
+
+@every_loss
+def test_a_schedule_of_the_radius_goes_by_steps(make_loss):
+    schedule = optimizers.schedules.PiecewiseConstantDecay([1], [0.1, 0.0])
+    scheduled = private(type(make_loss("mse"))(CROSSENTROPY, radius=schedule))
+    plain = private(type(make_loss("mse"))(CROSSENTROPY, radius=0.1))
+    for model in (scheduled, plain):
+        train(model, epochs=2)
+    assert_all_close(values(scheduled), values(plain), rtol=1e-5, atol=1e-6)
+    for model in (scheduled, plain):
+        train(model, epochs=1)
+    assert np.abs(values(scheduled)[0] - values(plain)[0]).max() > 1e-5
+
+
+@every_loss
+def test_the_bias_logger_shows_the_ascent(make_loss):
+    model = private(make_loss(CROSSENTROPY), 0.0)
+    logger = tfdp.callbacks.BiasLogger(every=1)
+    history = train(model, callbacks=[logger]).history
+    cosines = history["nonprivate_ascent_cosine"]
+    assert all(-1 <= cosine <= 1 for cosine in cosines)
+    if isinstance(make_loss("mse"), SAT):
+        assert cosines[0] == 0
+    plain = train(private(CROSSENTROPY, 0.0), callbacks=[logger]).history
+    assert "nonprivate_ascent_cosine" not in plain
+    # What is logged is the plain gradient, of the same weights in the first step.
+    for name in ("bias_magnitude", "norm_q50"):
+        assert history[f"nonprivate_{name}"][0] == pytest.approx(
+            plain[f"nonprivate_{name}"][0]
+        )
+
+
+def test_bams_ascent_cosine_is_the_mean_over_the_examples():
+    problem, rows = PROBLEMS["mlp_logits"], 6
+    batch = problem.batch(rows)
+    gradients = problem_gradients(problem, batch)
+    flat = np.concatenate([g.reshape(rows, -1) for g in gradients], axis=1)
+    mean = flat.mean(0) / np.linalg.norm(flat.mean(0))
+    expected = np.mean(flat @ mean / np.linalg.norm(flat, axis=1))
+    model = tfdp.DPModel(problem.build())
+    with pytest.warns():
+        optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=0.1, noise_multiplier=0)
+    model.compile(optimizer, BAM(problem.loss()))
+    history = model.fit(
+        batch.x,
+        batch.y,
+        batch_size=rows,
+        verbose=0,
+        callbacks=[tfdp.callbacks.BiasLogger(every=1)],
+    ).history
+    assert history["nonprivate_ascent_cosine"] == [pytest.approx(expected, rel=1e-4)]
+
+
+def test_what_is_not_linear_is_vectorized_with_one_line(caplog):
+    class Doubled(layers.Layer):
+        def build(self, shape):
+            self.factor = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+        def call(self, x):
+            return x * self.factor**2
+
+    model = tfdp.DPModel(keras.Sequential([keras.Input((5,)), Doubled()]))
+    model.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0),
+        BAM("mse"),
+    )
+    x, _ = data()
+    with caplog.at_level("WARNING", "absl"):
+        model.fit(x, x, batch_size=8, verbose=0)
+    (message,) = [r.getMessage() for r in caplog.records if "whole grad" in r.message]
+    assert "doubled" in message
+
+
+def test_half_precision():
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        models = [private(make(CROSSENTROPY)) for make in LOSSES.values()]
+    finally:
+        keras.config.set_dtype_policy("float32")
+    for model in models:
+        train(model)
+        assert all(np.isfinite(value).all() for value in values(model))

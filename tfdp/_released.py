@@ -1,0 +1,97 @@
+"""The gradient that was released last, and steps uphill along it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+
+class ReleasedGradient:
+    """Remembers the noised mean gradient of the step before; zeros at first.
+
+    It was released already: what is done with it is post-processing.
+    """
+
+    def __init__(self) -> None:
+        """Remember nothing yet."""
+        self._variables: list[Any] = []
+        self._gradients: list[tf.Variable] = []
+        self._restored: list[np.ndarray] = []
+
+    def build(self, variables: list[Any]) -> None:
+        """Hold a gradient for each variable, zeros if they are others than before.
+
+        Args:
+            variables: The trainable Keras variables.
+        """
+        if list(map(id, variables)) == list(map(id, self._variables)):
+            return
+        values = [np.zeros(v.shape, _wide(v.dtype).as_numpy_dtype) for v in variables]
+        if [v.shape for v in values] == [v.shape for v in self._restored]:
+            values, self._restored = self._restored, []
+        with tf.init_scope():
+            self._gradients = [tf.Variable(v, trainable=False) for v in values]
+        self._variables = list(variables)
+
+    def remember(self, gradients: list[tf.Tensor]) -> None:
+        """Take a gradient that was just released; one tensor for each variable."""
+        for held, gradient in zip(self._gradients, gradients, strict=True):
+            held.assign(tf.cast(gradient, held.dtype))
+
+    def cosine_with(self, gradients: list[tf.Tensor]) -> tf.Tensor:
+        """Return the cosine with another gradient, 0 where one is zero.
+
+        Args:
+            gradients: One tensor for each variable.
+
+        Returns:
+            A float64 scalar tensor.
+        """
+        pairs = [
+            (tf.cast(held, tf.float64), tf.cast(gradient, tf.float64))
+            for held, gradient in zip(self._gradients, gradients, strict=True)
+        ]
+        product = tf.add_n([tf.reduce_sum(one * other) for one, other in pairs])
+        lengths = [
+            tf.linalg.global_norm([pair[side] for pair in pairs]) for side in (0, 1)
+        ]
+        return tf.math.divide_no_nan(product, lengths[0] * lengths[1])
+
+    @contextlib.contextmanager
+    def uphill(self, radius: tf.Tensor) -> Iterator[None]:
+        """Move the variables by `radius` along the gradient, and put them back.
+
+        Args:
+            radius: Length of the step, a scalar tensor.
+        """
+        norm = tf.linalg.global_norm([
+            tf.cast(held, tf.float64) for held in self._gradients
+        ])
+        factor = tf.math.divide_no_nan(tf.cast(radius, tf.float64), norm)
+        original = [tf.identity(variable.value) for variable in self._variables]
+        try:
+            for variable, held in zip(self._variables, self._gradients, strict=True):
+                step = held * tf.cast(factor, held.dtype)
+                variable.assign_add(tf.cast(step, variable.dtype))
+            yield
+        finally:
+            for variable, value in zip(self._variables, original, strict=True):
+                variable.assign(value)
+
+    def state(self) -> list[np.ndarray]:
+        """Return what a saved model must remember."""
+        return [held.numpy() for held in self._gradients] or self._restored
+
+    def restore(self, state: list[np.ndarray]) -> None:
+        """Take over what `state` returned, if it fits the variables."""
+        held = self._gradients
+        if [value.shape for value in state] == [tuple(each.shape) for each in held]:
+            self.remember([tf.convert_to_tensor(value) for value in state])
+        else:
+            self._restored = state
+
+
+def _wide(dtype: str) -> tf.DType:
+    return tf.float64 if dtype == "float64" else tf.float32

@@ -1,0 +1,214 @@
+"""Losses that ask for the gradient a step away, uphill: BAM and SAT."""
+
+from typing import Any, NamedTuple, Self
+
+import keras
+import tensorflow as tf
+
+from tfdp import _validate
+
+_Schedule = keras.optimizers.schedules.LearningRateSchedule
+
+
+class Ascent(NamedTuple):
+    """A step uphill from the weights, for each unit its own.
+
+    Attributes:
+        radius: Length of the step, a scalar tensor.
+        mix: Weight of the gradient found there, beside the one found here.
+        is_exact: Whether the step is infinitely small, and its effect scaled up.
+    """
+
+    radius: tf.Tensor
+    mix: float
+    is_exact: bool
+
+
+class AscentLoss(keras.losses.Loss):
+    """A Keras loss, and how far `DPModel` goes uphill for its gradient.
+
+    Anywhere else it is just that loss.
+
+    Attributes:
+        loss: As in `keras.Model.compile`.
+        radius: A number, or a schedule of the optimizer's `iterations`.
+    """
+
+    def __init__(self, loss: Any, radius: Any) -> None:
+        if isinstance(loss, AscentLoss):
+            raise ValueError(
+                f"`{type(self).__name__}` takes a plain loss. Received: loss of type "
+                f"{type(loss).__name__}. Use `{type(self).__name__}("
+                "'sparse_categorical_crossentropy')`."
+            )
+        if isinstance(radius, dict):
+            radius = keras.saving.deserialize_keras_object(radius)
+        if not isinstance(radius, _Schedule):
+            radius = _validate.non_negative("radius", radius)
+        super().__init__(name=getattr(loss, "name", None))
+        self.loss = loss
+        self.radius = radius
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Compute the plain loss, where nothing is trained privately."""
+        loss = keras.losses.get(self.loss)
+        if sample_weight is None:
+            return loss(y_true, y_pred)
+        return loss(y_true, y_pred, sample_weight)
+
+    def has_ascent(self) -> bool:
+        """Tell whether there is any step at all."""
+        return isinstance(self.radius, _Schedule) or self.radius > 0
+
+    def radius_at(self, iteration: Any) -> tf.Tensor:
+        """Return the length of a step.
+
+        Args:
+            iteration: The optimizer's `iterations`, a scalar; None if there are none.
+
+        Returns:
+            A float64 scalar tensor.
+
+        Raises:
+            ValueError: If a schedule has no iterations to go by.
+        """
+        radius = self.radius
+        if isinstance(radius, _Schedule):
+            if iteration is None:
+                raise ValueError(
+                    "A schedule of the radius needs the steps of an optimizer. "
+                    f"Received: radius={radius!r}. Use `{type(self).__name__}(loss, "
+                    "radius=0.02)`, another one in each step, or `tfdp.DPModel`."
+                )
+            radius = radius(iteration)
+        return tf.cast(radius, tf.float64)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that rebuild the loss."""
+        radius = self.radius
+        if isinstance(radius, _Schedule):
+            radius = keras.saving.serialize_keras_object(radius)
+        return {
+            "loss": keras.saving.serialize_keras_object(self.loss),
+            "radius": radius,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Rebuild a loss from `get_config`."""
+        arguments = dict(config)
+        loss = keras.saving.deserialize_keras_object(arguments.pop("loss"))
+        return cls(loss, **arguments)
+
+
+@keras.saving.register_keras_serializable("tfdp")
+class BAM(AscentLoss):
+    """Bias-aware minimisation: penalises the norm of each example's gradient too.
+
+    What clipping cuts off is the bias of private training, and small gradients are
+    not cut. The objective of example i becomes ``L_i + lambda ||grad L_i||`` [1]_.
+    With w the weights and ``v_i = grad L_i(w) / ||grad L_i(w)||`` (0 where the
+    gradient is), `DPModel` clips, in the place of ``grad L_i(w)``,
+
+    * ``(1 - mix) grad L_i(w) + mix grad L_i(w + radius v_i)`` with `ascent="sam"`
+      (with ``mix=1`` equation 14 of the paper), or
+    * ``grad L_i(w) + lambda H_i v_i``, the gradient of that objective, with
+      `ascent="exact"`; H_i is the Hessian of L_i and ``lambda = mix * radius``.
+
+    A unit of several examples, a microbatch or the views of an augmented example, has
+    their mean loss for L_i. Under `evaluate`, and in a model that is not private, it
+    is just `loss`.
+
+    Guarantees:
+        All of it happens before clipping and looks at one unit only: clipping, noise
+        and epsilon are those of DP-SGD. With ``radius=0`` the weights are too, bit
+        for bit.
+
+    Args:
+        loss: As in `keras.Model.compile`: name, object, function, or a list or dict
+            of them.
+        radius: How far to go uphill, at least 0, in units of the weights; or a
+            `keras.optimizers.schedules` object of the optimizer's `iterations`.
+        mix: Weight of the gradient found there, from 0 to 1.
+        ascent: `"sam"` or `"exact"`.
+
+    Raises:
+        TypeError: If a number is no number.
+        ValueError: If a number is out of its range, `ascent` is unknown, or `loss` is
+            such a loss already.
+
+    Example:
+        >>> loss = tfdp.losses.BAM("sparse_categorical_crossentropy", radius=0.02)
+
+    References:
+        .. [1] Knolle et al., "Bias-Aware Minimisation: Understanding and Mitigating
+           Estimator Bias in Private SGD", 2023, equation 14.
+           https://arxiv.org/abs/2308.12018
+    """
+
+    def __init__(
+        self, loss: Any, radius: Any = 0.02, mix: float = 1.0, ascent: str = "sam"
+    ) -> None:
+        super().__init__(loss, radius)
+        self.mix = _validate.non_negative("mix", mix)
+        if self.mix > 1:
+            raise ValueError(
+                f"`mix` must lie between 0 and 1. Received: mix={mix!r}. Use `mix=1.0`."
+            )
+        self.ascent = _validate.one_of("ascent", ascent, ("sam", "exact"))
+
+    def has_ascent(self) -> bool:
+        """Tell whether there is any step at all."""
+        return super().has_ascent() and self.mix > 0
+
+    def ascent_at(self, iteration: Any) -> Ascent | None:
+        """Return the step uphill of each unit.
+
+        Args:
+            iteration: See `radius_at`.
+
+        Returns:
+            The step; None if there is none.
+        """
+        if not self.has_ascent():
+            return None
+        return Ascent(self.radius_at(iteration), self.mix, self.ascent == "exact")
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments that rebuild the loss."""
+        return {**super().get_config(), "mix": self.mix, "ascent": self.ascent}
+
+
+@keras.saving.register_keras_serializable("tfdp")
+class SAT(AscentLoss):
+    """DP-SAT: sharpness-aware training along the gradient that was released last.
+
+    With g the noised mean gradient of the step before, `DPModel` takes the gradients
+    of a step at ``w + radius g / ||g||``, and moves w by them [1]_. The first step of
+    all has no g and goes nowhere uphill. Under `evaluate`, and in a model that is not
+    private, it is just `loss`.
+
+    Guarantees:
+        g was released already, so epsilon is that of DP-SGD. With ``radius=0`` the
+        weights are too, bit for bit.
+
+    Args:
+        loss: As in `keras.Model.compile`: name, object, function, or a list or dict
+            of them.
+        radius: How far to go uphill, at least 0, in units of the weights; or a
+            `keras.optimizers.schedules` object of the optimizer's `iterations`.
+
+    Raises:
+        TypeError: If `radius` is no number.
+        ValueError: If `radius` is out of its range or `loss` is such a loss already.
+
+    Example:
+        >>> loss = tfdp.losses.SAT("sparse_categorical_crossentropy", radius=0.03)
+
+    References:
+        .. [1] Park et al., "Differentially Private Sharpness-Aware Training", ICML
+           2023. https://arxiv.org/abs/2306.05651
+    """
+
+    def __init__(self, loss: Any, radius: Any = 0.03) -> None:
+        super().__init__(loss, radius)

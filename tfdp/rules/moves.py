@@ -1,0 +1,99 @@
+"""Passes in which each unit has weights of its own, a little off the model's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.clipping import at_least_float32
+from tfdp.rules.terms import Term, Units
+
+
+class Moves:
+    """Where each unit has moved the variables: along a gradient that has factors.
+
+    What a layer adds to ``h W`` for a unit that moved W by ``sum_t a_t (x) g_t`` is
+    ``sum_t <h, a_t> g_t``: no unit needs a copy of W.
+
+    Args:
+        directions: What each variable moves along, by its `id`; the others stay.
+        lengths: How far each unit moves, shape ``(U,)``.
+        units: How rows are grouped.
+    """
+
+    def __init__(
+        self, directions: dict[int, Term], lengths: tf.Tensor, units: Units
+    ) -> None:
+        self._directions = directions
+        self._lengths = lengths
+        self._units = units
+
+    def shifts(
+        self, tensors: list[tf.Tensor], terms: Callable[..., list[Term]]
+    ) -> list[tf.Tensor | None]:
+        """Return what tensors gain that are linear in the variables.
+
+        The terms say how gradients of the tensors become those of the variables. That
+        is a linear map, and its transpose takes a change of the variables to that of
+        the tensors.
+
+        Args:
+            tensors: The tensors.
+            terms: From their gradients to the terms.
+
+        Returns:
+            One for each tensor, None for zeros.
+        """
+        zeros = [at_least_float32(tf.zeros_like(tensor)) for tensor in tensors]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(zeros)
+            products = [
+                term.inner_products(self._directions[id(term.variable)], self._units)
+                for term in terms(*zeros)
+                if id(term.variable) in self._directions
+            ]
+            moved = [product * self._lengths_as(product) for product in products]
+        shifts: list[tf.Tensor | None] = tape.gradient(moved, zeros)
+        return shifts
+
+    def product(self, variable: Any) -> "Product | None":
+        """Return what a product with a matrix gains; None if the matrix stays.
+
+        Args:
+            variable: The Keras variable, of rank 2.
+        """
+        direction = self._directions.get(id(variable))
+        if direction is None:
+            return None
+
+        def multiply(rows: tf.Tensor, times: Any) -> tf.Tensor:
+            units = self._units.view(at_least_float32(rows), [rows.shape[-1]])
+            products = times(units, self._units)
+            products *= self._lengths_as(products)[:, None, None]
+            products = tf.reshape(products, [-1, products.shape[-1]])
+            return tf.cast(products, rows.dtype)
+
+        return Product(
+            lambda rows: multiply(rows, direction.applied),
+            lambda rows: multiply(rows, direction.applied_back),
+        )
+
+    def _lengths_as(self, tensor: tf.Tensor) -> tf.Tensor:
+        return tf.cast(self._lengths, tensor.dtype)
+
+
+class Product:
+    """Multiplies rows by what their unit has added to a matrix.
+
+    Attributes:
+        times: ``(R, d) -> (R, p)``.
+        times_transposed: ``(R, p) -> (R, d)``.
+    """
+
+    def __init__(
+        self,
+        times: Callable[[tf.Tensor], tf.Tensor],
+        times_transposed: Callable[[tf.Tensor], tf.Tensor],
+    ) -> None:
+        self.times = times
+        self.times_transposed = times_transposed
