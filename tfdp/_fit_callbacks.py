@@ -120,13 +120,13 @@ class PrivacyCallback(keras.callbacks.Callback):
 class LedgerCallback(PrivacyCallback):
     """Tells the ledger where epochs begin, and ends `fit` when the budget is spent.
 
-    Raises:
-        PrivacyBudgetError: When an epoch begins, if what was restored leaves no
-            room for a step.
-
     Args:
         recorder: Of the model that trains.
         data: What it trains on.
+
+    Raises:
+        PrivacyBudgetError: When an epoch begins, if what was restored leaves no
+            room for a step.
     """
 
     def __init__(self, recorder: LedgerRecorder, data: TrainingData) -> None:
@@ -210,18 +210,14 @@ def sorted_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
                 f"`monitor='val_{monitor}'`.",
                 stacklevel=3,
             )
-    names = collections.Counter(
-        callback.sets for callback in callbacks if isinstance(callback, PrivacyCallback)
-    )
-    for name, count in names.items():
-        if name is not None and count > 1:
-            setters = [
-                type(each).__name__
-                for each in callbacks
-                if isinstance(each, PrivacyCallback) and each.sets == name
-            ]
+    setters = collections.defaultdict(list)
+    for callback in callbacks:
+        if isinstance(callback, PrivacyCallback) and callback.sets is not None:
+            setters[callback.sets].append(type(callback).__name__)
+    for name, types in setters.items():
+        if len(types) > 1:
             raise ValueError(
                 f"Only one callback may set `{name}`. Received: callbacks="
-                f"[{', '.join(setters)}]. Leave all but one out."
+                f"[{', '.join(types)}]. Leave all but one out."
             )
     return sorted(callbacks, key=lambda item: not isinstance(item, PrivacyCallback))

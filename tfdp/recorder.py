@@ -214,7 +214,7 @@ class LedgerRecorder:
         """Allow this many more items of the present segment, beyond those begun.
 
         Args:
-            further_items: Whole number of at least 0.
+            further_items: Whole number; -1 forbids the rest of one that has begun.
             noise_multiplier: Steps with less noise than this have no room at all.
         """
         self._item_limit.assign(self._items_started + further_items)

@@ -47,6 +47,14 @@ def start(example, *arguments):
     )
 
 
+def check_refusal(example, *arguments, message):
+    """Check that an example ends with a message, and not with a traceback."""
+    process = start(example, *arguments)
+    assert process.returncode
+    assert message in process.stderr + process.stdout
+    assert "Traceback" not in process.stderr
+
+
 def run(example, *arguments):
     """Return what an example prints, if it succeeds."""
     process = start(example, *arguments)
@@ -119,10 +127,7 @@ class TestTrainDigits:
         ],
     )
     def test_wrong_flag_is_explained(self, tmp_path, flag, message):
-        process = start("train_digits", f"--output_dir={tmp_path}", flag)
-        assert process.returncode
-        assert message in process.stderr + process.stdout
-        assert "Traceback" not in process.stderr
+        check_refusal("train_digits", f"--output_dir={tmp_path}", flag, message=message)
 
 
 class TestFromScratch:
@@ -260,10 +265,9 @@ class TestClipSchedules:
         ],
     )
     def test_wrong_flag_is_explained(self, tmp_path, flag, message):
-        process = start("clip_schedules", f"--output_dir={tmp_path}", flag)
-        assert process.returncode
-        assert message in process.stderr + process.stdout
-        assert "Traceback" not in process.stderr
+        check_refusal(
+            "clip_schedules", f"--output_dir={tmp_path}", flag, message=message
+        )
 
 
 class TestBatchSizes:

@@ -1,4 +1,3 @@
-import importlib.util
 import os
 import pathlib
 import subprocess
@@ -6,36 +5,12 @@ import sys
 
 import pytest
 from absl import flags
-from absl.testing import flagsaver
 
 from tfdp import accounting
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "compute_dp_sgd_privacy.py"
 MNIST = ["--N=60000", "--batch_size=256", "--epochs=60", "--delta=1e-5"]
-
-
-@pytest.fixture(scope="module")
-def tool():
-    known = set(flags.FLAGS)
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    for name in set(flags.FLAGS) - known:
-        delattr(flags.FLAGS, name)
-
-
-@pytest.fixture
-def run(tool, capsys):
-    """Run the script's main: arguments -> what it prints; errors leave by SystemExit."""
-
-    def run(*arguments):
-        with flagsaver.flagsaver():
-            tool.main(flags.FLAGS([SCRIPT.name, *arguments]))
-        return capsys.readouterr().out
-
-    return run
 
 
 @pytest.mark.parametrize(

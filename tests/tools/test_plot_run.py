@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import os
 import pathlib
@@ -8,37 +7,12 @@ import sys
 import keras
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "plot_run.py"
 PNG = b"\x89PNG\r\n\x1a\n"
 BIAS = ["bias_magnitude", "bias_scale", "bias_direction", "clip_cosine"]
 NORMS = ["norm_q10", "norm_q50", "norm_q90"]
-
-
-@pytest.fixture(scope="module")
-def tool():
-    known = set(flags.FLAGS)
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    for name in set(flags.FLAGS) - known:
-        delattr(flags.FLAGS, name)
-
-
-@pytest.fixture
-def run(tool, capsys):
-    """Run the script's main: arguments -> what it prints; errors leave by SystemExit."""
-
-    def run(*arguments):
-        with flagsaver.flagsaver():
-            tool.main(flags.FLAGS([SCRIPT.name, *map(str, arguments)]))
-        return capsys.readouterr().out
-
-    return run
 
 
 @pytest.fixture
