@@ -48,7 +48,10 @@ _OUT_OF_MEMORY = (
     *("MemoryError", "bad_alloc", "allocate memory"),  # NumPy, C++, PyTorch
 )
 _ROWS = {
-    _TFDP: ["vectorized", "fast_gradient_clipping", "ghost", "bookkeeping"],
+    _TFDP: [
+        *("vectorized", "fast_gradient_clipping", "ghost", "bookkeeping"),
+        *("sat", "bam_sam", "bam_exact", "vectorized_bam_sam"),
+    ],
     "opacus": ["hooks", "ghost"],
     "jax_privacy": ["vmap", "one_by_one"],
     "tensorflow_privacy": ["vectorized", "fast_gradient_clipping"],

@@ -24,7 +24,7 @@ from tfdp.losses.ascent import Ascent
 from tfdp.losses.objective import Batch, Objective
 from tfdp.rules.moves import Moves
 from tfdp.rules.recording import Recording
-from tfdp.rules.terms import Kept, Term, Units
+from tfdp.rules.terms import Jvp, Kept, Term, Units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +306,10 @@ class _PassUphill(_Pass):
         # Both passes draw the same masks.
         for seed, value in zip(seeds, at_begin, strict=True):
             seed.assign(value)
-        self._derivatives = tf.autodiff.ForwardAccumulator(step, tf.ones_like(step))
+        self._step = step
+        self._step_tape = tf.GradientTape(
+            persistent=True, watch_accessed_variables=False
+        )
         with self._differentiating():
             moves = Moves(directions, step / norms_here, here.units)
             super().__init__(objective, batch, rows_per_unit, norms=norms, moves=moves)
@@ -330,7 +333,8 @@ class _PassUphill(_Pass):
             yield
             return
         try:
-            with self._derivatives:
+            with self._step_tape as tape:
+                tape.watch(self._step)
                 yield
         except UnsupportedLayerError:
             raise
@@ -347,10 +351,9 @@ class _PassUphill(_Pass):
         if ascent.is_exact:
             rate = ascent.mix * ascent.radius
             with self._differentiating():
-                return [
-                    [term.moved(self._derivatives.jvp, rate) for term in terms]
-                    for terms in super().terms_by_variable(weights)
-                ]
+                terms = super().terms_by_variable(weights)
+            jvp = self._jvp(terms)
+            return [[term.moved(jvp, rate) for term in each] for each in terms]
         if ascent.mix == 1:
             return super().terms_by_variable(weights)
         if weights is None:
@@ -364,6 +367,34 @@ class _PassUphill(_Pass):
                 strict=True,
             )
         ]
+
+    def _jvp(self, terms: list[list[Term]]) -> Jvp:
+        """Return the derivatives of what the terms are made of, by the step's length.
+
+        What reverse mode makes of some weights is linear in them: its derivative by the
+        weights is forward mode.
+        """
+        found: dict[int, tf.Tensor] = {}
+
+        def note(tensor: tf.Tensor) -> None:
+            found[id(tensor)] = tensor
+
+        for each in terms:
+            for term in each:
+                term.moved(note, tf.constant(1.0))
+        tensors = list(found.values())
+        weights = [tf.zeros_like(tensor) for tensor in tensors]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(weights)
+            weighted = self._step_tape.gradient(
+                tensors,
+                self._step,
+                output_gradients=weights,
+                unconnected_gradients=tf.UnconnectedGradients.ZERO,
+            )
+        derivatives = tape.gradient(weighted, weights)
+        by_id = dict(zip(found, derivatives, strict=True))
+        return lambda tensor: by_id[id(tensor)]
 
 
 def _recorded(

@@ -26,6 +26,17 @@ _OPTIONS = {
     "ghost": {"engine": GhostEngine(norms="gram")},
     "bookkeeping": {"engine": BookkeepingEngine()},
     "passes": {"engine": BookkeepingEngine(), "physical_batch_size": 256},
+    "sat": {"engine": BookkeepingEngine()},
+    "bam_sam": {"engine": BookkeepingEngine()},
+    "bam_exact": {"engine": BookkeepingEngine()},
+    "vectorized_bam_sam": {"engine": "vectorized"},
+}
+
+_ASCENTS = {
+    "sat": lambda loss: tfdp.losses.SAT(loss, radius=0.03),
+    "bam_sam": lambda loss: tfdp.losses.BAM(loss, radius=0.02),
+    "bam_exact": lambda loss: tfdp.losses.BAM(loss, radius=0.02, ascent="exact"),
+    "vectorized_bam_sam": lambda loss: tfdp.losses.BAM(loss, radius=0.02),
 }
 
 
@@ -44,9 +55,10 @@ def stepper(options: argparse.Namespace, row: str) -> steps.Step:
             noise_multiplier=steps.NOISE_MULTIPLIER,
             expected_batch_size=options.batch_size,
         )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(
         optimizer,
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        loss=_ASCENTS[row](loss) if row in _ASCENTS else loss,
         metrics=["accuracy"],
         jit_compile=options.jit_compile,
     )
