@@ -762,7 +762,7 @@ def test_what_is_no_model_is_refused(model):
         {"physical_batch_size": -3},
         {"physical_batch_size": 2.5},
         {"sampling": "random"},
-        {"augmentation": layers.RandomFlip()},
+        {"augmentation_multiplicity": 2},
     ],
     ids=str,
 )

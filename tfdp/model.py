@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree, _validate, engines, validation
+from tfdp._augmentation import Augmentation
 from tfdp._fit_callbacks import (
     LedgerCallback,
     PrivacyCallback,
@@ -85,14 +86,20 @@ class DPModel(keras.Model):
             default a batch runs whole.
         sampling: For arrays given to `fit`: `"poisson"`, or `"shuffle"`, whose
             epsilon is larger.
-        augmentation: Reserved; must be None.
-        augmentation_multiplicity: Reserved; must be 1.
+        augmentation: A Keras layer, or a function of a batch of inputs, that makes a
+            random view of each row by itself. The gradient of an example is then the
+            mean over `augmentation_multiplicity` views of it, taken before clipping
+            [2]_: it still is one vector that depends on one example, so epsilon does
+            not change.
+        augmentation_multiplicity: Views of each example in a step. A pass has
+            `physical_batch_size` times as many rows.
         **kwargs: Name of the model.
 
     Raises:
-        TypeError: If `model` is no Keras model.
-        ValueError: If an argument is out of its range, or the model overrides
-            `train_step`, `test_step` or `compute_metrics`.
+        TypeError: If `model` is no Keras model, or `augmentation` cannot be called.
+        ValueError: If an argument is out of its range, the augmentation mixes
+            examples, or the model overrides `train_step`, `test_step` or
+            `compute_metrics`.
 
     Example:
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -109,6 +116,9 @@ class DPModel(keras.Model):
     References:
         .. [1] Abadi et al., "Deep Learning with Differential Privacy", CCS 2016,
            Algorithm 1. https://arxiv.org/abs/1607.00133
+        .. [2] De et al., "Unlocking High-Accuracy Differentially Private Image
+           Classification through Scale", 2022, section 3.2.
+           https://arxiv.org/abs/2204.13650
     """
 
     def __init__(
@@ -129,11 +139,16 @@ class DPModel(keras.Model):
                 "physical_batch_size", physical_batch_size
             )
         _validate.one_of("sampling", sampling, ("poisson", "shuffle"))
-        if augmentation is not None or augmentation_multiplicity != 1:
+        views = None
+        if augmentation is not None:
+            views = Augmentation(augmentation, augmentation_multiplicity)
+        elif augmentation_multiplicity != 1:
             raise ValueError(
-                "`augmentation` is not available in this version. Received: "
-                f"augmentation={augmentation!r}, augmentation_multiplicity="
-                f"{augmentation_multiplicity!r}. Augment in the data pipeline."
+                "`augmentation_multiplicity` needs an augmentation. Received: "
+                f"augmentation_multiplicity={augmentation_multiplicity!r}, "
+                "augmentation=None. Use `DPModel(model, "
+                "augmentation=keras.layers.RandomFlip('horizontal'), "
+                "augmentation_multiplicity=16)`."
             )
         kwargs.setdefault("name", f"private_{model.name}")
         super().__init__(dtype=model.dtype_policy, **kwargs)
@@ -151,6 +166,7 @@ class DPModel(keras.Model):
         self._planned_noise = NoisePlan(0.0, 0, None, np.array([]))
         self._ascent: AscentLoss | None = None
         self._released = ReleasedGradient()
+        self._augmentation = views
         self._signature: Any = None
         if getattr(model, "optimizer", None) is not None:
             # Its slots would be saved with the private model.
@@ -594,6 +610,8 @@ class DPModel(keras.Model):
         if not any(callback.clips_again for callback in self._in_graph):
             return clip
         states = [*_keras.seed_states(self.model), *self.model.non_trainable_variables]
+        if self._augmentation is not None:
+            states += self._augmentation.seed_states()
         at_begin = [tf.identity(state.value) for state in states]
 
         def clip_with_state(data: Any, clip_norm: tf.Tensor) -> ClippedSum:
@@ -633,11 +651,15 @@ class DPModel(keras.Model):
     ) -> ClippedSum:
         """Clip and sum the units of any number of rows."""
         examples_per_unit, physical_batch_size = self._plan
+        rows_per_unit = examples_per_unit
+        augmentation = self._augmentation
+        if augmentation is not None:
+            rows_per_unit *= augmentation.multiplicity
         clip = clip_as_tensor(l2_norm_clip, objective.variables)
         engine = self._chosen_engine or engines.get(self.engine)
 
         def run_pass(batch: Batch, clip: tf.Tensor) -> Any:
-            options = {"l2_norm_clip": clip, "rows_per_unit": examples_per_unit}
+            options = {"l2_norm_clip": clip, "rows_per_unit": rows_per_unit}
             try:
                 return engine.clip_and_sum(objective, batch, **options)
             except UnsupportedLayerError as error:
@@ -655,9 +677,15 @@ class DPModel(keras.Model):
         if self._jit_compile_passes:
             run_pass = tf.function(run_pass, jit_compile=True)
 
+        def run_views(batch: Batch) -> Any:
+            if augmentation is None:
+                return run_pass(batch, clip)
+            sums, norms, y_pred = run_pass(augmentation.views(batch), clip)
+            return sums, norms, augmentation.first(y_pred)
+
         if physical_batch_size is None:
             sums, norms, y_pred = run_whole(
-                lambda batch: run_pass(batch, clip),
+                run_views,
                 data,
                 rows_per_unit=examples_per_unit,
             )
@@ -665,7 +693,7 @@ class DPModel(keras.Model):
                 on_outputs(data, tf.convert_to_tensor(number_of_rows(data)), y_pred)
         else:
             sums, norms = run_in_passes(
-                lambda batch: run_pass(batch, clip),
+                run_views,
                 data,
                 rows_per_unit=examples_per_unit,
                 physical_batch_size=physical_batch_size,
@@ -815,6 +843,8 @@ class DPModel(keras.Model):
 
     def _check_sample(self, x: Any, y: Any, sample_weight: Any) -> None:
         validation.check_model(self.model, some_rows(x))
+        if self._augmentation is not None:
+            self._augmentation.check(some_rows(x))
         if self._has_own_loss:
             if number_of_examples(x):
                 objective = Objective.of_compute_loss(self.model)
@@ -906,16 +936,30 @@ class DPModel(keras.Model):
             "engine": self.engine if isinstance(self.engine, str) else self.engine.name,
             "physical_batch_size": self.physical_batch_size,
             "sampling": self.sampling,
+            **self._augmentation_config(),
             "name": self.name,
+        }
+
+    def _augmentation_config(self) -> dict[str, Any]:
+        if self._augmentation is None:
+            return {}
+        function = self._augmentation.function
+        return {
+            "augmentation": keras.saving.serialize_keras_object(function),
+            "augmentation_multiplicity": self._augmentation.multiplicity,
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
         """Rebuild a model from `get_config`."""
-        model = keras.saving.deserialize_keras_object(
-            config.pop("model"), custom_objects=custom_objects
-        )
-        return cls(model, **config)
+        objects = {
+            name: keras.saving.deserialize_keras_object(
+                config.pop(name), custom_objects=custom_objects
+            )
+            for name in ("model", "augmentation")
+            if name in config
+        }
+        return cls(**objects, **config)
 
 
 def _check_wrapped(model: Any) -> None:

@@ -1,0 +1,110 @@
+"""Several views of each example, whose mean gradient is clipped."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _keras, _tree, _validate, validation
+from tfdp.losses.objective import Batch
+
+
+class Augmentation:
+    """Makes random views of examples.
+
+    A unit's gradient is the mean over all views of its examples. It is clipped like
+    any other, so what one example can do to the sum is what it can do without.
+
+    Args:
+        function: A Keras layer, or a function of a batch of inputs, that changes each
+            row by itself and keeps its shape.
+        multiplicity: Views of each example.
+
+    Raises:
+        TypeError: If `function` cannot be called, or `multiplicity` is no number.
+        ValueError: If `multiplicity` is no whole number of at least 1, or `function`
+            mixes examples by design.
+    """
+
+    def __init__(self, function: Any, multiplicity: int) -> None:
+        """Check the arguments."""
+        if not callable(function):
+            raise TypeError(
+                "`augmentation` must be a Keras layer or a function of a batch of "
+                f"inputs. Received: augmentation={function!r}. Use `DPModel(model, "
+                "augmentation=keras.layers.RandomFlip('horizontal'), "
+                "augmentation_multiplicity=16)`."
+            )
+        mixing = [getattr(keras.layers, name, None) for name in ("MixUp", "CutMix")]
+        if type(function) in mixing:
+            raise ValueError(
+                "`augmentation` must make a view of one example at a time: a mixture "
+                "of two has a gradient that both have a part in. Received: "
+                f"augmentation={function!r}. Use `keras.layers.RandomFlip(...)`, "
+                "`keras.layers.RandomTranslation(...)`."
+            )
+        self.function = function
+        self.multiplicity = _validate.positive_int(
+            "augmentation_multiplicity", multiplicity
+        )
+        # A model runs layers as `fit` does. Keras tracks no attribute of this class.
+        self._model = _Augmenting(function)
+
+    def views(self, batch: Batch) -> Batch:
+        """Return the views of all rows, those of one row next to each other."""
+
+        def repeated(tensor: tf.Tensor) -> tf.Tensor:
+            return tf.repeat(tensor, self.multiplicity, axis=0)
+
+        x, *others = _tree.map_tensors(repeated, batch)
+        views = self._model(x, training=True)
+
+        def with_shape_of(view: Any, row: tf.Tensor) -> tf.Tensor:
+            return tf.ensure_shape(tf.cast(view, row.dtype), row.shape)
+
+        return Batch(keras.tree.map_structure(with_shape_of, views, x), *others)
+
+    def first(self, outputs: Any) -> Any:
+        """Return what the model gave for the first view of each row."""
+        return _tree.map_tensors(lambda rows: rows[:: self.multiplicity], outputs)
+
+    def check(self, x: Any) -> None:
+        """Refuse a function that mixes examples, or whose views cannot be repeated.
+
+        Args:
+            x: A few rows of inputs.
+
+        Raises:
+            UnsupportedLayerError: If it does.
+            ValueError: If views have other shapes than their rows.
+        """
+        validation.check_model(self._model, x)
+        views = self._model(_tree.map_tensors(tf.convert_to_tensor, x), training=True)
+        shapes, wanted = (
+            [tuple(tensor.shape) for tensor in _tree.tensors(nest)]
+            for nest in (views, x)
+        )
+        if shapes != wanted:
+            raise ValueError(
+                "`augmentation` must keep the shape of its inputs. Received: "
+                f"augmentation={self.function!r}, which makes {shapes} of {wanted}. "
+                "Crop or resize in the data pipeline."
+            )
+
+    def seed_states(self) -> list[keras.Variable]:
+        """List the states of all seed generators that the function may use."""
+        return _keras.seed_states(self._model)
+
+
+class _Augmenting(keras.Model):
+    """Runs a layer or a function as a model."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(name="augmentation")
+        self.function = function
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        """Make one view of each row."""
+        if isinstance(self.function, keras.layers.Layer):
+            return self.function(x, training=training)
+        return self.function(x)
