@@ -159,6 +159,21 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
     return list(seeds.values())
 
 
+def states(model: keras.Model) -> list[keras.Variable]:
+    """List the variables that a pass through a model in training may change.
+
+    Args:
+        model: Any Keras model.
+
+    Returns:
+        Seeds and other state, but not frozen weights.
+    """
+    found = {id(state): state for state in seed_states(model)}
+    for layer in flatten_layers(model):
+        found |= {id(state): state for state in layer._non_trainable_variables}
+    return list(found.values())
+
+
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     """Return the metric that a compiled model logs as `loss`."""
     return model._loss_tracker

@@ -19,6 +19,10 @@ class ReleasedGradient:
         self._variables: list[Any] = []
         self._gradients: list[tf.Variable] = []
         self._restored: list[np.ndarray] = []
+        # Where the variables were, while they are uphill.
+        self._home: list[tf.Variable] = []
+        with tf.init_scope():
+            self._is_away = tf.Variable(initial_value=False, trainable=False)
 
     def build(self, variables: list[Any]) -> None:
         """Hold a gradient for each variable, zeros if they are others than before.
@@ -33,6 +37,7 @@ class ReleasedGradient:
             values, self._restored = self._restored, []
         with tf.init_scope():
             self._gradients = [tf.Variable(v, trainable=False) for v in values]
+            self._home = [tf.Variable(v.value, trainable=False) for v in variables]
         self._variables = list(variables)
 
     def remember(self, gradients: list[tf.Tensor]) -> None:
@@ -70,27 +75,37 @@ class ReleasedGradient:
             tf.cast(held, tf.float64) for held in self._gradients
         ])
         factor = tf.math.divide_no_nan(tf.cast(radius, tf.float64), norm)
-        original = [tf.identity(variable.value) for variable in self._variables]
-        try:
-            for variable, held in zip(self._variables, self._gradients, strict=True):
-                step = held * tf.cast(factor, held.dtype)
-                variable.assign_add(tf.cast(step, variable.dtype))
-            yield
-        finally:
-            for variable, value in zip(self._variables, original, strict=True):
-                variable.assign(value)
+        for home, variable in zip(self._home, self._variables, strict=True):
+            home.assign(variable.value)
+        self._is_away.assign(value=True)
+        for variable, held in zip(self._variables, self._gradients, strict=True):
+            step = held * tf.cast(factor, held.dtype)
+            variable.assign_add(tf.cast(step, variable.dtype))
+        yield
+        self._go_home()
+
+    def put_back(self) -> None:
+        """Put the variables back where an error has left them uphill."""
+        if self._is_away.numpy():
+            self._go_home()
+
+    def _go_home(self) -> None:
+        for variable, home in zip(self._variables, self._home, strict=True):
+            variable.assign(home)
+        # Only when all passes are over, which an error would have ended.
+        with tf.control_dependencies([tf.identity(v.value) for v in self._variables]):
+            self._is_away.assign(value=False)
 
     def state(self) -> list[np.ndarray]:
         """Return what a saved model must remember."""
         return [held.numpy() for held in self._gradients] or self._restored
 
     def restore(self, state: list[np.ndarray]) -> None:
-        """Take over what `state` returned, if it fits the variables."""
+        """Take over what `state` returned; zeros if it does not fit the variables."""
         held = self._gradients
-        if [value.shape for value in state] == [tuple(each.shape) for each in held]:
-            self.remember([tf.convert_to_tensor(value) for value in state])
-        else:
-            self._restored = state
+        if [value.shape for value in state] != [tuple(each.shape) for each in held]:
+            self._restored, state = state, [np.zeros(each.shape) for each in held]
+        self.remember([tf.convert_to_tensor(value) for value in state])
 
 
 def _wide(dtype: str) -> tf.DType:

@@ -13,7 +13,7 @@ from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.engines.choice import choose
 from tfdp.engines.passes import number_of_rows, run_whole
-from tfdp.losses import BAM, SAT
+from tfdp.losses.ascent import BAM, SAT, check_plain
 from tfdp.losses.objective import Batch, Objective
 
 
@@ -86,6 +86,7 @@ def clipped_gradients(
         )
     if isinstance(loss, BAM):
         loss, ascent = loss.loss, loss.ascent_at(None)
+    check_plain(loss)
     objective = dataclasses.replace(Objective.of(model, loss), ascent=ascent)
     chosen = _checked_once(engine, objective, data)
     clip = clip_as_tensor(l2_norm_clip, objective.variables)

@@ -45,7 +45,7 @@ from tfdp.engines.passes import (
     run_whole,
 )
 from tfdp.errors import NotPrivateError, PrivacyBudgetError, UnsupportedLayerError
-from tfdp.losses.ascent import BAM, SAT, AscentLoss
+from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
 from tfdp.losses.objective import Batch, Objective
 from tfdp.losses.per_example import PerExampleLoss
 from tfdp.optimizers import DPOptimizer
@@ -304,7 +304,7 @@ class DPModel(keras.Model):
             )
         ascent = loss if isinstance(loss, AscentLoss) else None
         loss = loss if ascent is None else ascent.loss
-        _check_leaves(loss)
+        check_plain(loss)
         if loss is None and not self._has_own_loss:
             raise ValueError(
                 "`loss` is missing. Received: loss=None. Use "
@@ -324,6 +324,8 @@ class DPModel(keras.Model):
         self._given_jit_compile = jit_compile
         self._given_ascent = ascent
         self._ascent = ascent if ascent is not None and ascent.has_ascent() else None
+        if not isinstance(self._ascent, SAT):
+            self._released = ReleasedGradient()
         self._checked = None
         if self._has_own_loss:
             self.model.compile(
@@ -471,6 +473,7 @@ class DPModel(keras.Model):
                 validation_freq=validation_freq,
             )
         finally:
+            self._released.put_back()
             self._take_callbacks([])
             self._plan_noise(None)
             self.recorder.begin(self._plan.in_units(UNDECLARED))
@@ -514,7 +517,12 @@ class DPModel(keras.Model):
         if self.recorder.segment != segment:
             self.recorder.begin(segment)
         self.enforce_budget()
-        return super().train_on_batch(x, y, sample_weight, class_weight, return_dict)
+        try:
+            return super().train_on_batch(
+                x, y, sample_weight, class_weight, return_dict
+            )
+        finally:
+            self._released.put_back()
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the training function; XLA compiles the passes in it, not all of it."""
@@ -609,7 +617,7 @@ class DPModel(keras.Model):
 
         if not any(callback.clips_again for callback in self._in_graph):
             return clip
-        states = [*_keras.seed_states(self.model), *self.model.non_trainable_variables]
+        states = _keras.states(self.model)
         if self._augmentation is not None:
             states += self._augmentation.seed_states()
         at_begin = [tf.identity(state.value) for state in states]
@@ -914,8 +922,9 @@ class DPModel(keras.Model):
         ledger = saved.pop("ledger", None)
         released = [key for key in saved if key.startswith(_RELEASED)]
         released.sort(key=lambda key: int(key.removeprefix(_RELEASED)))
-        self._released.restore([np.asarray(saved.pop(key)) for key in released])
+        gradients = [np.asarray(saved.pop(key)) for key in released]
         super().load_own_variables(saved)
+        self._released.restore(gradients)
         if ledger is not None:
             self.recorder.restore(np.asarray(ledger, np.uint8).tobytes().decode())
 
@@ -981,16 +990,6 @@ def _check_wrapped(model: Any) -> None:
             f"model of type {type(model).__name__}. Override `compute_loss` instead: "
             "it is evaluated for each example alone."
         )
-
-
-def _check_leaves(loss: Any) -> None:
-    for leaf in keras.tree.flatten(loss):
-        if isinstance(leaf, AscentLoss):
-            name = type(leaf).__name__
-            raise ValueError(
-                f"`{name}` must be around all losses of the model. Received: loss="
-                f"{loss!r}. Use `loss=tfdp.losses.{name}([...], radius=...)`."
-            )
 
 
 def _check_optimizer(optimizer: Any) -> None:

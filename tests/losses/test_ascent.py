@@ -5,6 +5,7 @@ import math
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, optimizers
 
 import tfdp
@@ -95,20 +96,65 @@ def test_an_unknown_ascent_is_refused():
 
 
 def test_one_inside_the_other_is_refused():
-    with pytest.raises(ValueError, match="`SAT` takes a plain loss"):
-        SAT(BAM("mse"))
+    (x, y), model = data(), private("mse").model
+    for use in (
+        SAT,
+        private,
+        lambda loss: tfdp.clipped_gradients(model, loss, x, y, l2_norm_clip=1.0),
+    ):
+        with pytest.raises(ValueError, match="`BAM` must be around all losses"):
+            use([BAM("mse")])
     with pytest.raises(ValueError, match="`BAM` must be around all losses"):
-        private([BAM("mse")])
+        SAT(BAM("mse"))
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="msee"):
+        BAM(["mse", "msee"])
+
+
+@pytest.mark.parametrize("loss", [None, ["mse", "mse"], {"a": "mse"}])
+def test_several_losses_are_for_private_models(loss):
+    with pytest.raises(ValueError, match=r"is for `tfdp\.DPModel`"):
+        BAM(loss)(np.ones((2, 1)), np.zeros((2, 1)))
+
+
+def test_it_shows_what_it_was_made_by():
+    assert repr(BAM("mse", 0.5)) == "BAM(loss='mse', radius=0.5, mix=1.0, ascent='sam')"
+
+
+@pytest.mark.parametrize("radius", [-0.1, math.nan])
+def test_a_schedule_never_leads_downhill(radius):
+    schedule = optimizers.schedules.PiecewiseConstantDecay([1], [0.1, radius])
+    assert float(SAT("mse", radius=schedule).radius_at(5)) == 0
 
 
 @every_loss
 def test_an_unwrapped_model_has_the_plain_loss(make_loss):
     model = keras.Sequential([keras.Input((5,)), layers.Dense(3, "softmax")])
-    model.compile(loss=CROSSENTROPY)
-    expected = model.evaluate(*data(), verbose=0)
-    model.compile(loss=make_loss(CROSSENTROPY))
-    assert model.evaluate(*data(), verbose=0) == pytest.approx(expected)
+    weights = np.arange(24.0)
+    found = []
+    for loss in (CROSSENTROPY, make_loss(CROSSENTROPY)):
+        model.compile(loss=loss)
+        found.append(model.evaluate(*data(), verbose=0))
+        found.append(model.evaluate(*data(), sample_weight=weights, verbose=0))
+    assert found[2:] == [pytest.approx(value) for value in found[:2]]
     model.fit(*data(), verbose=0)
+
+
+def test_an_unwrapped_model_has_the_masks_of_the_plain_loss():
+    model = keras.Sequential([
+        keras.Input((4, 2)),
+        layers.Masking(),
+        layers.Dense(1),
+    ])
+    x = np.random.default_rng(0).normal(size=(3, 4, 2))
+    x[1, 2:] = 0
+    found = []
+    for loss in ("mse", BAM("mse")):
+        model.compile(loss=loss)
+        found.append(model.evaluate(x, np.ones((3, 4, 1)), verbose=0))
+    assert found[0] == pytest.approx(found[1])
 
 
 @every_loss
@@ -353,6 +399,74 @@ def test_what_is_not_linear_is_vectorized_with_one_line(caplog):
         model.fit(x, x, batch_size=8, verbose=0)
     (message,) = [r.getMessage() for r in caplog.records if "whole grad" in r.message]
     assert "doubled" in message
+
+
+def test_weights_come_back_from_uphill_after_an_error():
+    class Fails(layers.Layer):
+        def call(self, x):
+            check = tf.debugging.assert_less(tf.reduce_max(x), 50.0)
+            with tf.control_dependencies([] if check is None else [check]):
+                return tf.identity(x)
+
+    model = tfdp.DPModel(
+        keras.Sequential([keras.Input((5,)), Fails(), layers.Dense(3, "softmax")]),
+        physical_batch_size=4,
+    )
+    optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+    model.compile(optimizer, SAT(CROSSENTROPY, radius=1.0))
+    train(model)
+    before, (x, y) = values(model), data()
+    x[-1] = 100.0
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        model.fit(x, y, batch_size=24, verbose=0)
+    for left, right in zip(values(model), before, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def first_steps_loss(model):
+    """The loss at the weights that the next step's gradients are taken at."""
+    return train(model, epochs=1).history["loss"][0]
+
+
+def test_a_gradient_of_other_weights_is_forgotten(tmp_path):
+    private(CROSSENTROPY).save_weights(tmp_path / "plain.weights.h5")
+    model = private(SAT(CROSSENTROPY, radius=1.0))
+    train(model)
+    model.load_weights(tmp_path / "plain.weights.h5")
+    expected = model.evaluate(*data(), verbose=0)
+    assert first_steps_loss(model) == pytest.approx(expected, rel=1e-5)
+
+    for loss in (CROSSENTROPY, SAT(CROSSENTROPY, radius=1.0)):
+        config = model.optimizer.get_config()
+        with pytest.warns():
+            model.compile(type(model.optimizer).from_config(config), loss)
+        expected = model.evaluate(*data(), verbose=0)
+        assert first_steps_loss(model) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_state_moves_once_in_a_step(engine):
+    class Counting(layers.Layer):
+        def build(self, shape):
+            self.calls = self.add_weight(
+                shape=(), initializer="zeros", trainable=False, name="calls"
+            )
+
+        def call(self, x, training=False):
+            if training:
+                self.calls.assign_add(1.0)
+            return x
+
+    counts = []
+    for loss in ("mse", BAM("mse"), BAM("mse", ascent="exact")):
+        model = keras.Sequential([keras.Input((5,)), Counting(), layers.Dense(5)])
+        model = tfdp.DPModel(model, engine=engine)
+        optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+        model.compile(optimizer, loss)
+        x, _ = data()
+        model.fit(x, x, batch_size=24, epochs=2, verbose=0)
+        counts.append(float(model.model.layers[0].calls))
+    assert counts == [counts[0]] * 3
 
 
 def test_half_precision():

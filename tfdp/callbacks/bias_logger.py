@@ -57,9 +57,9 @@ class BiasLogger(PrivacyCallback):
     the prefix `public_`, and nothing private leaves.
 
     Units' gradients are those of the plain loss at the weights, under `SAT` and `BAM`
-    too. A logged step clips its batch once more, under the same dropout masks, and
-    under `SAT` and `BAM` three times; the others cost nothing. Steps without a row are
-    not logged.
+    too. A logged step clips its batch once more, under the same dropout masks, twice
+    under `SAT` and three times under `BAM`; the others cost nothing. Steps without a row
+    are not logged.
 
     Args:
         every: Steps from one logged step to the next; the first step of `fit` is

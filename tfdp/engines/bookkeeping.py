@@ -134,7 +134,7 @@ class GhostEngine(BookkeepingEngine):
 
     The gradients of what the layers compute are not held until the norms are known:
     least memory, for the time of one more backward pass through the same forward
-    pass, dropout masks included.
+    pass, dropout masks included. (Under `tfdp.losses.BAM` those that lead uphill are.)
 
     Args:
         norms: See `BookkeepingEngine`; what is instantiated is not kept.
@@ -290,8 +290,8 @@ class _PassUphill(_Pass):
         ascent: Ascent,
     ) -> None:
         self._ascent = ascent
-        seeds = _keras.seed_states(objective.model)
-        at_begin = [tf.identity(seed.value) for seed in seeds]
+        states = _keras.states(objective.model)
+        at_begin = [tf.identity(state.value) for state in states]
         here = self._here = _Pass(objective, batch, rows_per_unit, norms=norms)
         squares, terms = here.norms_and_terms(keeps=True)
         directions = {
@@ -304,8 +304,8 @@ class _PassUphill(_Pass):
         if not ascent.is_exact:
             step += ascent.radius
         # Both passes draw the same masks.
-        for seed, value in zip(seeds, at_begin, strict=True):
-            seed.assign(value)
+        for state, value in zip(states, at_begin, strict=True):
+            state.assign(value)
         self._step = step
         self._step_tape = tf.GradientTape(
             persistent=True, watch_accessed_variables=False
@@ -374,14 +374,12 @@ class _PassUphill(_Pass):
         What reverse mode makes of some weights is linear in them: its derivative by the
         weights is forward mode.
         """
-        found: dict[int, tf.Tensor] = {}
-
-        def note(tensor: tf.Tensor) -> None:
-            found[id(tensor)] = tensor
-
-        for each in terms:
-            for term in each:
-                term.moved(note, tf.constant(1.0))
+        found = {
+            id(tensor): tensor
+            for each in terms
+            for term in each
+            for tensor in term.tensors()
+        }
         tensors = list(found.values())
         weights = [tf.zeros_like(tensor) for tensor in tensors]
         with tf.GradientTape(watch_accessed_variables=False) as tape:

@@ -20,7 +20,8 @@ def efficient_vectorization() -> contextlib.AbstractContextManager[None]:
     broadcast axes in place where there are no such axes, which copies every
     activation unless the graph optimizer folds them: in branches and loops it does
     not. Convolutions whose kernels differ between examples it takes in a loop too. Of
-    a single example it squeezes away what holds the examples. And the gradient of max pooling is only fast beside its own forward pass.
+    a single example it squeezes away what holds the examples. And the gradient of max
+    pooling is only fast beside its own forward pass.
 
     Returns:
         A context within which the better conversions are in force.

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Self
 import keras
 import tensorflow as tf
 
-from tfdp import _validate
+from tfdp import _keras, _validate
 
 _Schedule = keras.optimizers.schedules.LearningRateSchedule
 
@@ -27,20 +27,19 @@ class Ascent(NamedTuple):
 class AscentLoss(keras.losses.Loss):
     """A Keras loss, and how far `DPModel` goes uphill for its gradient.
 
-    Anywhere else it is just that loss.
+    Anywhere else, one loss is just that loss.
 
     Attributes:
         loss: As in `keras.Model.compile`.
-        radius: A number, or a schedule of the optimizer's `iterations`.
+        radius: A number, or a schedule of the optimizer's `iterations`, whose values
+            that are negative or no numbers count as 0.
     """
 
     def __init__(self, loss: Any, radius: Any) -> None:
-        if isinstance(loss, AscentLoss):
-            raise ValueError(
-                f"`{type(self).__name__}` takes a plain loss. Received: loss of type "
-                f"{type(loss).__name__}. Use `{type(self).__name__}("
-                "'sparse_categorical_crossentropy')`."
-            )
+        check_plain(loss)
+        for leaf in keras.tree.flatten(loss):
+            if isinstance(leaf, str):
+                keras.losses.get(leaf)  # Raises if there is none.
         if isinstance(radius, dict):
             radius = keras.saving.deserialize_keras_object(radius)
         if not isinstance(radius, _Schedule):
@@ -51,10 +50,20 @@ class AscentLoss(keras.losses.Loss):
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Compute the plain loss, where nothing is trained privately."""
-        loss = keras.losses.get(self.loss)
-        if sample_weight is None:
-            return loss(y_true, y_pred)
+        if self.loss is None or isinstance(self.loss, (dict, list, tuple)):
+            raise ValueError(
+                f"`{type(self).__name__}` around several losses, or none, is for "
+                f"`tfdp.DPModel`. Received: loss={self.loss!r}. Use "
+                "`model.compile(optimizer, loss.loss)` for a plain model."
+            )
+        loss = _keras.resolve_loss(self.loss, y_true, y_pred)
         return loss(y_true, y_pred, sample_weight)
+
+    def __repr__(self) -> str:
+        """Return what the loss was made by."""
+        config = {**self.get_config(), "loss": self.loss, "radius": self.radius}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in config.items())
+        return f"{type(self).__name__}({arguments})"
 
     def has_ascent(self) -> bool:
         """Tell whether there is any step at all."""
@@ -80,8 +89,10 @@ class AscentLoss(keras.losses.Loss):
                     f"Received: radius={radius!r}. Use `{type(self).__name__}(loss, "
                     "radius=0.02)`, another one in each step, or `tfdp.DPModel`."
                 )
-            radius = radius(iteration)
-        return tf.cast(radius, tf.float64)
+            radius = tf.cast(radius(iteration), tf.float64)
+            # Downhill is not asked for, and NaN would end in steps of noise alone.
+            return tf.where(radius > 0, radius, tf.zeros_like(radius))
+        return tf.constant(radius, tf.float64)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments that rebuild the loss."""
@@ -101,6 +112,24 @@ class AscentLoss(keras.losses.Loss):
         return cls(loss, **arguments)
 
 
+def check_plain(loss: Any) -> None:
+    """Refuse a loss that has one of these inside.
+
+    Args:
+        loss: As in `keras.Model.compile`.
+
+    Raises:
+        ValueError: If it has.
+    """
+    for leaf in keras.tree.flatten(loss):
+        if isinstance(leaf, AscentLoss):
+            name = type(leaf).__name__
+            raise ValueError(
+                f"`{name}` must be around all losses of the model, alone. Received: "
+                f"loss={loss!r}. Use `loss=tfdp.losses.{name}([...], radius=...)`."
+            )
+
+
 @keras.saving.register_keras_serializable("tfdp")
 class BAM(AscentLoss):
     """Bias-aware minimisation: penalises the norm of each example's gradient too.
@@ -116,8 +145,8 @@ class BAM(AscentLoss):
       `ascent="exact"`; H_i is the Hessian of L_i and ``lambda = mix * radius``.
 
     A unit of several examples, a microbatch or the views of an augmented example, has
-    their mean loss for L_i. Under `evaluate`, and in a model that is not private, it
-    is just `loss`.
+    their mean loss for L_i. The loss and metrics of training are those at w. Under
+    `evaluate`, and in a model that is not private, it is just `loss`.
 
     Guarantees:
         All of it happens before clipping and looks at one unit only: clipping, noise
@@ -185,8 +214,9 @@ class SAT(AscentLoss):
 
     With g the noised mean gradient of the step before, `DPModel` takes the gradients
     of a step at ``w + radius g / ||g||``, and moves w by them [1]_. The first step of
-    all has no g and goes nowhere uphill. Under `evaluate`, and in a model that is not
-    private, it is just `loss`.
+    all has no g and goes nowhere uphill. The loss and metrics of training are those at
+    the moved weights: compare by `evaluate`, where it is just `loss`, as it is in a model
+    that is not private.
 
     Guarantees:
         g was released already, so epsilon is that of DP-SGD. With ``radius=0`` the

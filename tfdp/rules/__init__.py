@@ -19,7 +19,9 @@ Example:
     >>> def squared_rule(call):
     ...     x, kernel = call.inputs, call.layer.kernel
     ...     z = call.watch(
-    ...         x @ kernel, lambda g: [tfdp.rules.OuterProducts(kernel, x, g)]
+    ...         x @ kernel,
+    ...         lambda g: [tfdp.rules.OuterProducts(kernel, x, g)],
+    ...         is_linear=True,
     ...     )
     ...     return keras.ops.square(z)
     >>> tfdp.rules.register(Squared, squared_rule)

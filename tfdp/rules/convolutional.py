@@ -82,6 +82,7 @@ def separable_conv(call: Call) -> Any:
             **places,
         ),
         lambda g: [depthwise_term(layer.depthwise_kernel, x, g, geometry)],
+        is_linear=True,
     )
     pointwise = tf.cast(layer.pointwise_kernel, x.dtype)
     outputs = keras.ops.conv(between, pointwise, strides=1, padding="valid", **places)
@@ -93,6 +94,7 @@ def separable_conv(call: Call) -> Any:
             OuterProducts(layer.pointwise_kernel, between, g),
             *_bias(layer, g),
         ],
+        is_linear=True,
     )
     if layer.data_format == "channels_first":
         outputs = tf.transpose(outputs, _to_channels_first(outputs.shape.rank))

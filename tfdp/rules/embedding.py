@@ -41,7 +41,7 @@ def reversible_embedding(call: Call) -> Any:
             return [OuterProducts(layer.embeddings, g, x)]
         return [OuterProducts(layer.reverse_embeddings, x, g)]
 
-    logits = call.watch(tf.matmul(x, kernel, transpose_b=tied), terms)
+    logits = call.watch(tf.matmul(x, kernel, transpose_b=tied), terms, is_linear=True)
     if getattr(layer, "logit_soft_cap", None) is not None:
         return tf.tanh(logits / layer.logit_soft_cap) * layer.logit_soft_cap
     return logits

@@ -308,7 +308,7 @@ class Call:
         tensor: tf.Tensor,
         terms: Callable[..., list[Term]],
         *,
-        is_linear: bool = True,
+        is_linear: bool = False,
     ) -> tf.Tensor:
         """Ask for the gradient of a tensor that the call computes.
 
@@ -316,8 +316,9 @@ class Call:
             tensor: Shape ``(R, ...)`` for the R rows of the call.
             terms: From the gradient, of the same shape, to what it adds to the
                 gradients of variables.
-            is_linear: Whether the tensor is a linear function of the variables. Only
-                then can `tfdp.losses.BAM` move them for each unit.
+            is_linear: Whether the tensor is a linear function of the variables, a
+                product with them or a sum. Only then can `tfdp.losses.BAM` move them
+                for each unit; otherwise it takes the vectorized engine.
 
         Returns:
             The tensor; all that follows must be computed from this one.
@@ -373,7 +374,7 @@ class Call:
         def terms(g: tf.Tensor) -> list[Term]:
             return [PerRow(variable, tf.reshape(g, [-1, *variable.shape]))]
 
-        return self.watch(copies, terms)
+        return self.watch(copies, terms, is_linear=True)
 
     @contextlib.contextmanager
     def repeated(self, times: int) -> Iterator[None]:

@@ -195,6 +195,10 @@ class Term(abc.ABC):
         return tf.matmul(g, matrices, transpose_b=True)
 
     @abc.abstractmethod
+    def tensors(self) -> list[tf.Tensor]:
+        """List the floating-point tensors that `moved` needs the derivatives of."""
+
+    @abc.abstractmethod
     def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Term":
         """Return the term with its derivative added.
 
@@ -269,6 +273,10 @@ class Kept(Term):
     def inner_products(self, other: Term, units: Units) -> tf.Tensor:
         """Of the gradients themselves."""
         return tf.reduce_sum(self.instantiate(units) * other.instantiate(units), 1)
+
+    def tensors(self) -> list[tf.Tensor]:
+        """The gradients."""
+        return [self.gradients]
 
     def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Kept":
         """Move the gradients."""
@@ -483,6 +491,10 @@ class OuterProducts(Term):
             tf.matmul(inner_products(g, h), a) for a, h in _pairs(self.factors(units))
         ])
 
+    def tensors(self) -> list[tf.Tensor]:
+        """Both factors of each use, but for ids."""
+        return [each for pair in self.pairs for each in pair if each.dtype.is_floating]
+
     def moved(self, jvp: Jvp, rate: tf.Tensor) -> "OuterProducts":
         """Move one factor, then the other."""
         moved = OuterProducts(self.variable, *self.pairs[0])
@@ -685,6 +697,10 @@ class Convolution(Term):
             )
             for x, g in _pairs(self.factors(units))
         ])
+
+    def tensors(self) -> list[tf.Tensor]:
+        """Both factors of each use."""
+        return [tensor for call in self.calls for tensor in call]
 
     def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Convolution":
         """Move the inputs, then the gradients."""
