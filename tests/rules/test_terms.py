@@ -1,5 +1,6 @@
 """What gradients are made of: norms, sums and merging equal the gradients themselves."""
 
+import copy
 import types
 
 import numpy as np
@@ -93,10 +94,89 @@ def test_convolutions(case, rng):
 @pytest.mark.parametrize("case", ["same", "line_strided", "box"])
 def test_convolutions_of_several_rows(case, rng):
     term, truth = convolution(rng, case, 2, rows=3)
-    for rows in (3, None):
-        units = Units(2, rows)
-        assert term.how("gram", units) != "gram"
-        check(term, truth, units, can_gram=False)
+    check(term, truth, Units(2, 3))
+    unknown = Units(2, None)
+    assert term.how("gram", unknown) != "gram"
+    check(term, truth, unknown, can_gram=False)
+
+
+def matrices(rng):
+    """Terms whose gradients are matrices: factors, ids, and gradients themselves."""
+    numbers = rng.normal(size=(3, 4, 5)), rng.normal(size=(3, 4, 6))
+    a, g = (tf.constant(factor, tf.float64) for factor in numbers)
+    ids = tf.constant(rng.integers(0, 5, (3, 4)), tf.int32)
+    matrix = variable(5, 6)
+    terms = [OuterProducts(matrix, a, g), OuterProducts(matrix, ids, g)]
+    kept = terms[0].kept(Units(3, 1))
+    return [*terms, kept, terms[0].merged(terms[1])]
+
+
+def test_inner_products_are_those_of_the_gradients(rng):
+    units = Units(3, 1)
+    for one in matrices(rng):
+        for other in matrices(rng):
+            expected = np.sum(one.instantiate(units) * other.instantiate(units), 1)
+            np.testing.assert_allclose(
+                one.inner_products(other, units), expected, rtol=1e-9
+            )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_inner_products_of_convolutions(case, rng):
+    for rows in (1, 2):
+        units = Units(3, rows)
+        one, _ = convolution(rng, case, 3, rows=rows)
+        other, _ = convolution(rng, case, 3, rows=rows)
+        expected = np.sum(one.instantiate(units) * other.instantiate(units), 1)
+        for each in (other, other.kept(units)):
+            np.testing.assert_allclose(
+                one.inner_products(each, units), expected, rtol=1e-4, atol=1e-3
+            )
+
+
+def test_products_with_the_gradients_of_units(rng):
+    units = Units(3, 1)
+    rows, back = rng.normal(size=(3, 2, 5)), rng.normal(size=(3, 2, 6))
+    for term in matrices(rng):
+        full = np.reshape(term.instantiate(units), (3, 5, 6))
+        np.testing.assert_allclose(term.applied(tf.constant(rows), units), rows @ full)
+        np.testing.assert_allclose(
+            term.applied_back(tf.constant(back), units), back @ full.transpose(0, 2, 1)
+        )
+
+
+def test_moving_a_term_moves_its_gradients(rng):
+    """``(a + r da) (x) (g + r dg)`` without what is of second order in r."""
+    units, rate = Units(3, 1), tf.constant(0.1, tf.float64)
+    for term in matrices(rng):
+        derivatives = {
+            id(t): tf.constant(rng.normal(size=t.shape)) for t in term.tensors()
+        }
+
+        def at(sign, term=term, derivatives=derivatives):
+            other = copy.copy(term)
+            if isinstance(term, OuterProducts):
+                other.pairs = [
+                    tuple(
+                        t + sign * 1e-6 * derivatives[id(t)]
+                        if id(t) in derivatives
+                        else t
+                        for t in pair
+                    )
+                    for pair in term.pairs
+                ]
+            else:
+                other.gradients += sign * 1e-6 * derivatives[id(term.gradients)]
+            return other.instantiate(units)
+
+        slope = (at(1) - at(-1)) / 2e-6
+        moved = term.moved(lambda t, found=derivatives: found[id(t)], rate)
+        np.testing.assert_allclose(
+            moved.instantiate(units),
+            term.instantiate(units) + 0.1 * slope,
+            rtol=1e-6,
+            atol=1e-6,
+        )
 
 
 @settings(max_examples=20, deadline=None)

@@ -402,8 +402,7 @@ class OuterProducts(Term):
         """Multiply the factors out."""
         parts = []
         for a, g in _pairs(self.factors(units)):
-            left = a if a.dtype.is_floating else tf.one_hot(a, self.d, dtype=g.dtype)
-            product = tf.matmul(left, g, transpose_a=True)
+            product = tf.matmul(self._dense(a, g.dtype), g, transpose_a=True)
             parts.append(tf.reshape(product, [units.number, self.d * self.p]))
         return tf.add_n(parts)
 
@@ -488,8 +487,12 @@ class OuterProducts(Term):
     def applied_back(self, g: tf.Tensor, units: Units) -> tf.Tensor:
         """``sum_t <g, g_t> a_t``."""
         return tf.add_n([
-            tf.matmul(inner_products(g, h), a) for a, h in _pairs(self.factors(units))
+            tf.matmul(inner_products(g, h), self._dense(a, h.dtype))
+            for a, h in _pairs(self.factors(units))
         ])
+
+    def _dense(self, a: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        return a if a.dtype.is_floating else tf.one_hot(a, self.d, dtype=dtype)
 
     def tensors(self) -> list[tf.Tensor]:
         """Both factors of each use, but for ids."""
