@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests.engine_checks import NAN, OUTLIER, Uphill, check, pool, runner
-from tests.problems import PROBLEMS, cases, precision, take
+from tests.problems import PROBLEMS, precision, take
 from tests.reference import uphill_gradients
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.engines.passes import run_whole
@@ -100,19 +100,6 @@ def test_eager_and_xla(problem, ascent, mode):
 def test_recurrent_cells_move_their_matrices(problem):
     run = runner(problem, [BookkeepingEngine()], ascent=SAM)
     check(problem, run, OUTLIER, tolerance(problem), ascent=SAM)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("problem", cases(lacking={"random"}))
-@kinds
-def test_every_problem(problem, ascent):
-    run = runner(problem, [VectorizedEngine()], ascent=ascent)
-    check(problem, run, OUTLIER, tolerance(problem), ascent=ascent)
-    run = runner(problem, [BookkeepingEngine()], ascent=ascent)
-    try:
-        check(problem, run, OUTLIER, tolerance(problem), ascent=ascent)
-    except UnsupportedLayerError:
-        assert problem.tags & {"custom", "lora", "rnn", "tied"}
 
 
 def test_exact_is_the_slope_of_the_penalised_loss():

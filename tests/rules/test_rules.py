@@ -138,5 +138,10 @@ def test_every_rule_has_a_problem():
         for _, layer in _keras.layers_by_path(problem.make_model())
         if layer.built
     }
-    untried = {layer_class.__name__ for layer_class in set(rules._RULES) - tried}
+    # Examples in the documentation may have registered others.
+    untried = {
+        layer_class.__name__
+        for layer_class in set(rules._RULES) - tried
+        if layer_class.__module__.startswith("keras.")
+    }
     assert untried == set()
