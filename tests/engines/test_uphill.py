@@ -97,9 +97,23 @@ def test_eager_and_xla(problem, ascent, mode):
 
 
 @those(RECURRENT)
-def test_recurrent_cells_move_their_matrices(problem):
-    run = runner(problem, [BookkeepingEngine()], ascent=SAM)
-    check(problem, run, OUTLIER, tolerance(problem), ascent=SAM)
+@pytest.mark.parametrize("ascent", [SAM, EXACT], ids=["sam", "exact"])
+def test_recurrent_cells_move_their_matrices(problem, ascent):
+    run = runner(problem, [BookkeepingEngine()], ascent=ascent)
+    check(problem, run, OUTLIER, tolerance(problem), ascent=ascent)
+
+
+@those(["simple_rnn"])
+def test_recurrent_cells_with_xla(problem):
+    run = runner(problem, [BookkeepingEngine()], "xla", "float32", ascent=SAM)
+    check(problem, run, OUTLIER, 1e-4, ascent=SAM)
+
+
+@those(["simple_rnn"])
+def test_loops_of_xla_have_no_second_derivative(problem):
+    run = runner(problem, [BookkeepingEngine()], "xla", "float32", ascent=EXACT)
+    with pytest.raises(Exception, match=r"Use `ascent='sam'`, or `jit_compile=False`"):
+        check(problem, run, OUTLIER, 1e-4, ascent=EXACT)
 
 
 def test_exact_is_the_slope_of_the_penalised_loss():

@@ -71,6 +71,10 @@ def test_every_engine_runs(options):
         "fast_gradient_clipping",
         "ghost",
         "bookkeeping",
+        "sat",
+        "bam_sam",
+        "bam_exact",
+        "vectorized_bam_sam",
     ]
 
 

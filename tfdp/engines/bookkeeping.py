@@ -310,10 +310,25 @@ class _PassUphill(_Pass):
         self._step_tape = tf.GradientTape(
             persistent=True, watch_accessed_variables=False
         )
-        with self._differentiating():
-            moves = Moves(directions, step / norms_here, here.units)
+        with self._recording_step():
+            moves = Moves(
+                directions,
+                step / norms_here,
+                here.units,
+                are_differentiated=ascent.is_exact,
+            )
             super().__init__(objective, batch, rows_per_unit, norms=norms, moves=moves)
         self.y_pred = here.y_pred
+
+    @contextlib.contextmanager
+    def _recording_step(self) -> Iterator[None]:
+        """Record what the length of the step does, if it is to be differentiated by."""
+        if not self._ascent.is_exact:
+            yield
+            return
+        with self._step_tape as tape:
+            tape.watch(self._step)
+            yield
 
     def norms_and_terms(
         self, *, keeps: bool
@@ -322,35 +337,12 @@ class _PassUphill(_Pass):
         squares, terms = super().norms_and_terms(keeps=keeps)
         return [*squares, zeros_of_finite(self._norms_here)], terms
 
-    @contextlib.contextmanager
-    def _differentiating(self) -> Iterator[None]:
-        """Differentiate by the length of the step, where that is asked for.
-
-        Raises:
-            UnsupportedLayerError: If some operation has no such derivative.
-        """
-        if not self._ascent.is_exact:
-            yield
-            return
-        try:
-            with self._step_tape as tape:
-                tape.watch(self._step)
-                yield
-        except UnsupportedLayerError:
-            raise
-        # Whatever stops the tracing: an error of the model itself came before.
-        except Exception as error:
-            raise UnsupportedLayerError(
-                "`ascent='exact'` differentiates the backward pass. Received: an "
-                f"operation without that derivative. {error} Use `ascent='sam'`."
-            ) from error
-
     def terms_by_variable(self, weights: tf.Tensor | None = None) -> list[list[Term]]:
         """Go back through both passes; see `_Pass.terms_by_variable`."""
         ascent = self._ascent
         if ascent.is_exact:
             rate = ascent.mix * ascent.radius
-            with self._differentiating():
+            with self._recording_step():
                 terms = super().terms_by_variable(weights)
             jvp = self._jvp(terms)
             return [[term.moved(jvp, rate) for term in each] for each in terms]
@@ -373,6 +365,9 @@ class _PassUphill(_Pass):
 
         What reverse mode makes of some weights is linear in them: its derivative by the
         weights is forward mode.
+
+        Raises:
+            UnsupportedLayerError: If some operation has no such derivative.
         """
         found = {
             id(tensor): tensor
@@ -382,15 +377,22 @@ class _PassUphill(_Pass):
         }
         tensors = list(found.values())
         weights = [tf.zeros_like(tensor) for tensor in tensors]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(weights)
-            weighted = self._step_tape.gradient(
-                tensors,
-                self._step,
-                output_gradients=weights,
-                unconnected_gradients=tf.UnconnectedGradients.ZERO,
-            )
-        derivatives = tape.gradient(weighted, weights)
+        try:
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(weights)
+                weighted = self._step_tape.gradient(
+                    tensors,
+                    self._step,
+                    output_gradients=weights,
+                    unconnected_gradients=tf.UnconnectedGradients.ZERO,
+                )
+            derivatives = tape.gradient(weighted, weights)
+        except LookupError as error:
+            raise UnsupportedLayerError(
+                "`ascent='exact'` differentiates gradients. Received: an operation "
+                f"without a gradient of its gradient. {error} Use `ascent='sam'`, or "
+                "`jit_compile=False`."
+            ) from error
         by_id = dict(zip(found, derivatives, strict=True))
         return lambda tensor: by_id[id(tensor)]
 

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp.rules.products import inner_products
-from tfdp.rules.shapes import with_shape
 
 # Above this many numbers of patches per example other ways are faster and need far
 # less memory; below it their overhead dominates.
@@ -260,7 +259,7 @@ def convolved(
             part = tf.einsum("ntgc,ncgo->ntgo", a, kernel)
             parts.append(tf.reshape(part, [units, seen, filters]))
     shape = [units, rows, *positions, filters]
-    return with_shape(
+    return tf.ensure_shape(
         tf.reshape(tf.add_n(parts), shape), [None, None, *positions, filters]
     )
 

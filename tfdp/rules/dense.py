@@ -9,7 +9,6 @@ import tensorflow as tf
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
-from tfdp.rules.shapes import with_shape
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
@@ -152,7 +151,7 @@ def _flat(tensor: tf.Tensor, axes: int) -> tf.Tensor:
     kept = tensor.shape.rank - axes
     size = math.prod(tensor.shape[kept:])
     shape = tf.concat([tf.shape(tensor)[:kept], [size]], 0)
-    return with_shape(tf.reshape(tensor, shape), [*tensor.shape[:kept], size])
+    return tf.ensure_shape(tf.reshape(tensor, shape), [*tensor.shape[:kept], size])
 
 
 def _labels(equation: str, input_rank: int) -> tuple[str, str, str]:

@@ -1,12 +1,24 @@
 """Passes in which each unit has weights of its own, a little off the model's."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdp.clipping import at_least_float32
 from tfdp.rules.terms import Term, Units
+
+
+class Product(NamedTuple):
+    """Multiplies rows by what their unit has added to a matrix.
+
+    Attributes:
+        times: ``(R, d) -> (R, p)``.
+        times_transposed: ``(R, p) -> (R, d)``.
+    """
+
+    times: Callable[[tf.Tensor], tf.Tensor]
+    times_transposed: Callable[[tf.Tensor], tf.Tensor]
 
 
 class Moves:
@@ -19,14 +31,21 @@ class Moves:
         directions: What each variable moves along, by its `id`; the others stay.
         lengths: How far each unit moves, shape ``(U,)``.
         units: How rows are grouped.
+        are_differentiated: Whether gradients will be differentiated by `lengths`.
     """
 
     def __init__(
-        self, directions: dict[int, Term], lengths: tf.Tensor, units: Units
+        self,
+        directions: dict[int, Term],
+        lengths: tf.Tensor,
+        units: Units,
+        *,
+        are_differentiated: bool,
     ) -> None:
         self._directions = directions
         self._lengths = lengths
         self._units = units
+        self.are_differentiated = are_differentiated
 
     def shifts(
         self, tensors: list[tf.Tensor], terms: Callable[..., list[Term]]
@@ -56,7 +75,7 @@ class Moves:
         shifts: list[tf.Tensor | None] = tape.gradient(moved, zeros)
         return shifts
 
-    def product(self, variable: Any) -> "Product | None":
+    def product(self, variable: Any) -> Product | None:
         """Return what a product with a matrix gains; None if the matrix stays.
 
         Args:
@@ -80,20 +99,3 @@ class Moves:
 
     def _lengths_as(self, tensor: tf.Tensor) -> tf.Tensor:
         return tf.cast(self._lengths, tensor.dtype)
-
-
-class Product:
-    """Multiplies rows by what their unit has added to a matrix.
-
-    Attributes:
-        times: ``(R, d) -> (R, p)``.
-        times_transposed: ``(R, p) -> (R, d)``.
-    """
-
-    def __init__(
-        self,
-        times: Callable[[tf.Tensor], tf.Tensor],
-        times_transposed: Callable[[tf.Tensor], tf.Tensor],
-    ) -> None:
-        self.times = times
-        self.times_transposed = times_transposed

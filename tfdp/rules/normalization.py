@@ -10,7 +10,6 @@ import keras
 import tensorflow as tf
 
 from tfdp.rules.recording import Call
-from tfdp.rules.shapes import with_shape
 
 
 def layer_normalization(call: Call) -> Any:
@@ -56,7 +55,7 @@ def group_normalization(call: Call) -> Any:
     if layer.center:
         offset += tf.cast(call.per_row(layer.beta, copy_shape), factor.dtype)
     outputs = tf.reshape(grouped * factor + offset, dynamic)
-    return tf.cast(with_shape(outputs, x.shape), layer.compute_dtype)
+    return tf.cast(tf.ensure_shape(outputs, x.shape), layer.compute_dtype)
 
 
 def _run_with_copies(call: Call, shapes: dict[str, Any]) -> Any:

@@ -12,7 +12,6 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.moves import Moves, Product
-from tfdp.rules.shapes import with_shape
 from tfdp.rules.terms import PerRow, Term
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
@@ -354,6 +353,12 @@ class Call:
         moves = self._recording.moves
         return None if moves is None else moves.product(variable)
 
+    @property
+    def differentiates_twice(self) -> bool:
+        """Whether gradients of the call's gradients will be taken."""
+        moves = self._recording.moves
+        return moves is not None and moves.are_differentiated
+
     def per_row(self, variable: Any, shape: Sequence[int] | None = None) -> tf.Tensor:
         """Copy a variable for each row, so that each row has a gradient of its own.
 
@@ -369,7 +374,7 @@ class Call:
         shape = list(variable.shape if shape is None else shape)
         value = tf.reshape(tf.convert_to_tensor(variable), [1, *shape])
         copies = tf.tile(value, [tf.shape(self.inputs)[0]] + [1] * len(shape))
-        copies = with_shape(copies, [self.inputs.shape[0], *shape])
+        copies = tf.ensure_shape(copies, [self.inputs.shape[0], *shape])
 
         def terms(g: tf.Tensor) -> list[Term]:
             return [PerRow(variable, tf.reshape(g, [-1, *variable.shape]))]

@@ -17,7 +17,6 @@ from tfdp import _keras
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.moves import Product
 from tfdp.rules.recording import Call
-from tfdp.rules.shapes import with_shape
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
@@ -235,11 +234,10 @@ def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
             of_matrix = cell.terms(gradients[0], other, *seen)
             return [*of_matrix, *linear_terms(*gradients)]
 
-        steps = tf.shape(x)[1]
         watched = [x]
         if cell.inner_differs:
-            width = cell.matrix.value.shape[1]
-            watched.append(tf.zeros([tf.shape(x)[0], steps, width], x.dtype))
+            shape = [*tf.unstack(tf.shape(x)[:2]), cell.matrix.value.shape[1]]
+            watched.append(tf.zeros(shape, x.dtype))
         watched = call.watch_all(watched, terms, linear_terms=linear_terms)
         x = watched[0]
         in_order = tf.reverse if layer.go_backwards else lambda tensor, axes: tensor
@@ -247,17 +245,18 @@ def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
         if mask is not None:
             mask = in_order(tf.transpose(tf.cast(mask, tf.bool))[..., None], [0])
         scan = _Scan(cell, mask, kept)
-        before, outputs, states = scan.run(over_time, states)
+        run = scan.run_plainly if call.differentiates_twice else scan.run
+        before, outputs, states = run(over_time, states)
         if mask is not None and layer.zero_output_for_mask:
             outputs = tf.where(mask, outputs, tf.zeros_like(outputs))
         elif mask is not None:
             # Before the first step that counts there is no output.
             started = tf.cumsum(tf.cast(mask, tf.int32)) > 0
             outputs = tf.where(started, outputs, tf.zeros_like(outputs))
-        h = tf.stop_gradient(_swapped(in_order(before, [0])))
+        h = _swapped(in_order(before, [0]))
         seen.append(h if kept is None else h * kept[:, None])
         # As Keras's own loop does: the layers that follow may need the length.
-        outputs = with_shape(outputs, [sequences.shape[1], None, None])
+        outputs = tf.ensure_shape(outputs, [sequences.shape[1], None, None])
         return outputs[-1], _swapped(outputs), states
 
     return call.run_with(inner_loop=loop)
@@ -307,7 +306,15 @@ class _Scan:
             return [before[0], after, *last], gradient
 
         before, after, *last = run(*over_time, *states)
-        return before, after, last
+        # What comes from before a step has no gradient of its own.
+        return tf.stop_gradient(before), after, last
+
+    def run_plainly(
+        self, over_time: list[tf.Tensor], states: list[tf.Tensor]
+    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        """Do what `run` does with TensorFlow's gradient, which has one itself."""
+        _, before, last = self._forward(over_time, states)
+        return before[0], tf.concat([before[0][1:], last[0][None]], 0), last
 
     def _forward(
         self, inputs: list[tf.Tensor], states: list[tf.Tensor]

@@ -18,7 +18,6 @@ import tensorflow as tf
 from tfdp.clipping import at_least_float32, matmul_roundoff, squares_rounded_up
 from tfdp.rules import convolution
 from tfdp.rules.products import inner_products, roundoff, squares_from_grams
-from tfdp.rules.shapes import with_shape
 
 # Gradients of units may take this many numbers for each number of the activations
 # that they are made of, to be kept until the weights are known.
@@ -613,7 +612,7 @@ class Convolution(Term):
         if self.rows(units) == 1:
             return rows[:, None]
         shape = tf.concat([[units.number, -1], tf.shape(rows)[1:]], 0)
-        return with_shape(tf.reshape(rows, shape), [None, None, *rows.shape[1:]])
+        return tf.ensure_shape(tf.reshape(rows, shape), [None, None, *rows.shape[1:]])
 
     def instantiate(self, units: Units) -> tf.Tensor:
         """Compute the filter gradient of each unit."""

@@ -7,7 +7,6 @@ import tensorflow as tf
 
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
-from tfdp.rules.shapes import with_shape
 
 
 def time_distributed(call: Call) -> Any:
@@ -31,7 +30,7 @@ def time_distributed(call: Call) -> Any:
         outputs = layer.call(_joined(inputs, steps), **options)
     rows = tf.shape(inputs)[0]
     shape = tf.concat([[rows, steps], tf.shape(outputs)[1:]], 0)
-    return with_shape(
+    return tf.ensure_shape(
         tf.reshape(outputs, shape), [inputs.shape[0], steps, *outputs.shape[1:]]
     )
 
@@ -40,6 +39,6 @@ def _joined(tensor: tf.Tensor, steps: int) -> tf.Tensor:
     """``(R, steps, ...)`` -> ``(R * steps, ...)``."""
     joined = tf.reshape(tensor, tf.concat([[-1], tf.shape(tensor)[2:]], 0))
     rows = tensor.shape[0]
-    return with_shape(
+    return tf.ensure_shape(
         joined, [None if rows is None else rows * steps, *tensor.shape[2:]]
     )
