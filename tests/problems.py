@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from keras import layers, losses, ops
 
+from tfdp.layers import WSConv2D
+
 register = keras.saving.register_keras_serializable(package="tests")
 
 
@@ -426,6 +428,13 @@ def low_rank_conv():
     return model
 
 
+def ws_conv_called_twice():
+    inputs = keras.Input((5, 5, 3))
+    conv = WSConv2D(3, 3, padding="same", activation="tanh")
+    outputs = layers.GlobalAveragePooling2D()(conv(conv(inputs)))
+    return keras.Model(inputs, outputs)
+
+
 def conv_called_twice():
     """One kernel on its own outputs, and on inputs of another size."""
     image, small = keras.Input((4, 4, 2)), keras.Input((3, 2, 2))
@@ -690,6 +699,40 @@ _TABLE = (
         floats((5, 5, 4), 6),
         "mse",
         tags="compiled conv",
+    ),
+    _problem(
+        "ws_conv",
+        lambda: sequential(
+            (6, 6, 2),
+            WSConv2D(4, 3, padding="same", activation="tanh"),
+            layers.GroupNormalization(2),
+            WSConv2D(6, (3, 2), strides=2, use_bias=False),
+            layers.Activation("tanh"),
+            WSConv2D(3, 1, padding="same"),
+            layers.GlobalAveragePooling2D(),
+        ),
+        floats((6, 6, 2), 3),
+        "mse",
+        tags="conv",
+    ),
+    _problem(
+        "ws_conv_grouped",
+        lambda: sequential(
+            (6, 6, 4),
+            # Short kernels are not divided by their length.
+            WSConv2D(4, 3, groups=2, dilation_rate=2, epsilon=2.0),
+            layers.GlobalMaxPooling2D(),
+        ),
+        floats((6, 6, 4), 4),
+        "mse",
+        tags="conv",
+    ),
+    _problem(
+        "ws_conv_called_twice",
+        ws_conv_called_twice,
+        floats((5, 5, 3), 3),
+        "mse",
+        tags="conv",
     ),
     _problem(
         "conv1d",

@@ -4,7 +4,9 @@ from tfdp import accounting as accounting
 from tfdp import callbacks as callbacks
 from tfdp import data as data
 from tfdp import errors as errors
+from tfdp import layers as layers
 from tfdp import losses as losses
+from tfdp import models as models
 from tfdp import optimizers as optimizers
 from tfdp import rules as rules
 from tfdp.accounting import (

@@ -16,6 +16,7 @@ from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.trainers import compile_utils
 from keras.src.trainers.compile_utils import CompileLoss, get_loss
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.parallel_for import pfor
@@ -327,3 +328,20 @@ def pfor_converters(converters: dict[str, Callable[[Any], Any]]) -> Iterator[Non
         yield
     finally:
         registry.update(original)
+
+
+def _update_slice_gradient(
+    operation: tf.Operation, gradient: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor, None]:
+    _, update, begin = operation.inputs
+    shape = tf.shape(update, out_type=begin.dtype)
+    of_update = tf.slice(gradient, begin, shape)
+    zeros = tf.zeros_like(of_update)
+    of_input = gen_xla_ops.xla_dynamic_update_slice(gradient, zeros, begin)
+    return of_input, of_update, None
+
+
+# Under XLA this is what a slice gets for a gradient, which lacks one itself. Some later
+# TensorFlow may have it.
+with contextlib.suppress(KeyError):
+    tf.RegisterGradient("XlaDynamicUpdateSlice")(_update_slice_gradient)

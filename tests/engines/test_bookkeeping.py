@@ -38,6 +38,7 @@ MANY = [
     "separable_conv_strided",
     "time_distributed_shared",
     "unused",
+    "ws_conv",
 ]
 FEW = [
     "conv2d_grouped",
@@ -47,6 +48,7 @@ FEW = [
     "gru_reset_before_masked",
     "reversible_tied",
     "time_distributed_shared",
+    "ws_conv_called_twice",
 ]
 
 

@@ -104,16 +104,23 @@ def test_recurrent_cells_move_their_matrices(problem, ascent):
 
 
 @those(["simple_rnn"])
-def test_recurrent_cells_with_xla(problem):
-    run = runner(problem, [BookkeepingEngine()], "xla", "float32", ascent=SAM)
-    check(problem, run, OUTLIER, 1e-4, ascent=SAM)
+@pytest.mark.parametrize("ascent", [SAM, EXACT], ids=["sam", "exact"])
+def test_recurrent_cells_with_xla(problem, ascent):
+    run = runner(problem, [BookkeepingEngine()], "xla", "float32", ascent=ascent)
+    check(problem, run, OUTLIER, 1e-4, ascent=ascent)
 
 
-@those(["simple_rnn"])
-def test_loops_of_xla_have_no_second_derivative(problem):
-    run = runner(problem, [BookkeepingEngine()], "xla", "float32", ascent=EXACT)
-    with pytest.raises(Exception, match=r"Use `ascent='sam'`, or `jit_compile=False`"):
-        check(problem, run, OUTLIER, 1e-4, ascent=EXACT)
+@those(["ws_conv_called_twice", "conv_called_twice"])
+def test_slices_of_xla_are_differentiated_twice(problem):
+    run = runner(problem, ENGINES[3:4], "xla", "float32", ascent=EXACT)
+    check(problem, run, OUTLIER, 1e-4, ascent=EXACT)
+
+
+@those(["ws_conv", "ws_conv_called_twice", "ws_conv_grouped"])
+@pytest.mark.parametrize("ascent", [MIXED, EXACT], ids=["mixed", "exact"])
+def test_standardised_kernels_have_lengths_of_their_own(problem, ascent):
+    run = runner(problem, ENGINES[1:], unit_size=2, ascent=ascent)
+    check(problem, run, OUTLIER, 1e-8, unit_size=2, ascent=ascent)
 
 
 def test_exact_is_the_slope_of_the_penalised_loss():

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rules.test_convolution import CASES, one_by_one, problem
+from tests.rules.test_filters import CASES, one_by_one, problem
 from tfdp.rules.terms import Convolution, Kept, OuterProducts, PerRow, Units
 
 SEEDS = st.integers(0, 2**32)

@@ -390,8 +390,7 @@ class _PassUphill(_Pass):
         except LookupError as error:
             raise UnsupportedLayerError(
                 "`ascent='exact'` differentiates gradients. Received: an operation "
-                f"without a gradient of its gradient. {error} Use `ascent='sam'`, or "
-                "`jit_compile=False`."
+                f"without a gradient of its gradient. {error} Use `ascent='sam'`."
             ) from error
         by_id = dict(zip(found, derivatives, strict=True))
         return lambda tensor: by_id[id(tensor)]

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp.rules import convolution
+from tfdp.rules import filters
 
 
 def efficient_vectorization() -> contextlib.AbstractContextManager[None]:
@@ -58,7 +58,7 @@ def _convert_filter_gradient(pfor_input: Any) -> tf.Tensor | None:
             # TensorFlow's own conversion knows no groups, and fails when it runs.
             raise NotImplementedError("a convolution in groups")
         return None
-    return convolution.filter_gradients(
+    return filters.filter_gradients(
         inputs,
         output_gradients,
         kernel_shape=tuple(kernel_shape.as_list()),
@@ -109,7 +109,7 @@ def _has_kernels_of_its_own(pfor_input: Any) -> bool:
 def _convolved(
     inputs: tf.Tensor, kernels: tf.Tensor, outputs: tf.Tensor, pfor_input: Any
 ) -> tf.Tensor:
-    return convolution.convolved(
+    return filters.convolved(
         inputs,
         kernels,
         positions=outputs.shape[1:-1].as_list(),
@@ -117,8 +117,8 @@ def _convolved(
     )
 
 
-def _geometry(pfor_input: Any) -> convolution.Geometry:
-    return convolution.Geometry(
+def _geometry(pfor_input: Any) -> filters.Geometry:
+    return filters.Geometry(
         strides=tuple(pfor_input.get_attr("strides")[1:3]),
         dilations=tuple(pfor_input.get_attr("dilations")[1:3]),
         padding=pfor_input.get_attr("padding").decode(),

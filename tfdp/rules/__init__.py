@@ -33,6 +33,7 @@ from typing import Any
 import keras
 
 from tfdp import _keras
+from tfdp.layers import WSConv2D
 from tfdp.rules import convolutional, recurrent
 from tfdp.rules.dense import dense, einsum_dense
 from tfdp.rules.embedding import embedding, reversible_embedding
@@ -45,6 +46,7 @@ from tfdp.rules.normalization import (
 )
 from tfdp.rules.recording import Call as Call
 from tfdp.rules.recording import Rule
+from tfdp.rules.standardized import ws_conv
 from tfdp.rules.terms import Convolution as Convolution
 from tfdp.rules.terms import OuterProducts as OuterProducts
 from tfdp.rules.terms import PerRow as PerRow
@@ -60,6 +62,7 @@ _RULES: dict[type[keras.layers.Layer], Rule] = {
     keras.layers.RMSNormalization: rms_normalization,
     keras.layers.PReLU: prelu,
     keras.layers.TimeDistributed: time_distributed,
+    WSConv2D: ws_conv,
     **convolutional.RULES,
     **recurrent.RULES,
 }

@@ -9,9 +9,9 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules import convolution
-from tfdp.rules.convolution import Geometry, depthwise_gradients
+from tfdp.rules import filters
 from tfdp.rules.dense import lora_factors, watch_preactivation
+from tfdp.rules.filters import Geometry, depthwise_gradients
 from tfdp.rules.recording import Call
 from tfdp.rules.terms import Convolution, OuterProducts, PerRow, Term
 
@@ -19,7 +19,7 @@ from tfdp.rules.terms import Convolution, OuterProducts, PerRow, Term
 def conv(call: Call) -> Any:
     """Rule of `Conv1D`, `Conv2D` and `Conv3D`."""
     layer = call.layer
-    x, geometry = _inputs(call), _geometry(layer)
+    x, geometry = inputs_of(call), geometry_of(layer)
     x = _causal(layer, x)
 
     def terms(g: tf.Tensor) -> list[Term]:
@@ -45,7 +45,7 @@ def conv_transpose(call: Call) -> Any:
     """Rule of `Conv1DTranspose`, `Conv2DTranspose` and `Conv3DTranspose`."""
     # Transposed, inputs and outputs change places in the kernel's gradient.
     layer = call.layer
-    x, geometry = _inputs(call), _geometry(layer)
+    x, geometry = inputs_of(call), geometry_of(layer)
 
     def terms(g: tf.Tensor) -> list[Term]:
         g = _channels_last(layer, g)
@@ -57,7 +57,7 @@ def conv_transpose(call: Call) -> Any:
 def depthwise_conv(call: Call) -> Any:
     """Rule of `DepthwiseConv1D` and `DepthwiseConv2D`."""
     layer = call.layer
-    x, geometry = _inputs(call), _geometry(layer)
+    x, geometry = inputs_of(call), geometry_of(layer)
 
     def terms(g: tf.Tensor) -> list[Term]:
         g = _channels_last(layer, g)
@@ -69,7 +69,7 @@ def depthwise_conv(call: Call) -> Any:
 def separable_conv(call: Call) -> Any:
     """Rule of `SeparableConv1D` and `SeparableConv2D`: two convolutions in a row."""
     layer = call.layer
-    x, geometry = _inputs(call), _geometry(layer)
+    x, geometry = inputs_of(call), geometry_of(layer)
     x = _causal(layer, x)
     places = {"data_format": "channels_last"}
     between = call.watch(
@@ -96,20 +96,20 @@ def separable_conv(call: Call) -> Any:
         ],
         is_linear=True,
     )
-    if layer.data_format == "channels_first":
-        outputs = tf.transpose(outputs, _to_channels_first(outputs.shape.rank))
-    return layer.activation(outputs) if layer.activation is not None else outputs
+    return finished(layer, outputs)
 
 
-def kernel_term(variable: Any, x: tf.Tensor, g: tf.Tensor, geometry: Geometry) -> Term:
+def kernel_term(
+    variable: Any, x: tf.Tensor, g: tf.Tensor, geometry: Geometry
+) -> OuterProducts | Convolution:
     """Describe a kernel's gradient: as a matrix's where patches are few or trivial."""
     if geometry.groups(x.shape, variable.shape) == 1:
         if all(size == 1 for size in variable.shape[:-2]):
             strides = (slice(None, None, stride) for stride in geometry.strides)
             return OuterProducts(variable, x[(slice(None), *strides)], g)
         is_flat = len(geometry.strides) == 2 and not _keras.inside_xla()
-        if is_flat and convolution.has_few_patches(g.shape[1:-1], variable.shape):
-            seen = convolution.patches(x, tuple(variable.shape), geometry)
+        if is_flat and filters.has_few_patches(g.shape[1:-1], variable.shape):
+            seen = filters.patches(x, tuple(variable.shape), geometry)
             return OuterProducts(variable, seen, g)
     return Convolution(variable, x, g, geometry)
 
@@ -124,7 +124,8 @@ def depthwise_term(
     return PerRow(variable, gradients)
 
 
-def _geometry(layer: Any) -> Geometry:
+def geometry_of(layer: Any) -> Geometry:
+    """Say how a layer's kernel slides, but for padding on the left alone."""
     padding = "valid" if layer.padding == "causal" else layer.padding
     rank = layer.rank
 
@@ -136,7 +137,7 @@ def _geometry(layer: Any) -> Geometry:
     )
 
 
-def _inputs(call: Call) -> tf.Tensor:
+def inputs_of(call: Call) -> tf.Tensor:
     """Return the inputs with channels last, of static shape.
 
     Raises:
@@ -165,8 +166,12 @@ def _channels_last(layer: Any, tensor: tf.Tensor) -> tf.Tensor:
     return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])
 
 
-def _to_channels_first(rank: int) -> list[int]:
-    return [0, rank - 1, *range(1, rank - 1)]
+def finished(layer: Any, outputs: tf.Tensor) -> Any:
+    """Put the channels where the layer has them, and apply its activation."""
+    if layer.data_format == "channels_first":
+        rank = outputs.shape.rank
+        outputs = tf.transpose(outputs, [0, rank - 1, *range(1, rank - 1)])
+    return layer.activation(outputs) if layer.activation is not None else outputs
 
 
 def _bias(layer: Any, g: tf.Tensor) -> list[Term]:

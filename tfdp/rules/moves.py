@@ -21,6 +21,20 @@ class Product(NamedTuple):
     times_transposed: Callable[[tf.Tensor], tf.Tensor]
 
 
+class Move(NamedTuple):
+    """How the units move one variable.
+
+    Attributes:
+        direction: What they move it along.
+        lengths: What that is multiplied by, shape ``(U,)``.
+        units: How rows are grouped.
+    """
+
+    direction: Term
+    lengths: tf.Tensor
+    units: Units
+
+
 class Moves:
     """Where each unit has moved the variables: along a gradient that has factors.
 
@@ -74,6 +88,13 @@ class Moves:
             moved = [product * self._lengths_as(product) for product in products]
         shifts: list[tf.Tensor | None] = tape.gradient(moved, zeros)
         return shifts
+
+    def of(self, variable: Any) -> Move | None:
+        """Return how a variable moves; None if it stays."""
+        direction = self._directions.get(id(variable))
+        if direction is None:
+            return None
+        return Move(direction, self._lengths, self._units)
 
     def product(self, variable: Any) -> Product | None:
         """Return what a product with a matrix gains; None if the matrix stays.

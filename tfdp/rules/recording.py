@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.moves import Moves, Product
+from tfdp.rules.moves import Move, Moves, Product
 from tfdp.rules.terms import PerRow, Term
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
@@ -352,6 +352,11 @@ class Call:
         """Return what a product with a matrix gains for each unit, None for zeros."""
         moves = self._recording.moves
         return None if moves is None else moves.product(variable)
+
+    def move(self, variable: Any) -> Move | None:
+        """Return how the units move a variable; None if it stays."""
+        moves = self._recording.moves
+        return None if moves is None else moves.of(variable)
 
     @property
     def differentiates_twice(self) -> bool:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.rules import convolution
-from tfdp.rules.convolution import (
+from tfdp.rules import filters
+from tfdp.rules.filters import (
     Geometry,
     depthwise_gradients,
     filter_gradient,
@@ -133,7 +133,7 @@ def run(mode, x, g, options):
 @pytest.fixture
 def no_patches(monkeypatch):
     """Take the ways of large images for small ones."""
-    monkeypatch.setattr(convolution, "_LARGEST_PATCHES", 0)
+    monkeypatch.setattr(filters, "_LARGEST_PATCHES", 0)
 
 
 def check(mode, case, rng, **sizes):
@@ -225,7 +225,7 @@ def test_large_images_under_xla(case, rng):
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_a_really_large_image_is_not_laid_out_in_patches(mode, rng, monkeypatch):
-    monkeypatch.setattr(convolution, "patches", None)
+    monkeypatch.setattr(filters, "patches", None)
     monkeypatch.setitem(
         CASES, "large", ((80, 80, 2), (3, 3), (1, 1), (1, 1), "SAME", 1, 2)
     )
@@ -241,7 +241,7 @@ def test_a_really_large_image_is_not_laid_out_in_patches(mode, rng, monkeypatch)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rows_of_an_example_are_summed(case, n, rows, is_large, rng, monkeypatch):
     if is_large:
-        monkeypatch.setattr(convolution, "_LARGEST_PATCHES", 0)
+        monkeypatch.setattr(filters, "_LARGEST_PATCHES", 0)
     check("graph", case, rng, n=n, rows=rows)
 
 

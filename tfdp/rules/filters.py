@@ -282,9 +282,35 @@ def patch_lengths(
         Shape ``(U, K, *spatial')``.
     """
     squares = tf.reduce_sum(tf.square(inputs), -1, keepdims=True)
-    padded = _padded(squares, kernel_shape, geometry)[..., 0]
+    # All channels as one group.
+    shape = (*kernel_shape[:-2], 1, 1)
+    return tf.sqrt(patch_sums(squares, positions, shape, geometry)[..., 0])
+
+
+def patch_sums(
+    inputs: tf.Tensor,
+    positions: Sequence[int],
+    kernel_shape: tuple[int, ...],
+    geometry: Geometry,
+) -> tf.Tensor:
+    """Add up what a kernel sees at each position.
+
+    Args:
+        inputs: Shape ``(U, K, *spatial, C)``, static but for ``U`` and ``K``.
+        positions: ``spatial'`` of the outputs.
+        kernel_shape: ``(*kernel size, C / groups, O)``.
+        geometry: Strides, dilations and padding.
+
+    Returns:
+        Shape ``(U, K, *spatial', groups)``.
+    """
+    groups = geometry.groups(inputs.shape, kernel_shape)
+    shape = tf.concat([tf.shape(inputs)[:-1], [groups, kernel_shape[-2]]], 0)
+    sums = tf.reduce_sum(tf.reshape(inputs, shape), -1)
+    sums = tf.ensure_shape(sums, [*inputs.shape[:-1], groups])
+    padded = _padded(sums, (*kernel_shape[:-2], 1, groups), geometry)
     windows = _windows(positions, kernel_shape, geometry)
-    return tf.sqrt(tf.add_n([padded[:, :, *window] for window in windows]))
+    return tf.add_n([padded[:, :, *window] for window in windows])
 
 
 def depthwise_gradients(

@@ -1,0 +1,94 @@
+"""Models: what they are made of, and that private training takes them in one pass."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfdp
+from tfdp.models import resnet9, wide_resnet
+
+MODELS = {
+    "resnet9": lambda: resnet9((16, 16, 3), 4, width=4),
+    "wide_resnet": lambda: wide_resnet((8, 8, 3), 4, depth=10, width=1),
+}
+models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+def kinds(model, kind):
+    return [layer for layer in model.layers if isinstance(layer, kind)]
+
+
+def test_resnet9_has_eight_convolutions():
+    model = resnet9((32, 32, 3), 10, width=16)
+    assert [layer.filters for layer in kinds(model, tfdp.layers.WSConv2D)] == [
+        *(16, 32, 32, 32),
+        *(64, 128, 128, 128),
+    ]
+    assert {layer.groups for layer in kinds(model, layers.GroupNormalization)} == {16}
+    assert model.output_shape == (None, 10)
+
+
+def test_wide_resnet_has_the_depth_that_it_says():
+    model = wide_resnet((32, 32, 3), 10)
+    convolutions = kinds(model, tfdp.layers.WSConv2D)
+    # The three that project are not counted.
+    assert len([each for each in convolutions if each.kernel_size == (3, 3)]) == 13
+    assert len(convolutions) == 16
+    assert {each.filters for each in convolutions} == {16, 64, 128, 256}
+    assert {layer.groups for layer in kinds(model, layers.GroupNormalization)} == {16}
+
+
+@models
+def test_every_layer_has_a_rule(make):
+    table = tfdp.DPModel(make(), engine="bookkeeping").explain()
+    assert "ws_conv" in table
+    assert "group_normalization" in table
+    assert "generic" not in table
+
+
+@pytest.mark.slow
+@models
+def test_trains_with_bam_and_an_average_of_the_weights(make, caplog):
+    model = make()
+    private = tfdp.DPModel(model, engine="bookkeeping")
+    optimizer = tfdp.optimizers.DPOptimizer(
+        keras.optimizers.Nadam(1e-3, use_ema=True, ema_momentum=0.9),
+        l2_norm_clip=1.0,
+        noise_multiplier=1.0,
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    private.compile(optimizer, tfdp.losses.BAM(loss, radius=0.02))
+    x = np.random.default_rng(0).random((8, *model.input_shape[1:]), "float32")
+    before = model.get_weights()
+    private.fit(x, np.arange(8) % 4, batch_size=4, verbose=0)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        assert np.any(old != new)
+    assert not caplog.records
+
+
+@models
+def test_an_example_is_alone_in_its_batch(make):
+    model = make()
+    x = np.random.default_rng(0).random((3, *model.input_shape[1:]), "float32")
+    together = model.predict(x, verbose=0)
+    alone = [model.predict(row[None], verbose=0)[0] for row in x]
+    np.testing.assert_allclose(together, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "problem"),
+    [
+        (resnet9, {"input_shape": (4, 32, 3)}, "at least 8 x 8 pixels"),
+        (resnet9, {"num_classes": 0}, "`num_classes` must be a whole number"),
+        (resnet9, {"width": -1}, "`width` must be a whole number"),
+        (wide_resnet, {"depth": 15}, "Use `depth=16`"),
+        (wide_resnet, {"depth": 4}, "Use `depth=16`"),
+    ],
+)
+def test_wrong_arguments_are_explained(make, arguments, problem):
+    arguments = {"input_shape": (32, 32, 3), "num_classes": 10, **arguments}
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        make(**arguments)

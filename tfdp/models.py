@@ -1,0 +1,143 @@
+"""Image classifiers for private training: no layer mixes examples."""
+
+import keras
+from keras import layers
+
+from tfdp import _validate
+from tfdp.layers import WSConv2D
+
+# Of group normalization, as in De et al.; fewer where there are fewer channels.
+_GROUPS = 16
+
+
+def resnet9(
+    input_shape: tuple[int, int, int], num_classes: int, *, width: int = 64
+) -> keras.Model:
+    """Build a ResNet-9 with standardised kernels and group normalization.
+
+    Eight convolutions, among them two residual blocks of two each, and a dense layer.
+    As in [1]_, kernels are standardised, and 16 groups of channels normalized, where
+    networks for training without privacy have batch normalization.
+
+    Args:
+        input_shape: Height, width and channels; height and width at least 8.
+        num_classes: Number of logits.
+        width: Channels of the first convolution; the last have 8 times as many.
+
+    Returns:
+        A model that returns logits, of shape ``(batch, num_classes)``.
+
+    Raises:
+        ValueError: If a number is not positive or images are too small.
+
+    Example:
+        >>> model = tfdp.models.resnet9((32, 32, 3), 10)
+        >>> model.count_params()
+        6577610
+
+    References:
+        .. [1] De et al., "Unlocking High-Accuracy Differentially Private Image
+           Classification through Scale", 2022. https://arxiv.org/abs/2204.13650
+    """
+    _check(input_shape, num_classes, width)
+    inputs = keras.Input(input_shape)
+    x = _conv_norm_relu(inputs, width)
+    x = _conv_norm_relu(x, 2 * width, pools=True)
+    x = layers.add([x, _conv_norm_relu(_conv_norm_relu(x, 2 * width), 2 * width)])
+    x = _conv_norm_relu(x, 4 * width, pools=True)
+    x = _conv_norm_relu(x, 8 * width, pools=True)
+    x = layers.add([x, _conv_norm_relu(_conv_norm_relu(x, 8 * width), 8 * width)])
+    x = layers.GlobalMaxPooling2D()(x)
+    # In half precision the loss would be too coarse.
+    outputs = layers.Dense(num_classes, dtype="float32", name="logits")(x)
+    return keras.Model(inputs, outputs, name="resnet9")
+
+
+def wide_resnet(
+    input_shape: tuple[int, int, int],
+    num_classes: int,
+    *,
+    depth: int = 16,
+    width: int = 4,
+) -> keras.Model:
+    """Build a wide residual network [1]_ as private training likes it [2]_.
+
+    Kernels are standardised, 16 groups of channels are normalized, and each
+    normalization follows the activation.
+
+    Args:
+        input_shape: Height, width and channels.
+        num_classes: Number of logits.
+        depth: Number of layers, 6 n + 4 for n blocks at each resolution.
+        width: Times 16, 32 and 64 channels.
+
+    Returns:
+        A model that returns logits, of shape ``(batch, num_classes)``.
+
+    Raises:
+        ValueError: If a number is not positive or there is no such depth.
+
+    Example:
+        >>> model = tfdp.models.wide_resnet((32, 32, 3), 10)
+        >>> model.name
+        'wide_resnet_16_4'
+
+    References:
+        .. [1] Zagoruyko & Komodakis, "Wide Residual Networks", BMVC 2016.
+           https://arxiv.org/abs/1605.07146
+        .. [2] De et al., "Unlocking High-Accuracy Differentially Private Image
+           Classification through Scale", 2022. https://arxiv.org/abs/2204.13650
+    """
+    _check(input_shape, num_classes, width)
+    if _validate.positive_int("depth", depth) < 10 or (depth - 4) % 6:
+        raise ValueError(
+            "`depth` must be 6 n + 4 for n blocks at each resolution. Received: "
+            f"depth={depth!r}. Use `depth=16`."
+        )
+    inputs = keras.Input(input_shape)
+    x = WSConv2D(16, 3, padding="same")(inputs)
+    for channels, strides in ((16, 1), (32, 2), (64, 2)):
+        for block in range((depth - 4) // 6):
+            x = _block(x, channels * width, strides if block == 0 else 1, block == 0)
+    x = layers.GlobalAveragePooling2D()(_relu_norm(x))
+    outputs = layers.Dense(num_classes, dtype="float32", name="logits")(x)
+    return keras.Model(inputs, outputs, name=f"wide_resnet_{depth}_{width}")
+
+
+def _block(
+    x: keras.KerasTensor, channels: int, strides: int, projects: bool
+) -> keras.KerasTensor:
+    skip = x
+    if projects:
+        skip = WSConv2D(channels, 1, strides=strides, padding="same")(_relu_norm(x))
+    x = WSConv2D(channels, 3, strides=strides, padding="same")(_relu_norm(x))
+    x = WSConv2D(channels, 3, padding="same")(_relu_norm(x))
+    return layers.add([x, skip])
+
+
+def _relu_norm(x: keras.KerasTensor) -> keras.KerasTensor:
+    return _normalized(layers.ReLU()(x))
+
+
+def _conv_norm_relu(
+    x: keras.KerasTensor, channels: int, *, pools: bool = False
+) -> keras.KerasTensor:
+    x = _normalized(WSConv2D(channels, 3, padding="same")(x))
+    x = layers.ReLU()(x)
+    return layers.MaxPooling2D(2)(x) if pools else x
+
+
+def _normalized(x: keras.KerasTensor) -> keras.KerasTensor:
+    channels = x.shape[-1]
+    groups = next(n for n in range(_GROUPS, 0, -1) if channels % n == 0)
+    return layers.GroupNormalization(groups)(x)
+
+
+def _check(input_shape: tuple[int, int, int], num_classes: int, width: int) -> None:
+    _validate.positive_int("num_classes", num_classes)
+    _validate.positive_int("width", width)
+    if min(input_shape[:2]) < 8:
+        raise ValueError(
+            "`input_shape` must hold images of at least 8 x 8 pixels. "
+            f"Received: input_shape={input_shape!r}. Use `input_shape=(32, 32, 3)`."
+        )

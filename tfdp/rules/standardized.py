@@ -1,0 +1,112 @@
+"""Rule of the convolution with a standardised kernel."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.clipping import at_least_float32
+from tfdp.errors import UnsupportedLayerError
+from tfdp.layers import centred
+from tfdp.rules import convolutional
+from tfdp.rules.moves import Move
+from tfdp.rules.recording import Call
+from tfdp.rules.terms import Standardized, Term
+
+
+def ws_conv(call: Call) -> Any:
+    """Rule of `tfdp.layers.WSConv2D`.
+
+    With ``y = x * P W``, which is linear, the outputs are ``gain y / length + bias``.
+    A unit that moves W has a length of its own.
+
+    Args:
+        call: The call.
+
+    Returns:
+        The layer's outputs.
+
+    Raises:
+        UnsupportedLayerError: If the kernel is the sum of two variables.
+    """
+    layer = call.layer
+    if layer.lora_enabled:
+        raise UnsupportedLayerError(
+            "A standardised kernel cannot be the product of two factors. Received: "
+            f"`{call.path}` with LoRA. Use `keras.layers.Conv2D`."
+        )
+    x, geometry = convolutional.inputs_of(call), convolutional.geometry_of(layer)
+    kernel = centred(tf.convert_to_tensor(layer.kernel))
+    squares = tf.reduce_sum(tf.square(kernel), [0, 1, 2])[None]
+    move = call.move(layer.kernel)
+    if move is not None:
+        squares = _moved_squares(move, kernel, squares, path=call.path)
+
+    def convolved(x: tf.Tensor) -> tf.Tensor:
+        return keras.ops.conv(
+            x,
+            tf.cast(kernel, x.dtype),
+            strides=geometry.strides,
+            padding=geometry.padding.lower(),
+            dilation_rate=geometry.dilations,
+            data_format="channels_last",
+        )
+
+    at_first = convolved(x)
+
+    def standardized(g: tf.Tensor) -> Standardized:
+        products = convolutional.kernel_term(layer.kernel, x, g, geometry)
+        # Half precision would be too coarse for a norm.
+        exact = at_first if at_first.dtype.size >= 4 else convolved(at_least_float32(x))
+        along = tf.reduce_sum(exact * g, [1, 2])
+        return Standardized(products, kernel, along, tf.zeros_like(along))
+
+    def terms(g: tf.Tensor) -> list[Term]:
+        along = tf.reduce_sum(at_least_float32(seen[0]) * g, [1, 2])
+        of_rows = squares if move is None else move.units.for_rows(squares, along)
+        # Below epsilon the kernel is not divided by its length.
+        is_divided = of_rows > layer.epsilon
+        taken = tf.where(is_divided, along / of_rows, tf.zeros_like(along))
+        found: list[Term] = [standardized(g).with_taken(taken)]
+        if move is not None:
+            taken = -tf.reduce_sum(move.units.view(taken, [taken.shape[-1]]), 1)
+            taken *= tf.cast(move.lengths, taken.dtype)[:, None]
+            found.append(move.direction.by_column(taken, move.units))
+        return found
+
+    (y,) = call.watch_all([at_first], terms, linear_terms=lambda g: [standardized(g)])
+    seen = [y]
+    scale = tf.math.rsqrt(tf.maximum(squares, tf.cast(layer.epsilon, squares.dtype)))
+    if move is not None:
+        scale = move.units.for_rows(scale, y)[:, 0, 0]
+    scale *= tf.cast(call.per_row(layer.gain), scale.dtype)
+    outputs = y * tf.cast(scale, y.dtype)[:, None, None]
+    if layer.bias is not None:
+        outputs += tf.cast(call.per_row(layer.bias), y.dtype)[:, None, None]
+    return convolutional.finished(layer, outputs)
+
+
+def _moved_squares(
+    move: Move, kernel: tf.Tensor, squares: tf.Tensor, *, path: str
+) -> tf.Tensor:
+    """Return the squared lengths of each unit's columns, shape ``(U, O)``."""
+    direction, lengths, units = move
+    if isinstance(direction, Standardized):
+        if direction.repeats is None:
+            raise UnsupportedLayerError(
+                "A standardised layer that moves must see as many rows in each call. "
+                f"Received: `{path}`."
+            )
+        along, of_move = (
+            direction.column_products(units),
+            direction.column_squares(units),
+        )
+    else:
+        columns = tf.reshape(kernel, [-1, kernel.shape[-1]])
+        gradients = units.view(direction.instantiate(units), [columns.shape[1]])
+        along = tf.reduce_sum(gradients * columns, 1)
+        of_move = tf.reduce_sum(tf.square(gradients), 1)
+    lengths = tf.cast(lengths, tf.float64)[:, None]
+    along, of_move = (tf.cast(each, tf.float64) for each in (along, of_move))
+    moved = tf.cast(squares, tf.float64) + lengths * (2 * along + lengths * of_move)
+    return tf.cast(moved, squares.dtype)

@@ -1,0 +1,248 @@
+"""The gradient of a kernel that slides over inputs."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.clipping import at_least_float32
+from tfdp.rules import filters
+from tfdp.rules.products import inner_products, roundoff, squares_from_grams
+from tfdp.rules.terms.factors import (
+    FEW_NUMBERS,
+    Jvp,
+    in_pairs,
+    moved_pairs,
+    of_factors,
+    summed_products,
+    weighted,
+)
+from tfdp.rules.terms.term import Term, Units
+
+# Gradients of units may take this many numbers for each number of the activations
+# that they are made of, to be kept until the weights are known.
+_KEPT_FOR_AN_ACTIVATION = 2
+
+
+# Time to square and sum a kept number, in multiplications of a matrix product.
+_SQUARED_AND_SUMMED = 30
+
+
+class Convolution(Term):
+    """The gradient of a kernel that slides over `inputs`.
+
+    Args:
+        variable: The Keras variable, ``(*kernel size, C / groups, O)``.
+        inputs: Shape ``(R, *spatial, C)``, channels last.
+        g: Gradients of the outputs, shape ``(R, *spatial', O)``.
+        geometry: Strides, dilations and padding.
+    """
+
+    def __init__(
+        self,
+        variable: Any,
+        inputs: tf.Tensor,
+        g: tf.Tensor,
+        geometry: filters.Geometry,
+    ) -> None:
+        self.variable = variable
+        self.calls = [(inputs, g)]
+        self.geometry = geometry
+
+    def merged(self, other: Term) -> "Convolution | None":
+        """Take the uses of both."""
+        if not isinstance(other, Convolution) or other.geometry != self.geometry:
+            return None
+        merged = Convolution(self.variable, *self.calls[0], self.geometry)
+        merged.calls = self.calls + other.calls
+        merged.repeats = self.repeats if self.repeats == other.repeats else None
+        return merged
+
+    def _numbers(self, units: Units) -> tuple[int, int] | None:
+        """Count positions of the outputs and of the padded inputs in a unit."""
+        rows = self.rows(units)
+        if rows is None:
+            return None
+        outputs = inputs = 0
+        for x, g in self.calls:
+            if not (x.shape[1:].is_fully_defined() and g.shape[1:].is_fully_defined()):
+                return None
+            outputs += math.prod(g.shape[1:-1])
+            spatial = x.shape[1:-1].as_list()
+            pads = self.geometry.pads(spatial, self.variable.shape)
+            inputs += math.prod(
+                size + sum(pad) for size, pad in zip(spatial, pads, strict=True)
+            )
+        return rows * outputs, rows * inputs
+
+    def _can_gram(
+        self, units: Units, others: Sequence[tuple[tf.Tensor, tf.Tensor]] = ()
+    ) -> bool:
+        """Tell whether patches of these calls, and of others, can meet each other."""
+        shapes = {
+            tuple(tuple(tensor.shape[1:].as_list()) for tensor in call)
+            for call in [*self.calls, *others]
+        }
+        return (
+            self._numbers(units) is not None
+            and len(shapes) == 1
+            and self.geometry.groups(self.calls[0][0].shape, self.variable.shape) == 1
+        )
+
+    def how(self, norms: str, units: Units) -> str:
+        """Gram matrices of pixels where few positions meet many channels."""
+        known = self._numbers(units)
+        can_gram = self._can_gram(units)
+        if norms == "instantiate" or known is None:
+            return "drop" if norms == "instantiate" else "keep"
+        if norms == "gram":
+            return "gram" if can_gram else "drop"
+        *kernel, channels, outer = self.variable.shape
+        size = math.prod(self.variable.shape)
+        outputs, inputs = known
+        activations = inputs * channels + outputs * outer
+        is_large = size > max(_KEPT_FOR_AN_ACTIVATION * activations, FEW_NUMBERS)
+        if not can_gram:
+            return "drop" if is_large else "keep"
+        slices = filters.SLICED * math.prod(kernel) * outputs**2
+        gram = inputs**2 * channels + outputs**2 * outer + slices
+        # The sum takes one ordinary gradient more than where gradients are kept.
+        kept = (_SQUARED_AND_SUMMED + 0.2 * outputs) * size
+        return "gram" if is_large or gram < kept else "keep"
+
+    def numbers(self, how: str, units: Units) -> int | None:
+        """The gradient, or the Gram matrices of pixels, patches and outputs."""
+        if how != "gram":
+            return int(math.prod(self.variable.shape))
+        known = self._numbers(units)
+        return None if known is None else known[1] * known[1] + 2 * known[0] * known[0]
+
+    def factors(self, units: Units) -> list[tf.Tensor]:
+        """``(U, K, *spatial, C)``, then ``(U, K, *spatial', O)``, for each use."""
+        return [
+            self._rows_of_units(at_least_float32(tensor), units)
+            for call in self.calls
+            for tensor in call
+        ]
+
+    def _rows_of_units(self, rows: tf.Tensor, units: Units) -> tf.Tensor:
+        """``(R, ...)`` -> ``(U, K, ...)``."""
+        if self.rows(units) == 1:
+            return rows[:, None]
+        shape = tf.concat([[units.number, -1], tf.shape(rows)[1:]], 0)
+        return tf.ensure_shape(tf.reshape(rows, shape), [None, None, *rows.shape[1:]])
+
+    def instantiate(self, units: Units) -> tf.Tensor:
+        """Compute the filter gradient of each unit."""
+        shape = tuple(self.variable.shape)
+        parts = [
+            filters.filter_gradients(x, g, kernel_shape=shape, geometry=self.geometry)
+            for x, g in in_pairs(self.factors(units))
+        ]
+        return tf.reshape(tf.add_n(parts), [units.number, math.prod(shape)])
+
+    def one_use(self, units: Units) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the factors of all uses, of equal shapes, as rows of a single one."""
+        factors = self.factors(units)
+        return tf.concat(factors[::2], 1), tf.concat(factors[1::2], 1)
+
+    def _gram(self, x: tf.Tensor, y: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
+        return filters.patch_gram(
+            x,
+            y,
+            positions=g.shape[2:-1],
+            kernel_shape=tuple(self.variable.shape),
+            geometry=self.geometry,
+        )
+
+    def squares_by_gram(self, units: Units) -> tf.Tensor:
+        """Gram matrices of the patches, from those of the pixels."""
+        x, g = self.one_use(units)
+        gram = self._gram(x, x, g)
+        flat = tf.reshape(g, [units.number, -1, g.shape[-1]])
+        *window, channels, outer = self.variable.shape
+        places = math.prod(window)
+        error = roundoff(places * channels, g.dtype) + roundoff(places, g.dtype)
+        error += roundoff(outer, g.dtype) + of_factors(g.dtype)
+        return squares_from_grams(gram, inner_products(flat, flat), error=error)
+
+    def lengths(self, units: Units) -> tf.Tensor:
+        """Of what the kernel sees at each position, and of the gradients there."""
+        return tf.add_n([
+            summed_products(
+                filters.patch_lengths(
+                    x, g.shape[2:-1], tuple(self.variable.shape), self.geometry
+                ),
+                tf.norm(g, axis=-1),
+                range(1, g.shape.rank - 1),
+            )
+            for x, g in in_pairs(self.factors(units))
+        ])
+
+    def weighted_sum(
+        self, factors: list[tf.Tensor], weights: tf.Tensor | None
+    ) -> tf.Tensor:
+        """One ordinary filter gradient for each use."""
+        parts = [
+            filters.filter_gradient(
+                tf.reshape(x, [-1, *x.shape[2:]]),
+                tf.reshape(weighted(g, weights), [-1, *g.shape[2:]]),
+                kernel_shape=tuple(self.variable.shape),
+                geometry=self.geometry,
+            )
+            for x, g in in_pairs(factors)
+        ]
+        return tf.reshape(tf.add_n(parts), self.variable.shape)
+
+    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
+        """From Gram matrices of pixels, or with kernels of the units' own."""
+        if isinstance(other, Convolution) and self._can_gram(units, other.calls):
+            x, g = self.one_use(units)
+            y, h = other.one_use(units)
+            flat = [
+                tf.reshape(each, [units.number, -1, each.shape[-1]]) for each in (g, h)
+            ]
+            return tf.reduce_sum(self._gram(x, y, g) * inner_products(*flat), [1, 2])
+        shape = [units.number, *self.variable.shape]
+        kernels = tf.reshape(other.instantiate(units), shape)
+        return tf.add_n([
+            tf.reduce_sum(
+                g
+                * filters.convolved(
+                    x, kernels, positions=g.shape[2:-1], geometry=self.geometry
+                ),
+                list(range(1, g.shape.rank)),
+            )
+            for x, g in in_pairs(self.factors(units))
+        ])
+
+    def column_sums(self, units: Units) -> tf.Tensor:
+        """Sum each unit's gradient over all axes but the last, shape ``(U, O)``."""
+        shape = tuple(self.variable.shape)
+        sums = []
+        for x, g in in_pairs(self.factors(units)):
+            seen = filters.patch_sums(x, g.shape[2:-1], shape, self.geometry)
+            seen = units.view(seen, [seen.shape[-1], 1])
+            grouped = units.view(g, [seen.shape[-2], g.shape[-1] // seen.shape[-2]])
+            product = tf.reduce_sum(seen * grouped, 1)
+            sums.append(tf.reshape(product, [units.number, g.shape[-1]]))
+        return tf.add_n(sums)
+
+    def by_column(self, factors: tf.Tensor, units: Units) -> "Convolution":
+        """Multiply the gradients of the outputs."""
+        scaled = Convolution(self.variable, *self.calls[0], self.geometry)
+        scaled.calls = [(x, g * units.for_rows(factors, g)) for x, g in self.calls]
+        scaled.repeats = self.repeats
+        return scaled
+
+    def tensors(self) -> list[tf.Tensor]:
+        """Both factors of each use."""
+        return [tensor for call in self.calls for tensor in call]
+
+    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Convolution":
+        """Move the inputs, then the gradients."""
+        moved = Convolution(self.variable, *self.calls[0], self.geometry)
+        moved.calls = moved_pairs(self.calls, jvp, rate)
+        moved.repeats = self.repeats
+        return moved

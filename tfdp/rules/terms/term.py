@@ -1,0 +1,314 @@
+"""What a term can do, and gradients that are computed already."""
+
+import abc
+import copy
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.clipping import at_least_float32, squares_rounded_up
+from tfdp.rules.terms.factors import Jvp, moved_tensor, of_factors
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """How the rows of a pass are grouped.
+
+    Attributes:
+        number: How many units there are, a scalar tensor or an int.
+        rows: Consecutive rows in a unit, None where that is not static.
+    """
+
+    number: int | tf.Tensor
+    rows: int | None
+
+    def view(self, tensor: tf.Tensor, trailing: Sequence[int]) -> tf.Tensor:
+        """``(R, ..., *trailing)`` -> ``(U, positions, *trailing)``."""
+        return tf.reshape(tensor, [self.number, -1, *trailing])
+
+    def for_rows(self, of_units: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+        """``(U, p)`` -> ``(R, ..., p)``, to be multiplied with `rows`."""
+        if self.rows != 1:
+            repeats = tf.shape(rows)[0] // self.number
+            of_units = tf.repeat(of_units, repeats, axis=0)
+        between = [1] * (rows.shape.rank - 2)
+        shape = [tf.shape(rows)[0], *between, of_units.shape[-1]]
+        return tf.cast(tf.reshape(of_units, shape), rows.dtype)
+
+
+class Term(abc.ABC):
+    """One summand of the gradient of a variable.
+
+    Attributes:
+        variable: The Keras variable.
+        repeats: Rows for each row of the batch; None if not the same in all uses.
+    """
+
+    variable: Any
+    repeats: int | None = 1
+
+    def rows(self, units: Units) -> int | None:
+        """Count the rows of a unit, None where that is not static."""
+        if units.rows is None or self.repeats is None:
+            return None
+        return units.rows * self.repeats
+
+    @abc.abstractmethod
+    def how(self, norms: str, units: Units) -> str:
+        """Name the way to the norm.
+
+        Args:
+            norms: ``"auto"``, ``"gram"`` or ``"instantiate"``.
+            units: How rows are grouped.
+
+        Returns:
+            ``"gram"``: from inner products of the factors. ``"keep"``: from the
+            units' gradients, which are then summed. ``"drop"``: from the units'
+            gradients, and the sum from the factors again.
+        """
+
+    @abc.abstractmethod
+    def numbers(self, how: str, units: Units) -> int | None:
+        """Count the numbers that the norm of one unit takes; None if unknown."""
+
+    @abc.abstractmethod
+    def instantiate(self, units: Units) -> tf.Tensor:
+        """Compute each unit's gradient, shape ``(U, size of the variable)``."""
+
+    def kept(self, units: Units) -> "Kept":
+        """Instantiate in whatever order of numbers is fastest."""
+        return Kept(self.variable, self.instantiate(units))
+
+    @abc.abstractmethod
+    def squares_by_gram(self, units: Units) -> tf.Tensor:
+        """Bound the squared norms without instantiating, float64, shape ``(U,)``."""
+
+    def squares_of_dropped(self, units: Units) -> tf.Tensor:
+        """Bound the squared norms of gradients that are computed again for the sum.
+
+        Where they cancel, the sum may round otherwise: by what the lengths of the
+        factors bound.
+
+        Args:
+            units: How rows are grouped.
+
+        Returns:
+            float64, shape ``(U,)``.
+        """
+        kept = self.kept(units).gradients
+        lengths = self.lengths(units)
+        # So many products are added up, once for the norm and once for the sum.
+        products = [
+            tf.cast(
+                tf.size(g) // g.shape[-1] // tf.maximum(units.number, 1), tf.float64
+            )
+            for g in self.factors(units)[1::2]
+        ]
+        positions = tf.add_n([tf.constant(0.0, tf.float64), *products])
+        guard = of_factors(kept.dtype)
+        guard += positions * float(np.finfo(kept.dtype.as_numpy_dtype).eps) / 8
+        return squares_rounded_up(kept) + guard * tf.square(lengths)
+
+    @abc.abstractmethod
+    def lengths(self, units: Units) -> tf.Tensor:
+        """Sum the products of the lengths of the factors, float64, shape ``(U,)``."""
+
+    @abc.abstractmethod
+    def factors(self, units: Units) -> list[tf.Tensor]:
+        """Return what the gradients are made of, each with leading axis ``U``."""
+
+    @abc.abstractmethod
+    def weighted_sum(
+        self, factors: list[tf.Tensor], weights: tf.Tensor | None
+    ) -> tf.Tensor:
+        """Sum the units' gradients times their weights.
+
+        Args:
+            factors: As `factors` returns them, some units perhaps set to zero.
+            weights: Shape ``(U,)``; None for ones.
+
+        Returns:
+            Shape of the variable.
+        """
+
+    def merged(self, other: "Term") -> "Term | None":
+        """Return one term for both, of one variable, or None if there is none."""
+        return None
+
+    @abc.abstractmethod
+    def inner_products(self, other: "Term", units: Units) -> tf.Tensor:
+        """Multiply each unit's gradient with what another term has for the variable.
+
+        Args:
+            other: The other term.
+            units: How rows are grouped, in both.
+
+        Returns:
+            Shape ``(U,)``, not rounded up.
+        """
+
+    def applied(self, a: tf.Tensor, units: Units) -> tf.Tensor:
+        """Multiply by each unit's gradient, as a matrix.
+
+        Args:
+            a: Rows to multiply, shape ``(U, T, d)``; or ids, shape ``(U, T)``.
+            units: How rows are grouped.
+
+        Returns:
+            Shape ``(U, T, p)`` for a variable of d p numbers.
+        """
+        size = math.prod(self.variable.shape)
+        gradients = self.instantiate(units)
+        if a.dtype.is_floating:
+            d = a.shape[-1]
+            return tf.matmul(a, tf.reshape(gradients, [units.number, d, size // d]))
+        p = self.variable.shape[-1]
+        matrices = tf.reshape(gradients, [units.number, size // p, p])
+        return tf.gather(matrices, a, batch_dims=1)
+
+    def applied_back(self, g: tf.Tensor, units: Units) -> tf.Tensor:
+        """Multiply by the transpose of each unit's gradient, as a matrix.
+
+        Args:
+            g: Rows to multiply, floating point, shape ``(U, T, p)``.
+            units: How rows are grouped.
+
+        Returns:
+            Shape ``(U, T, d)``.
+        """
+        p = g.shape[-1]
+        shape = [units.number, math.prod(self.variable.shape) // p, p]
+        matrices = tf.reshape(self.instantiate(units), shape)
+        return tf.matmul(g, matrices, transpose_b=True)
+
+    @abc.abstractmethod
+    def by_column(self, factors: tf.Tensor, units: Units) -> "Term":
+        """Return the term whose gradients are those of this, times factors.
+
+        Args:
+            factors: One for each index of the variable's last axis, shape ``(U, p)``.
+            units: How rows are grouped.
+        """
+
+    @abc.abstractmethod
+    def tensors(self) -> list[tf.Tensor]:
+        """List the floating-point tensors that `moved` needs the derivatives of."""
+
+    @abc.abstractmethod
+    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Term":
+        """Return the term with its derivative added.
+
+        Args:
+            jvp: Returns the derivative of a tensor, None for zeros.
+            rate: What the derivative is multiplied by, a scalar tensor.
+        """
+
+
+class Kept(Term):
+    """Gradients of whole units, computed already.
+
+    Args:
+        variable: The Keras variable.
+        gradients: Shape ``(U, size of the variable)``.
+        transposed: Numbers of rows and columns, if these gradients are matrices that
+            are transposed in the variable.
+    """
+
+    def __init__(
+        self,
+        variable: Any,
+        gradients: tf.Tensor,
+        transposed: tuple[int, int] | None = None,
+    ) -> None:
+        self.variable = variable
+        self.gradients = gradients
+        self._transposed = transposed
+
+    def how(self, norms: str, units: Units) -> str:
+        """Keep them."""
+        return "keep"
+
+    def numbers(self, how: str, units: Units) -> int:
+        """One gradient."""
+        return math.prod(self.variable.shape)
+
+    def instantiate(self, units: Units) -> tf.Tensor:
+        """Return them, as the variable has them."""
+        if self._transposed is None:
+            return self.gradients
+        matrices = tf.reshape(self.gradients, [units.number, *self._transposed])
+        size = math.prod(self.variable.shape)
+        return tf.reshape(tf.linalg.matrix_transpose(matrices), [units.number, size])
+
+    def squares_by_gram(self, units: Units) -> tf.Tensor:
+        """From the gradients themselves."""
+        return squares_rounded_up(self.instantiate(units))
+
+    def lengths(self, units: Units) -> tf.Tensor:
+        """Zero: these gradients are what is summed."""
+        return tf.zeros([units.number], tf.float64)
+
+    def factors(self, units: Units) -> list[tf.Tensor]:
+        """The gradients are the only factor."""
+        return [self.gradients]
+
+    def weighted_sum(
+        self, factors: list[tf.Tensor], weights: tf.Tensor | None
+    ) -> tf.Tensor:
+        """One product of a matrix and a vector."""
+        (gradients,) = factors
+        if weights is None:
+            total = tf.reduce_sum(gradients, 0)
+        else:
+            weights = tf.cast(weights, gradients.dtype)
+            total = tf.linalg.matvec(gradients, weights, transpose_a=True)
+        if self._transposed is not None:
+            total = tf.transpose(tf.reshape(total, self._transposed))
+        return tf.reshape(total, self.variable.shape)
+
+    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
+        """Of the gradients themselves."""
+        return tf.reduce_sum(self.instantiate(units) * other.instantiate(units), 1)
+
+    def by_column(self, factors: tf.Tensor, units: Units) -> "Kept":
+        """Multiply the gradients."""
+        p = factors.shape[-1]
+        gradients = units.view(self.instantiate(units), [p])
+        scaled = gradients * tf.cast(factors, gradients.dtype)[:, None]
+        return Kept(self.variable, tf.reshape(scaled, tf.shape(self.gradients)))
+
+    def tensors(self) -> list[tf.Tensor]:
+        """The gradients."""
+        return [self.gradients]
+
+    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Kept":
+        """Move the gradients."""
+        moved = copy.copy(self)
+        moved.gradients = moved_tensor(self.gradients, jvp, rate)
+        return moved
+
+
+class PerRow(Kept):
+    """Gradients of the rows themselves, for variables with few numbers.
+
+    Args:
+        variable: The Keras variable.
+        gradients: Shape ``(R, ..., *variable.shape)``; what is between is summed.
+    """
+
+    def instantiate(self, units: Units) -> tf.Tensor:
+        """Add up the rows of each unit."""
+        rows = at_least_float32(self.gradients)
+        size = math.prod(self.variable.shape)
+        between = rows.shape.rank - len(self.variable.shape)
+        if between == 1 and self.rows(units) == 1:
+            return tf.reshape(rows, [units.number, size])
+        return tf.reduce_sum(units.view(rows, [size]), axis=1)
+
+    def factors(self, units: Units) -> list[tf.Tensor]:
+        """The units' gradients are the only factor."""
+        return [self.instantiate(units)]
