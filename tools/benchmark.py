@@ -5,6 +5,7 @@ r"""Time and memory of a private training step, beside an ordinary one.
     python tools/benchmark.py --growth=growth.png
     python tools/benchmark.py --synthetic
     python tools/benchmark.py --passes
+    python tools/benchmark.py --bam
 
 Times are medians of whole steps, noise, optimizer and metrics included. The steps of
 all rows take turns in one process, so that whatever else the machine does slows all of
@@ -29,6 +30,7 @@ import itertools
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -56,7 +58,8 @@ _ROWS = {
     "jax_privacy": ["vmap", "one_by_one"],
     "tensorflow_privacy": ["vectorized", "fast_gradient_clipping"],
 }
-_MODELS = [name for name in PROBLEMS if name not in {"synthetic", "frozen"}]
+_MODELS = [name for name in PROBLEMS if name not in {"synthetic", "frozen", "deep"}]
+_DEPTHS = (2, 8, 32, 128, 200)
 
 _CHOSEN = flags.DEFINE_multi_enum(
     "models",
@@ -94,6 +97,13 @@ _SYNTHETIC = flags.DEFINE_bool(
 _PASSES = flags.DEFINE_bool(
     "passes", False, "Memory of the MLP over batch sizes, in passes of 256 examples."
 )
+_BAM = flags.DEFINE_bool(
+    "bam", False, "Time of DP-SGD, DP-SAT and BAM over the depth of a network, XLA."
+)
+_BAM_PLOT = flags.DEFINE_string("bam_plot", "runs/bam.png", "PNG file for its plot.")
+_DEPTH = flags.DEFINE_multi_integer(
+    "depth", _DEPTHS, "Numbers of its layers; repeat the flag for several.", 1
+)
 _PYTHONS = {
     peer: flags.DEFINE_string(f"{peer}_python", None, f"A Python that has {peer}.")
     for peer in _ROWS
@@ -103,13 +113,26 @@ _PYTHONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What is known of one row; of a process with several rows, their times."""
+    """What is known of one row; of a process with several rows, their times.
 
-    milliseconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    Attributes:
+        milliseconds: All times that a step of a row took.
+        peak_mib: Peak of the memory.
+        before_mib: What was resident before the steps.
+        problem: What went wrong.
+        about: The versions that matter.
+    """
+
+    milliseconds: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
     peak_mib: float | None = None
     before_mib: float = 0.0
     problem: str = ""
     about: str = ""
+
+    def median(self, row: str) -> float | None:
+        """Return the median time of a row."""
+        times = self.milliseconds.get(row)
+        return statistics.median(times) if times else None
 
     @property
     def steps_mib(self) -> float | None:
@@ -131,6 +154,8 @@ def main(argv: Sequence[str]) -> None:
     elif _PASSES.value:
         sizes = _BATCH_SIZES.value or [256, 1024, 4096, 16384]
         results = print_memory("mlp", sizes, [_ORDINARY, "bookkeeping", "passes"])
+    elif _BAM.value:
+        results = over_depth(Path(_BAM_PLOT.value))
     elif _GROWTH.value is not None:
         results = growth(Path(_GROWTH.value))
     else:
@@ -155,7 +180,13 @@ def machine() -> str:
 
 
 def start(
-    framework: str, model: str, batch_size: int, rows: Iterable[str], *, timed: bool
+    framework: str,
+    model: str,
+    batch_size: int,
+    rows: Iterable[str],
+    *,
+    timed: bool,
+    options: Iterable[str] = (),
 ) -> Result:
     """Take steps in a process of its own, the rows in turns.
 
@@ -165,6 +196,7 @@ def start(
         batch_size: Number of examples in a batch.
         rows: Rows of the table.
         timed: Whether to take the timed steps after the first two.
+        options: What else the command line says; it takes precedence.
 
     Returns:
         What the process found out.
@@ -179,6 +211,7 @@ def start(
     command += [f"--seconds={_SECONDS.value}"]
     command += ["--poisson"] if _POISSON.value else []
     command += ["--jit_compile"] if _JIT_COMPILE.value else []
+    command += options
     seconds = (_TIME_LIMIT.value + 2 * _SECONDS.value * timed) * len(rows)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
         try:
@@ -274,7 +307,7 @@ def line(row: str, found: Result, ordinary: Result) -> str:
     """Return the cells of a row, and what went wrong."""
     cells = ""
     for value, base in (
-        (found.milliseconds.get(row), ordinary.milliseconds.get(_ORDINARY)),
+        (found.median(row), ordinary.median(_ORDINARY)),
         (found.peak_mib, ordinary.peak_mib),
         (found.steps_mib, ordinary.steps_mib),
     ):
@@ -305,7 +338,59 @@ def print_memory(
     return shown
 
 
-# The plot.
+# Plots.
+
+
+def over_depth(path: Path) -> list[Result]:
+    """Print and plot how long steps take in networks of more and more layers.
+
+    As in the paper on BAM: ten trials of five steps, compiled by XLA.
+
+    Args:
+        path: Where the plot goes.
+
+    Returns:
+        What was measured, for each depth.
+    """
+    rows = [_ORDINARY, "bookkeeping", "sat", "bam_sam", "bam_exact"]
+    options = ["--jit_compile", "--steps=10", "--repeats=5", "--seconds=inf"]
+    size = (_BATCH_SIZES.value or [PROBLEMS["deep"].batch_size])[0]
+    print(f"Milliseconds a step, mean +- standard deviation; {size} examples\n")
+    print(f"{'layers':<8}" + "".join(f"{row:>22}" for row in rows))
+    results = {}
+    for depth in _DEPTH.value:
+        found = start(_TFDP, f"deep:{depth}", size, rows, timed=True, options=options)
+        cells = [
+            f"{statistics.mean(times):.2f} +- {statistics.pstdev(times):.2f}"
+            for times in found.milliseconds.values()
+        ]
+        print(f"{depth:<8}" + "".join(f"{cell:>22}" for cell in cells) + found.problem)
+        results[depth] = found
+    plot_over_depth(results, path)
+    print(f"\n{found.about}\nPlot: {path}")
+    return list(results.values())
+
+
+def plot_over_depth(results: Mapping[int, Result], path: Path) -> None:
+    """Plot the times over the depth; a row ends where it could not go on."""
+    # Only here, so that the tables need no matplotlib.
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    by_row: dict[str, dict[int, list[float]]] = {}
+    for depth, found in results.items():
+        for row, times in found.milliseconds.items():
+            by_row.setdefault(row, {})[depth] = times
+    for row, times_of in by_row.items():
+        means = [statistics.mean(times) for times in times_of.values()]
+        deviations = [statistics.pstdev(times) for times in times_of.values()]
+        axes.errorbar(list(times_of), means, deviations, marker="o", label=row)
+    axes.set(xlabel="layers", ylabel="milliseconds a step", xscale="log", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
 
 
 def growth(path: Path) -> list[Result]:
@@ -347,7 +432,7 @@ def plot(over: Mapping[str, Any], rows: Sequence[str], path: Path) -> None:
     for column, (label, results) in enumerate(over.items()):
         for row in rows:
             found = [result_[row] for result_ in results.values()]
-            times = [each.milliseconds.get(row, float("nan")) for each in found]
+            times = [each.median(row) or float("nan") for each in found]
             peaks = [each.peak_mib or float("nan") for each in found]
             axes[0, column].plot(list(results), times, marker="o", label=row)
             axes[1, column].plot(list(results), peaks, marker="o", label=row)

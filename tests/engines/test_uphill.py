@@ -45,11 +45,16 @@ FEW = [
     "separable_conv_strided",
     "time_distributed_shared",
 ]
-RECURRENT = ["simple_rnn", "gru_stacked", "gru_reset_before_masked", "embedding_lstm"]
 
 
 def slow(name):
     return pytest.param(PROBLEMS[name], id=name, marks=pytest.mark.slow)
+
+
+RECURRENT = [
+    "simple_rnn",
+    *map(slow, ["gru_stacked", "gru_reset_before_masked", "embedding_lstm"]),
+]
 
 
 def those(names):
@@ -110,13 +115,13 @@ def test_recurrent_cells_with_xla(problem, ascent):
     check(problem, run, OUTLIER, 1e-4, ascent=ascent)
 
 
-@those(["ws_conv_called_twice", "conv_called_twice"])
+@those(["ws_conv_called_twice", slow("conv_called_twice")])
 def test_slices_of_xla_are_differentiated_twice(problem):
     run = runner(problem, ENGINES[3:4], "xla", "float32", ascent=EXACT)
     check(problem, run, OUTLIER, 1e-4, ascent=EXACT)
 
 
-@those(["ws_conv", "ws_conv_called_twice", "ws_conv_grouped"])
+@those(["ws_conv", slow("ws_conv_called_twice"), slow("ws_conv_grouped")])
 @pytest.mark.parametrize("ascent", [MIXED, EXACT], ids=["mixed", "exact"])
 def test_standardised_kernels_have_lengths_of_their_own(problem, ascent):
     run = runner(problem, ENGINES[1:], unit_size=2, ascent=ascent)

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -298,3 +299,62 @@ class TestBatchSizes:
         assert process.returncode == 1
         assert "there are 1797 images only. Received: batch_size=5000" in process.stderr
         assert "Traceback" not in process.stderr
+
+
+class TestCifar10Bam:
+    @pytest.fixture
+    def folder(self, tmp_path, rng):
+        """A folder with a few random images, as npz and as batches of ImageNet32."""
+        arrays, sizes = {}, {"train": 96, "test": 32}
+        for split, rows in sizes.items():
+            arrays[f"x_{split}"] = rng.integers(0, 256, (rows, 32, 32, 3), np.uint8)
+            arrays[f"y_{split}"] = rng.integers(0, 10, (rows, 1), np.uint8)
+        np.savez(tmp_path / "cifar10.npz", **arrays)
+        for name, split in (("train_data_batch_1", "train"), ("val_data", "test")):
+            images = arrays[f"x_{split}"].transpose(0, 3, 1, 2)
+            labels = (arrays[f"y_{split}"].ravel() + 1).tolist()
+            batch = {"data": images.reshape(len(images), -1), "labels": labels}
+            (tmp_path / name).write_bytes(pickle.dumps(batch))
+        return tmp_path
+
+    def small(self, folder, *flags):
+        return run(
+            "cifar10_bam",
+            *("--batch_size=32", "--epochs=2", "--every=2", "--multiplicity=2"),
+            f"--data_dir={folder}",
+            f"--output={folder / 'plot.png'}",
+            *flags,
+        )
+
+    def check(self, folder, text, cells):
+        found = re.findall(
+            r"^(\d+) +(\w+) +([\d.]+ \+- [\d.]+) +([\d.]+) +[\d.]+ \+- [\d.]+ +(\S+)$",
+            text,
+            re.M,
+        )
+        assert [(row[0], row[1], row[3]) for row in found] == cells
+        for row in found:
+            if row[1] == "dp_sgd":
+                assert row[4] == "nan"
+            else:
+                assert -1 <= float(row[4]) <= 1
+        assert (folder / "plot.png").read_bytes().startswith(PNG)
+
+    @pytest.mark.slow
+    def test_methods_are_compared(self, folder):
+        text = self.small(folder, "--seeds=1", "--delta=1e-3")
+        cells = [("2", "dp_sgd", "67.1"), ("2", "sat", "67.2"), ("2", "bam", "68.2")]
+        self.check(folder, text, cells)
+        assert len(re.findall(r"^epsilon (1\.9\d|2\.00), ", text, re.M)) == 3
+        assert re.search(r"bias of bam below that of dp_sgd with [01] of 1 seeds", text)
+
+    @pytest.mark.slow
+    def test_imagenet32(self, folder):
+        flags = ("--dataset=imagenet32", "--target_epsilon=10", "--delta=1e-3")
+        text = self.small(folder, *flags, "--methods=bam", "--seeds=1")
+        self.check(folder, text, [("10", "bam", "20.67")])
+
+    def test_missing_data_are_explained(self, tmp_path):
+        check_refusal(
+            "cifar10_bam", f"--data_dir={tmp_path}", message="Leave --data_dir out"
+        )

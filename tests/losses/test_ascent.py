@@ -27,14 +27,22 @@ LOSSES = {
     "exact": lambda loss: BAM(loss, radius=0.1, ascent="exact"),
     "sat": lambda loss: SAT(loss, radius=0.1),
 }
-some_quick = pytest.mark.parametrize(
-    "make_loss",
-    [
-        pytest.param(LOSSES[name], id=name, marks=[pytest.mark.slow] * is_slow)
-        for name, is_slow in [("sam", 0), ("mixed", 1), ("exact", 1), ("sat", 0)]
-    ],
-)
-every_loss = pytest.mark.parametrize("make_loss", LOSSES.values(), ids=LOSSES)
+
+
+def each_loss(*, quick):
+    """All losses, of which only some are for the quick tests."""
+    return pytest.mark.parametrize(
+        "make_loss",
+        [
+            pytest.param(
+                LOSSES[name], id=name, marks=[pytest.mark.slow] * (name not in quick)
+            )
+            for name in LOSSES
+        ],
+    )
+
+
+every_loss = each_loss(quick=LOSSES)
 
 
 def data(rows=24):
@@ -236,7 +244,7 @@ def test_without_radius_it_is_dp_sgd_bit_for_bit(loss, engine):
         np.testing.assert_array_equal(left, right)
 
 
-@some_quick
+@each_loss(quick=["sam"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -259,7 +267,7 @@ def test_however_it_runs_it_trains_the_same(make_loss, options):
     assert np.abs(values(model)[0] - values(plain)[0]).max() > 1e-4
 
 
-@every_loss
+@each_loss(quick=["sat"])
 def test_epsilon_is_that_of_dp_sgd(make_loss):
     models = private(CROSSENTROPY), private(make_loss(CROSSENTROPY))
     for model in models:
@@ -297,7 +305,7 @@ def test_steps_of_sat_without_noise(physical_batch_size):
     assert_all_close(values(model), values(reference), rtol=1e-4, atol=1e-5)
 
 
-@every_loss
+@each_loss(quick=["sat"])
 def test_a_saved_model_goes_on_as_if_nothing_had_happened(make_loss, tmp_path):
     whole, first = private(make_loss(CROSSENTROPY)), private(make_loss(CROSSENTROPY))
     train(whole, epochs=2)
@@ -329,7 +337,7 @@ def test_a_backup_holds_the_gradient_released_last(tmp_path):
     assert_all_close(values(parts[1]), values(whole), rtol=1e-5, atol=1e-6)
 
 
-@every_loss
+@each_loss(quick=["sam", "sat"])
 def test_a_schedule_of_the_radius_goes_by_steps(make_loss):
     schedule = optimizers.schedules.PiecewiseConstantDecay([1], [0.1, 0.0])
     scheduled = private(type(make_loss("mse"))(CROSSENTROPY, radius=schedule))
@@ -342,7 +350,7 @@ def test_a_schedule_of_the_radius_goes_by_steps(make_loss):
     assert np.abs(values(scheduled)[0] - values(plain)[0]).max() > 1e-5
 
 
-@every_loss
+@each_loss(quick=["sam"])
 def test_the_bias_logger_shows_the_ascent(make_loss):
     model = private(make_loss(CROSSENTROPY), 0.0)
     logger = tfdp.callbacks.BiasLogger(every=1)

@@ -44,7 +44,9 @@ def test_steps_are_timed_and_weighed():
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout)
     assert list(found["milliseconds"]) == ["ordinary", "bookkeeping"]
-    assert all(time > 0 for time in found["milliseconds"].values())
+    assert all(
+        len(times) == 2 and min(times) > 0 for times in found["milliseconds"].values()
+    )
     assert 0 < found["before_mib"] < found["peak_mib"]
     assert "TensorFlow" in found["about"]
 
@@ -126,3 +128,19 @@ def test_wrong_flag_is_explained():
     assert process.returncode
     assert "surplus" in process.stderr
     assert "Traceback" not in process.stderr
+
+
+@pytest.mark.slow
+def test_time_over_depth(tmp_path):
+    path = tmp_path / "bam.png"
+    process = start(*(
+        "--bam",
+        "--batch_size=4",
+        "--depth=2",
+        "--depth=3",
+        f"--bam_plot={path}",
+    ))
+    assert process.returncode == 0, process.stderr
+    table = re.findall(r"^(\d+)((?: +[\d.]+ \+- [\d.]+){5})$", process.stdout, re.M)
+    assert [int(depth) for depth, _ in table] == [2, 3]
+    assert path.read_bytes().startswith(b"\x89PNG")

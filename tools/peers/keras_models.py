@@ -7,9 +7,9 @@ from keras import layers
 
 
 def build(name: str) -> keras.Model:
-    """Build a model by its name, which may give its width, as in `"mlp:512"`."""
-    name, _, width = name.partition(":")
-    return _BUILD[name](*([int(width)] if width else []))
+    """Build a model by its name, which may give its width or depth: `"mlp:512"`."""
+    name, _, size = name.partition(":")
+    return _BUILD[name](*([int(size)] if size else []))
 
 
 def _mlp(width: int = 1024) -> keras.Model:
@@ -95,6 +95,12 @@ def _synthetic() -> keras.Model:
     ])
 
 
+def _deep(depth: int = 8) -> keras.Model:
+    """Narrow dense layers."""
+    hidden = [layers.Dense(128, activation="relu") for _ in range(depth - 1)]
+    return keras.Sequential([keras.Input((128,)), *hidden, layers.Dense(10)])
+
+
 def _frozen() -> keras.Model:
     """A dense trunk of 25 million weights, which does not train, and a head."""
     trunk = [layers.Dense(2048, activation="relu", trainable=False) for _ in range(6)]
@@ -110,4 +116,5 @@ _BUILD = {
     "embedding": _embedding,
     "synthetic": _synthetic,
     "frozen": _frozen,
+    "deep": _deep,
 }

@@ -7,7 +7,6 @@ so this module needs nothing but NumPy.
 import argparse
 import json
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -42,6 +41,7 @@ PROBLEMS = {
     "embedding": Problem((64,), 10, vocabulary=100_000),
     "synthetic": Problem((5120,), 1280),
     "frozen": Problem((2048,), 10),
+    "deep": Problem((128,), 10),
 }
 
 
@@ -65,13 +65,17 @@ def main(stepper: Callable[[argparse.Namespace, str], Step], about: str) -> None
         except SkippedError as error:
             skipped[row] = str(error)
     before = resident_mib()
-    milliseconds = in_turns(
-        steps, warm=options.warm, number=options.steps, seconds=options.seconds
+    times = in_turns(
+        steps,
+        warm=options.warm,
+        number=options.steps,
+        repeats=options.repeats,
+        seconds=options.seconds,
     )
     print(
         json.dumps({
             "about": about,
-            "milliseconds": milliseconds,
+            "milliseconds": times,
             "skipped": skipped,
             "peak_mib": peak_mib(),
             "before_mib": before,
@@ -87,6 +91,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batch_size", required=True, type=int)
     parser.add_argument("--warm", default=2, type=int, help="steps before timed ones")
     parser.add_argument("--steps", default=20, type=int, help="timed steps of a row")
+    parser.add_argument("--repeats", default=1, type=int, help="steps timed as one")
     parser.add_argument("--seconds", default=10.0, type=float, help="... or this long")
     parser.add_argument("--poisson", action="store_true", help="vary the batch size")
     parser.add_argument("--jit_compile", action="store_true")
@@ -110,12 +115,13 @@ def examples(model: str, number: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_turns(
-    steps: Mapping[str, Step], *, warm: int, number: int, seconds: float
-) -> dict[str, float]:
-    """Return the median milliseconds of each row's steps, which take turns.
+    steps: Mapping[str, Step], *, warm: int, number: int, repeats: int, seconds: float
+) -> dict[str, list[float]]:
+    """Return the milliseconds of each row's steps, which take turns.
 
-    Whatever else the machine does then slows all of them. Every row takes one timed
-    step, and further ones up to `number` while it has used less than `seconds`.
+    Whatever else the machine does then slows all of them. Every row has one time, the
+    mean of some steps, and further ones up to `number` while it has used less than
+    `seconds`.
     """
     for _ in range(warm):
         for step in steps.values():
@@ -123,13 +129,12 @@ def in_turns(
     times: dict[str, list[float]] = {row: [] for row in steps}
     for _ in range(number):
         for row, step in steps.items():
-            if sum(times[row]) < seconds:
+            if sum(times[row]) * repeats < 1000 * seconds:
                 start = time.perf_counter()
-                step()
-                times[row].append(time.perf_counter() - start)
-    return {
-        row: 1000 * statistics.median(taken) for row, taken in times.items() if taken
-    }
+                for _ in range(repeats):
+                    step()
+                times[row].append(1000 * (time.perf_counter() - start) / repeats)
+    return {row: taken for row, taken in times.items() if taken}
 
 
 def peak_mib() -> float:

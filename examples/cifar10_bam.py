@@ -1,0 +1,496 @@
+"""Compare DP-SGD, DP-SAT and bias-aware minimisation (BAM) under equal privacy.
+
+    python examples/cifar10_bam.py
+    python examples/cifar10_bam.py --data_dir=path/to/folder/with/cifar10.npz
+    python examples/cifar10_bam.py --full
+    python examples/cifar10_bam.py --full --dataset=imagenet32 --data_dir=path
+
+Each method trains the same networks from the same weights within the same epsilon, with
+several seeds. Printed are the mean and the standard deviation of the test accuracy, and
+the bias of clipping over the last half of the training; plotted are accuracy, bias, and
+the cosine between the way uphill and the gradient of the batch, over the training.
+
+By default a small network sees 10,000 images, which takes a quarter of an hour on two
+cores. With --full the arguments are those of the paper, and a GPU is needed: Knolle et
+al., "Bias-Aware Minimisation: Understanding and Mitigating Estimator Bias in Private
+SGD", 2023, https://arxiv.org/abs/2308.12018.
+
+The images come from `keras.datasets`, or from a folder: cifar10.npz or cifar100.npz with
+x_train, y_train, x_test and y_test, or cifar10_jpeg.npz, or the pickled batches of
+ImageNet32. The bias is not private: look at it on data that need no protection.
+"""
+
+import itertools
+import os
+import pickle
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import app, flags
+from keras import layers
+from matplotlib.figure import Figure
+
+import tfdp
+from tfdp.layers import WSConv2D
+
+METHODS = ("dp_sgd", "sat", "bam")
+
+
+class Setting(NamedTuple):
+    """Arguments of a comparison.
+
+    Attributes:
+        network: Name of the network.
+        images: Number of training images, None for all.
+        batch_size: Expected size of a batch.
+        epochs: Number of epochs.
+        learning_rate: Of NAdam.
+        multiplicity: Views of each image.
+        epsilons: Budgets.
+        delta: Of the guarantee.
+        radius: How far BAM goes uphill, the paper's lambda.
+        sat_radius: How far DP-SAT goes.
+    """
+
+    network: str
+    images: int | None
+    batch_size: int
+    epochs: int
+    learning_rate: float
+    multiplicity: int
+    epsilons: tuple[float, ...]
+    delta: float
+    radius: float
+    sat_radius: float
+
+
+_FULL = Setting(*(
+    "resnet9",
+    None,
+    32 * 128,
+    75,
+    2e-3,
+    16,
+    (1.0, 2.0, 10.0),
+    1e-5,
+    0.02,
+    0.086,
+))
+FULL = {
+    "cifar10": _FULL,
+    "cifar100": _FULL._replace(radius=0.01),
+    "imagenet32": Setting(*(
+        "wrn16_4",
+        None,
+        8 * 512,
+        75,
+        1e-3,
+        4,
+        (10.0,),
+        8e-7,
+        0.005,
+        0.07,
+    )),
+}
+REDUCED = Setting("small", 10_000, 512, 10, 2e-3, 1, (2.0,), 1e-5, 0.05, 0.086)
+CLASSES = {"cifar10": 10, "cifar100": 100, "imagenet32": 1000}
+# Test accuracy in percent that the paper reports, by epsilon.
+PUBLISHED = {
+    "cifar10": {
+        "dp_sgd": {1.0: 60.9, 2.0: 67.1, 10.0: 78.6},
+        "sat": {1.0: 60.9, 2.0: 67.2, 10.0: 78.1},
+        "bam": {1.0: 61.4, 2.0: 68.2, 10.0: 79.7},
+    },
+    "cifar100": {
+        "dp_sgd": {1.0: 18.1, 2.0: 24.9, 10.0: 40.3},
+        "sat": {1.0: 18.2, 2.0: 24.9, 10.0: 40.1},
+        "bam": {1.0: 18.5, 2.0: 25.4, 10.0: 40.8},
+    },
+    "imagenet32": {
+        "dp_sgd": {10.0: 14.97},
+        "sat": {10.0: 14.70},
+        "bam": {10.0: 20.67},
+    },
+}
+
+_DATASET = flags.DEFINE_enum("dataset", "cifar10", list(FULL), "Images to train on.")
+_DATA_DIR = flags.DEFINE_string(
+    "data_dir", os.environ.get("TFDP_DATA"), "Folder with the images."
+)
+_IS_FULL = flags.DEFINE_bool("full", False, "Use the paper's arguments.")
+_METHODS = flags.DEFINE_multi_enum(
+    "methods", METHODS, METHODS, "Methods; repeat the flag for several."
+)
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each method.", lower_bound=1)
+_EPSILONS = flags.DEFINE_multi_float(
+    "target_epsilon", None, "Budgets; repeat the flag for several."
+)
+_DELTA = flags.DEFINE_float("delta", None, "Delta of the guarantee.")
+_IMAGES = flags.DEFINE_integer(
+    "images", None, "Images to train on, the first ones.", lower_bound=1
+)
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", None, "Expected number of images in a batch.", lower_bound=1
+)
+_EPOCHS = flags.DEFINE_integer("epochs", None, "Number of epochs.", lower_bound=1)
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", None, "Learning rate of NAdam.")
+_MULTIPLICITY = flags.DEFINE_integer(
+    "multiplicity", None, "Views of each image.", lower_bound=1
+)
+_RADIUS = flags.DEFINE_float("radius", None, "How far BAM goes uphill.")
+_SAT_RADIUS = flags.DEFINE_float("sat_radius", None, "How far DP-SAT goes uphill.")
+_EVERY = flags.DEFINE_integer(
+    "every", 10, "Steps from one look at the bias to the next.", lower_bound=1
+)
+_OUTPUT = flags.DEFINE_string("output", "runs/cifar10_bam.png", "File for the plot.")
+
+
+class Images(NamedTuple):
+    """Images with pixels in [-1, 1], and their classes."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+
+class Run(NamedTuple):
+    """What one training shows.
+
+    Attributes:
+        accuracy: Test accuracy after each epoch.
+        bias: Bias magnitude at each look.
+        cosine: Cosine of the ascent at each look; NaN for DP-SGD.
+    """
+
+    accuracy: list[float]
+    bias: list[float]
+    cosine: list[float]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train with every method, and compare."""
+    if len(argv) > 1:
+        sys.exit(f"cifar10_bam: everything is a flag. Received: {' '.join(argv[1:])}.")
+    setting = setting_of_flags()
+    train, test = load(_DATASET.value, _DATA_DIR.value)
+    train = Images(*(array[: setting.images] for array in train))
+    runs: dict[tuple[float, str], list[Run]] = {}
+    try:
+        for epsilon in setting.epsilons:
+            for seed in range(_SEEDS.value):
+                for method in dict.fromkeys(_METHODS.value):
+                    run = trained(method, seed, epsilon, setting, train, test)
+                    runs.setdefault((epsilon, method), []).append(run)
+    except ValueError as error:
+        sys.exit(f"cifar10_bam: {error}")
+    report(runs, setting)
+    plot(runs, setting, Path(_OUTPUT.value))
+    print(f"Plot: {_OUTPUT.value}")
+
+
+def setting_of_flags() -> Setting:
+    """Return the arguments, those replaced that have a flag."""
+    chosen = {
+        "images": _IMAGES.value,
+        "batch_size": _BATCH_SIZE.value,
+        "epochs": _EPOCHS.value,
+        "learning_rate": _LEARNING_RATE.value,
+        "multiplicity": _MULTIPLICITY.value,
+        "epsilons": _EPSILONS.value and tuple(_EPSILONS.value),
+        "delta": _DELTA.value,
+        "radius": _RADIUS.value,
+        "sat_radius": _SAT_RADIUS.value,
+    }
+    setting = FULL[_DATASET.value] if _IS_FULL.value else REDUCED
+    return setting._replace(**{
+        name: value for name, value in chosen.items() if value is not None
+    })
+
+
+def trained(
+    method: str,
+    seed: int,
+    epsilon: float,
+    setting: Setting,
+    train: Images,
+    test: Images,
+) -> Run:
+    """Train once, and say how it went."""
+    start = time.perf_counter()
+    # Weights and views follow the seed; batches and noise never do.
+    keras.utils.set_random_seed(seed)
+    private = tfdp.DPModel(
+        network(setting.network, train.x.shape[1:], CLASSES[_DATASET.value]),
+        augmentation=ShiftAndFlip(),
+        augmentation_multiplicity=setting.multiplicity,
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if method == "sat":
+        loss = tfdp.losses.SAT(loss, radius=setting.sat_radius)
+    elif method == "bam":
+        loss = tfdp.losses.BAM(loss, radius=setting.radius)
+    noise_multiplier = tfdp.calibrate_noise_multiplier(
+        epsilon,
+        n=len(train.x),
+        batch_size=setting.batch_size,
+        epochs=setting.epochs,
+        delta=setting.delta,
+    )
+    optimizer = tfdp.optimizers.DPNadam(
+        setting.learning_rate, l2_norm_clip=1.0, noise_multiplier=noise_multiplier
+    )
+    private.compile(optimizer, loss, metrics=["accuracy"])
+    looks = Looks(_EVERY.value)
+    history = private.fit(
+        train.x,
+        train.y,
+        batch_size=setting.batch_size,
+        epochs=setting.epochs,
+        validation_data=tuple(test),
+        validation_batch_size=1000,
+        callbacks=[tfdp.callbacks.BiasLogger(every=_EVERY.value), looks],
+        verbose=0,
+    ).history
+    accuracy = history["val_accuracy"]
+    print(
+        f"epsilon {private.ledger.epsilon(setting.delta):.2f}, {method}, seed {seed}: "
+        f"test accuracy {accuracy[-1]:.1%}, bias {of_last_half(looks.bias):.3f}, "
+        f"{private.ledger.steps} steps in {time.perf_counter() - start:.0f} s",
+        flush=True,
+    )
+    return Run(accuracy, looks.bias, looks.cosine)
+
+
+class Looks(keras.callbacks.Callback):
+    """Keeps what `BiasLogger` logs, each look once.
+
+    Args:
+        every: Steps from one look to the next.
+    """
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.bias: list[float] = []
+        self.cosine: list[float] = []
+        self._every = every
+        self._steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Take the values of a step that was looked at."""
+        if self._steps % self._every == 0:
+            self.bias.append(logs["nonprivate_bias_magnitude"])
+            self.cosine.append(logs.get("nonprivate_ascent_cosine", np.nan))
+        self._steps += 1
+
+
+class ShiftAndFlip(layers.Layer):
+    """Shifts an image by up to four pixels, and flips it, each with probability 1/2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seeds = keras.random.SeedGenerator()
+
+    def call(self, images: tf.Tensor) -> tf.Tensor:
+        """Make one view of each image."""
+        rows, height, width = tf.unstack(tf.shape(images)[:3])
+        flips, shifts = (self._coin(rows) for _ in range(2))
+        down, right = (
+            tf.where(
+                shifts, keras.random.randint([rows, 1], -4, 5, seed=self._seeds), 0
+            )
+            for _ in range(2)
+        )
+        columns = _mirrored(tf.range(width) + right, width)
+        columns = tf.where(flips, width - 1 - columns, columns)
+        images = tf.gather(
+            images, _mirrored(tf.range(height) + down, height), axis=1, batch_dims=1
+        )
+        return tf.gather(images, columns, axis=2, batch_dims=1)
+
+    def _coin(self, rows: tf.Tensor) -> tf.Tensor:
+        return keras.random.uniform([rows, 1], seed=self._seeds) < 0.5
+
+
+def _mirrored(places: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    """Continue an image beyond its borders by its mirror image."""
+    places = tf.abs(places)
+    return tf.minimum(places, 2 * (size - 1) - places)
+
+
+def network(name: str, shape: tuple[int, int, int], classes: int) -> keras.Model:
+    """Build the network of a setting."""
+    if name == "resnet9":
+        return tfdp.models.resnet9(shape, classes)
+    if name == "wrn16_4":
+        return tfdp.models.wide_resnet(shape, classes)
+    inputs = x = keras.Input(shape)
+    for filters in (16, 32, 64):
+        x = WSConv2D(filters, 3, padding="same")(x)
+        x = layers.ReLU()(layers.GroupNormalization(8)(x))
+        x = layers.AveragePooling2D(2)(x)
+    return keras.Model(inputs, layers.Dense(classes)(layers.Flatten()(x)))
+
+
+# Results.
+
+
+def of_last_half(values: Sequence[float]) -> float:
+    """Return the mean of the values of the last half."""
+    return float(np.mean(values[len(values) // 2 :]))
+
+
+def report(runs: dict[tuple[float, str], list[Run]], setting: Setting) -> None:
+    """Print the table."""
+    print(
+        f"\n{'epsilon':<9}{'method':<8}{'test accuracy':>16}{'paper':>7}"
+        f"{'bias':>16}{'ascent cosine':>15}"
+    )
+    for (epsilon, method), of_seeds in runs.items():
+        accuracies = [100 * run.accuracy[-1] for run in of_seeds]
+        biases = [of_last_half(run.bias) for run in of_seeds]
+        cosine = np.mean([of_last_half(run.cosine) for run in of_seeds])
+        published = PUBLISHED[_DATASET.value][method].get(epsilon, "")
+        print(
+            f"{epsilon:<9g}{method:<8}"
+            f"{np.mean(accuracies):8.2f} +- {np.std(accuracies):4.2f}{published:>7}"
+            f"{np.mean(biases):8.4f} +- {np.std(biases):.3f}{cosine:15.3f}"
+        )
+    for (epsilon, method), of_seeds in runs.items():
+        if method != "dp_sgd" and (epsilon, "dp_sgd") in runs:
+            lower = sum(
+                of_last_half(run.bias) < of_last_half(base.bias)
+                for run, base in zip(of_seeds, runs[epsilon, "dp_sgd"], strict=True)
+            )
+            print(
+                f"epsilon {epsilon:g}: bias of {method} below that of dp_sgd with "
+                f"{lower} of {len(of_seeds)} seeds"
+            )
+    print(
+        f"\nMeans and standard deviations over {_SEEDS.value} seeds; delta "
+        f"{setting.delta:g}; bias and cosine, of the last half of the training, are "
+        "not private."
+    )
+    if setting != FULL[_DATASET.value]:
+        print(
+            "The paper's accuracies are those of its own network, on all images, with "
+            "larger batches."
+        )
+
+
+def plot(
+    runs: dict[tuple[float, str], list[Run]], setting: Setting, path: Path
+) -> None:
+    """Plot accuracy, bias and cosine over the training, a row for each epsilon."""
+    figure = Figure(figsize=(13, 3.5 * len(setting.epsilons)), layout="constrained")
+    rows = figure.subplots(len(setting.epsilons), 3, squeeze=False)
+    for row, epsilon in zip(rows, setting.epsilons, strict=True):
+        for method in METHODS:
+            for axes, name in zip(row, Run._fields, strict=True):
+                if (epsilon, method) in runs:
+                    values = [getattr(run, name) for run in runs[epsilon, method]]
+                    curve(axes, values, label=method, epochs=setting.epochs)
+        labels = ("test accuracy", "bias magnitude", "ascent cosine")
+        for axes, label in zip(row, labels, strict=True):
+            axes.set(xlabel="epoch", ylabel=label)
+            axes.grid(alpha=0.3)
+        row[0].set_title(f"epsilon {epsilon:g}")
+        row[1].set_title("not private")
+        row[2].set_title("not private")
+        row[0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=150)
+
+
+def curve(
+    axes: Any, values: Sequence[Sequence[float]], label: str, epochs: int
+) -> None:
+    """Plot the mean over the seeds, and the standard deviation as a band."""
+    array = np.asarray(values)
+    places = np.linspace(0, epochs, array.shape[1] + 1)[1:]
+    mean, deviation = array.mean(0), array.std(0)
+    if np.isfinite(mean).any():
+        (line,) = axes.plot(places, mean, label=label)
+        axes.fill_between(
+            places,
+            mean - deviation,
+            mean + deviation,
+            color=line.get_color(),
+            alpha=0.2,
+        )
+
+
+# Images.
+
+
+def load(dataset: str, data_dir: str | None) -> tuple[Images, Images]:
+    """Load the images to train on and those to test with."""
+    if dataset == "imagenet32":
+        arrays = imagenet32(data_dir)
+    elif data_dir is None:
+        arrays = getattr(keras.datasets, dataset).load_data()
+    else:
+        arrays = from_folder(Path(data_dir), dataset)
+    # 255 is the largest value that a pixel can have, not a statistic of the data.
+    train, test = (
+        Images(x.astype("float32") / 127.5 - 1, np.ravel(y).astype("int32"))
+        for x, y in arrays
+    )
+    return train, test
+
+
+def from_folder(folder: Path, dataset: str) -> Any:
+    """Load an npz file, of arrays or of JPEG files."""
+    path, coded = folder / f"{dataset}.npz", folder / f"{dataset}_jpeg.npz"
+    if path.is_file():
+        with np.load(path) as arrays:
+            return [
+                (arrays[f"x_{split}"], arrays[f"y_{split}"])
+                for split in ("train", "test")
+            ]
+    if not coded.is_file():
+        sys.exit(
+            f"cifar10_bam: there is no {path}. Leave --data_dir out to take the images "
+            "of keras.datasets."
+        )
+    with np.load(coded) as arrays:
+        return [decoded(arrays, split) for split in ("train", "test")]
+
+
+def decoded(arrays: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Decode images that are stored as JPEG files, one behind the other."""
+    coded, ends = arrays[f"{split}_jpeg"].tobytes(), arrays[f"{split}_offsets"]
+    images = [
+        tf.io.decode_jpeg(coded[begin:end]).numpy()
+        for begin, end in itertools.pairwise(ends)
+    ]
+    return np.stack(images), arrays[f"y_{split}"]
+
+
+def imagenet32(data_dir: str | None) -> Any:
+    """Load the pickled batches of ImageNet32."""
+    paths = sorted(Path(data_dir or ".").glob("train_data_batch_*"))
+    if not paths:
+        sys.exit(
+            f"cifar10_bam: there is no train_data_batch_1 in {data_dir}. Give the folder "
+            "of ImageNet32 with --data_dir."
+        )
+    parts = [unpickled(path) for path in paths]
+    train = tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return train, unpickled(paths[0].with_name("val_data"))
+
+
+def unpickled(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Load images of 32 x 32 pixels, and their classes, which the files count from 1."""
+    with path.open("rb") as file:
+        batch = pickle.load(file)
+    images = batch["data"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return images, np.asarray(batch["labels"]) - 1
+
+
+if __name__ == "__main__":
+    app.run(main)
