@@ -253,7 +253,7 @@ def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
             # Before the first step that counts there is no output.
             started = tf.cumsum(tf.cast(mask, tf.int32)) > 0
             outputs = tf.where(started, outputs, tf.zeros_like(outputs))
-        h = _swapped(in_order(before, [0]))
+        h = _swapped(in_order(before, [0]), sequences.shape[1])
         seen.append(h if kept is None else h * kept[:, None])
         # As Keras's own loop does: the layers that follow may need the length.
         outputs = tf.ensure_shape(outputs, [sequences.shape[1], None, None])
@@ -454,9 +454,10 @@ def _over_time(function: Callable[[tf.Tensor], tf.Tensor], h: tf.Tensor) -> tf.T
     return tf.reshape(flat, [rows, steps, flat.shape[-1]])
 
 
-def _swapped(tensor: tf.Tensor) -> tf.Tensor:
-    """Swap the axes of rows and of time."""
-    return tf.transpose(tensor, [1, 0, *range(2, tensor.shape.rank)])
+def _swapped(tensor: tf.Tensor, steps: int | None = None) -> tf.Tensor:
+    """Swap the axes of rows and of time; loops forget how many steps they take."""
+    swapped = tf.transpose(tensor, [1, 0, *range(2, tensor.shape.rank)])
+    return tf.ensure_shape(swapped, [None, steps, *[None] * (tensor.shape.rank - 2)])
 
 
 def _activated(activation: Any, tensor: tf.Tensor) -> tf.Tensor:
