@@ -98,7 +98,7 @@ FULL = {
         0.07,
     )),
 }
-REDUCED = Setting("small", 10_000, 512, 10, 2e-3, 1, (2.0,), 1e-5, 0.05, 0.086)
+REDUCED = Setting("small", 10_000, 512, 10, 1e-2, 1, (2.0,), 1e-5, 0.01, 0.086)
 CLASSES = {"cifar10": 10, "cifar100": 100, "imagenet32": 1000}
 # Test accuracy in percent that the paper reports, by epsilon.
 PUBLISHED = {
