@@ -176,7 +176,19 @@ def main(argv: Sequence[str]) -> None:
     """Train with every method, and compare."""
     if len(argv) > 1:
         sys.exit(f"cifar10_bam: everything is a flag. Received: {' '.join(argv[1:])}.")
-    setting = setting_of_flags()
+    setting, output = setting_of_flags(), Path(_OUTPUT.value)
+    try:
+        # What is wrong is said before hours of training.
+        for method in METHODS:
+            loss_of(method, setting)
+        if not 0 < setting.learning_rate < np.inf:
+            raise ValueError(
+                "`learning_rate` must be positive and finite. Received: "
+                f"learning_rate={setting.learning_rate}. Use `--learning_rate=0.002`."
+            )
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        sys.exit(f"cifar10_bam: {error}")
     train, test = load(_DATASET.value, _DATA_DIR.value)
     train = Images(*(array[: setting.images] for array in train))
     runs: dict[tuple[float, str], list[Run]] = {}
@@ -189,8 +201,8 @@ def main(argv: Sequence[str]) -> None:
     except ValueError as error:
         sys.exit(f"cifar10_bam: {error}")
     report(runs, setting)
-    plot(runs, setting, Path(_OUTPUT.value))
-    print(f"Plot: {_OUTPUT.value}")
+    plot(runs, setting, output, steps_per_epoch=len(train.x) / setting.batch_size)
+    print(f"Plot: {output}")
 
 
 def setting_of_flags() -> Setting:
@@ -201,7 +213,7 @@ def setting_of_flags() -> Setting:
         "epochs": _EPOCHS.value,
         "learning_rate": _LEARNING_RATE.value,
         "multiplicity": _MULTIPLICITY.value,
-        "epsilons": _EPSILONS.value and tuple(_EPSILONS.value),
+        "epsilons": _EPSILONS.value and tuple(dict.fromkeys(_EPSILONS.value)),
         "delta": _DELTA.value,
         "radius": _RADIUS.value,
         "sat_radius": _SAT_RADIUS.value,
@@ -210,6 +222,16 @@ def setting_of_flags() -> Setting:
     return setting._replace(**{
         name: value for name, value in chosen.items() if value is not None
     })
+
+
+def loss_of(method: str, setting: Setting) -> Any:
+    """Return the loss of a method."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if method == "sat":
+        return tfdp.losses.SAT(loss, radius=setting.sat_radius)
+    if method == "bam":
+        return tfdp.losses.BAM(loss, radius=setting.radius)
+    return loss
 
 
 def trained(
@@ -229,11 +251,6 @@ def trained(
         augmentation=ShiftAndFlip(),
         augmentation_multiplicity=setting.multiplicity,
     )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    if method == "sat":
-        loss = tfdp.losses.SAT(loss, radius=setting.sat_radius)
-    elif method == "bam":
-        loss = tfdp.losses.BAM(loss, radius=setting.radius)
     noise_multiplier = tfdp.calibrate_noise_multiplier(
         epsilon,
         n=len(train.x),
@@ -244,7 +261,7 @@ def trained(
     optimizer = tfdp.optimizers.DPNadam(
         setting.learning_rate, l2_norm_clip=1.0, noise_multiplier=noise_multiplier
     )
-    private.compile(optimizer, loss, metrics=["accuracy"])
+    private.compile(optimizer, loss_of(method, setting), metrics=["accuracy"])
     looks = Looks(_EVERY.value)
     history = private.fit(
         train.x,
@@ -358,7 +375,8 @@ def report(runs: dict[tuple[float, str], list[Run]], setting: Setting) -> None:
         print(
             f"{epsilon:<9g}{method:<8}"
             f"{np.mean(accuracies):8.2f} +- {np.std(accuracies):4.2f}{published:>7}"
-            f"{np.mean(biases):8.4f} +- {np.std(biases):.3f}{cosine:15.3f}"
+            f"{np.mean(biases):8.4f} +- {np.std(biases):.3f}"
+            f"{'-' if np.isnan(cosine) else f'{cosine:.3f}':>15}"
         )
     for (epsilon, method), of_seeds in runs.items():
         if method != "dp_sgd" and (epsilon, "dp_sgd") in runs:
@@ -371,7 +389,7 @@ def report(runs: dict[tuple[float, str], list[Run]], setting: Setting) -> None:
                 f"{lower} of {len(of_seeds)} seeds"
             )
     print(
-        f"\nMeans and standard deviations over {_SEEDS.value} seeds; delta "
+        f"\nMeans and standard deviations; seeds: {_SEEDS.value}; delta "
         f"{setting.delta:g}; bias and cosine, of the last half of the training, are "
         "not private."
     )
@@ -383,7 +401,11 @@ def report(runs: dict[tuple[float, str], list[Run]], setting: Setting) -> None:
 
 
 def plot(
-    runs: dict[tuple[float, str], list[Run]], setting: Setting, path: Path
+    runs: dict[tuple[float, str], list[Run]],
+    setting: Setting,
+    path: Path,
+    *,
+    steps_per_epoch: float,
 ) -> None:
     """Plot accuracy, bias and cosine over the training, a row for each epsilon."""
     figure = Figure(figsize=(13, 3.5 * len(setting.epsilons)), layout="constrained")
@@ -393,7 +415,14 @@ def plot(
             for axes, name in zip(row, Run._fields, strict=True):
                 if (epsilon, method) in runs:
                     values = [getattr(run, name) for run in runs[epsilon, method]]
-                    curve(axes, values, label=method, epochs=setting.epochs)
+                    numbers = np.arange(len(values[0]))
+                    places = numbers * _EVERY.value / steps_per_epoch
+                    curve(
+                        axes,
+                        numbers + 1 if name == "accuracy" else places,
+                        values,
+                        method,
+                    )
         labels = ("test accuracy", "bias magnitude", "ascent cosine")
         for axes, label in zip(row, labels, strict=True):
             axes.set(xlabel="epoch", ylabel=label)
@@ -402,16 +431,14 @@ def plot(
         row[1].set_title("not private")
         row[2].set_title("not private")
         row[0].legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png", dpi=150)
 
 
 def curve(
-    axes: Any, values: Sequence[Sequence[float]], label: str, epochs: int
+    axes: Any, places: np.ndarray, values: Sequence[Sequence[float]], label: str
 ) -> None:
     """Plot the mean over the seeds, and the standard deviation as a band."""
     array = np.asarray(values)
-    places = np.linspace(0, epochs, array.shape[1] + 1)[1:]
     mean, deviation = array.mean(0), array.std(0)
     if np.isfinite(mean).any():
         (line,) = axes.plot(places, mean, label=label)

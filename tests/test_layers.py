@@ -83,6 +83,25 @@ np.testing.assert_allclose(model(values["x"]), values["y"], rtol=1e-5, atol=1e-5
     )
 
 
+@pytest.mark.parametrize("when", ["built", "later"])
+def test_adapters_are_saved_and_loaded(when, tmp_path, rng):
+    layer = WSConv2D(4, 3, lora_rank=2 if when == "built" else None)
+    model = keras.Sequential([keras.Input((6, 6, 4)), layer])
+    if when == "later":
+        layer.enable_lora(2)
+    layer.gain.assign(rng.normal(size=4))
+    layer.lora_kernel_b.assign(rng.normal(size=(2, 4)))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    x = rng.normal(size=(2, 6, 6, 4)).astype("float32")
+    np.testing.assert_allclose(loaded(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_whole_numbers_are_refused_as_keras_does():
+    with pytest.raises(Exception, match="type"):
+        WSConv2D(4, 3)(np.ones((2, 6, 6, 4), "int32"))
+
+
 @pytest.mark.parametrize("epsilon", [0, -1.0, math.nan, math.inf])
 def test_epsilon_is_positive(epsilon):
     with pytest.raises(ValueError, match="`epsilon` must be positive"):

@@ -81,7 +81,8 @@ def test_an_example_is_alone_in_its_batch(make):
 @pytest.mark.parametrize(
     ("make", "arguments", "problem"),
     [
-        (resnet9, {"input_shape": (4, 32, 3)}, "at least 8 x 8 pixels"),
+        (resnet9, {"input_shape": (4, 32, 3)}, "at least 8 pixels"),
+        (resnet9, {"input_shape": (32, 32)}, "Use `input_shape=(32, 32, 3)`"),
         (resnet9, {"num_classes": 0}, "`num_classes` must be a whole number"),
         (resnet9, {"width": -1}, "`width` must be a whole number"),
         (wide_resnet, {"depth": 15}, "Use `depth=16`"),

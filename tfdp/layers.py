@@ -62,10 +62,11 @@ class WSConv2D(keras.layers.Conv2D):
 
     def build(self, input_shape: Any) -> None:
         """Add the kernel, the bias and the gain, which is 1 at first."""
-        super().build(input_shape)
+        # First: with a `lora_rank`, nothing can be added once the kernel is built.
         self.gain = self.add_weight(
             name="gain", shape=(self.filters,), initializer="ones"
         )
+        super().build(input_shape)
 
     def convolution_op(self, inputs: Any, kernel: Any) -> Any:
         """Convolve with the standardised kernel, which is computed in float32."""
@@ -73,7 +74,9 @@ class WSConv2D(keras.layers.Conv2D):
         squares = ops.sum(ops.square(kernel), axis=(0, 1, 2))
         scale = ops.rsqrt(ops.maximum(squares, self.epsilon))
         scale *= ops.cast(self.gain, scale.dtype)
-        return super().convolution_op(inputs, ops.cast(kernel * scale, inputs.dtype))
+        return super().convolution_op(
+            inputs, ops.cast(kernel * scale, self.compute_dtype)
+        )
 
     def save_own_variables(self, store: Any) -> None:
         """Save the gain beside what `keras.layers.Conv2D` knows of."""
@@ -102,4 +105,8 @@ def centred(kernel: Any) -> Any:
     if keras.backend.standardize_dtype(kernel.dtype) in ("float16", "bfloat16"):
         kernel = ops.cast(kernel, "float32")
     axes = tuple(range(len(kernel.shape) - 1))
-    return kernel - ops.mean(kernel, axis=axes, keepdims=True)
+    # Where a mean is large, what is left of it after rounding is not small beside the
+    # rest of the kernel: it is taken away in turn.
+    for _ in range(2):
+        kernel -= ops.mean(kernel, axis=axes, keepdims=True)
+    return kernel

@@ -1,5 +1,7 @@
 """Image classifiers for private training: no layer mixes examples."""
 
+from collections.abc import Sequence
+
 import keras
 from keras import layers
 
@@ -11,7 +13,7 @@ _GROUPS = 16
 
 
 def resnet9(
-    input_shape: tuple[int, int, int], num_classes: int, *, width: int = 64
+    input_shape: Sequence[int], num_classes: int, *, width: int = 64
 ) -> keras.Model:
     """Build a ResNet-9 with standardised kernels and group normalization.
 
@@ -28,6 +30,7 @@ def resnet9(
         A model that returns logits, of shape ``(batch, num_classes)``.
 
     Raises:
+        TypeError: If what should be a whole number is none.
         ValueError: If a number is not positive or images are too small.
 
     Example:
@@ -48,13 +51,11 @@ def resnet9(
     x = _conv_norm_relu(x, 8 * width, pools=True)
     x = layers.add([x, _conv_norm_relu(_conv_norm_relu(x, 8 * width), 8 * width)])
     x = layers.GlobalMaxPooling2D()(x)
-    # In half precision the loss would be too coarse.
-    outputs = layers.Dense(num_classes, dtype="float32", name="logits")(x)
-    return keras.Model(inputs, outputs, name="resnet9")
+    return keras.Model(inputs, _logits(x, num_classes), name="resnet9")
 
 
 def wide_resnet(
-    input_shape: tuple[int, int, int],
+    input_shape: Sequence[int],
     num_classes: int,
     *,
     depth: int = 16,
@@ -66,7 +67,7 @@ def wide_resnet(
     normalization follows the activation.
 
     Args:
-        input_shape: Height, width and channels.
+        input_shape: Height, width and channels; height and width at least 8.
         num_classes: Number of logits.
         depth: Number of layers, 6 n + 4 for n blocks at each resolution.
         width: Times 16, 32 and 64 channels.
@@ -75,7 +76,9 @@ def wide_resnet(
         A model that returns logits, of shape ``(batch, num_classes)``.
 
     Raises:
-        ValueError: If a number is not positive or there is no such depth.
+        TypeError: If what should be a whole number is none.
+        ValueError: If a number is not positive, images are too small, or there is no
+            such depth.
 
     Example:
         >>> model = tfdp.models.wide_resnet((32, 32, 3), 10)
@@ -100,8 +103,9 @@ def wide_resnet(
         for block in range((depth - 4) // 6):
             x = _block(x, channels * width, strides if block == 0 else 1, block == 0)
     x = layers.GlobalAveragePooling2D()(_relu_norm(x))
-    outputs = layers.Dense(num_classes, dtype="float32", name="logits")(x)
-    return keras.Model(inputs, outputs, name=f"wide_resnet_{depth}_{width}")
+    return keras.Model(
+        inputs, _logits(x, num_classes), name=f"wide_resnet_{depth}_{width}"
+    )
 
 
 def _block(
@@ -133,11 +137,20 @@ def _normalized(x: keras.KerasTensor) -> keras.KerasTensor:
     return layers.GroupNormalization(groups)(x)
 
 
-def _check(input_shape: tuple[int, int, int], num_classes: int, width: int) -> None:
+def _check(input_shape: Sequence[int], num_classes: int, width: int) -> None:
     _validate.positive_int("num_classes", num_classes)
     _validate.positive_int("width", width)
-    if min(input_shape[:2]) < 8:
+    sizes = [_validate.positive_int("input_shape", size) for size in input_shape]
+    if len(sizes) != 3 or min(sizes[:2]) < 8:
         raise ValueError(
-            "`input_shape` must hold images of at least 8 x 8 pixels. "
-            f"Received: input_shape={input_shape!r}. Use `input_shape=(32, 32, 3)`."
+            "`input_shape` must be height and width, of at least 8 pixels, and "
+            f"channels. Received: input_shape={input_shape!r}. Use "
+            "`input_shape=(32, 32, 3)`."
         )
+
+
+def _logits(x: keras.KerasTensor, num_classes: int) -> keras.KerasTensor:
+    # In half precision the loss would be too coarse.
+    is_half = keras.config.dtype_policy().compute_dtype in {"float16", "bfloat16"}
+    dtype = "float32" if is_half else None
+    return layers.Dense(num_classes, dtype=dtype, name="logits")(x)

@@ -362,9 +362,15 @@ def over_depth(path: Path) -> list[Result]:
         found = start(_TFDP, f"deep:{depth}", size, rows, timed=True, options=options)
         cells = [
             f"{statistics.mean(times):.2f} +- {statistics.pstdev(times):.2f}"
-            for times in found.milliseconds.values()
+            if (times := found.milliseconds.get(row))
+            else "-"
+            for row in rows
         ]
-        print(f"{depth:<8}" + "".join(f"{cell:>22}" for cell in cells) + found.problem)
+        print(
+            f"{depth:<8}" + "".join(f"{cell:>22}" for cell in cells),
+            found.problem,
+            flush=True,
+        )
         results[depth] = found
     plot_over_depth(results, path)
     print(f"\n{found.about}\nPlot: {path}")

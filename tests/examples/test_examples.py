@@ -335,7 +335,7 @@ class TestCifar10Bam:
         assert [(row[0], row[1], row[3]) for row in found] == cells
         for row in found:
             if row[1] == "dp_sgd":
-                assert row[4] == "nan"
+                assert row[4] == "-"
             else:
                 assert -1 <= float(row[4]) <= 1
         assert (folder / "plot.png").read_bytes().startswith(PNG)
@@ -353,6 +353,17 @@ class TestCifar10Bam:
         flags = ("--dataset=imagenet32", "--target_epsilon=10", "--delta=1e-3")
         text = self.small(folder, *flags, "--methods=bam", "--seeds=1")
         self.check(folder, text, [("10", "bam", "20.67")])
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("flag", "message"),
+        [
+            ("--radius=-1", "`radius` must be"),
+            ("--learning_rate=nan", "`learning_rate` must be positive"),
+        ],
+    )
+    def test_wrong_flag_is_explained(self, folder, flag, message):
+        check_refusal("cifar10_bam", f"--data_dir={folder}", flag, message=message)
 
     def test_missing_data_are_explained(self, tmp_path):
         check_refusal(

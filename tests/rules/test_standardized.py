@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 import tfdp
 from tests.rules.test_terms import SEEDS, check, convolution, outer
+from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.layers import WSConv2D
+from tfdp.losses.objective import Batch, Objective
 from tfdp.rules.terms import Kept, Standardized, Units
 
 TERMS = ["outer", "same", "strided", "dilated", "grouped"]
@@ -151,3 +153,79 @@ def test_lora_goes_to_the_vectorized_engine(caplog):
     )
     private.fit(np.ones((8, 4, 4, 2)), np.ones((8, 3)), batch_size=4, verbose=0)
     assert "A standardised kernel cannot be the product of two factors" in caplog.text
+
+
+def network(*layers, shape):
+    model = keras.Sequential([keras.Input(shape), *layers])
+    for variable in model.trainable_variables:
+        value = np.random.default_rng(0).normal(size=variable.shape)
+        variable.assign(value)
+    return model
+
+
+@pytest.mark.parametrize("mean", [1.0, 1e3])
+@pytest.mark.parametrize("engine", [BookkeepingEngine(), GhostEngine()], ids=repr)
+def test_no_example_exceeds_the_clip_norm_where_kernels_have_a_mean(mean, engine, rng):
+    """Inputs along the kernel, in which next to nothing is left of the gradient."""
+    model = network(
+        WSConv2D(64, 3, use_bias=False), keras.layers.Flatten(), shape=(3, 3, 64)
+    )
+    layer = model.layers[0]
+    layer.gain.trainable = False
+    spread = 5e-4 if mean == 1 else 0.02
+    layer.kernel.assign(mean + spread * rng.normal(size=layer.kernel.shape))
+    full = layer.kernel.numpy().astype("float64")
+    full -= full.mean((0, 1, 2))
+    # The column of which rounding leaves the largest mean.
+    once = layer.kernel.value - tf.reduce_mean(layer.kernel.value, [0, 1, 2])
+    column = np.argmax(np.abs(np.mean(once, (0, 1, 2), dtype="float64")))
+    along = full[..., column] / np.sqrt(np.mean(full[..., column] ** 2))
+    clip, objective = tf.constant(1e-3), Objective.of(model, "mse")
+    for power in range(4):
+        noise = 1e-2 * 10.0**-power * rng.normal(size=(3, 3, 64))
+        x = (1 + 0.3 * along + noise).astype("float32")[None]
+        y = np.zeros((1, 64), "float32")
+        y[:, column] = -5e3
+        sums, _, _ = engine.clip_and_sum(
+            objective,
+            Batch(tf.constant(x), tf.constant(y), None, tf.constant([False])),
+            l2_norm_clip=clip,
+            rows_per_unit=1,
+        )
+        squares = [np.sum(np.square(np.asarray(each, "float64"))) for each in sums]
+        assert np.sqrt(sum(squares)) <= 1e-3 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("ascent", ["sam", "exact"])
+def test_bam_through_time_distributed(ascent, rng):
+    shape = (3, 4, 4, 2)
+    model = network(
+        keras.layers.TimeDistributed(WSConv2D(3, 3)),
+        keras.layers.GlobalAveragePooling3D(),
+        shape=shape,
+    )
+    loss = tfdp.losses.BAM("mse", radius=0.3, ascent=ascent)
+    x, y = rng.normal(size=(4, *shape)), rng.normal(size=(4, 3))
+    one, other = (
+        tfdp.clipped_gradients(model, loss, x, y, l2_norm_clip=0.1, engine=engine)
+        for engine in ("bookkeeping", "vectorized")
+    )
+    np.testing.assert_allclose(one.norms, other.norms, rtol=1e-3)
+    for left, right in zip(one.gradients, other.gradients, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-3, atol=1e-5)
+
+
+def test_float16_does_not_overflow_where_the_layer_does_not(rng):
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = network(WSConv2D(8, 3), shape=(5, 5, 16))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    layer = model.layers[0]
+    layer.kernel.assign(layer.kernel.value * 1000)
+    x, y = rng.normal(size=(4, 5, 5, 16)), rng.normal(size=(4, 3, 3, 8))
+    one, other = (
+        tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0, engine=engine)
+        for engine in ("bookkeeping", "vectorized")
+    )
+    np.testing.assert_allclose(one.norms, other.norms, rtol=0.05)

@@ -17,8 +17,8 @@ from tfdp.rules.terms import Standardized, Term
 def ws_conv(call: Call) -> Any:
     """Rule of `tfdp.layers.WSConv2D`.
 
-    With ``y = x * P W``, which is linear, the outputs are ``gain y / length + bias``.
-    A unit that moves W has a length of its own.
+    With ``y = x * P W / length``, where the length stays that of the model's own W, the
+    outputs are ``gain y + bias``. Linear in W, y is what units move.
 
     Args:
         call: The call.
@@ -37,35 +37,38 @@ def ws_conv(call: Call) -> Any:
         )
     x, geometry = convolutional.inputs_of(call), convolutional.geometry_of(layer)
     kernel = centred(tf.convert_to_tensor(layer.kernel))
+    epsilon = tf.constant(layer.epsilon, kernel.dtype)
     squares = tf.reduce_sum(tf.square(kernel), [0, 1, 2])[None]
+    scale = tf.math.rsqrt(tf.maximum(squares, epsilon))
     move = call.move(layer.kernel)
-    if move is not None:
-        squares = _moved_squares(move, kernel, squares, path=call.path)
 
-    def convolved(x: tf.Tensor) -> tf.Tensor:
+    def convolved(x: tf.Tensor, dtype: Any) -> tf.Tensor:
         return keras.ops.conv(
             x,
-            tf.cast(kernel, x.dtype),
+            # Half precision overflows where the kernel is not divided first.
+            tf.cast(kernel * scale, dtype),
             strides=geometry.strides,
             padding=geometry.padding.lower(),
             dilation_rate=geometry.dilations,
             data_format="channels_last",
         )
 
-    at_first = convolved(x)
+    at_first = convolved(x, layer.compute_dtype)
 
     def standardized(g: tf.Tensor) -> Standardized:
-        products = convolutional.kernel_term(layer.kernel, x, g, geometry)
-        # Half precision would be too coarse for a norm.
-        exact = at_first if at_first.dtype.size >= 4 else convolved(at_least_float32(x))
+        products = convolutional.kernel_term(layer.kernel, x, g * scale, geometry)
+        exact = at_first
+        if exact.dtype.size < 4:
+            # Half precision would be too coarse for a norm.
+            exact = convolved(at_least_float32(x), tf.float32)
         along = tf.reduce_sum(exact * g, [1, 2])
         return Standardized(products, kernel, along, tf.zeros_like(along))
 
     def terms(g: tf.Tensor) -> list[Term]:
         along = tf.reduce_sum(at_least_float32(seen[0]) * g, [1, 2])
-        of_rows = squares if move is None else move.units.for_rows(squares, along)
+        of_rows = squares if move is None else move.units.for_rows(moved, along)
         # Below epsilon the kernel is not divided by its length.
-        is_divided = of_rows > layer.epsilon
+        is_divided = of_rows > epsilon
         taken = tf.where(is_divided, along / of_rows, tf.zeros_like(along))
         found: list[Term] = [standardized(g).with_taken(taken)]
         if move is not None:
@@ -76,11 +79,13 @@ def ws_conv(call: Call) -> Any:
 
     (y,) = call.watch_all([at_first], terms, linear_terms=lambda g: [standardized(g)])
     seen = [y]
-    scale = tf.math.rsqrt(tf.maximum(squares, tf.cast(layer.epsilon, squares.dtype)))
+    factor = tf.cast(call.per_row(layer.gain), scale.dtype)
     if move is not None:
-        scale = move.units.for_rows(scale, y)[:, 0, 0]
-    scale *= tf.cast(call.per_row(layer.gain), scale.dtype)
-    outputs = y * tf.cast(scale, y.dtype)[:, None, None]
+        # A unit that has moved its kernel divides by a length of its own.
+        moved = _moved_squares(move, kernel, squares, path=call.path)
+        of_move = tf.math.rsqrt(tf.maximum(moved, epsilon)) / scale
+        factor *= move.units.for_rows(of_move, factor)
+    outputs = y * tf.cast(factor, y.dtype)[:, None, None]
     if layer.bias is not None:
         outputs += tf.cast(call.per_row(layer.bias), y.dtype)[:, None, None]
     return convolutional.finished(layer, outputs)

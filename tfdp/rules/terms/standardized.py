@@ -111,7 +111,8 @@ class Standardized(Term):
         dtype = self.kernel.dtype
         size = self._columns(units).shape[0]
         # Each sum is over the numbers of a column, of a position or of both.
-        error = 4 * (of_factors(dtype) + roundoff(size, dtype) + roundoff(1, dtype))
+        error = of_factors(dtype) + roundoff(size, dtype) + roundoff(1, dtype)
+        error = 4 * (error + self.roundoff_of_positions(units, dtype))
         return tf.maximum(squares, 0) + error * tf.square(self.lengths(units))
 
     def _taken_away(self, units: Units) -> tf.Tensor:

@@ -32,9 +32,9 @@ class Units:
 
     def for_rows(self, of_units: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         """``(U, p)`` -> ``(R, ..., p)``, to be multiplied with `rows`."""
-        if self.rows != 1:
-            repeats = tf.shape(rows)[0] // self.number
-            of_units = tf.repeat(of_units, repeats, axis=0)
+        # A call may have several rows for each row of the batch.
+        repeats = tf.shape(rows)[0] // tf.maximum(self.number, 1)
+        of_units = tf.repeat(of_units, repeats, axis=0)
         between = [1] * (rows.shape.rank - 2)
         shape = [tf.shape(rows)[0], *between, of_units.shape[-1]]
         return tf.cast(tf.reshape(of_units, shape), rows.dtype)
@@ -101,7 +101,11 @@ class Term(abc.ABC):
         """
         kept = self.kept(units).gradients
         lengths = self.lengths(units)
-        # So many products are added up, once for the norm and once for the sum.
+        guard = of_factors(kept.dtype) + self.roundoff_of_positions(units, kept.dtype)
+        return squares_rounded_up(kept) + guard * tf.square(lengths)
+
+    def roundoff_of_positions(self, units: Units, dtype: tf.DType) -> tf.Tensor:
+        """Bound the error of sums over the positions of a unit, relative to lengths."""
         products = [
             tf.cast(
                 tf.size(g) // g.shape[-1] // tf.maximum(units.number, 1), tf.float64
@@ -109,9 +113,7 @@ class Term(abc.ABC):
             for g in self.factors(units)[1::2]
         ]
         positions = tf.add_n([tf.constant(0.0, tf.float64), *products])
-        guard = of_factors(kept.dtype)
-        guard += positions * float(np.finfo(kept.dtype.as_numpy_dtype).eps) / 8
-        return squares_rounded_up(kept) + guard * tf.square(lengths)
+        return positions * float(np.finfo(dtype.as_numpy_dtype).eps) / 8
 
     @abc.abstractmethod
     def lengths(self, units: Units) -> tf.Tensor:
