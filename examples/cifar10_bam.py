@@ -98,7 +98,7 @@ FULL = {
         0.07,
     )),
 }
-REDUCED = Setting("small", 10_000, 512, 10, 1e-2, 1, (2.0,), 1e-5, 0.01, 0.086)
+REDUCED = Setting("small", 10_000, 512, 6, 1e-2, 1, (2.0,), 1e-5, 0.01, 0.086)
 CLASSES = {"cifar10": 10, "cifar100": 100, "imagenet32": 1000}
 # Test accuracy in percent that the paper reports, by epsilon.
 PUBLISHED = {
@@ -435,19 +435,15 @@ def plot(
 
 
 def curve(
-    axes: Any, places: np.ndarray, values: Sequence[Sequence[float]], label: str
+    axes: Any, places: np.ndarray, values: Sequence[Sequence[float]], method: str
 ) -> None:
     """Plot the mean over the seeds, and the standard deviation as a band."""
-    array = np.asarray(values)
-    mean, deviation = array.mean(0), array.std(0)
+    mean, deviation = np.mean(values, 0), np.std(values, 0)
     if np.isfinite(mean).any():
-        (line,) = axes.plot(places, mean, label=label)
+        color = f"C{METHODS.index(method)}"
+        axes.plot(places, mean, color=color, label=method)
         axes.fill_between(
-            places,
-            mean - deviation,
-            mean + deviation,
-            color=line.get_color(),
-            alpha=0.2,
+            places, mean - deviation, mean + deviation, color=color, alpha=0.2
         )
 
 
