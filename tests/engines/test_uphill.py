@@ -118,7 +118,8 @@ def test_recurrent_cells_with_xla(problem, ascent):
 @those(["ws_conv_called_twice", slow("conv_called_twice")])
 def test_slices_of_xla_are_differentiated_twice(problem):
     run = runner(problem, ENGINES[3:4], "xla", "float32", ascent=EXACT)
-    check(problem, run, OUTLIER, 1e-4, ascent=EXACT)
+    # Norms by Gram matrices are rounded up.
+    check(problem, run, OUTLIER, 1e-3, ascent=EXACT)
 
 
 @those(["ws_conv", slow("ws_conv_called_twice"), slow("ws_conv_grouped")])
