@@ -366,11 +366,8 @@ def over_depth(path: Path) -> list[Result]:
             else "-"
             for row in rows
         ]
-        print(
-            f"{depth:<8}" + "".join(f"{cell:>22}" for cell in cells),
-            found.problem,
-            flush=True,
-        )
+        row_of_cells = "".join(f"{cell:>22}" for cell in cells)
+        print(f"{depth:<8}{row_of_cells}  {found.problem}".rstrip(), flush=True)
         results[depth] = found
     plot_over_depth(results, path)
     print(f"\n{found.about}\nPlot: {path}")
