@@ -85,6 +85,7 @@ _FULL = Setting(*(
 FULL = {
     "cifar10": _FULL,
     "cifar100": _FULL._replace(radius=0.01),
+    # The number of epochs is that of the others.
     "imagenet32": Setting(*(
         "wrn16_4",
         None,
@@ -389,6 +390,7 @@ def report(runs: dict[tuple[float, str], list[Run]], setting: Setting) -> None:
                 f"{lower} of {len(of_seeds)} seeds"
             )
     print(
+        "\nEach epsilon is that of one run alone; all of them together cost more."
         f"\nMeans and standard deviations; seeds: {_SEEDS.value}; delta "
         f"{setting.delta:g}; bias and cosine, of the last half of the training, are "
         "not private."

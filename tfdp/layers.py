@@ -58,7 +58,7 @@ class WSConv2D(keras.layers.Conv2D):
         super().__init__(
             filters, kernel_size, kernel_initializer=kernel_initializer, **kwargs
         )
-        self.epsilon = _validate.positive("epsilon", epsilon)
+        self.epsilon = _validate.positive("epsilon", epsilon, "Use `epsilon=1e-4`.")
 
     def build(self, input_shape: Any) -> None:
         """Add the kernel, the bias and the gain, which is 1 at first."""

@@ -264,29 +264,6 @@ def convolved(
     )
 
 
-def patch_lengths(
-    inputs: tf.Tensor,
-    positions: Sequence[int],
-    kernel_shape: tuple[int, ...],
-    geometry: Geometry,
-) -> tf.Tensor:
-    """Compute the length of what a kernel sees at each position, all groups together.
-
-    Args:
-        inputs: Shape ``(U, K, *spatial, C)``, static but for ``U`` and ``K``.
-        positions: ``spatial'`` of the outputs.
-        kernel_shape: ``(*kernel size, C / groups, O)``.
-        geometry: Strides, dilations and padding.
-
-    Returns:
-        Shape ``(U, K, *spatial')``.
-    """
-    squares = tf.reduce_sum(tf.square(inputs), -1, keepdims=True)
-    # All channels as one group.
-    shape = (*kernel_shape[:-2], 1, 1)
-    return tf.sqrt(patch_sums(squares, positions, shape, geometry)[..., 0])
-
-
 def patch_sums(
     inputs: tf.Tensor,
     positions: Sequence[int],

@@ -55,14 +55,15 @@ def ws_conv(call: Call) -> Any:
 
     at_first = convolved(x, layer.compute_dtype)
 
-    def standardized(g: tf.Tensor) -> Standardized:
+    def standardized(g: tf.Tensor, taken: tf.Tensor | None = None) -> Standardized:
         products = convolutional.kernel_term(layer.kernel, x, g * scale, geometry)
         exact = at_first
         if exact.dtype.size < 4:
             # Half precision would be too coarse for a norm.
             exact = convolved(at_least_float32(x), tf.float32)
         along = tf.reduce_sum(exact * g, [1, 2])
-        return Standardized(products, kernel, along, tf.zeros_like(along))
+        taken = tf.zeros_like(along) if taken is None else taken
+        return Standardized(products, kernel, along, taken)
 
     def terms(g: tf.Tensor) -> list[Term]:
         along = tf.reduce_sum(at_least_float32(seen[0]) * g, [1, 2])
@@ -70,7 +71,7 @@ def ws_conv(call: Call) -> Any:
         # Below epsilon the kernel is not divided by its length.
         is_divided = of_rows > epsilon
         taken = tf.where(is_divided, along / of_rows, tf.zeros_like(along))
-        found: list[Term] = [standardized(g).with_taken(taken)]
+        found: list[Term] = [standardized(g, taken)]
         if move is not None:
             taken = -tf.reduce_sum(move.units.view(taken, [taken.shape[-1]]), 1)
             taken *= tf.cast(move.lengths, taken.dtype)[:, None]

@@ -169,10 +169,17 @@ class Convolution(Term):
 
     def lengths(self, units: Units) -> tf.Tensor:
         """Of what the kernel sees at each position, and of the gradients there."""
+        # All channels are one group.
+        shape = (*self.variable.shape[:-2], 1, 1)
         return tf.add_n([
             summed_products(
-                filters.patch_lengths(
-                    x, g.shape[2:-1], tuple(self.variable.shape), self.geometry
+                tf.sqrt(
+                    filters.patch_sums(
+                        tf.reduce_sum(tf.square(x), -1, keepdims=True),
+                        g.shape[2:-1],
+                        shape,
+                        self.geometry,
+                    )[..., 0]
                 ),
                 tf.norm(g, axis=-1),
                 range(1, g.shape.rank - 1),

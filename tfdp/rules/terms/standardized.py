@@ -59,11 +59,6 @@ class Standardized(Term):
         new.uses = uses
         return new
 
-    def with_taken(self, taken: tf.Tensor) -> "Standardized":
-        """Return the term with another k, of one use."""
-        ((along, _),) = self.uses
-        return self._with(self.products, [(along, taken)])
-
     def merged(self, other: Term) -> "Standardized | None":
         """Take the uses of both."""
         if not isinstance(other, Standardized):
@@ -91,14 +86,15 @@ class Standardized(Term):
         )
         return along, taken
 
-    def _columns(self, units: Units) -> tf.Tensor:
-        """Reshape ``P W`` to ``(K, O)``."""
+    @property
+    def _columns(self) -> tf.Tensor:
+        """``P W``, shape ``(K, O)``."""
         return tf.reshape(self.kernel, [-1, self.kernel.shape[-1]])
 
     def instantiate(self, units: Units) -> tf.Tensor:
         """Compute D, and project it."""
         _, taken = self.of_units(units)
-        columns = self._columns(units)
+        columns = self._columns
         gradients = units.view(self.products.instantiate(units), [columns.shape[1]])
         gradients -= tf.reduce_mean(gradients, 1, keepdims=True)
         gradients -= columns * taken[:, None]
@@ -109,7 +105,7 @@ class Standardized(Term):
         taken_away = tf.reduce_sum(self._taken_away(units), 1)
         squares = self.products.squares_by_gram(units) - taken_away
         dtype = self.kernel.dtype
-        size = self._columns(units).shape[0]
+        size = self._columns.shape[0]
         # Each sum is over the numbers of a column, of a position or of both.
         error = of_factors(dtype) + roundoff(size, dtype) + roundoff(1, dtype)
         error = 4 * (error + self.roundoff_of_positions(units, dtype))
@@ -120,7 +116,7 @@ class Standardized(Term):
         along, taken = self.of_units(units)
         along, taken = (tf.cast(each, tf.float64) for each in (along, taken))
         sums = tf.cast(self.products.column_sums(units), tf.float64)
-        columns = tf.cast(self._columns(units), tf.float64)
+        columns = tf.cast(self._columns, tf.float64)
         lengths = tf.reduce_sum(tf.square(columns), 0)
         of_mean = tf.square(sums) / columns.shape[0]
         return of_mean + taken * (2 * along - taken * lengths)
@@ -138,13 +134,13 @@ class Standardized(Term):
     def column_products(self, units: Units) -> tf.Tensor:
         """Multiply the columns with those of ``P W``, float64, shape ``(U, O)``."""
         along, taken = (tf.cast(each, tf.float64) for each in self.of_units(units))
-        columns = tf.cast(self._columns(units), tf.float64)
+        columns = tf.cast(self._columns, tf.float64)
         return along - taken * tf.reduce_sum(tf.square(columns), 0)
 
     def lengths(self, units: Units) -> tf.Tensor:
         """Of the factors of D, and of what is taken away."""
         _, taken = self.of_units(units)
-        columns = tf.norm(self._columns(units), axis=0)
+        columns = tf.norm(self._columns, axis=0)
         of_taken = tf.linalg.matvec(tf.abs(taken), columns)
         return self.products.lengths(units) + tf.cast(of_taken, tf.float64)
 
@@ -165,7 +161,7 @@ class Standardized(Term):
     def inner_products(self, other: Term, units: Units) -> tf.Tensor:
         """As those of the D, less what the projections take away."""
         along, taken = self.of_units(units)
-        columns = self._columns(units)
+        columns = self._columns
         if isinstance(other, Standardized):
             product = self.products.inner_products(other.products, units)
             sums = self.products.column_sums(units)
