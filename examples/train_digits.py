@@ -1,4 +1,4 @@
-"""Train a small network on handwritten digits, without privacy and with it.
+"""Train a small network on handwritten digits, without privacy and with it; export it.
 
 The data are the 1797 images of 8x8 pixels that come with scikit-learn: nothing is
 downloaded, and all of it takes about a minute on two cores:
@@ -65,6 +65,8 @@ def main(argv: Sequence[str]) -> None:
     model.save(output / "digits.keras")
     private.save(output / "digits_private.keras")
     plot(history, baseline, output / "history.png")
+    served = next_version(output / "digits")
+    tfdp.export.export_private_model(private, served, delta=_DELTA.value)
     print("\n" + private.privacy_statement(delta=_DELTA.value))
     print(
         f"Test accuracy: {history['val_accuracy'][-1]:.1%} private, "
@@ -75,8 +77,16 @@ def main(argv: Sequence[str]) -> None:
         "  digits.keras          the trained model, plain Keras\n"
         "  digits_private.keras  the same to go on training: optimizer and ledger\n"
         "  history.csv           loss, accuracy and epsilon of every epoch\n"
-        "  history.png           accuracy and epsilon over the epochs"
+        "  history.png           accuracy and epsilon over the epochs\n"
+        f"  {f'digits/{served.name}':<21} the model for TensorFlow Serving, and its privacy "
+        "report"
     )
+
+
+def next_version(models: Path) -> Path:
+    """Return the folder of a version that TensorFlow Serving takes for the newest."""
+    versions = [int(path.name) for path in models.glob("*") if path.name.isdecimal()]
+    return models / str(max(versions, default=0) + 1)
 
 
 def train_privately(
@@ -158,13 +168,13 @@ def build_model() -> keras.Model:
     # Private training tends to do better with tanh than with relu: activations that
     # are bounded keep gradients short, and clipping changes them less.
     return keras.Sequential([
-        keras.Input((8, 8, 1)),
+        keras.Input((8, 8, 1), name="image"),
         layers.Conv2D(16, 3, padding="same", activation="tanh"),
         layers.MaxPooling2D(2),
         layers.Conv2D(32, 3, padding="same", activation="tanh"),
         layers.MaxPooling2D(2),
         layers.Flatten(),
-        layers.Dense(10, activation="softmax"),
+        layers.Dense(10, activation="softmax", name="digit"),
     ])
 
 

@@ -71,6 +71,7 @@ def imported_modules(path):
         "compute_dp_sgd_privacy_statement",
         "calibrate_noise_multiplier",
         "validate_model",
+        "export.export_private_model",
         "optimizers.DPOptimizer",
         "optimizers.DPSGD",
         "optimizers.DPAdam",
@@ -136,9 +137,10 @@ def test_every_folder_of_the_package_is_a_package():
     ] == []
 
 
-def test_the_test_extra_has_all_that_the_examples_need():
+def test_the_test_extra_has_all_that_examples_and_exports_need():
     tests = requirements("options.extras_require", "test")
-    assert requirements("options.extras_require", "examples").items() <= tests.items()
+    for extra in ("examples", "onnx"):
+        assert requirements("options.extras_require", extra).items() <= tests.items()
 
 
 def test_ci_tests_the_lowest_versions_that_are_promised():

@@ -29,7 +29,7 @@ def test_python_blocks_run_one_after_the_other(tmp_path, monkeypatch):
         # Errors point to the lines of README.md.
         code = compile("\n" * (line - 1) + block, ROOT / "README.md", "exec")
         exec(code, namespace)
-    assert (tmp_path / "serving" / "1" / "saved_model.pb").is_file()
+    assert (tmp_path / "models" / "digits" / "1" / "saved_model.pb").is_file()
 
 
 def test_there_is_one_command_for_the_main_job_and_one_for_the_tests():

@@ -4,6 +4,7 @@ from tfdp import accounting as accounting
 from tfdp import callbacks as callbacks
 from tfdp import data as data
 from tfdp import errors as errors
+from tfdp import export as export
 from tfdp import layers as layers
 from tfdp import losses as losses
 from tfdp import models as models

@@ -110,22 +110,28 @@ def input_signature(model: keras.Model) -> Any:
         model: Any Keras model.
 
     Returns:
-        A nest of `tf.TensorSpec`.
-
-    Raises:
-        ValueError: If they are not known yet.
+        A nest of `tf.TensorSpec` with the names of the inputs; None for a model that
+        is not functional.
     """
-    inputs = getattr(model, "_inputs_struct", None)
-    if inputs is None and isinstance(model, keras.Sequential) and model._functional:
-        inputs = model._functional._inputs_struct
-    if inputs is None:
-        raise ValueError(
-            f"The inputs of model `{model.name}` are not known yet. Received: a model "
-            "that has seen no data. Call `private.fit(...)` first."
-        )
+    functional = _functional(model)
+    if functional is None:
+        return None
     return keras.tree.map_structure(
-        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), inputs
+        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype, tensor.name),
+        functional._inputs_struct,
     )
+
+
+def output_names(model: keras.Model) -> list[str] | None:
+    """List the names of a model's outputs; None for one that is not functional."""
+    functional = _functional(model)
+    return None if functional is None else list(functional.output_names)
+
+
+def _functional(model: keras.Model) -> Any:
+    if isinstance(model, keras.Sequential):
+        return model._functional
+    return model if hasattr(model, "_inputs_struct") else None
 
 
 @contextlib.contextmanager

@@ -167,7 +167,8 @@ class DPModel(keras.Model):
         self._ascent: AscentLoss | None = None
         self._released = ReleasedGradient()
         self._augmentation = views
-        self._signature: Any = None
+        # Nest of `tf.TensorSpec` of the inputs that `fit` was given.
+        self.fitted_signature: Any = None
         if getattr(model, "optimizer", None) is not None:
             # Its slots would be saved with the private model.
             model.optimizer = None
@@ -211,9 +212,12 @@ class DPModel(keras.Model):
             UnsupportedLayerError: If the engine asked for cannot be used.
             ValueError: If the model's inputs are not known before the first `fit`.
         """
-        signature = self._signature
+        signature = self.fitted_signature or _keras.input_signature(self.model)
         if signature is None:
-            signature = _keras.input_signature(self.model)
+            raise ValueError(
+                f"The inputs of model `{self.model.name}` are not known yet. Received: "
+                "a model that has seen no data. Call `private.fit(...)` first."
+            )
         engine = self._chosen_engine or engines.get(self.engine)
         try:
             rows = engine.explain(self.model, signature)
@@ -866,7 +870,7 @@ class DPModel(keras.Model):
             validation.check_loss(losses, y, y_pred, sample_weight)
         self.built = True
         self._checked = self._trainable_state()
-        self._signature = _tree.map_tensors(
+        self.fitted_signature = _tree.map_tensors(
             lambda rows: tf.TensorSpec([None, *rows.shape[1:]], rows.dtype), x
         )
         rows = (x, y, sample_weight)

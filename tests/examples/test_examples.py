@@ -1,6 +1,7 @@
 """The examples, each in a process of its own, as a user starts them."""
 
 import csv
+import json
 import os
 import pickle
 import re
@@ -91,6 +92,9 @@ class TestTrainDigits:
         assert {"accuracy", "val_accuracy"} <= set(rows[0])
         for name in ("digits.keras", "digits_private.keras"):
             assert (folder / name).is_file()
+        assert (folder / "digits" / "1" / "saved_model.pb").is_file()
+        report = folder / "digits" / "1" / "assets.extra" / "privacy_report.json"
+        assert json.loads(report.read_text())["epsilon"] <= epsilons[-1] + 1e-3
 
     def test_quick(self, tmp_path):
         text = run("train_digits", "--epochs=2", f"--output_dir={tmp_path}")
@@ -106,6 +110,11 @@ class TestTrainDigits:
             "assert 'tfdp' not in sys.modules\n"
         )
         subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+
+    def test_every_run_exports_another_version(self, tmp_path):
+        (tmp_path / "digits" / "9").mkdir(parents=True)
+        run("train_digits", "--epochs=1", f"--output_dir={tmp_path}")
+        assert (tmp_path / "digits" / "10" / "saved_model.pb").is_file()
 
     @pytest.mark.slow
     def test_full(self, tmp_path):

@@ -13,6 +13,7 @@ from tfdp.accounting.segments import PoissonSteps as PoissonSteps
 from tfdp.accounting.segments import Segment as Segment
 from tfdp.accounting.segments import ShuffledPasses as ShuffledPasses
 from tfdp.accounting.segments import UnamplifiedSteps as UnamplifiedSteps
+from tfdp.accounting.statement import privacy_report as privacy_report
 from tfdp.accounting.statement import privacy_statement as privacy_statement
 from tfdp.accounting.tf_privacy import compute_dp_sgd_privacy as compute_dp_sgd_privacy
 from tfdp.accounting.tf_privacy import (

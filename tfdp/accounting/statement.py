@@ -1,10 +1,10 @@
-"""The privacy statement: what a ledger proves, in words."""
+"""The privacy statement: what a ledger proves, in words and as data."""
 
 import math
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tfdp._validate import probability
 from tfdp.accounting.accountant import epsilon, reported_epsilon
@@ -14,9 +14,12 @@ from tfdp.accounting.segments import (
     Segment,
     ShuffledPasses,
     UnamplifiedSteps,
+    segment_to_dict,
 )
 
 _Segments: TypeAlias = tuple[Segment, ...]
+
+_ACCOUNTANTS = ("RDP", "PLD")
 
 _ADJACENCY = (
     "Neighbouring data sets: one record is replaced by an empty one that contributes "
@@ -75,13 +78,82 @@ def privacy_statement(ledger: Ledger, delta: float) -> str:
     paragraphs = [
         _headline(reported_epsilon(planned, delta), delta),
         *_cautions(ledger, planned, delta),
-        _unit(planned),
+        _filled(_unit(planned)),
         _filled(_ADJACENCY),
         *_lists(run, planned),
         _table(run, planned, delta),
         "Not covered:\n" + _items(_NOT_COVERED),
     ]
     return "\n\n".join(paragraphs) + "\n"
+
+
+def privacy_report(ledger: Ledger, delta: float) -> dict[str, Any]:
+    """Say what a ledger proves, and what it does not, as data that JSON can hold.
+
+    Args:
+        ledger: What was run.
+        delta: As for `privacy_statement`.
+
+    Returns:
+        ``differentially_private``: whether all that ran had noise.
+        ``epsilon``, ``delta``, ``accountant``: what is proven, by the accountant whose
+        bound is smaller; an infinite epsilon is None, here and below.
+        ``bounds``: a dictionary for every row of the statement's table, with its
+        ``label``, whether it ``holds``, and its ``RDP`` and ``PLD`` epsilon. The
+        figures of rows that do not hold are of batches drawn another way.
+        ``neighbouring_relation``, ``unit``, ``not_covered``: sentences.
+        ``sampling``: how batches were drawn, the kinds of the segments.
+        ``segments``: what ran; ``planned_segments``: what runs that were cut short
+        had announced is added, and epsilon is that of these.
+        ``noise_multiplier``: the smallest in them, None if nothing ran.
+        ``noise_seed_fixed``, ``sampling_seed_fixed``: whether somebody chose a seed,
+        and may know it.
+
+    Raises:
+        TypeError: If ``delta`` is no number.
+        ValueError: If ``delta`` is outside (0, 1).
+
+    Example:
+        >>> ledger = Ledger().add(PoissonSteps(14_063, 1.1, 60_000, 256))
+        >>> report = privacy_report(ledger, delta=1e-5)
+        >>> report["accountant"], round(report["epsilon"], 3)
+        ('PLD', 2.382)
+    """
+    delta = probability("delta", delta)
+    run, planned = ledger.merged().segments, ledger.planned().merged().segments
+    bounds = [
+        {
+            "label": label,
+            "holds": holds,
+            **{name: _finite(epsilon(each, delta, name)) for name in _ACCOUNTANTS},
+        }
+        for label, holds, each in _rows(run, planned)
+    ]
+    proven: dict[str, Any] = next(row for row in bounds if row["holds"])
+    accountants = [name for name in _ACCOUNTANTS if proven[name] is not None]
+    accountant = min(accountants, key=proven.__getitem__, default=None)
+    return {
+        "differentially_private": accountant is not None,
+        "epsilon": accountant and proven[accountant],
+        "delta": delta,
+        "accountant": accountant,
+        "bounds": bounds,
+        "neighbouring_relation": _ADJACENCY,
+        "unit": _unit(planned),
+        "sampling": sorted({segment.kind for segment in planned}),
+        "segments": [segment_to_dict(segment) for segment in run],
+        "planned_segments": [segment_to_dict(segment) for segment in planned],
+        "noise_multiplier": min(
+            (segment.noise_multiplier for segment in planned), default=None
+        ),
+        "noise_seed_fixed": ledger.noise_seed_fixed,
+        "sampling_seed_fixed": ledger.sampling_seed_fixed,
+        "not_covered": list(_NOT_COVERED),
+    }
+
+
+def _finite(figure: float) -> float | None:
+    return None if math.isinf(figure) else figure
 
 
 def _headline(figure: float, delta: float) -> str:
@@ -145,7 +217,7 @@ def _unit(segments: _Segments) -> str:
         )
     if any(isinstance(segment, UnamplifiedSteps) for segment in segments):
         text += " It is assumed that a batch holds a row at most once."
-    return _filled(text)
+    return text
 
 
 def _lists(run: _Segments, planned: _Segments) -> Iterator[str]:
@@ -173,24 +245,28 @@ def _description(segment: Segment) -> str:
 
 def _table(run: _Segments, planned: _Segments, delta: float) -> str:
     """Return the epsilons of what ran, of what was planned, and of what did not run."""
-    rows = [("what ran", run)]
+    lines = [
+        f"Epsilon at delta = {delta:g} by either accountant, the smaller is reported:",
+        "".join(f"{name:>9}" for name in _ACCOUNTANTS),
+    ]
+    for label, _, segments in _rows(run, planned):
+        figures = [epsilon(segments, delta, name) for name in _ACCOUNTANTS]
+        lines.append("".join(f"{figure:9.3f}" for figure in figures) + f"  {label}")
+    return "\n".join(lines)
+
+
+def _rows(run: _Segments, planned: _Segments) -> Iterator[tuple[str, bool, _Segments]]:
+    """Yield a label, whether its figures hold, and what they are of."""
+    yield "what ran", planned == run, run
     if planned != run:
-        rows.append(("what was planned", planned))
+        yield "what was planned", True, planned
     for name, convert in (("Poisson-sampled", _as_poisson), ("shuffled", _as_shuffled)):
         redrawn = tuple(s for s in map(convert, planned) if s is not None)
         if redrawn == planned or len(redrawn) < len(planned):
             continue
         some_were = set(redrawn) & set(planned)
         truth = "not all of this run's were" if some_were else "this run's were not"
-        rows.append((f"would hold for {name} batches; {truth}", redrawn))
-    lines = [
-        f"Epsilon at delta = {delta:g} by either accountant, the smaller is reported:",
-        f"{'RDP':>9}{'PLD':>9}",
-    ]
-    for label, segments in rows:
-        figures = [epsilon(segments, delta, name) for name in ("RDP", "PLD")]
-        lines.append("".join(f"{figure:9.3f}" for figure in figures) + f"  {label}")
-    return "\n".join(lines)
+        yield f"would hold for {name} batches; {truth}", False, redrawn
 
 
 def _as_poisson(segment: Segment) -> Segment | None:

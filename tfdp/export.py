@@ -1,0 +1,386 @@
+"""Export of a privately trained model to TensorFlow Serving, with a privacy report."""
+
+import contextlib
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdp
+from tfdp import _keras, _tree, _validate
+from tfdp.accounting import privacy_report, privacy_statement
+from tfdp.errors import NotPrivateError
+from tfdp.model import DPModel
+
+_SIGNATURE = "serving_default"
+
+# Stands for the axes of made-up rows whose length the model leaves open.
+_LENGTH = 32
+
+
+def export_private_model(
+    private: DPModel, path: str | os.PathLike[str], *, delta: float, warmup: Any = None
+) -> dict[str, Any]:
+    """Write a private model as a SavedModel for TensorFlow Serving, with its report.
+
+    The SavedModel has the tag ``serve`` and one signature, ``serving_default``, whose
+    inputs and outputs have the model's own names and a batch of any size. In the names
+    of inputs, ``_`` stands for what is neither an ASCII letter nor a digit. Nothing of
+    the training is inside: no optimizer, ledger, noise key, training metric or row of
+    the data. It loads where neither tfdp nor Keras is installed. Where the optimizer
+    keeps moving averages (``use_ema``), these are the weights that are exported; the
+    model keeps its own.
+
+    Beside it, in ``assets.extra``, which TensorFlow Serving leaves alone but for the
+    warm-up requests:
+
+    * ``privacy_report.json``: see below;
+    * ``privacy_statement.txt``: the same for people, as `DPModel.privacy_statement`;
+    * ``tf_serving_warmup_requests``: one request, which a server replays before it
+      takes others.
+
+    The folder appears at `path` when all of it is written, so that a server that
+    watches its parent never sees half a version.
+
+    Args:
+        private: A trained model.
+        path: Folder to be made. Its name is the version, a whole number, and that of
+            its parent the model's: ``"models/digits/1"``.
+        delta: In (0, 1); smaller than one over the number of examples.
+        warmup: Rows for the warm-up request, as for `predict`: a nest of arrays. They
+            are stored as they are, so they must be public; never take rows that the
+            model was trained on. By default one row of zeros (of empty strings).
+
+    Returns:
+        The report, as it is in the file: all of `tfdp.accounting.privacy_report`, and
+
+        * ``report_version``: 1;
+        * ``steps``: noised steps that were taken, of whatever batches;
+        * ``l2_norm_clip``: the clip norm that the optimizer holds, which epsilon does not
+          depend on; None where the model is not compiled;
+        * ``weights``: which they are, those of the last step or their moving average;
+        * ``covered``: what epsilon is a bound for, a sentence;
+        * ``not_trained``: names of weights that did not train, whose values the
+          guarantee says nothing about;
+        * ``versions``: of tfdp, of what it stands on, and of Python.
+
+    Raises:
+        TypeError: If `private` is no DPModel or `delta` no number.
+        ValueError: If `delta` is outside (0, 1), the folder's name is no version, the
+            inputs of the model are not known, or `warmup` does not fit them.
+        FileExistsError: If there is something at `path`.
+        NotPrivateError: If steps ran without noise.
+
+    Example:
+        >>> model = keras.Sequential([
+        ...     keras.Input((2,), name="pixels"),
+        ...     keras.layers.Dense(1, name="score"),
+        ... ])
+        >>> private = tfdp.DPModel(model)
+        >>> private.compile(
+        ...     tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.1),
+        ...     loss="mse",
+        ... )
+        >>> x, y = np.ones((100, 2)), np.ones((100, 1))
+        >>> history = private.fit(x, y, batch_size=10, epochs=2, verbose=0)
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as models:
+        ...     path = f"{models}/score/1"
+        ...     report = export_private_model(private, path, delta=1e-3)
+        ...     served = tf.saved_model.load(path).signatures["serving_default"]
+        >>> round(report["epsilon"], 2), report["steps"]
+        (1.76, 20)
+        >>> list(served(pixels=tf.ones((1, 2))))
+        ['score']
+    """
+    path, name = _checked_path(path)
+    report = _report(private, _validate.probability("delta", delta))
+    inputs = _inputs(private, warmup)
+    rows = _made_up_rows(inputs) if warmup is None else _given_rows(inputs, warmup)
+    # TensorFlow Serving takes only folders whose names are numbers.
+    unfinished = f"{path}-unfinished-{uuid.uuid4().hex}"
+    try:
+        with _averaged_weights(private):
+            _write(private.model, inputs, unfinished)
+        _rehearse(unfinished, rows, model=private.model)
+        extra = f"{unfinished}/assets.extra"
+        tf.io.gfile.makedirs(extra)
+        with tf.io.gfile.GFile(f"{extra}/privacy_report.json", "w") as file:
+            file.write(json.dumps(report, indent=2, allow_nan=False) + "\n")
+        with tf.io.gfile.GFile(f"{extra}/privacy_statement.txt", "w") as file:
+            file.write(privacy_statement(private.ledger, delta))
+        requests = f"{extra}/tf_serving_warmup_requests"
+        with tf.io.TFRecordWriter(requests) as writer:
+            writer.write(_prediction_log(name, rows))
+        tf.io.gfile.rename(unfinished, path)
+    finally:
+        if tf.io.gfile.exists(unfinished):
+            tf.io.gfile.rmtree(unfinished)
+    return report
+
+
+def _checked_path(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """Return the path of the version, and the name of the model."""
+    path = os.fspath(path).rstrip("/")
+    parent, _, version = path.rpartition("/")
+    # More digits might not fit into TensorFlow Serving's 64 bits.
+    if not re.fullmatch("[0-9]{1,18}", version):
+        raise ValueError(
+            "`path` must end in a version, a whole number, by which TensorFlow Serving "
+            f"knows it. Received: path={path!r}. Use `path={f'{path}/1'!r}`."
+        )
+    if tf.io.gfile.exists(path):
+        following = path.removesuffix(version) + str(int(version) + 1)
+        raise FileExistsError(
+            "`path` must not exist: a version is never overwritten. Received: "
+            f"path={path!r}. Use `path={following!r}`."
+        )
+    return path, parent.rpartition("/")[2] or "model"
+
+
+def _report(private: DPModel, delta: float) -> dict[str, Any]:
+    if not isinstance(private, DPModel):
+        raise TypeError(
+            "`private` must be a `tfdp.DPModel`, which knows what was run. Received: "
+            f"private of type {type(private).__name__}. Use "
+            "`export_private_model(tfdp.DPModel(model), ...)` after training that."
+        )
+    report = privacy_report(private.ledger, delta)
+    if not report["differentially_private"]:
+        raise NotPrivateError(
+            f"Model `{private.model.name}` is not differentially private: steps ran "
+            "without noise. Received: a ledger with "
+            f"noise_multiplier={report['noise_multiplier']}. Train with "
+            "`noise_multiplier=1.0` or so, or export without a report: "
+            "`private.model.export(path)`."
+        )
+    clip = float(private.optimizer.l2_norm_clip) if private.compiled else None
+    trained = {id(variable) for variable in private.trainable_variables}
+    return {
+        "report_version": 1,
+        **report,
+        "steps": int(private.recorder.steps),
+        "l2_norm_clip": clip,
+        "weights": "moving average" if _has_averages(private) else "last step",
+        "covered": (
+            "The weights that trained, after every step and in this export: every "
+            "output that is computed from them and from public inputs."
+        ),
+        "not_trained": [
+            variable.path
+            for variable in private.model.weights
+            if id(variable) not in trained
+        ],
+        "versions": {
+            "tfdp": tfdp.__version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "numpy": np.__version__,
+            "dp-accounting": importlib.metadata.version("dp-accounting"),
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _inputs(private: DPModel, warmup: Any) -> Any:
+    """Find out what the model takes: a nest of `tf.TensorSpec`, each with its name."""
+    model = private.model
+    nest = _keras.input_signature(model)
+    if nest is None:
+        seen = private.fitted_signature if warmup is None else warmup
+        if seen is None:
+            raise ValueError(
+                f"The inputs of model `{model.name}` are not known: it is not "
+                "functional, and has seen no data here. Received: warmup=None. Use "
+                "`export_private_model(..., warmup=rows)` with public rows."
+            )
+        nest = _tree.map_tensors(lambda rows: _spec_like(rows, model), seen)
+    leaves = keras.tree.flatten_with_path(nest)
+    names = _distinct(_input_name(*leaf, alone=len(leaves) == 1) for leaf in leaves)
+    specs = [
+        tf.TensorSpec([None, *spec.shape[1:]], spec.dtype, name)
+        for name, (_, spec) in zip(names, leaves, strict=True)
+    ]
+    return keras.tree.pack_sequence_as(nest, specs)
+
+
+def _spec_like(rows: Any, model: keras.Model) -> tf.TensorSpec:
+    """Describe rows as Keras hands them to the model."""
+    if not isinstance(rows, tf.TensorSpec):
+        rows = tf.convert_to_tensor(rows)
+    dtype = model.input_dtype if rows.dtype.is_floating else rows.dtype
+    return tf.TensorSpec(rows.shape, dtype)
+
+
+def _input_name(path: tuple[Any, ...], spec: tf.TensorSpec, *, alone: bool) -> str:
+    """Return the key in the innermost dictionary, the input's name, or a number."""
+    keys = [key for key in path if isinstance(key, str)]
+    number = "_".join(map(str, path))
+    name = keys[-1] if keys else spec.name or ("inputs" if alone else f"input_{number}")
+    # No other names can be arguments of a TensorFlow function.
+    valid = re.sub("[^A-Za-z0-9]", "_", name)
+    return valid if valid[0].isalpha() else f"input_{valid}"
+
+
+def _distinct(names: Iterable[str]) -> list[str]:
+    """Number names that are there already, which to TensorFlow ``X`` and ``x`` are."""
+    distinct: dict[str, str] = {}
+    for name in names:
+        numbered = (f"{name}_{number}" for number in itertools.count(1))
+        candidates = itertools.chain([name], numbered)
+        new = next(each for each in candidates if each.lower() not in distinct)
+        distinct[new.lower()] = new
+    return list(distinct.values())
+
+
+def _made_up_rows(inputs: Any) -> dict[str, tf.Tensor]:
+    """Make a row of zeros, or of empty strings."""
+    return {
+        spec.name: tf.zeros([1, *(n or _LENGTH for n in spec.shape[1:])], spec.dtype)
+        for spec in keras.tree.flatten(inputs)
+    }
+
+
+def _given_rows(inputs: Any, warmup: Any) -> dict[str, tf.Tensor]:
+    """Take the user's rows by name, or refuse what the model does not take."""
+    specs = {spec.name: spec for spec in keras.tree.flatten(inputs)}
+    if not (isinstance(warmup, Mapping) and set(warmup) == set(specs)):
+        arrays = _tree.tensors(warmup)
+        if len(arrays) != len(specs):
+            raise ValueError(_misfit(specs, f"{len(arrays)} arrays"))
+        warmup = dict(zip(specs, arrays, strict=True))
+    rows = {name: tf.convert_to_tensor(warmup[name]) for name in specs}
+    fit = all(_fits(rows[name], spec) for name, spec in specs.items())
+    if not fit or len({len(each) for each in rows.values()}) != 1:
+        found = (
+            f"{name}: {each.dtype.name}{each.shape}" for name, each in rows.items()
+        )
+        raise ValueError(_misfit(specs, ", ".join(found)))
+    return {name: tf.cast(each, specs[name].dtype) for name, each in rows.items()}
+
+
+def _fits(rows: tf.Tensor, spec: tf.TensorSpec) -> bool:
+    """Tell whether there are rows, of the shape, finite, of a dtype that converts."""
+    if not (spec.shape.is_compatible_with(rows.shape) and len(rows)):
+        return False
+    if rows.dtype == spec.dtype == tf.string:
+        return True
+    if spec.dtype.is_floating and (rows.dtype.is_floating or rows.dtype.is_integer):
+        return bool(np.isfinite(tf.cast(rows, tf.float64)).all())
+    are_whole = rows.dtype.is_integer and spec.dtype.is_integer
+    return bool(are_whole or rows.dtype == spec.dtype)
+
+
+def _misfit(specs: Mapping[str, tf.TensorSpec], found: str) -> str:
+    wanted = ", ".join(f"{name}: {s.dtype.name}{s.shape}" for name, s in specs.items())
+    return (
+        f"`warmup` must be rows of what the model takes, {wanted}. Received: {found}. "
+        "Use the nest of arrays that `model.predict` takes."
+    )
+
+
+@contextlib.contextmanager
+def _averaged_weights(private: DPModel) -> Iterator[None]:
+    """Let the trained weights be their moving averages, where these are kept."""
+    if not _has_averages(private):
+        yield
+        return
+    variables = private.trainable_variables
+    kept = [variable.numpy() for variable in variables]
+    try:
+        private.optimizer.finalize_variable_values(variables)
+        yield
+    finally:
+        for variable, value in zip(variables, kept, strict=True):
+            variable.assign(value)
+
+
+def _has_averages(private: DPModel) -> bool:
+    return bool(
+        private.compiled
+        and private.optimizer.built
+        and private.optimizer.inner_optimizer.use_ema
+    )
+
+
+def _write(model: keras.Model, inputs: Any, path: str) -> None:
+    """Write the SavedModel."""
+
+    def serve(tensors: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        rows = keras.tree.map_structure(lambda spec: tensors[spec.name], inputs)
+        # Some models' `call` takes no `training`.
+        training = {"training": False} if _keras.takes_training(model) else {}
+        return _named(model(rows, **training), _keras.output_names(model))
+
+    archive = keras.export.ExportArchive()
+    # Lookup tables must be tracked. A model that is tracked by itself has its weights
+    # stored a second time, and the random seeds of training.
+    holder = tf.Module()
+    holder.model = model
+    archive.track(holder)
+    specs = {spec.name: spec for spec in keras.tree.flatten(inputs)}
+    archive.add_endpoint(_SIGNATURE, serve, [specs])
+    archive.write_out(path, verbose=False)
+
+
+def _named(outputs: Any, names: list[str] | None) -> dict[str, tf.Tensor]:
+    """Name outputs by their keys, or as the model does, or as Keras does: by number."""
+    if isinstance(outputs, Mapping):
+        return dict(outputs)
+    tensors = keras.tree.flatten(outputs)
+    if names is None:
+        names = [f"output_{number}" for number in range(len(tensors))]
+    return dict(zip(_distinct(names), tensors, strict=True))
+
+
+def _rehearse(path: str, rows: Mapping[str, tf.Tensor], model: keras.Model) -> None:
+    """Answer the warm-up request, which would otherwise stop a server."""
+    serve = tf.saved_model.load(path).signatures[_SIGNATURE]
+    try:
+        serve(**rows)
+    except (tf.errors.OpError, ValueError) as error:
+        shapes = ", ".join(f"{name}: {value.shape}" for name, value in rows.items())
+        raise ValueError(
+            f"Model `{model.name}` cannot answer the warm-up request. Received: rows "
+            f"of shape {shapes}. Use `export_private_model(..., warmup=rows)` with "
+            f"public rows that it can. {error}"
+        ) from error
+
+
+def _prediction_log(model_name: str, rows: Mapping[str, tf.Tensor]) -> bytes:
+    """Encode a request as TensorFlow Serving's message `PredictionLog`."""
+    # tensorflow-serving-api, which has the message, would be needed for this only. The
+    # numbers are those of the fields in its `.proto` files.
+    model_spec = _field(1, model_name.encode()) + _field(3, _SIGNATURE.encode())
+    inputs = [
+        _field(1, name.encode())
+        + _field(2, tf.make_tensor_proto(tensor).SerializeToString())
+        for name, tensor in rows.items()
+    ]
+    request = _field(1, model_spec) + b"".join(_field(2, entry) for entry in inputs)
+    predict_log = _field(1, request)
+    return _field(6, predict_log)
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """Encode a field of a protocol buffer: its number and type, its length, itself."""
+    length_delimited = 2
+    return _varint(number << 3 | length_delimited) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    """Encode a whole number, seven bits a byte, the lowest first."""
+    encoded = []
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
