@@ -8,7 +8,7 @@ import pytest
 from keras import layers
 
 import tfdp
-from tfdp.models import resnet9, wide_resnet
+from tfdp.models import bert, resnet9, wide_resnet
 
 MODELS = {
     "resnet9": lambda: resnet9((16, 16, 3), 4, width=4),
@@ -93,3 +93,87 @@ def test_wrong_arguments_are_explained(make, arguments, problem):
     arguments = {"input_shape": (32, 32, 3), "num_classes": 10, **arguments}
     with pytest.raises(ValueError, match=re.escape(problem)):
         make(**arguments)
+
+
+# ---------------------------------------------------------------- text
+
+
+def small_bert():
+    return bert(20, 6, width=8, heads=2, blocks=2)
+
+
+def last_block(encoder):
+    for layer in encoder.layers:
+        layer.trainable = layer.name.startswith("block_1_")
+
+
+def low_rank(encoder):
+    for layer in encoder.layers:
+        layer.trainable = False
+        if isinstance(layer, layers.MultiHeadAttention):
+            layer.trainable = True
+            layer.query_dense.enable_lora(2)
+            layer.value_dense.enable_lora(2)
+            # Half of an adapter is zeros at first.
+            for dense in (layer.query_dense, layer.value_dense):
+                dense.lora_kernel_b.assign(keras.ops.ones_like(dense.lora_kernel_b))
+
+
+def classifier(prepare):
+    encoder = small_bert()
+    prepare(encoder)
+    x = layers.GlobalAveragePooling1D()(encoder.output)
+    return keras.Model(encoder.input, layers.Dense(2)(x))
+
+
+def test_bert_has_the_size_of_bert():
+    encoder = bert(30_522, 512)
+    # Of the 109 million of the published one, less pooler and segments.
+    assert encoder.count_params() == 108_890_880
+    block = [layer for layer in encoder.layers if layer.name.startswith("block_11_")]
+    assert sum(layer.count_params() for layer in block) == 7_087_872
+
+
+def test_bert_does_not_see_padding():
+    encoder = small_bert()
+    pooled = layers.GlobalAveragePooling1D()(encoder.output)
+    model = keras.Model(encoder.input, pooled)
+    ids = np.array([[3, 4, 5, 0, 0, 0]])
+    wanted = np.mean(encoder(ids)[:, :3], axis=1)
+    np.testing.assert_allclose(model(ids), wanted, atol=1e-5)
+    padding = np.zeros((20, 8), "float32")
+    padding[0] = 1
+    encoder.get_layer("tokens").embeddings.assign_add(padding)
+    np.testing.assert_allclose(model(ids), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("prepare", [lambda _: None, last_block, low_rank])
+def test_bert_is_clipped_by_rules_as_by_its_gradients(prepare, rng):
+    model = classifier(prepare)
+    table = tfdp.DPModel(model, engine="bookkeeping").explain()
+    assert "generic" not in table
+    x = rng.integers(1, 20, (5, 6)) * (np.arange(6) < rng.integers(2, 7, (5, 1)))
+    y = rng.integers(0, 2, 5)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    found = [
+        tfdp.clipped_gradients(model, loss, x, y, l2_norm_clip=0.1, engine=engine)
+        for engine in ("bookkeeping", "vectorized")
+    ]
+    np.testing.assert_allclose(found[0].norms, found[1].norms, rtol=1e-4)
+    assert np.min(found[0].norms) > 0.1
+    for one, other in zip(found[0].gradients, found[1].gradients, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": 10, "heads": 4}, "`heads` must divide `width`.*heads=2"),
+        ({"blocks": 0}, "`blocks` must be"),
+        ({"heads": -1}, "`heads` must be"),
+        ({"width": float("nan")}, "`width` must be"),
+    ],
+)
+def test_bert_refuses_what_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        bert(20, 6, **{"width": 8, "heads": 2, "blocks": 2, **options})

@@ -1,5 +1,6 @@
-"""Image classifiers for private training: no layer mixes examples."""
+"""Networks for private training, of images and of text: no layer mixes examples."""
 
+import math
 from collections.abc import Sequence
 
 import keras
@@ -106,6 +107,93 @@ def wide_resnet(
     return keras.Model(
         inputs, _logits(x, num_classes), name=f"wide_resnet_{depth}_{width}"
     )
+
+
+def bert(
+    vocabulary_size: int,
+    length: int,
+    *,
+    width: int = 768,
+    heads: int = 12,
+    blocks: int = 12,
+) -> keras.Model:
+    """Build a Transformer encoder of the shape of BERT [1]_, without dropout.
+
+    By default it has the size of BERT's base model. To train the last block only, or
+    low-rank updates of the queries and values [2]_, on top of a frozen rest::
+
+        for layer in encoder.layers:
+            layer.trainable = layer.name.startswith("block_11_")
+
+        for layer in encoder.layers:
+            layer.trainable = False
+            if isinstance(layer, keras.layers.MultiHeadAttention):
+                layer.trainable = True
+                layer.query_dense.enable_lora(4)
+                layer.value_dense.enable_lora(4)
+
+    Args:
+        vocabulary_size: Number of token ids; 0 is padding, which is masked.
+        length: Tokens of a text.
+        width: Numbers that stand for a token.
+        heads: Heads of each attention; they share the width.
+        blocks: Number of blocks, each an attention and two dense layers.
+
+    Returns:
+        A model of token ids, shape ``(batch, length)``, that returns ``(batch, length,
+        width)``, masked where there is padding. The names of the layers of a block
+        begin with its number: ``"block_0_"``.
+
+    Raises:
+        TypeError: If what should be a whole number is none.
+        ValueError: If a number is not positive, or `heads` does not divide `width`.
+
+    Example:
+        >>> encoder = tfdp.models.bert(1000, 16, width=32, heads=2, blocks=2)
+        >>> encoder.output_shape
+        (None, 16, 32)
+
+    References:
+        .. [1] Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for
+           Language Understanding", NAACL 2019. https://arxiv.org/abs/1810.04805
+        .. [2] Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR
+           2022. https://arxiv.org/abs/2106.09685
+    """
+    for name, value in (
+        ("vocabulary_size", vocabulary_size),
+        ("length", length),
+        ("width", width),
+        ("heads", heads),
+        ("blocks", blocks),
+    ):
+        _validate.positive_int(name, value)
+    if width % heads:
+        raise ValueError(
+            "`heads` must divide `width`. Received: "
+            f"heads={heads!r}, width={width!r}. Use `heads={math.gcd(heads, width)}`."
+        )
+    ids = keras.Input((length,), dtype="int32", name="token_ids")
+    tokens = layers.Embedding(vocabulary_size, width, mask_zero=True, name="tokens")
+    # Rows of positions belong to texts too; 0 stands at padding, or its mask were lost.
+    is_token = keras.ops.cast(keras.ops.not_equal(ids, 0), "int32")
+    numbers = keras.ops.cumsum(keras.ops.ones_like(ids), axis=1) * is_token
+    positions = layers.Embedding(length + 1, width, mask_zero=True, name="positions")
+    x = layers.Add(name="embeddings")([tokens(ids), positions(numbers)])
+    x = layers.LayerNormalization(epsilon=1e-12, name="embeddings_norm")(x)
+    for block in range(blocks):
+        x = _attention_block(x, heads, f"block_{block}_")
+    return keras.Model(ids, x, name="bert")
+
+
+def _attention_block(x: keras.KerasTensor, heads: int, name: str) -> keras.KerasTensor:
+    width = x.shape[-1]
+    attend = layers.MultiHeadAttention(heads, width // heads, name=f"{name}attention")
+    x = layers.Add(name=f"{name}add")([x, attend(x, x)])
+    x = layers.LayerNormalization(epsilon=1e-12, name=f"{name}norm")(x)
+    y = layers.Dense(4 * width, activation="gelu", name=f"{name}up")(x)
+    y = layers.Dense(width, name=f"{name}down")(y)
+    x = layers.Add(name=f"{name}add_2")([x, y])
+    return layers.LayerNormalization(epsilon=1e-12, name=f"{name}norm_2")(x)
 
 
 def _block(

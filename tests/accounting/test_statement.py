@@ -1,3 +1,4 @@
+import json
 import re
 import warnings
 
@@ -5,7 +6,7 @@ import pytest
 
 from tfdp.accounting.ledger import Ledger, compose
 from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSteps
-from tfdp.accounting.statement import privacy_statement
+from tfdp.accounting.statement import privacy_report, privacy_statement
 from tfdp.accounting.tf_privacy import compute_dp_sgd_privacy_statement
 
 POISSON = PoissonSteps(14_063, 1.1, 60_000, 256)
@@ -185,3 +186,57 @@ def test_what_is_not_covered_is_listed():
 def test_a_wrong_delta_is_refused(delta):
     with pytest.raises(ValueError, match="Received: delta="):
         privacy_statement(Ledger(), delta)
+
+
+# ---------------------------------------------------------------- the report
+
+
+def report(*segments, **options):
+    return privacy_report(Ledger(segments, **options), 1e-5)
+
+
+def test_a_report_has_the_figures_of_the_statement():
+    found = report(POISSON)
+    text = privacy_statement(Ledger((POISSON,)), 1e-5)
+    table = rows(text)
+    for row in found["bounds"]:
+        assert (row["RDP"], row["PLD"]) == pytest.approx(table[row["label"]], abs=1e-3)
+    assert f"({found['epsilon']:.3f}, 1e-05)" in text
+    for sentence in (*found["not_covered"], found["neighbouring_relation"]):
+        assert sentence in " ".join(text.split())
+    assert found["noise_multiplier"] == 1.1
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_a_report_of_runs_of_several_kinds_has_the_smallest_noise():
+    found = report(POISSON, SHUFFLED, UNKNOWN)
+    kinds = ["poisson_steps", "shuffled_passes", "unamplified_steps"]
+    assert found["sampling"] == [each["kind"] for each in found["segments"]] == kinds
+    assert found["noise_multiplier"] == 1.1
+
+
+def test_a_report_of_a_run_cut_short_proves_what_was_planned():
+    found = report(POISSON.with_count(10), cut_short=(POISSON.with_count(90),))
+    assert [row["holds"] for row in found["bounds"]] == [False, True, False]
+    planned = Ledger((POISSON.with_count(100),))
+    assert found["epsilon"] == planned.epsilon(1e-5)
+    assert found["planned_segments"][0]["steps"] == 100
+
+
+def test_a_report_without_noise_proves_nothing():
+    found = report(POISSON, UnamplifiedSteps(1, 0.0))
+    assert found["differentially_private"] is False
+    assert found["epsilon"] is found["accountant"] is None
+    assert all(row["RDP"] is row["PLD"] is None for row in found["bounds"])
+
+
+def test_a_report_of_nothing():
+    found = report()
+    assert found["differentially_private"] is True
+    assert (found["epsilon"], found["noise_multiplier"]) == (0.0, None)
+
+
+@pytest.mark.parametrize("delta", [0, 1, float("nan"), -1])
+def test_a_report_refuses_bad_deltas(delta):
+    with pytest.raises(ValueError, match="`delta`"):
+        privacy_report(Ledger(), delta)

@@ -1,6 +1,7 @@
 """The examples, each in a process of its own, as a user starts them."""
 
 import csv
+import gzip
 import json
 import os
 import pickle
@@ -162,6 +163,77 @@ class TestFromScratch:
                 "--epochs=1",
             )
         )
+
+
+class TestFinetuneText:
+    small = ("--pretrain_steps=4", "--epochs=1", "--width=8", "--blocks=2")
+
+    @pytest.mark.parametrize(
+        "method", ["last", pytest.param("lora", marks=pytest.mark.slow)]
+    )
+    def test_generated(self, tmp_path, method):
+        text = run(
+            "finetune_text",
+            *(*self.small, f"--method={method}", f"--output_dir={tmp_path}"),
+        )
+        percentages("Test accuracy: % private, % without privacy", text)
+        assert number(r"Epsilon: ([\d.]+) at delta 1e-05", text) <= 3
+        assert (tmp_path / "history.png").read_bytes().startswith(PNG)
+        # From strings to scores, where neither tfdp nor Keras is.
+        program = (
+            "import sys\n"
+            "sys.modules |= {'tfdp': None, 'keras': None}\n"
+            "import tensorflow as tf\n"
+            f"served = tf.saved_model.load({str(tmp_path / 'reviews' / '1')!r})\n"
+            "served = served.signatures['serving_default']\n"
+            "scores = served(review=tf.constant(['a good film', 'bad']))\n"
+            "assert scores['bad_and_good'].shape == (2, 2)\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+        report = tmp_path / "reviews" / "1" / "assets.extra" / "privacy_report.json"
+        found = json.loads(report.read_text())
+        assert found["epsilon"] == pytest.approx(3, abs=0.01)
+        assert any("embeddings" in name for name in found["not_trained"])
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dataset", ["sst2", "imdb"])
+    def test_data_of_a_folder(self, tmp_path, dataset):
+        (tmp_path / "sst2").mkdir()
+        for split in ("train", "dev"):
+            lines = "".join(
+                f"a {word} film\t{word == 'good'}\n"
+                for word in [
+                    "good",
+                    "bad",
+                ]
+                * 20
+            )
+            lines = lines.replace("True", "1").replace("False", "0")
+            (tmp_path / "sst2" / f"sst2_{split}.tsv").write_text(lines)
+        for split in ("train", "test"):
+            rows = [
+                json.dumps({"text": "a film<br />", "label": n % 2}) for n in range(40)
+            ]
+            with gzip.open(tmp_path / f"imdb_{split}.jsonl.gz", "wt") as file:
+                file.write("\n".join(rows))
+        text = run(
+            "finetune_text",
+            *(*self.small, f"--dataset={dataset}", f"--data_dir={tmp_path}"),
+            *("--batch_size=10", f"--output_dir={tmp_path / 'runs'}"),
+        )
+        percentages("Test accuracy: % private, % without privacy", text)
+
+    @pytest.mark.parametrize(
+        ("flag", "message"),
+        [
+            ("--target_epsilon=0", "`target_epsilon` must be positive"),
+            ("--l2_norm_clip=nan", "`l2_norm_clip` must be positive"),
+            ("--dataset=sst2", "`data_dir` is missing"),
+            ("surplus", "surplus"),
+        ],
+    )
+    def test_wrong_flag_is_explained(self, flag, message):
+        check_refusal("finetune_text", flag, message=message)
 
 
 class TestMnist:

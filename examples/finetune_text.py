@@ -1,0 +1,347 @@
+"""Fine-tune a Transformer privately, to tell good reviews from bad ones.
+
+1. An encoder is pretrained without privacy on public text: it guesses masked words.
+2. On private reviews its last block and a classifier are trained with differential
+   privacy (or low-rank updates of all blocks, --method=lora), and once more without.
+3. The model, from strings to scores, is exported for TensorFlow Serving.
+
+    python examples/finetune_text.py
+    python examples/finetune_text.py --dataset=sst2 --data_dir=path/to/folder
+    python examples/finetune_text.py --table
+
+By default sentences are made up by a small grammar. With --data_dir (or the environment
+variable TFDP_DATA) the private reviews are those of SST-2 and the public text is that of
+IMDB, or the other way round: the folder has sst2/sst2_train.tsv, sst2/sst2_dev.tsv and
+imdb_train.jsonl.gz, imdb_test.jsonl.gz.
+
+The vocabulary is that of the public text: one made from private reviews would not be
+covered by the guarantee.
+
+--table shows what a step takes in time and memory, for a width of 768 as in BERT, by
+`tools/benchmark.py`; it takes long.
+"""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from absl import app, flags
+from keras import layers, ops
+from matplotlib.figure import Figure
+
+import tfdp
+
+_DATASET = flags.DEFINE_enum(
+    "dataset", "generated", ["generated", "sst2", "imdb"], "The private reviews."
+)
+_DATA_DIR = flags.DEFINE_string(
+    "data_dir", os.environ.get("TFDP_DATA"), "Folder with SST-2 and IMDB."
+)
+_METHOD = flags.DEFINE_enum(
+    "method", "last", ["last", "lora"], "What is trained beside the classifier."
+)
+_TARGET_EPSILON = flags.DEFINE_float("target_epsilon", 3.0, "Epsilon to spend.")
+_DELTA = flags.DEFINE_float("delta", 1e-5, "Delta of the guarantee.")
+_EPOCHS = flags.DEFINE_integer("epochs", 8, "Private epochs.", lower_bound=1)
+_PRETRAIN_STEPS = flags.DEFINE_integer(
+    "pretrain_steps", 400, "Steps on public text.", lower_bound=1
+)
+_BATCH_SIZE = flags.DEFINE_integer(
+    "batch_size", 512, "Expected number of reviews in a private batch.", lower_bound=1
+)
+_LEARNING_RATE = flags.DEFINE_float(
+    "learning_rate", 2e-3, "Of Adam, in private training.", lower_bound=0.0
+)
+_L2_NORM_CLIP = flags.DEFINE_float(
+    "l2_norm_clip", 1.0, "Norm that the gradient of a review is clipped to."
+)
+_WIDTH = flags.DEFINE_integer("width", 128, "Width of the encoder.", lower_bound=1)
+_BLOCKS = flags.DEFINE_integer("blocks", 4, "Blocks of the encoder.", lower_bound=1)
+_LENGTH = flags.DEFINE_integer("length", 32, "Words of a review.", lower_bound=1)
+_OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir", "runs/finetune", "Folder for the plot and the models."
+)
+_TABLE = flags.DEFINE_bool("table", False, "Only show what a step takes.")
+
+_HEADS = 4
+_WORDS = 8000
+_MASKED = 5
+_RANK = 4
+_UNKNOWN = 1  # Keras's id of a word outside of the vocabulary; here, of a masked one.
+
+
+class Reviews(NamedTuple):
+    """Texts, and whether they are good."""
+
+    texts: list[str]
+    labels: np.ndarray
+
+
+def main(argv: Sequence[str]) -> None:
+    """Pretrain, fine-tune, compare and export."""
+    if len(argv) > 1:
+        sys.exit(f"finetune_text: everything is a flag. Received: {argv[1]}.")
+    if _TABLE.value:
+        sys.exit(table())
+    try:
+        tfdp.optimizers.DPAdam(l2_norm_clip=_L2_NORM_CLIP.value, noise_multiplier=1.0)
+        train, test, public = load(_DATASET.value, _DATA_DIR.value)
+        noise_multiplier = tfdp.calibrate_noise_multiplier(
+            _TARGET_EPSILON.value,
+            n=len(train.texts),
+            batch_size=_BATCH_SIZE.value,
+            epochs=_EPOCHS.value,
+            delta=_DELTA.value,
+        )
+    except (OSError, ValueError) as error:
+        sys.exit(f"finetune_text: {error}")
+    output = Path(_OUTPUT_DIR.value)
+    output.mkdir(parents=True, exist_ok=True)
+    vectorize = layers.TextVectorization(_WORDS, output_sequence_length=_LENGTH.value)
+    vectorize.adapt(public)
+    encoder = pretrained(np.array(vectorize(public)), vectorize.vocabulary_size())
+    encoder.save(output / "encoder.keras")
+    x, x_test = np.array(vectorize(train.texts)), np.array(vectorize(test.texts))
+    data = (x, train.labels), (x_test, test.labels)
+
+    print(f"Private training: noise multiplier {noise_multiplier:.3f}")
+    optimizer = tfdp.optimizers.DPAdam(
+        _LEARNING_RATE.value,
+        l2_norm_clip=_L2_NORM_CLIP.value,
+        noise_multiplier=noise_multiplier,
+    )
+    classifier = with_classifier(encoder)
+    budget = tfdp.callbacks.PrivacyBudget(
+        delta=_DELTA.value, target_epsilon=_TARGET_EPSILON.value
+    )
+    private = tfdp.DPModel(classifier)
+    history = fit(private, optimizer, *data, callbacks=[budget])
+    print("\nThe same training without privacy")
+    other = with_classifier(keras.saving.load_model(output / "encoder.keras"))
+    baseline = fit(other, keras.optimizers.Adam(1e-3), *data)
+
+    served = next_version(output / "reviews")
+    text = keras.Input((), dtype="string", name="review")
+    scores = layers.Softmax(name="bad_and_good")(classifier(vectorize(text)))
+    # It has the weights of the model that was trained, and so continues its ledger.
+    whole = tfdp.DPModel(keras.Model(text, scores))
+    report = tfdp.export.export_private_model(whole, served, delta=_DELTA.value)
+    plot(history, baseline, output / "history.png")
+    print("\n" + private.privacy_statement(_DELTA.value))
+    trained = sum(int(np.prod(v.shape)) for v in classifier.trainable_variables)
+    print(
+        f"Test accuracy: {history['val_accuracy'][-1]:.1%} private, "
+        f"{baseline['val_accuracy'][-1]:.1%} without privacy; "
+        f"{trained:,} of {classifier.count_params():,} weights trained\n"
+        f"Epsilon: {report['epsilon']:.3f} at delta {_DELTA.value:g}\n"
+        f"Plot: {output / 'history.png'}\nFor TensorFlow Serving: {served}"
+    )
+
+
+def pretrained(ids: np.ndarray, words: int) -> keras.Model:
+    """Train an encoder to guess masked words of public text."""
+    encoder = tfdp.models.bert(
+        words, _LENGTH.value, width=_WIDTH.value, heads=_HEADS, blocks=_BLOCKS.value
+    )
+    places = keras.Input((_MASKED,), dtype="int32", name="places")
+    found = ops.take_along_axis(encoder.output, places[..., None], axis=1)
+    guesses = layers.Dense(words)(found)
+    model = keras.Model([encoder.input, places], guesses)
+    schedule = keras.optimizers.schedules.CosineDecay(
+        0.0, _PRETRAIN_STEPS.value, warmup_target=1e-3, warmup_steps=50
+    )
+    model.compile(
+        keras.optimizers.AdamW(schedule, clipnorm=1.0),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    epochs = 4
+    steps = -(-_PRETRAIN_STEPS.value // epochs)
+    print(f"Pretraining without privacy, on {len(ids):,} public texts")
+    model.fit(MaskedWords(ids, steps=steps), epochs=epochs, verbose=2)
+    return encoder
+
+
+class MaskedWords(keras.utils.PyDataset):
+    """Batches of public text in which some words are masked.
+
+    Args:
+        ids: Token ids, shape ``(texts, length)``.
+        steps: Batches in an epoch.
+        batch_size: Texts in a batch.
+    """
+
+    def __init__(self, ids: np.ndarray, *, steps: int, batch_size: int = 128) -> None:
+        super().__init__()
+        self._ids, self._steps, self._batch_size = ids, steps, batch_size
+        self._rng = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __getitem__(self, _: int) -> Any:
+        """Return ids with masks, the places of these, and the words there."""
+        ids = self._ids[self._rng.integers(0, len(self._ids), self._batch_size)]
+        # Of words first, and of padding where there are too few.
+        order = np.where(ids > 0, self._rng.random(ids.shape), 2)
+        places = np.argsort(order, axis=1)[:, :_MASKED].astype("int32")
+        words = np.take_along_axis(ids, places, axis=1)
+        masked = ids.copy()
+        np.put_along_axis(masked, places, np.where(words > 0, _UNKNOWN, 0), axis=1)
+        return (masked, places), words, (words > _UNKNOWN).astype("float32")
+
+
+def with_classifier(encoder: keras.Model) -> keras.Model:
+    """Put a classifier on an encoder, and freeze what is not to be trained."""
+    for layer in encoder.layers:
+        attends = isinstance(layer, layers.MultiHeadAttention)
+        if _METHOD.value == "last":
+            layer.trainable = layer.name.startswith(f"block_{_BLOCKS.value - 1}_")
+        else:
+            layer.trainable = attends
+            if attends:
+                for dense in (layer.query_dense, layer.value_dense):
+                    dense.enable_lora(_RANK)
+                for dense in (layer.key_dense, layer.output_dense):
+                    dense.trainable = False
+    x = layers.GlobalAveragePooling1D(name="mean")(encoder.output)
+    x = layers.Dense(_WIDTH.value, activation="tanh", name="pooler")(x)
+    return keras.Model(encoder.input, layers.Dense(2, name="logits")(x))
+
+
+def fit(
+    model: keras.Model, optimizer: Any, train: Any, test: Any, **options: Any
+) -> dict[str, list[float]]:
+    """Train a model and return its history."""
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    return model.fit(
+        *train,
+        batch_size=_BATCH_SIZE.value,
+        epochs=_EPOCHS.value,
+        validation_data=test,
+        verbose=2,
+        **options,
+    ).history
+
+
+def next_version(models: Path) -> Path:
+    """Return the folder of a version that TensorFlow Serving takes for the newest."""
+    versions = [int(path.name) for path in models.glob("*") if path.name.isdecimal()]
+    return models / str(max(versions, default=0) + 1)
+
+
+# Data.
+
+
+def load(dataset: str, data_dir: str | None) -> tuple[Reviews, Reviews, list[str]]:
+    """Return private reviews for training and for tests, and public text."""
+    if dataset == "generated":
+        return (
+            generated(6000, seed=0, nouns=["film", "plot", "cast", "score", "ending"]),
+            generated(1000, seed=1, nouns=["film", "plot", "cast", "score", "ending"]),
+            generated(20_000, seed=2, nouns=["book", "meal", "hotel", "film"]).texts,
+        )
+    if data_dir is None:
+        raise ValueError(
+            f"`data_dir` is missing. Received: dataset={dataset}. Use "
+            "`--data_dir=path/to/folder`, or leave --dataset out."
+        )
+    folder = Path(data_dir)
+    if dataset == "sst2":
+        public = imdb(folder / "imdb_train.jsonl.gz").texts
+        train, test = (folder / "sst2" / f"sst2_{n}.tsv" for n in ("train", "dev"))
+        return sst2(train), sst2(test), [part for text in public for part in cut(text)]
+    train, test = (folder / f"imdb_{split}.jsonl.gz" for split in ("train", "test"))
+    return imdb(train), imdb(test), sst2(folder / "sst2" / "sst2_train.tsv").texts
+
+
+def cut(text: str) -> list[str]:
+    """Cut a long text into parts as long as the encoder takes."""
+    words = text.replace("<br />", " ").split()
+    return [
+        " ".join(words[start : start + _LENGTH.value])
+        for start in range(0, min(len(words), 4 * _LENGTH.value), _LENGTH.value)
+    ]
+
+
+def sst2(path: Path) -> Reviews:
+    """Read sentences of SST-2."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    pairs = [line.rsplit("\t", 1) for line in lines]
+    return Reviews([text for text, _ in pairs], np.array([int(y) for _, y in pairs]))
+
+
+def imdb(path: Path) -> Reviews:
+    """Read reviews of IMDB."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    return Reviews(
+        [row["text"] for row in rows], np.array([int(row["label"]) for row in rows])
+    )
+
+
+def generated(number: int, *, seed: int, nouns: list[str]) -> Reviews:
+    """Make up reviews: words of praise or blame about some nouns."""
+    rng = np.random.default_rng(seed)
+    praise = ["good", "great", "lovely", "moving", "clever", "warm", "honest", "fresh"]
+    blame = ["bad", "poor", "dull", "cold", "stale", "clumsy", "hollow", "tired"]
+    adverbs = ["very", "rather", "quite", "truly", "oddly"]
+    labels = rng.integers(0, 2, number)
+    texts = []
+    for label in labels:
+        clauses = []
+        for _ in range(rng.integers(2, 5)):
+            # Some words say the opposite of the whole.
+            is_praise = bool(label) ^ (rng.random() < 0.2)
+            quality = rng.choice(praise if is_praise else blame)
+            clauses.append(
+                f"the {rng.choice(nouns)} was {rng.choice(adverbs)} {quality}"
+            )
+        texts.append(" and ".join(clauses))
+    return Reviews(texts, labels)
+
+
+# Results.
+
+
+def plot(
+    private: dict[str, list[float]], baseline: dict[str, list[float]], path: Path
+) -> None:
+    """Plot test accuracy and epsilon over the epochs."""
+    figure = Figure(figsize=(6, 6), layout="constrained")
+    accuracy, epsilon = figure.subplots(2, sharex=True)
+    for history, label in ((baseline, "without privacy"), (private, "private")):
+        values = history["val_accuracy"]
+        accuracy.plot(range(1, len(values) + 1), values, label=label)
+    accuracy.set(ylabel="test accuracy", title=f"Reviews, {_DATASET.value}")
+    accuracy.legend(loc="lower right")
+    spent = private["epsilon"]
+    epsilon.plot(range(1, len(spent) + 1), spent, color="tab:red")
+    epsilon.axhline(_TARGET_EPSILON.value, color="gray", linestyle="--", label="target")
+    epsilon.set(xlabel="epoch", ylabel=f"epsilon at delta {_DELTA.value:g}")
+    epsilon.set_ylim(bottom=0)
+    epsilon.legend(loc="lower right")
+    for axes in (accuracy, epsilon):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def table() -> int:
+    """Let the benchmark measure steps of an encoder whose last block trains."""
+    tool = Path(__file__).parents[1] / "tools" / "benchmark.py"
+    sizes = [f"--batch_size={size}" for size in (32, 128, 512, 1024, 2048)]
+    engines = ("vectorized", "fast_gradient_clipping", "ghost", "bookkeeping")
+    rows = [f"--rows={row}" for row in engines]
+    command = [sys.executable, tool, "--models=bert", *sizes, *rows]
+    return subprocess.run([*command, "--time_limit=600"], check=False).returncode
+
+
+if __name__ == "__main__":
+    app.run(main)
