@@ -459,6 +459,13 @@ def language_model(hidden, **options):
     return keras.Model(ids, embedding(hidden()(embedding(ids)), reverse=True))
 
 
+def low_rank_language_model():
+    model = language_model(lambda: layers.Dense(3, "tanh"))
+    (embedding,) = [each for each in model.layers if hasattr(each, "embeddings")]
+    embedding.enable_lora(2)
+    return model
+
+
 def with_states(make_layer, states):
     """A recurrent layer that starts where inputs say, and returns where it ends."""
     sequence = keras.Input((4, 2))
@@ -1706,6 +1713,15 @@ if hasattr(layers, "ReversibleEmbedding"):
         )
         # Keras 3.12 loses its own mask there.
         if name != "reversible_masked" or _KERAS >= (3, 15)
+    )
+    _TABLE += (
+        _problem(
+            "reversible_lora",
+            low_rank_language_model,
+            lambda rng: (padded(rng, length=4), rng.integers(6, size=4)),
+            logits,
+            tags="shared frozen lora",
+        ),
     )
 
 PROBLEMS = {problem.name: problem for problem in _TABLE}

@@ -4,6 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.clipping import at_least_float32
 from tfdp.rules.recording import Call
 from tfdp.rules.terms import OuterProducts, Term
 
@@ -11,7 +12,7 @@ from tfdp.rules.terms import OuterProducts, Term
 def embedding(call: Call) -> Any:
     """Rule of `keras.layers.Embedding`."""
     layer = call.layer
-    ids = _row_numbers(call.inputs, layer.input_dim)
+    ids = row_numbers(call.inputs, layer.input_dim)
 
     def terms(g: tf.Tensor) -> list[Term]:
         if not layer.lora_enabled:
@@ -34,20 +35,37 @@ def reversible_embedding(call: Call) -> Any:
     if layer.reverse_dtype is not None:
         x = tf.cast(x, layer.reverse_dtype)
     tied = layer.tie_weights
+    adapted = tied and layer.lora_enabled
     kernel = tf.cast(layer.embeddings if tied else layer.reverse_embeddings, x.dtype)
 
     def terms(g: tf.Tensor) -> list[Term]:
+        if adapted:
+            return _reverse_lora_terms(layer, x, g)
         if tied:
             return [OuterProducts(layer.embeddings, g, x)]
         return [OuterProducts(layer.reverse_embeddings, x, g)]
 
-    logits = call.watch(tf.matmul(x, kernel, transpose_b=tied), terms, is_linear=True)
+    product = tf.matmul(x, kernel, transpose_b=tied)
+    logits = call.watch(product, terms, is_linear=not adapted)
     if getattr(layer, "logit_soft_cap", None) is not None:
         return tf.tanh(logits / layer.logit_soft_cap) * layer.logit_soft_cap
     return logits
 
 
-def _row_numbers(ids: tf.Tensor, size: int) -> tf.Tensor:
+def _reverse_lora_terms(layer: Any, x: tf.Tensor, g: tf.Tensor) -> list[Term]:
+    """Differentiate products with the rows of ``embeddings + scale a b``, by a and b."""
+    a, b = (
+        tf.cast(v, g.dtype) for v in (layer.lora_embeddings_a, layer.lora_embeddings_b)
+    )
+    scaled = g * tf.cast(layer.lora_alpha / layer.lora_rank, g.dtype)
+    low = tf.matmul(at_least_float32(x), b, transpose_b=True)
+    return [
+        OuterProducts(layer.lora_embeddings_a, scaled, low),
+        OuterProducts(layer.lora_embeddings_b, tf.matmul(scaled, a), x),
+    ]
+
+
+def row_numbers(ids: tf.Tensor, size: int) -> tf.Tensor:
     """Bring ids to ``[0, size)`` as the lookup does, where negative ones wrap."""
     ids = tf.cast(ids, tf.int32)
     ids = tf.where(ids < 0, ids + size, ids)
