@@ -870,7 +870,8 @@ class DPModel(keras.Model):
             validation.check_loss(losses, y, y_pred, sample_weight)
         self.built = True
         self._checked = self._trainable_state()
-        self.fitted_signature = _tree.map_tensors(
+        # Of attributes Keras replaces the dicts, by some that models do not expect.
+        self.__dict__["fitted_signature"] = _tree.map_tensors(
             lambda rows: tf.TensorSpec([None, *rows.shape[1:]], rows.dtype), x
         )
         rows = (x, y, sample_weight)

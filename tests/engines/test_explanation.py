@@ -105,6 +105,19 @@ def test_a_subclassed_model_is_known_after_its_first_data():
     ]
 
 
+def test_nested_inputs_are_known_after_their_first_data():
+    problem = PROBLEMS["nested_inputs"]
+    private = tfdp.DPModel(problem.build())
+    before = private.explain()
+    private.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0),
+        problem.loss(),
+    )
+    batch = problem.batch(4)
+    private.fit(batch.x, batch.y, batch_size=2, verbose=0)
+    assert private.explain() == before
+
+
 @pytest.mark.parametrize("engine", ["auto", "bookkeeping", "vectorized"])
 def test_a_model_that_rules_do_not_reach(engine):
     problem = PROBLEMS["tied_embedding"]
