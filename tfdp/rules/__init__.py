@@ -2,8 +2,8 @@
 
 A rule runs one call of a layer and says what the gradients of the layer's variables
 are made of. That is enough to compute the norm of each example's gradient, and the
-clipped sum, without any example's gradient. Keras's layers have rules; other layers
-get one by `register`.
+clipped sum, without any example's gradient. Keras's layers have rules, and those of
+KerasHub that need one; other layers get one by `register`.
 
 Example:
     A layer that multiplies by a matrix and then squares. What the matrix gives is
@@ -34,7 +34,7 @@ import keras
 
 from tfdp import _keras
 from tfdp.layers import WSConv2D
-from tfdp.rules import convolutional, recurrent
+from tfdp.rules import convolutional, hub, recurrent
 from tfdp.rules.dense import dense, einsum_dense
 from tfdp.rules.embedding import embedding, reversible_embedding
 from tfdp.rules.generic import generic
@@ -109,6 +109,8 @@ def find(layer: keras.layers.Layer) -> Rule | None:
     the generic one.
     """
     rule = _RULES.get(type(layer))
+    if rule is None:
+        rule = hub.find(layer)
     if rule is not None:
         return rule
     is_leaf = len(_keras.flatten_layers(layer)) == 1

@@ -164,7 +164,7 @@ class Recording:
                 # The pass goes on, to find whatever else cannot be recorded.
                 self._refusals.append(str(error))
                 return function(*args, **kwargs)
-        self._refuse_foreign(used.watched_variables(), _own_variables(layer))
+        self._refuse_foreign(used.watched_variables(), own_variables(layer))
         return outputs
 
     @contextlib.contextmanager
@@ -228,7 +228,7 @@ class Recording:
             return tf.identity(tensor)
 
 
-def _own_variables(layer: keras.layers.Layer) -> list[Any]:
+def own_variables(layer: keras.layers.Layer) -> list[Any]:
     """List the variables that a layer's rule covers, not those of layers in it."""
     cell = layer.cell if isinstance(layer, keras.layers.RNN) else layer
     inner = {

@@ -1,0 +1,238 @@
+"""Backbones of KerasHub, built from their options, under the book-keeping engine."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+
+import tfdp
+from tests.problems import precision
+from tfdp import _keras, rules
+from tfdp.rules import hub
+from tfdp.rules.generic import generic
+
+keras_hub = pytest.importorskip("keras_hub")
+
+pytestmark = [
+    pytest.mark.slow,
+    # Of its own dependencies.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+ROWS, LENGTH, IDS = 8, 12, 50
+
+OPTIONS = {
+    "vocabulary_size": IDS,
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_dim": 32,
+    "intermediate_dim": 64,
+    "max_sequence_length": 32,
+}
+
+LOSS = keras.losses.SparseCategoricalCrossentropy
+
+
+def bert(dropout=0.0):
+    return keras_hub.models.BertBackbone(dropout=dropout, **OPTIONS)
+
+
+def gpt2(dropout=0.0):
+    return keras_hub.models.GPT2Backbone(dropout=dropout, **OPTIONS)
+
+
+def classifier(backbone, dropout=0.0):
+    return keras_hub.models.BertTextClassifier(
+        backbone, num_classes=2, preprocessor=None, dropout=dropout
+    )
+
+
+def own_head(backbone):
+    outputs = keras.layers.Dense(2)(backbone.output["pooled_output"])
+    return keras.Model(backbone.input, outputs)
+
+
+def token_head(backbone):
+    return keras.Model(backbone.input, keras.layers.Dense(3)(backbone.output))
+
+
+def language_model(backbone):
+    return keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+
+
+def masked_language_model(backbone):
+    return keras_hub.models.BertMaskedLM(backbone, preprocessor=None)
+
+
+def adapted(backbone, *names):
+    backbone.enable_lora(rank=4, target_layer_names=list(names) or None)
+    return backbone
+
+
+def trained_in(model, *names):
+    for layer in model.backbone.layers:
+        layer.trainable = layer.name in names
+    return model
+
+
+MODELS = {
+    "bert": lambda: classifier(bert()),
+    "bert_own_head": lambda: own_head(bert()),
+    "bert_lora": lambda: classifier(adapted(bert())),
+    "bert_lora_everywhere": lambda: classifier(
+        adapted(
+            bert(),
+            "query",
+            "key",
+            "value",
+            "attention_output",
+            "feedforward_intermediate_dense",
+            "feedforward_output_dense",
+            "token_embedding",
+            "segment_embedding",
+            "pooled_dense",
+        )
+    ),
+    "bert_last_layer": lambda: trained_in(
+        classifier(bert()), "transformer_layer_1", "pooled_dense"
+    ),
+    "bert_head": lambda: trained_in(classifier(bert())),
+    "bert_positions": lambda: trained_in(classifier(bert()), "position_embedding"),
+    "bert_masked_lm": lambda: masked_language_model(bert()),
+    "gpt2": lambda: language_model(gpt2()),
+    "gpt2_token_head": lambda: token_head(gpt2()),
+    "gpt2_lora": lambda: language_model(adapted(gpt2())),
+    "gpt2_lora_embedding": lambda: language_model(
+        adapted(gpt2(), "query", "value", "token_embedding")
+    ),
+    "gpt2_last_layer": lambda: trained_in(
+        language_model(gpt2()), "transformer_layer_1", "layer_norm"
+    ),
+}
+
+
+def away_from_zero(model):
+    """Move what trains: adapters start at zero, and so do biases."""
+    rng = np.random.default_rng(0)
+    for variable in model.trainable_variables:
+        variable.assign(variable + 0.05 * rng.standard_normal(variable.shape))
+    return model
+
+
+def data(model, rows=ROWS):
+    """Sentences of several lengths, their targets and weights, one of them huge."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(3, LENGTH + 1, rows)[:, None]
+    mask = (np.arange(LENGTH) < lengths).astype("int32")
+    x = {
+        "token_ids": rng.integers(1, IDS, (rows, LENGTH)).astype("int32") * mask,
+        "padding_mask": mask,
+        "segment_ids": (np.arange(LENGTH) > lengths // 2).astype("int32") * mask,
+        "mask_positions": rng.integers(3, size=(rows, 4)).astype("int32"),
+    }
+    x = {name: x[name] for name in model.input}
+    targets = {2: (rows,), 3: (rows, 4 if "mask_positions" in x else LENGTH)}
+    rank = len(model.output.shape)
+    y = rng.integers(model.output.shape[-1], size=targets[rank])
+    weights = np.ones(rows, "float32")
+    weights[2] = 1000
+    return x, y, weights
+
+
+def assert_engines_agree(model, tolerance):
+    """Compare with the engine that takes each example's whole gradient."""
+    batch = data(model)
+
+    def clipped(engine, clip):
+        return tfdp.clipped_gradients(
+            model,
+            LOSS(from_logits=True, dtype=model.dtype_policy),
+            *batch,
+            l2_norm_clip=clip,
+            engine=engine,
+        )
+
+    clip = 0.9 * float(np.median(clipped("vectorized", 1e9).norms))
+    expected = clipped("vectorized", clip)
+    norms = np.asarray(expected.norms)
+    assert norms.max() > 100 * clip
+    for engine in ("bookkeeping", "ghost"):
+        found = clipped(engine, clip)
+        np.testing.assert_allclose(found.norms, norms, rtol=tolerance)
+        for one, other in zip(found.gradients, expected.gradients, strict=True):
+            assert np.linalg.norm(one - other) <= tolerance * clip * ROWS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_engines_agree(name):
+    model = away_from_zero(MODELS[name]())
+    x, _, _ = data(model)
+    assert tfdp.validate_model(model, x) == []
+    trained = [
+        layer for _, layer in _keras.layers_by_path(model) if layer.trainable_variables
+    ]
+    assert generic not in map(rules.find, trained)
+    assert_engines_agree(model, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["bert", "bert_masked_lm", "gpt2"])
+def test_engines_agree_in_float64(name):
+    with precision("float64"):
+        assert_engines_agree(away_from_zero(MODELS[name]()), 1e-9)
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+@pytest.mark.parametrize(
+    ("backbone", "task"), [(bert, classifier), (gpt2, language_model)]
+)
+def test_training(backbone, task, is_adapted, caplog):
+    """With dropout, chosen by itself and without a word."""
+    backbone = backbone(dropout=0.1)
+    model = task(adapted(backbone) if is_adapted else backbone)
+    frozen = [variable.numpy() for variable in model.non_trainable_variables]
+    private = tfdp.DPModel(model)
+    private.compile(
+        tfdp.optimizers.DPOptimizer(
+            keras.optimizers.Adam(0.01), l2_norm_clip=1.0, noise_multiplier=0.5
+        ),
+        LOSS(from_logits=True),
+    )
+    x, y, _ = data(model, rows=32)
+    with caplog.at_level(logging.WARNING):
+        history = private.fit(x, y, batch_size=16, epochs=2, verbose=0).history
+    assert np.isfinite(history["loss"]).all()
+    assert "whole gradient" not in caplog.text
+    assert "generic" not in private.explain()
+    if is_adapted:
+        assert "lora" in " ".join(v.path for v in model.trainable_variables)
+        for variable, before in zip(model.non_trainable_variables, frozen, strict=True):
+            if "seed" not in variable.path:
+                np.testing.assert_array_equal(variable, before)
+
+
+@pytest.mark.parametrize("mode", ["start_index", "positions", "neither"])
+def test_positions(mode):
+    """The layer by itself, called as nobody calls it in training."""
+    arguments = {"start_index": 3, "positions": np.array([[4, 0, 4], [1, 2, 0]])}
+    inputs = keras.Input((3, 2))
+    layer = keras_hub.layers.PositionEmbedding(6)
+    chosen = {name: arguments[name] for name in arguments if name == mode}
+    if mode == "positions":
+        positions = keras.Input((3,), dtype="int32")
+        model = keras.Model([inputs, positions], layer(inputs, positions=positions))
+        x = [np.ones((2, 3, 2), "float32"), arguments["positions"]]
+    else:
+        model = keras.Model(inputs, layer(inputs, **chosen))
+        x = np.ones((2, 3, 2), "float32")
+    assert rules.find(layer) is hub.position_embedding
+    y = np.random.default_rng(0).normal(size=(2, 3, 2))
+    one, other = (
+        tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=0.1, engine=engine)
+        for engine in ("bookkeeping", "vectorized")
+    )
+    np.testing.assert_allclose(one.norms, other.norms, rtol=1e-5)
+    np.testing.assert_allclose(
+        one.gradients[0], other.gradients[0], rtol=1e-5, atol=1e-8
+    )

@@ -1,0 +1,70 @@
+"""Layers of KerasHub with variables of their own, without which tfdp runs as well.
+
+Its other layers are made of Keras's, which have rules.
+"""
+
+import sys
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.errors import UnsupportedLayerError
+from tfdp.rules.dense import watch_preactivation
+from tfdp.rules.embedding import reversible_embedding, row_numbers
+from tfdp.rules.recording import Call, Rule, own_variables
+from tfdp.rules.terms import OuterProducts, PerRow, Term
+
+
+def find(layer: keras.layers.Layer) -> Rule | None:
+    """Return the rule of a layer of KerasHub, if that was imported and it has one."""
+    of_hub = getattr(sys.modules.get("keras_hub"), "layers", None)
+    for name, rule in _RULES.items():
+        if type(layer) is getattr(of_hub, name, None):
+            return rule
+    return None
+
+
+def position_embedding(call: Call) -> Any:
+    """Rule of `keras_hub.layers.PositionEmbedding`, a lookup of each row's positions."""
+    layer, arguments = call.layer, call.bound()
+    shape = tf.shape(call.inputs)[:-1]
+    # An argument of later releases.
+    positions = arguments.get("positions")
+    if positions is None:
+        positions = tf.range(shape[-1]) + tf.cast(arguments["start_index"], tf.int32)
+    ids = tf.broadcast_to(row_numbers(positions, layer.sequence_length), shape)
+
+    def terms(g: tf.Tensor) -> list[Term]:
+        return [OuterProducts(layer.position_embeddings, ids, g)]
+
+    return call.watch(call.run_with(), terms, is_linear=True)
+
+
+def masked_lm_head(call: Call) -> Any:
+    """Rule of `keras_hub.layers.MaskedLMHead`, of whose own there is a bias.
+
+    Args:
+        call: The call.
+
+    Returns:
+        The layer's outputs.
+
+    Raises:
+        UnsupportedLayerError: If it multiplies by a matrix of its own.
+    """
+    if call.layer.token_embedding is None:
+        raise UnsupportedLayerError(
+            "A MaskedLMHead must multiply by the token embedding. Received: "
+            f"`{call.path}` with token_embedding=None. Use "
+            "`MaskedLMHead(token_embedding=backbone.token_embedding)`."
+        )
+    biases = own_variables(call.layer)
+    return watch_preactivation(call, lambda g: [PerRow(bias, g) for bias in biases])
+
+
+_RULES: dict[str, Rule] = {
+    "MaskedLMHead": masked_lm_head,
+    "PositionEmbedding": position_embedding,
+    "ReversibleEmbedding": reversible_embedding,
+}
