@@ -72,6 +72,7 @@ def imported_modules(path):
         "calibrate_noise_multiplier",
         "validate_model",
         "export.export_private_model",
+        "fix_model",
         "optimizers.DPOptimizer",
         "optimizers.DPSGD",
         "optimizers.DPAdam",

@@ -819,7 +819,7 @@ def test_check_model_names_all_problems_at_once():
         assert line.startswith(f"  * `{path}` (")
         assert reason in line
     assert "Received: model=<Sequential name=model" in message
-    assert "`keras.layers.GroupNormalization(groups=...)`" in message
+    assert "`tfdp.fix_model(model)` replaces it by GroupNormalization" in message
     assert "`layer.trainable = False`" in message
 
 

@@ -18,6 +18,7 @@ from tfdp.accounting import (
     compute_dp_sgd_privacy_statement as compute_dp_sgd_privacy_statement,
 )
 from tfdp.clipping import ClippedSum as ClippedSum
+from tfdp.fixing import fix_model as fix_model
 from tfdp.gradients import clipped_gradients as clipped_gradients
 from tfdp.model import DPModel as DPModel
 from tfdp.validation import validate_model as validate_model

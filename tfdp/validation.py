@@ -33,7 +33,7 @@ class _Flaw(NamedTuple):
 _BATCH_STATISTICS = _Flaw(
     "its batch statistics mix the examples, and its moving statistics keep data "
     "without noise",
-    "Replace it by `keras.layers.GroupNormalization(groups=...)`, or freeze it: "
+    "`tfdp.fix_model(model)` replaces it by GroupNormalization, or freeze it: "
     "`layer.trainable = False`.",
 )
 _SPECTRAL = _Flaw(
