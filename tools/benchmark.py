@@ -58,14 +58,16 @@ _ROWS = {
     "jax_privacy": ["vmap", "one_by_one"],
     "tensorflow_privacy": ["vectorized", "fast_gradient_clipping"],
 }
-_MODELS = [name for name in PROBLEMS if name not in {"synthetic", "frozen", "deep"}]
+_TFDP_ALONE = ("frozen", "mobilenet_v2", "resnet50")
+_MODELS = [name for name in PROBLEMS if name not in {"synthetic", "deep", *_TFDP_ALONE}]
 _DEPTHS = (2, 8, 32, 128, 200)
 
 _CHOSEN = flags.DEFINE_multi_enum(
     "models",
     _MODELS,
-    [*_MODELS, "frozen"],
-    "Models; repeat the flag for several. Other frameworks have no frozen one.",
+    [*_MODELS, *_TFDP_ALONE],
+    "Models; repeat the flag for several. Other frameworks have no "
+    f"{', '.join(_TFDP_ALONE)}.",
 )
 _ENGINES = flags.DEFINE_multi_enum(
     "rows", _ROWS[_TFDP], _ROWS[_TFDP], "Engines; repeat the flag for several."

@@ -107,6 +107,22 @@ def _frozen() -> keras.Model:
     return keras.Sequential([keras.Input((2048,)), *trunk, layers.Dense(10)])
 
 
+def _mobilenet_v2() -> keras.Model:
+    """Depthwise convolutions between pointwise ones, with batch normalization."""
+    return _application(keras.applications.MobileNetV2)
+
+
+def _resnet50() -> keras.Model:
+    """Bottlenecks with shortcuts, 53 convolutions, with batch normalization."""
+    return _application(keras.applications.ResNet50)
+
+
+def _application(network: Any) -> keras.Model:
+    return network(
+        input_shape=(64, 64, 3), weights=None, classes=10, classifier_activation=None
+    )
+
+
 _BUILD = {
     "mlp": _mlp,
     "cnn": _cnn,
@@ -117,4 +133,6 @@ _BUILD = {
     "synthetic": _synthetic,
     "frozen": _frozen,
     "deep": _deep,
+    "mobilenet_v2": _mobilenet_v2,
+    "resnet50": _resnet50,
 }

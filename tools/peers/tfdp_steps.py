@@ -20,6 +20,8 @@ from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 
 _NUMBER_OF_BATCHES = 16
 
+_WITH_BATCH_NORMALIZATION = ("mobilenet_v2", "resnet50")
+
 _OPTIONS = {
     "vectorized": {"engine": "vectorized"},
     "fast_gradient_clipping": {"engine": GhostEngine(norms="instantiate")},
@@ -46,6 +48,8 @@ def stepper(options: argparse.Namespace, row: str) -> steps.Step:
     The first one is a step of `fit`, which builds the `train_function`.
     """
     model = keras_models.build(options.model)
+    if options.model in _WITH_BATCH_NORMALIZATION:
+        model = tfdp.fix_model(model)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.SGD(steps.LEARNING_RATE)
     if row != "ordinary":
         model = tfdp.DPModel(model, **_OPTIONS[row])
