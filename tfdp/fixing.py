@@ -37,10 +37,10 @@ def fix_model(model: keras.Model, groups: int = 32) -> keras.Model:
 
     The number of groups is the largest divisor of the number of channels, up to
     `groups`, with which a group has 16 values of an example or more, positions times
-    channels, where these are known; else 1. The copy is not compiled and shares
-    nothing with the model. A class that only says how layers are put together, derived
-    from Sequential or made of inputs and outputs, comes back as a plain model of that
-    kind.
+    channels, where these are known; else 1. The copy is not compiled, and shares no
+    layer or variable with the model. A class that only says how layers are put
+    together, derived from Sequential or made of inputs and outputs, comes back as a
+    plain model of that kind.
 
     Args:
         model: A built model. Looked into are Sequential and functional models, nested
