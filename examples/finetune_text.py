@@ -1,6 +1,6 @@
 """Fine-tune a Transformer privately, to tell good reviews from bad ones.
 
-1. An encoder is pretrained without privacy on public text: it guesses masked words.
+1. An encoder is pretrained without privacy on public reviews.
 2. On private reviews its last block and a classifier are trained with differential
    privacy (or low-rank updates of all blocks, --method=lora), and once more without.
 3. The model, from strings to scores, is exported for TensorFlow Serving.
@@ -9,12 +9,12 @@
     python examples/finetune_text.py --dataset=sst2 --data_dir=path/to/folder
     python examples/finetune_text.py --table
 
-By default sentences are made up by a small grammar. With --data_dir (or the environment
-variable TFDP_DATA) the private reviews are those of SST-2 and the public text is that of
+By default reviews are made up by a small grammar. With --data_dir (or the environment
+variable TFDP_DATA) the private ones are those of SST-2 and the public ones those of
 IMDB, or the other way round: the folder has sst2/sst2_train.tsv, sst2/sst2_dev.tsv and
 imdb_train.jsonl.gz, imdb_test.jsonl.gz.
 
-The vocabulary is that of the public text: one made from private reviews would not be
+The vocabulary is that of the public reviews: one made from private reviews would not be
 covered by the guarantee.
 
 --table shows what a step takes in time and memory, for a width of 768 as in BERT, by
@@ -32,8 +32,9 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 from absl import app, flags
-from keras import layers, ops
+from keras import layers
 from matplotlib.figure import Figure
 
 import tfdp
@@ -51,7 +52,7 @@ _TARGET_EPSILON = flags.DEFINE_float("target_epsilon", 3.0, "Epsilon to spend.")
 _DELTA = flags.DEFINE_float("delta", 1e-5, "Delta of the guarantee.")
 _EPOCHS = flags.DEFINE_integer("epochs", 8, "Private epochs.", lower_bound=1)
 _PRETRAIN_STEPS = flags.DEFINE_integer(
-    "pretrain_steps", 400, "Steps on public text.", lower_bound=1
+    "pretrain_steps", 800, "Steps on public text.", lower_bound=1
 )
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", 512, "Expected number of reviews in a private batch.", lower_bound=1
@@ -70,11 +71,11 @@ _OUTPUT_DIR = flags.DEFINE_string(
 )
 _TABLE = flags.DEFINE_bool("table", False, "Only show what a step takes.")
 
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
 _HEADS = 4
 _WORDS = 8000
-_MASKED = 5
 _RANK = 4
-_UNKNOWN = 1  # Keras's id of a word outside of the vocabulary; here, of a masked one.
 
 
 class Reviews(NamedTuple):
@@ -104,9 +105,13 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"finetune_text: {error}")
     output = Path(_OUTPUT_DIR.value)
     output.mkdir(parents=True, exist_ok=True)
-    vectorize = layers.TextVectorization(_WORDS, output_sequence_length=_LENGTH.value)
-    vectorize.adapt(public)
-    encoder = pretrained(np.array(vectorize(public)), vectorize.vocabulary_size())
+    vectorize = layers.TextVectorization(
+        _WORDS, standardize=begun, output_sequence_length=_LENGTH.value
+    )
+    vectorize.adapt(public.texts)
+    encoder = pretrained(
+        np.array(vectorize(public.texts)), public.labels, vectorize.vocabulary_size()
+    )
     encoder.save(output / "encoder.keras")
     x, x_test = np.array(vectorize(train.texts)), np.array(vectorize(test.texts))
     data = (x, train.labels), (x_test, test.labels)
@@ -145,60 +150,41 @@ def main(argv: Sequence[str]) -> None:
     )
 
 
-def pretrained(ids: np.ndarray, words: int) -> keras.Model:
-    """Train an encoder to guess masked words of public text."""
+def begun(text: tf.Tensor) -> tf.Tensor:
+    """Keep words only, and let each text begin with one, so that none is empty."""
+    words = tf.strings.regex_replace(tf.strings.lower(text), "[^a-z0-9' ]", " ")
+    return tf.strings.join(["[begin] ", words])
+
+
+def pretrained(ids: np.ndarray, labels: np.ndarray, words: int) -> keras.Model:
+    """Train an encoder on public reviews."""
     encoder = tfdp.models.bert(
         words, _LENGTH.value, width=_WIDTH.value, heads=_HEADS, blocks=_BLOCKS.value
     )
-    places = keras.Input((_MASKED,), dtype="int32", name="places")
-    found = ops.take_along_axis(encoder.output, places[..., None], axis=1)
-    guesses = layers.Dense(words)(found)
-    model = keras.Model([encoder.input, places], guesses)
+    print(f"Pretraining without privacy, on {len(ids):,} public texts")
+    epochs = 4
     schedule = keras.optimizers.schedules.CosineDecay(
         0.0, _PRETRAIN_STEPS.value, warmup_target=1e-3, warmup_steps=50
     )
-    model.compile(
-        keras.optimizers.AdamW(schedule, clipnorm=1.0),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
-    epochs = 4
+    model = keras.Model(encoder.input, logits(encoder))
+    optimizer = keras.optimizers.AdamW(schedule, clipnorm=1.0)
+    model.compile(optimizer, LOSS, metrics=["accuracy"])
     steps = -(-_PRETRAIN_STEPS.value // epochs)
-    print(f"Pretraining without privacy, on {len(ids):,} public texts")
-    model.fit(MaskedWords(ids, steps=steps), epochs=epochs, verbose=2)
+    batches = tf.data.Dataset.from_tensor_slices((ids, labels))
+    batches = batches.shuffle(len(ids)).repeat().batch(128)
+    model.fit(batches, steps_per_epoch=steps, epochs=epochs, verbose=2)
     return encoder
 
 
-class MaskedWords(keras.utils.PyDataset):
-    """Batches of public text in which some words are masked.
-
-    Args:
-        ids: Token ids, shape ``(texts, length)``.
-        steps: Batches in an epoch.
-        batch_size: Texts in a batch.
-    """
-
-    def __init__(self, ids: np.ndarray, *, steps: int, batch_size: int = 128) -> None:
-        super().__init__()
-        self._ids, self._steps, self._batch_size = ids, steps, batch_size
-        self._rng = np.random.default_rng(0)
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __getitem__(self, _: int) -> Any:
-        """Return ids with masks, the places of these, and the words there."""
-        ids = self._ids[self._rng.integers(0, len(self._ids), self._batch_size)]
-        # Of words first, and of padding where there are too few.
-        order = np.where(ids > 0, self._rng.random(ids.shape), 2)
-        places = np.argsort(order, axis=1)[:, :_MASKED].astype("int32")
-        words = np.take_along_axis(ids, places, axis=1)
-        masked = ids.copy()
-        np.put_along_axis(masked, places, np.where(words > 0, _UNKNOWN, 0), axis=1)
-        return (masked, places), words, (words > _UNKNOWN).astype("float32")
+def logits(encoder: keras.Model) -> keras.KerasTensor:
+    """Put a classifier on an encoder."""
+    x = layers.GlobalAveragePooling1D()(encoder.output)
+    x = layers.Dense(_WIDTH.value, activation="tanh")(x)
+    return layers.Dense(2)(x)
 
 
 def with_classifier(encoder: keras.Model) -> keras.Model:
-    """Put a classifier on an encoder, and freeze what is not to be trained."""
+    """Put a new classifier on an encoder, and freeze what is not to be trained."""
     for layer in encoder.layers:
         attends = isinstance(layer, layers.MultiHeadAttention)
         if _METHOD.value == "last":
@@ -210,17 +196,14 @@ def with_classifier(encoder: keras.Model) -> keras.Model:
                     dense.enable_lora(_RANK)
                 for dense in (layer.key_dense, layer.output_dense):
                     dense.trainable = False
-    x = layers.GlobalAveragePooling1D(name="mean")(encoder.output)
-    x = layers.Dense(_WIDTH.value, activation="tanh", name="pooler")(x)
-    return keras.Model(encoder.input, layers.Dense(2, name="logits")(x))
+    return keras.Model(encoder.input, logits(encoder))
 
 
 def fit(
     model: keras.Model, optimizer: Any, train: Any, test: Any, **options: Any
 ) -> dict[str, list[float]]:
     """Train a model and return its history."""
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"])
+    model.compile(optimizer, LOSS, metrics=["accuracy"])
     return model.fit(
         *train,
         batch_size=_BATCH_SIZE.value,
@@ -240,13 +223,13 @@ def next_version(models: Path) -> Path:
 # Data.
 
 
-def load(dataset: str, data_dir: str | None) -> tuple[Reviews, Reviews, list[str]]:
-    """Return private reviews for training and for tests, and public text."""
+def load(dataset: str, data_dir: str | None) -> tuple[Reviews, Reviews, Reviews]:
+    """Return private reviews for training and for tests, and public ones."""
     if dataset == "generated":
         return (
             generated(6000, seed=0, nouns=["film", "plot", "cast", "score", "ending"]),
             generated(1000, seed=1, nouns=["film", "plot", "cast", "score", "ending"]),
-            generated(20_000, seed=2, nouns=["book", "meal", "hotel", "film"]).texts,
+            generated(20_000, seed=2, nouns=["book", "meal", "hotel", "film"]),
         )
     if data_dir is None:
         raise ValueError(
@@ -255,20 +238,21 @@ def load(dataset: str, data_dir: str | None) -> tuple[Reviews, Reviews, list[str
         )
     folder = Path(data_dir)
     if dataset == "sst2":
-        public = imdb(folder / "imdb_train.jsonl.gz").texts
         train, test = (folder / "sst2" / f"sst2_{n}.tsv" for n in ("train", "dev"))
-        return sst2(train), sst2(test), [part for text in public for part in cut(text)]
+        return sst2(train), sst2(test), in_parts(imdb(folder / "imdb_train.jsonl.gz"))
     train, test = (folder / f"imdb_{split}.jsonl.gz" for split in ("train", "test"))
-    return imdb(train), imdb(test), sst2(folder / "sst2" / "sst2_train.tsv").texts
+    return imdb(train), imdb(test), sst2(folder / "sst2" / "sst2_train.tsv")
 
 
-def cut(text: str) -> list[str]:
-    """Cut a long text into parts as long as the encoder takes."""
-    words = text.replace("<br />", " ").split()
-    return [
-        " ".join(words[start : start + _LENGTH.value])
-        for start in range(0, min(len(words), 4 * _LENGTH.value), _LENGTH.value)
-    ]
+def in_parts(reviews: Reviews) -> Reviews:
+    """Cut long reviews into parts of as many words as the encoder takes."""
+    parts, labels = [], []
+    for text, label in zip(*reviews, strict=True):
+        words, length = text.replace("<br />", " ").split(), _LENGTH.value
+        for start in range(0, max(len(words) - length, 1), length):
+            parts.append(" ".join(words[start : start + length]))
+            labels.append(label)
+    return Reviews(parts, np.array(labels))
 
 
 def sst2(path: Path) -> Reviews:

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags
-from peers.steps import PROBLEMS
+from peers.steps import PROBLEMS, problem_of
 
 _ORDINARY = "ordinary"
 _TFDP = "tfdp"
@@ -58,7 +58,7 @@ _ROWS = {
     "jax_privacy": ["vmap", "one_by_one"],
     "tensorflow_privacy": ["vectorized", "fast_gradient_clipping"],
 }
-_TFDP_ALONE = ("frozen", "mobilenet_v2", "resnet50")
+_TFDP_ALONE = ("frozen", "bert", "bert:4", "mobilenet_v2", "resnet50")
 _MODELS = [name for name in PROBLEMS if name not in {"synthetic", "deep", *_TFDP_ALONE}]
 _DEPTHS = (2, 8, 32, 128, 200)
 
@@ -292,7 +292,7 @@ def compare() -> list[Result]:
     for model, framework in itertools.product(dict.fromkeys(_CHOSEN.value), frameworks):
         engines = _ENGINES.value if framework == _TFDP else _ROWS[framework]
         rows = [_ORDINARY, *dict.fromkeys(engines)]
-        for size in _BATCH_SIZES.value or [PROBLEMS[model].batch_size]:
+        for size in _BATCH_SIZES.value or [problem_of(model).batch_size]:
             results = measure(framework, model, size, rows)
             for row, found in results.items():
                 name = row if framework == _TFDP else f"{framework} {row}"

@@ -42,6 +42,7 @@ PROBLEMS = {
     "synthetic": Problem((5120,), 1280),
     "frozen": Problem((2048,), 10),
     "deep": Problem((128,), 10),
+    "bert": Problem((32,), 2, batch_size=32, vocabulary=30_522),
     "mobilenet_v2": Problem((64, 64, 3), 10, batch_size=32),
     "resnet50": Problem((64, 64, 3), 10, batch_size=32),
 }

@@ -47,9 +47,7 @@ def stepper(options: argparse.Namespace, row: str) -> steps.Step:
 
     The first one is a step of `fit`, which builds the `train_function`.
     """
-    model = keras_models.build(options.model)
-    if options.model in _WITH_BATCH_NORMALIZATION:
-        model = tfdp.fix_model(model)
+    model = build(options.model)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.SGD(steps.LEARNING_RATE)
     if row != "ordinary":
         model = tfdp.DPModel(model, **_OPTIONS[row])
@@ -79,6 +77,26 @@ def stepper(options: argparse.Namespace, row: str) -> steps.Step:
         model.trainable_variables[-1].numpy()
 
     return step
+
+
+def build(name: str) -> keras.Model:
+    """Build a model that the other frameworks have too, or one of tfdp's."""
+    if name.startswith("bert"):
+        return _bert(int(name.partition(":")[2] or 12))
+    model = keras_models.build(name)
+    return tfdp.fix_model(model) if name in _WITH_BATCH_NORMALIZATION else model
+
+
+def _bert(blocks: int) -> keras.Model:
+    """BERT's base model, or one of fewer blocks, whose last three layers train."""
+    problem = steps.problem_of("bert")
+    encoder = tfdp.models.bert(problem.vocabulary, *problem.shape, blocks=blocks)
+    for layer in encoder.layers:
+        layer.trainable = layer.name.startswith(f"block_{blocks - 1}_")
+    first = encoder.output[:, 0]
+    pooled = keras.layers.Dense(768, activation="tanh", name="pooler")(first)
+    logits = keras.layers.Dense(problem.classes, name="logits")(pooled)
+    return keras.Model(encoder.input, logits)
 
 
 def dataset(options: argparse.Namespace) -> tf.data.Dataset:
