@@ -15,7 +15,8 @@ IMDB, or the other way round: the folder has sst2/sst2_train.tsv, sst2/sst2_dev.
 imdb_train.jsonl.gz, imdb_test.jsonl.gz.
 
 The vocabulary is that of the public reviews: one made from private reviews would not be
-covered by the guarantee.
+covered by the guarantee. What is printed and plotted of the training without privacy is
+not private.
 
 --table shows what a step takes in time and memory, for a width of 768 as in BERT, by
 `tools/benchmark.py`; it takes long.
@@ -91,7 +92,14 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"finetune_text: everything is a flag. Received: {argv[1]}.")
     if _TABLE.value:
         sys.exit(table())
+    output = Path(_OUTPUT_DIR.value)
     try:
+        output.mkdir(parents=True, exist_ok=True)
+        if _WIDTH.value % _HEADS:
+            raise ValueError(
+                f"`width` must be a multiple of {_HEADS}. Received: "
+                f"width={_WIDTH.value}. Use --width=128."
+            )
         tfdp.optimizers.DPAdam(l2_norm_clip=_L2_NORM_CLIP.value, noise_multiplier=1.0)
         train, test, public = load(_DATASET.value, _DATA_DIR.value)
         noise_multiplier = tfdp.calibrate_noise_multiplier(
@@ -103,8 +111,6 @@ def main(argv: Sequence[str]) -> None:
         )
     except (OSError, ValueError) as error:
         sys.exit(f"finetune_text: {error}")
-    output = Path(_OUTPUT_DIR.value)
-    output.mkdir(parents=True, exist_ok=True)
     vectorize = layers.TextVectorization(
         _WORDS, standardize=begun, output_sequence_length=_LENGTH.value
     )
@@ -132,7 +138,7 @@ def main(argv: Sequence[str]) -> None:
     other = with_classifier(keras.saving.load_model(output / "encoder.keras"))
     baseline = fit(other, keras.optimizers.Adam(1e-3), *data)
 
-    served = next_version(output / "reviews")
+    served = tfdp.export.next_version(output / "reviews")
     text = keras.Input((), dtype="string", name="review")
     scores = layers.Softmax(name="bad_and_good")(classifier(vectorize(text)))
     # It has the weights of the model that was trained, and so continues its ledger.
@@ -214,12 +220,6 @@ def fit(
     ).history
 
 
-def next_version(models: Path) -> Path:
-    """Return the folder of a version that TensorFlow Serving takes for the newest."""
-    versions = [int(path.name) for path in models.glob("*") if path.name.isdecimal()]
-    return models / str(max(versions, default=0) + 1)
-
-
 # Data.
 
 
@@ -257,8 +257,9 @@ def in_parts(reviews: Reviews) -> Reviews:
 
 def sst2(path: Path) -> Reviews:
     """Read sentences of SST-2."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    pairs = [line.rsplit("\t", 1) for line in lines]
+    # Sentences may have what `splitlines` takes for the end of a line.
+    lines = path.read_text(encoding="utf-8").split("\n")
+    pairs = [line.rsplit("\t", 1) for line in lines if line]
     return Reviews([text for text, _ in pairs], np.array([int(y) for _, y in pairs]))
 
 

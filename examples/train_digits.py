@@ -65,28 +65,21 @@ def main(argv: Sequence[str]) -> None:
     model.save(output / "digits.keras")
     private.save(output / "digits_private.keras")
     plot(history, baseline, output / "history.png")
-    served = next_version(output / "digits")
-    tfdp.export.export_private_model(private, served, delta=_DELTA.value)
+    served = tfdp.export.next_version(output / "digits")
+    report = tfdp.export.export_private_model(private, served, delta=_DELTA.value)
     print("\n" + private.privacy_statement(delta=_DELTA.value))
     print(
         f"Test accuracy: {history['val_accuracy'][-1]:.1%} private, "
         f"{baseline['val_accuracy'][-1]:.1%} without privacy\n"
-        f"Epsilon: {private.epsilon(delta=_DELTA.value):.3f} at delta "
-        f"{_DELTA.value:g}\n"
+        f"Epsilon: {report['epsilon']:.3f} at delta {_DELTA.value:g}\n"
         f"Files in {output}{os.sep}:\n"
         "  digits.keras          the trained model, plain Keras\n"
         "  digits_private.keras  the same to go on training: optimizer and ledger\n"
         "  history.csv           loss, accuracy and epsilon of every epoch\n"
         "  history.png           accuracy and epsilon over the epochs\n"
-        f"  {f'digits/{served.name}':<21} the model for TensorFlow Serving, and its privacy "
+        f"  {Path(served).relative_to(output)!s:<21} the model for TensorFlow Serving, and its privacy "
         "report"
     )
-
-
-def next_version(models: Path) -> Path:
-    """Return the folder of a version that TensorFlow Serving takes for the newest."""
-    versions = [int(path.name) for path in models.glob("*") if path.name.isdecimal()]
-    return models / str(max(versions, default=0) + 1)
 
 
 def train_privately(

@@ -124,14 +124,66 @@ def test_moving_averages_are_exported_and_the_model_keeps_its_weights(tmp_path):
     for _ in range(3):
         private.train_on_batch(x, y)
     kept = [weight.numpy() for weight in model.weights]
-    report = export_private_model(private, tmp_path / "model" / "1", delta=DELTA)
+    export_private_model(private, tmp_path / "model" / "1", delta=DELTA)
     for weight, value in zip(model.weights, kept, strict=True):
         np.testing.assert_array_equal(weight, value)
     served = serve(tmp_path / "model" / "1", {"x": x})["y"]
     assert np.abs(served - model(x)).max() > 1e-3
     private.optimizer.finalize_variable_values(model.trainable_variables)
     np.testing.assert_allclose(served, model(x), atol=1e-6)
-    assert report["weights"] == "moving average"
+
+
+def two_layers():
+    return keras.Sequential([
+        keras.Input((3,), name="x"),
+        layers.Dense(3, name="a", use_bias=False),
+        layers.Dense(3, name="b", use_bias=False),
+    ])
+
+
+def steps_on_batches(private, steps=3):
+    for _ in range(steps):
+        private.train_on_batch(np.ones((10, 3), "float32"), np.ones((10, 3), "float32"))
+
+
+def test_averages_go_where_they_belong_when_a_layer_was_frozen(tmp_path):
+    model = two_layers()
+    private = untrained(model, use_ema=True, ema_momentum=0.5, expected_batch_size=10)
+    steps_on_batches(private)
+    model.layers[0].trainable = False
+    export_private_model(private, tmp_path / "model" / "1", delta=DELTA)
+    x = np.eye(3, dtype="float32")
+    served = serve(tmp_path / "model" / "1", {"x": x})["b"]
+    model.layers[0].trainable = True
+    private.optimizer.finalize_variable_values(model.trainable_variables)
+    np.testing.assert_allclose(served, model(x), atol=1e-6)
+
+
+def test_weights_chosen_after_fit_are_exported_not_the_averages(tmp_path):
+    model = two_layers()
+    private = untrained(model, use_ema=True, ema_momentum=0.5)
+    x, y = np.ones((20, 3), "float32"), np.ones((20, 3), "float32")
+    private.fit(x, y, batch_size=10, verbose=0)
+    chosen = [weight + 1 for weight in model.get_weights()]
+    model.set_weights(chosen)
+    private.save(tmp_path / "private.keras")
+    for number, each in enumerate([
+        private,
+        keras.saving.load_model(tmp_path / "private.keras"),
+    ]):
+        path = tmp_path / "model" / str(number)
+        export_private_model(each, path, delta=DELTA)
+        np.testing.assert_allclose(serve(path, {"x": x})["b"], model(x), rtol=1e-5)
+
+
+def test_averages_before_the_first_step_are_not_exported(tmp_path):
+    model = two_layers()
+    private = untrained(model, use_ema=True)
+    private.optimizer.build(model.trainable_variables)
+    export_private_model(private, tmp_path / "model" / "1", delta=DELTA)
+    x = np.eye(3, dtype="float32")
+    served = serve(tmp_path / "model" / "1", {"x": x})["b"]
+    np.testing.assert_allclose(served, model(x), rtol=1e-5)
 
 
 def test_after_fit_the_averages_are_the_weights(tmp_path):
@@ -212,7 +264,6 @@ def test_the_report_says_what_was_run(tmp_path, trained_once):
     assert report["steps"] == 8
     assert report["noise_multiplier"] == pytest.approx(1.1)
     assert report["l2_norm_clip"] == 1.0
-    assert report["weights"] == "last step"
     assert report["not_trained"] == []
     assert "zero-out" in report["neighbouring_relation"]
     assert "one row of x" in report["unit"]
@@ -225,7 +276,11 @@ def test_a_copy_for_people(tmp_path, trained_once):
     private = trained_once("digits")
     export_private_model(private, tmp_path / "digits" / "1", delta=DELTA)
     path = tmp_path / "digits" / "1" / "assets.extra" / "privacy_statement.txt"
-    assert path.read_text() == private.privacy_statement(DELTA)
+    text = path.read_text()
+    assert text.startswith(private.privacy_statement(DELTA))
+    assert "no private step updated, of whose values this says nothing: none" in text
+    assert "Steps: 8; clip norm of the last: 1.0." in text
+    assert f"tensorflow {tf.__version__}" in text
 
 
 def test_it_holds_no_measurement_of_the_data(tmp_path, trained_once):
@@ -236,7 +291,7 @@ def test_it_holds_no_measurement_of_the_data(tmp_path, trained_once):
         *("report_version", "differentially_private", "epsilon", "delta", "accountant"),
         *("bounds", "neighbouring_relation", "unit", "sampling", "segments"),
         *("planned_segments", "noise_multiplier", "noise_seed_fixed"),
-        *("sampling_seed_fixed", "not_covered", "steps", "l2_norm_clip", "weights"),
+        *("sampling_seed_fixed", "not_covered", "steps", "l2_norm_clip"),
         *("covered", "not_trained", "versions"),
     }
 
@@ -273,16 +328,156 @@ def test_a_run_that_was_cut_short_is_reported_as_planned(tmp_path):
     assert report["planned_segments"][0]["steps"] == 9 * 4
 
 
-def test_weights_that_did_not_train_are_named(tmp_path):
-    model = keras.Sequential([
-        keras.Input((3,)),
-        layers.Dense(4, name="trunk", trainable=False),
-        layers.Dense(1, name="head"),
-    ])
-    report = export_private_model(
-        untrained(model), tmp_path / "model" / "1", delta=DELTA
+def fitted(model, **options):
+    private = untrained(model, **options)
+    width = model.output_shape[-1]
+    x, y = np.ones((40, 3), "float32"), np.ones((40, width), "float32")
+    private.fit(x, y, batch_size=10, epochs=2, verbose=0)
+    return private
+
+
+def exported(model, folder):
+    private = model if isinstance(model, tfdp.DPModel) else tfdp.DPModel(model)
+    path = export.next_version(folder)
+    return export_private_model(private, path, delta=DELTA)
+
+
+def layers_in(paths):
+    return sorted({path.split("/")[-2] for path in paths})
+
+
+def test_weights_that_did_not_train_are_named_in_both(tmp_path):
+    model = two_layers()
+    model.layers[0].trainable = False
+    report = exported(fitted(model), tmp_path)
+    assert layers_in(report["not_trained"]) == ["a"]
+    text = (tmp_path / "1" / "assets.extra" / "privacy_statement.txt").read_text()
+    assert f"says nothing:\n- {report['not_trained'][0]}\n" in text
+
+
+def test_weights_that_trained_are_covered_when_they_are_frozen_later(tmp_path):
+    private = fitted(two_layers())
+    private.model.layers[0].trainable = False
+    assert exported(private, tmp_path)["not_trained"] == []
+
+
+def test_trained_and_untrained_weights_are_told_apart_after_loading(tmp_path):
+    model = two_layers()
+    model.layers[0].trainable = False
+    fitted(model).save(tmp_path / "private.keras")
+    loaded = keras.saving.load_model(tmp_path / "private.keras")
+    report = exported(loaded, tmp_path / "m")
+    assert layers_in(report["not_trained"]) == ["a"]
+    assert report["l2_norm_clip"] == 1.0
+
+
+def frozen_under_softmax(model):
+    model.trainable = False
+    x = keras.Input((3,))
+    return keras.Model(x, layers.Softmax()(model(x)))
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        frozen_under_softmax,
+        lambda model: keras.Model(model.inputs, model.layers[0].output),
+        lambda model: keras.Sequential([keras.Input((3,)), *model.layers]),
+        tfdp.fix_model,
+    ],
+)
+def test_what_is_made_of_private_weights_has_their_history(derive, tmp_path):
+    private = fitted(two_layers())
+    wanted = exported(private, tmp_path / "m")
+    report = exported(derive(private.model), tmp_path / "m")
+    for key in ("epsilon", "segments", "steps", "l2_norm_clip", "not_trained"):
+        assert report[key] == wanted[key], key
+
+
+def test_a_new_head_on_private_weights_is_not_trained(tmp_path):
+    private = fitted(two_layers())
+    head = layers.Dense(1, name="head")(private.model.outputs[0])
+    report = exported(keras.Model(private.model.inputs[0], head), tmp_path)
+    assert layers_in(report["not_trained"]) == ["head"]
+    assert report["steps"] == 8
+
+
+def test_a_second_stage_on_frozen_private_weights_adds_to_the_first(tmp_path):
+    first = fitted(two_layers())
+    wanted = first.ledger
+    first.model.trainable = False
+    head = layers.Dense(1, name="head")(first.model.outputs[0])
+    second = fitted(keras.Model(first.model.inputs[0], head))
+    both = tfdp.accounting.compose(wanted, wanted).merged()
+    assert second.ledger.merged() == both
+    assert exported(second, tmp_path)["not_trained"] == []
+
+
+def test_steps_of_a_loop_of_ones_own_count(tmp_path):
+    model = two_layers()
+    optimizer = tfdp.optimizers.DPSGD(
+        0.1, l2_norm_clip=2.0, noise_multiplier=1.1, expected_batch_size=10
     )
-    assert [path.split("/")[-2] for path in report["not_trained"]] == ["trunk"] * 2
+    x, y = np.ones((10, 3), "float32"), np.ones((10, 3), "float32")
+    for _ in range(3):
+        clipped = tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=2.0)
+        optimizer.apply_clipped_sum(clipped, model.trainable_variables)
+    report = exported(model, tmp_path)
+    assert report["steps"] == 3
+    assert report["epsilon"] == pytest.approx(optimizer.ledger.epsilon(DELTA))
+    assert report["l2_norm_clip"] == 2.0
+    # Also after a fit, by another optimizer.
+    private = fitted(model)
+    clipped = tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=2.0)
+    optimizer.apply_clipped_sum(clipped, model.trainable_variables)
+    report = exported(private, tmp_path)
+    assert report["steps"] == 3 + 8 + 1
+    assert report["epsilon"] == exported(model, tmp_path)["epsilon"]
+
+
+def test_training_without_noise_after_wrapping_is_refused(tmp_path):
+    private = fitted(two_layers())
+    private.model.compile("sgd", "mse")
+    private.model.fit(np.ones((10, 3)), np.ones((10, 3)), verbose=0)
+    with pytest.raises(NotPrivateError, match="an optimizer of its own, without noise"):
+        exported(private, tmp_path / "m")
+
+
+def test_a_schedule_reports_the_last_clip_norm(tmp_path):
+    private = untrained(two_layers())
+    schedule = keras.optimizers.schedules.PolynomialDecay(4.0, 8, 1.0)
+    x, y = np.ones((40, 3), "float32"), np.ones((40, 3), "float32")
+    private.fit(
+        *(x, y),
+        batch_size=10,
+        epochs=2,
+        callbacks=[tfdp.callbacks.ClipNormScheduler(schedule)],
+        verbose=0,
+    )
+    last = float(schedule(7))
+    assert exported(private, tmp_path)["l2_norm_clip"] == pytest.approx(last)
+
+
+class KeepsLast(layers.Layer):
+    def build(self, shape):
+        self.last = self.add_weight(shape=shape[1:], trainable=False, name="last")
+
+    def call(self, x, training=None):
+        if not training:
+            self.last.assign(x[0])
+        return x
+
+
+def test_a_model_that_keeps_rows_at_inference_is_refused(tmp_path):
+    model = keras.Sequential([keras.Input((3,)), KeepsLast(), layers.Dense(3)])
+    private = fitted(model)
+    private.evaluate(np.full((10, 3), 7.0), np.ones((10, 3)), verbose=0)
+    # Zeros may be what it keeps already.
+    warmup = np.ones((1, 3), "float32")
+    path = tmp_path / "m" / "1"
+    with pytest.raises(ValueError, match=r"keep nothing of the rows.*keeps_last.*last"):
+        export_private_model(private, path, delta=DELTA, warmup=warmup)
+    assert not list((tmp_path / "m").iterdir())
 
 
 def test_a_model_that_never_trained(tmp_path):
@@ -340,6 +535,10 @@ NAN = np.full((2, 8, 8, 1), np.nan)
         ("two_heads", [np.zeros((2, 1))]),
         ("two_heads", [np.zeros((2, 1)), np.zeros((3, 3))]),
         ("words", np.zeros((2, 3))),
+        ("digits", tf.ragged.constant([[1.0], [2.0, 3.0]])),
+        ("digits", (row for row in [1, 2])),
+        ("digits", [[1.0], [2.0, 3.0]]),
+        ("two_heads", [np.full((2, 1), 1e300), np.zeros((2, 3))]),
     ],
 )
 def test_rows_that_the_model_does_not_take_are_refused(name, warmup, tmp_path):
@@ -398,13 +597,30 @@ def test_requests_are_tensorflow_servings(name, sizes):
 
 @pytest.mark.parametrize(
     "path",
-    ["digits", "digits/v1", "digits/1.5", "digits/-1", "", "/", "digits/" + 20 * "9"],
+    [
+        "digits",
+        "digits/01",
+        "digits/v1",
+        "digits/1.5",
+        "digits/-1",
+        "",
+        "/",
+        "digits/" + 20 * "9",
+    ],
 )
 def test_the_folder_must_be_a_version(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"must end in a version.* Received: path="):
         export_private_model(untrained(), path, delta=DELTA)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_next_version(tmp_path):
+    assert export.next_version(tmp_path / "none") == str(tmp_path / "none" / "1")
+    for name in ("2", "10", "draft", "7-unfinished-0"):
+        (tmp_path / name).mkdir()
+    assert export.next_version(tmp_path) == export.next_version(f"{tmp_path}/")
+    assert export.next_version(tmp_path) == str(tmp_path / "11")
 
 
 def test_a_version_is_never_overwritten(tmp_path):

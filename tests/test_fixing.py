@@ -702,3 +702,33 @@ def test_applications_are_clipped_as_one_example_at_a_time(network):
 def test_applications_train_privately(network, caplog):
     check_training(application(network), numbers(4, 32, 32, 3), np.arange(4))
     assert not caplog.records
+
+
+class BatchNormalizationAndRelu(layers.BatchNormalization):
+    def call(self, inputs, training=None, mask=None):
+        return ops.relu(super().call(inputs, training=training, mask=mask))
+
+
+def test_code_of_a_derived_class_is_not_dropped():
+    model = keras.Sequential([
+        keras.Input((4, 4, 8)),
+        BatchNormalizationAndRelu(name="norm"),
+    ])
+    with pytest.raises(UnsupportedLayerError, match=r"`norm`.*code of its own.*lost"):
+        tfdp.fix_model(model)
+
+
+def test_a_copy_of_private_weights_has_their_ledger():
+    model = keras.Sequential([
+        keras.Input((3,)),
+        layers.Dense(4),
+        layers.BatchNormalization(trainable=False),
+        layers.Dense(1),
+    ])
+    private = tfdp.DPModel(model)
+    private.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.1), "mse"
+    )
+    private.fit(np.ones((40, 3)), np.ones((40, 1)), batch_size=10, verbose=0)
+    model.layers[1].trainable = True
+    assert tfdp.DPModel(tfdp.fix_model(model)).ledger == private.ledger

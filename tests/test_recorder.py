@@ -434,6 +434,7 @@ def test_a_state_is_json():
         "sampled_epochs",
         "runs",
         "budget",
+        "last_clip",
     }
 
 

@@ -147,6 +147,11 @@ def output_names(model: keras.Model) -> list[str] | None:
     return None if functional is None else list(functional.output_names)
 
 
+def trained_by(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """List the variables that an optimizer was built with."""
+    return list(optimizer._trainable_variables)
+
+
 def _functional(model: keras.Model) -> Any:
     if isinstance(model, keras.Sequential):
         return model._functional

@@ -20,6 +20,7 @@ from tfdp import _keras, _tree, _validate
 from tfdp.accounting import privacy_report, privacy_statement
 from tfdp.errors import NotPrivateError
 from tfdp.model import DPModel
+from tfdp.validation import changed_variables
 
 _SIGNATURE = "serving_default"
 
@@ -36,20 +37,21 @@ def export_private_model(
     inputs and outputs have the model's own names and a batch of any size. In the names
     of inputs, ``_`` stands for what is neither an ASCII letter nor a digit. Nothing of
     the training is inside: no optimizer, ledger, noise key, training metric or row of
-    the data. It loads where neither tfdp nor Keras is installed. Where the optimizer
-    keeps moving averages (``use_ema``), these are the weights that are exported; the
-    model keeps its own.
+    the data. It loads where neither tfdp nor Keras is installed. Moving averages of the
+    weights (``use_ema``), which `fit` puts into the model when it ends, are exported
+    also after single steps; the model keeps its weights then.
 
     Beside it, in ``assets.extra``, which TensorFlow Serving leaves alone but for the
     warm-up requests:
 
     * ``privacy_report.json``: see below;
-    * ``privacy_statement.txt``: the same for people, as `DPModel.privacy_statement`;
+    * ``privacy_statement.txt``: `DPModel.privacy_statement`, and what else is in the
+      report, for people;
     * ``tf_serving_warmup_requests``: one request, which a server replays before it
       takes others.
 
-    The folder appears at `path` when all of it is written, so that a server that
-    watches its parent never sees half a version.
+    On a file system the folder appears at `path` when all of it is written, so that a
+    server that watches its parent never sees half a version.
 
     Args:
         private: A trained model.
@@ -65,20 +67,22 @@ def export_private_model(
 
         * ``report_version``: 1;
         * ``steps``: noised steps that were taken, of whatever batches;
-        * ``l2_norm_clip``: the clip norm that the optimizer holds, which epsilon does not
-          depend on; None where the model is not compiled;
-        * ``weights``: which they are, those of the last step or their moving average;
+        * ``l2_norm_clip``: the clip norm of the last of them, which epsilon does not
+          depend on; ``noise_multiplier`` is relative to the sensitivity, which is twice
+          that for units of several examples; None if there was no step;
         * ``covered``: what epsilon is a bound for, a sentence;
-        * ``not_trained``: names of weights that did not train, whose values the
-          guarantee says nothing about;
+        * ``not_trained``: paths of the weights that none of these steps updated. The
+          guarantee says nothing about their values;
         * ``versions``: of tfdp, of what it stands on, and of Python.
 
     Raises:
         TypeError: If `private` is no DPModel or `delta` no number.
         ValueError: If `delta` is outside (0, 1), the folder's name is no version, the
-            inputs of the model are not known, or `warmup` does not fit them.
+            inputs of the model are not known, `warmup` does not fit them, or the model
+            keeps something of the rows that it predicts for.
         FileExistsError: If there is something at `path`.
-        NotPrivateError: If steps ran without noise.
+        NotPrivateError: If steps ran without noise, or the model was trained by an
+            optimizer of its own after it had become private.
 
     Example:
         >>> model = keras.Sequential([
@@ -104,6 +108,7 @@ def export_private_model(
     """
     path, name = _checked_path(path)
     report = _report(private, _validate.probability("delta", delta))
+    statement = privacy_statement(private.ledger, delta) + _supplement(report)
     inputs = _inputs(private, warmup)
     rows = _made_up_rows(inputs) if warmup is None else _given_rows(inputs, warmup)
     # TensorFlow Serving takes only folders whose names are numbers.
@@ -111,40 +116,65 @@ def export_private_model(
     try:
         with _averaged_weights(private):
             _write(private.model, inputs, unfinished)
-        _rehearse(unfinished, rows, model=private.model)
+        _rehearse(unfinished, inputs, rows, model=private.model)
         extra = f"{unfinished}/assets.extra"
         tf.io.gfile.makedirs(extra)
         with tf.io.gfile.GFile(f"{extra}/privacy_report.json", "w") as file:
             file.write(json.dumps(report, indent=2, allow_nan=False) + "\n")
         with tf.io.gfile.GFile(f"{extra}/privacy_statement.txt", "w") as file:
-            file.write(privacy_statement(private.ledger, delta))
+            file.write(statement)
         requests = f"{extra}/tf_serving_warmup_requests"
         with tf.io.TFRecordWriter(requests) as writer:
             writer.write(_prediction_log(name, rows))
         tf.io.gfile.rename(unfinished, path)
+    except tf.errors.AlreadyExistsError as error:
+        raise FileExistsError(_exists(path)) from error
     finally:
         if tf.io.gfile.exists(unfinished):
             tf.io.gfile.rmtree(unfinished)
     return report
 
 
+def next_version(models: str | os.PathLike[str]) -> str:
+    """Return the path of a version newer than all that a model has.
+
+    Args:
+        models: Folder of the model's versions, which need not exist.
+
+    Returns:
+        A path for `export_private_model`, in that folder.
+
+    Example:
+        >>> next_version("there/is/none")
+        'there/is/none/1'
+    """
+    models = os.fsdecode(models).rstrip("/")
+    names = tf.io.gfile.listdir(models) if tf.io.gfile.isdir(models) else []
+    versions = [int(name.rstrip("/")) for name in names if name.rstrip("/").isdecimal()]
+    return f"{models}/{max(versions, default=0) + 1}"
+
+
 def _checked_path(path: str | os.PathLike[str]) -> tuple[str, str]:
     """Return the path of the version, and the name of the model."""
-    path = os.fspath(path).rstrip("/")
+    path = os.fsdecode(path).rstrip("/")
     parent, _, version = path.rpartition("/")
     # More digits might not fit into TensorFlow Serving's 64 bits.
-    if not re.fullmatch("[0-9]{1,18}", version):
+    if not re.fullmatch("0|[1-9][0-9]{0,17}", version):
         raise ValueError(
             "`path` must end in a version, a whole number, by which TensorFlow Serving "
             f"knows it. Received: path={path!r}. Use `path={f'{path}/1'!r}`."
         )
     if tf.io.gfile.exists(path):
-        following = path.removesuffix(version) + str(int(version) + 1)
-        raise FileExistsError(
-            "`path` must not exist: a version is never overwritten. Received: "
-            f"path={path!r}. Use `path={following!r}`."
-        )
+        raise FileExistsError(_exists(path))
     return path, parent.rpartition("/")[2] or "model"
+
+
+def _exists(path: str) -> str:
+    parent = path.rpartition("/")[0] or "."
+    return (
+        "`path` must not exist: a version is never overwritten. Received: "
+        f"path={path!r}. Use `path={next_version(parent)!r}`."
+    )
 
 
 def _report(private: DPModel, delta: float) -> dict[str, Any]:
@@ -163,22 +193,28 @@ def _report(private: DPModel, delta: float) -> dict[str, Any]:
             "`noise_multiplier=1.0` or so, or export without a report: "
             "`private.model.export(path)`."
         )
-    clip = float(private.optimizer.l2_norm_clip) if private.compiled else None
-    trained = {id(variable) for variable in private.trainable_variables}
+    optimizer = getattr(private.model, "optimizer", None)
+    if optimizer is not None and int(optimizer.iterations):
+        raise NotPrivateError(
+            f"Model `{private.model.name}` was trained by an optimizer of its own, "
+            f"without noise, after it had become private. Received: {optimizer!r} after "
+            f"{int(optimizer.iterations)} steps. Use `private.fit(...)` only, from the "
+            "start."
+        )
+    recorder = private.recorder
     return {
         "report_version": 1,
         **report,
-        "steps": int(private.recorder.steps),
-        "l2_norm_clip": clip,
-        "weights": "moving average" if _has_averages(private) else "last step",
+        "steps": int(recorder.steps),
+        "l2_norm_clip": recorder.last_clip,
         "covered": (
             "The weights that trained, after every step and in this export: every "
             "output that is computed from them and from public inputs."
         ),
         "not_trained": [
-            variable.path
-            for variable in private.model.weights
-            if id(variable) not in trained
+            weight.path
+            for weight in private.model.weights
+            if not recorder.has_trained(weight)
         ],
         "versions": {
             "tfdp": tfdp.__version__,
@@ -189,6 +225,17 @@ def _report(private: DPModel, delta: float) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+def _supplement(report: Mapping[str, Any]) -> str:
+    """Say what else is in the report than in the statement."""
+    untrained = "".join(f"\n- {path}" for path in report["not_trained"]) or " none"
+    versions = ", ".join(f"{name} {v}" for name, v in report["versions"].items())
+    return (
+        f"\nCovered: {report['covered']}\n\nWeights that no private step updated, of "
+        f"whose values this says nothing:{untrained}\n\nSteps: {report['steps']}; clip "
+        f"norm of the last: {report['l2_norm_clip']}.\nMade with {versions}.\n"
+    )
 
 
 def _inputs(private: DPModel, warmup: Any) -> Any:
@@ -258,7 +305,10 @@ def _given_rows(inputs: Any, warmup: Any) -> dict[str, tf.Tensor]:
         if len(arrays) != len(specs):
             raise ValueError(_misfit(specs, f"{len(arrays)} arrays"))
         warmup = dict(zip(specs, arrays, strict=True))
-    rows = {name: tf.convert_to_tensor(warmup[name]) for name in specs}
+    try:
+        rows = {name: tf.convert_to_tensor(warmup[name]) for name in specs}
+    except (TypeError, ValueError) as error:
+        raise ValueError(_misfit(specs, f"{warmup!r:.200}")) from error
     fit = all(_fits(rows[name], spec) for name, spec in specs.items())
     if not fit or len({len(each) for each in rows.values()}) != 1:
         found = (
@@ -275,7 +325,7 @@ def _fits(rows: tf.Tensor, spec: tf.TensorSpec) -> bool:
     if rows.dtype == spec.dtype == tf.string:
         return True
     if spec.dtype.is_floating and (rows.dtype.is_floating or rows.dtype.is_integer):
-        return bool(np.isfinite(tf.cast(rows, tf.float64)).all())
+        return bool(np.isfinite(tf.cast(tf.cast(rows, spec.dtype), tf.float64)).all())
     are_whole = rows.dtype.is_integer and spec.dtype.is_integer
     return bool(are_whole or rows.dtype == spec.dtype)
 
@@ -290,36 +340,27 @@ def _misfit(specs: Mapping[str, tf.TensorSpec], found: str) -> str:
 
 @contextlib.contextmanager
 def _averaged_weights(private: DPModel) -> Iterator[None]:
-    """Let the trained weights be their moving averages, where these are kept."""
-    if not _has_averages(private):
+    """Let the weights be their moving averages, where these are still to come."""
+    if not (private.compiled and private.optimizer.averages_wait):
         yield
         return
-    variables = private.trainable_variables
+    inner = private.optimizer.inner_optimizer
+    # Some may be frozen by now.
+    variables = _keras.trained_by(inner)
     kept = [variable.numpy() for variable in variables]
     try:
-        private.optimizer.finalize_variable_values(variables)
+        inner.finalize_variable_values(variables)
         yield
     finally:
         for variable, value in zip(variables, kept, strict=True):
             variable.assign(value)
 
 
-def _has_averages(private: DPModel) -> bool:
-    return bool(
-        private.compiled
-        and private.optimizer.built
-        and private.optimizer.inner_optimizer.use_ema
-    )
-
-
 def _write(model: keras.Model, inputs: Any, path: str) -> None:
     """Write the SavedModel."""
 
     def serve(tensors: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        rows = keras.tree.map_structure(lambda spec: tensors[spec.name], inputs)
-        # Some models' `call` takes no `training`.
-        training = {"training": False} if _keras.takes_training(model) else {}
-        return _named(model(rows, **training), _keras.output_names(model))
+        return _named(_predicted(model, inputs, tensors), _keras.output_names(model))
 
     archive = keras.export.ExportArchive()
     # Lookup tables must be tracked. A model that is tracked by itself has its weights
@@ -332,17 +373,29 @@ def _write(model: keras.Model, inputs: Any, path: str) -> None:
     archive.write_out(path, verbose=False)
 
 
+def _predicted(
+    model: keras.Model, inputs: Any, tensors: Mapping[str, tf.Tensor]
+) -> Any:
+    rows = keras.tree.map_structure(lambda spec: tensors[spec.name], inputs)
+    # Some models' `call` takes no `training`.
+    training = {"training": False} if _keras.takes_training(model) else {}
+    return model(rows, **training)
+
+
 def _named(outputs: Any, names: list[str] | None) -> dict[str, tf.Tensor]:
     """Name outputs by their keys, or as the model does, or as Keras does: by number."""
+    leaves = keras.tree.flatten_with_path(outputs)
+    leaves = [(path, tensor) for path, tensor in leaves if tensor is not None]
     if isinstance(outputs, Mapping):
-        return dict(outputs)
-    tensors = keras.tree.flatten(outputs)
-    if names is None:
-        names = [f"output_{number}" for number in range(len(tensors))]
-    return dict(zip(_distinct(names), tensors, strict=True))
+        names = ["_".join(map(str, path)) for path, _ in leaves]
+    elif names is None or len(names) != len(leaves):
+        names = [f"output_{number}" for number in range(len(leaves))]
+    return dict(zip(_distinct(names), (tensor for _, tensor in leaves), strict=True))
 
 
-def _rehearse(path: str, rows: Mapping[str, tf.Tensor], model: keras.Model) -> None:
+def _rehearse(
+    path: str, inputs: Any, rows: Mapping[str, tf.Tensor], model: keras.Model
+) -> None:
     """Answer the warm-up request, which would otherwise stop a server."""
     serve = tf.saved_model.load(path).signatures[_SIGNATURE]
     try:
@@ -354,6 +407,14 @@ def _rehearse(path: str, rows: Mapping[str, tf.Tensor], model: keras.Model) -> N
             f"of shape {shapes}. Use `export_private_model(..., warmup=rows)` with "
             f"public rows that it can. {error}"
         ) from error
+    changed = changed_variables(model, lambda: _predicted(model, inputs, rows))
+    if changed:
+        raise ValueError(
+            f"Model `{model.name}` must keep nothing of the rows that it predicts for: "
+            "what is kept of one request, or of private rows in `evaluate`, would go "
+            f"into the export. Received: changed {', '.join(changed)}. Assign no "
+            "variable in `call`; use `stateful=False`."
+        )
 
 
 def _prediction_log(model_name: str, rows: Mapping[str, tf.Tensor]) -> bytes:

@@ -12,6 +12,7 @@ import keras
 from tfdp import _keras, _validate
 from tfdp.errors import UnsupportedLayerError
 from tfdp.model import DPModel
+from tfdp.recorder import note_copy
 from tfdp.validation import Problem
 
 # Of one value GroupNormalization makes zero, of two only which is larger; statistics
@@ -123,6 +124,9 @@ def _problems(model: keras.Model) -> Iterator[Problem]:
         if id(layer) not in within_reach:
             reason = "it belongs to a layer or model with code of its own"
             fix = "Use `keras.layers.GroupNormalization(groups=...)` there"
+        elif type(layer).call is not keras.layers.BatchNormalization.call:
+            reason = "its class has code of its own, which would be lost"
+            fix = "Use a class derived from `keras.layers.GroupNormalization`"
         elif not _number_of_groups(layer, 1):
             reason = "it has one value of each example, which alone becomes zero"
             fix = "Leave it out"
@@ -251,6 +255,7 @@ def _fill_alike(original: keras.layers.Layer, copy: keras.layers.Layer) -> None:
 def _assign(source: Any, target: Any) -> None:
     target.assign(source)
     target.trainable = source.trainable
+    note_copy(source, target)
 
 
 @contextlib.contextmanager

@@ -918,13 +918,15 @@ class DPModel(keras.Model):
         """Save the ledger beside the weights."""
         super().save_own_variables(store)
         store["ledger"] = np.frombuffer(self.recorder.state().encode(), np.uint8)
+        trained = [self.recorder.has_trained(each) for each in self.model.weights]
+        store["trained"] = np.array(trained, np.uint8)
         for number, gradient in enumerate(self._released.state()):
             store[f"{_RELEASED}{number}"] = gradient
 
     def load_own_variables(self, store: Any) -> None:
         """Take over a saved ledger; what was run here stays counted."""
         saved = {key: store[key] for key in store.keys()}  # noqa: SIM118 (HDF5)
-        ledger = saved.pop("ledger", None)
+        ledger, trained = saved.pop("ledger", None), saved.pop("trained", ())
         released = [key for key in saved if key.startswith(_RELEASED)]
         released.sort(key=lambda key: int(key.removeprefix(_RELEASED)))
         gradients = [np.asarray(saved.pop(key)) for key in released]
@@ -932,6 +934,9 @@ class DPModel(keras.Model):
         self._released.restore(gradients)
         if ledger is not None:
             self.recorder.restore(np.asarray(ledger, np.uint8).tobytes().decode())
+        if len(trained) == len(self.model.weights):
+            pairs = zip(self.model.weights, trained, strict=True)
+            self.recorder.note_trained(weight for weight, was in pairs if was)
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load weights, the optimizer's state and the ledger, as Keras does."""

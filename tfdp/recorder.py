@@ -5,7 +5,7 @@ import json
 import math
 import uuid
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, Self
 
 import keras
@@ -73,6 +73,8 @@ class LedgerRecorder:
         # Trainings that the ledger covers, and how many steps of each.
         self._run = uuid.uuid4().hex
         self._runs: dict[str, int] = {}
+        # Variables that steps updated.
+        self._trained: dict[int, weakref.ref[Any]] = {}
         with tf.init_scope(), tf.device("CPU:0"):
             self._steps = _counter(0)
             self._items = tf.Variable(tf.zeros([_ROWS], tf.int64), trainable=False)
@@ -91,11 +93,23 @@ class LedgerRecorder:
             self._items_started = _counter(0)
             self._item_limit = _counter(_NO_LIMIT)
             self._limited_for = tf.Variable(tf.zeros([], tf.float64), trainable=False)
+            self._last_clip = tf.Variable(math.nan, dtype=tf.float64, trainable=False)
 
     @property
     def steps(self) -> tf.Tensor:
         """Steps ever recorded, a scalar int64 tensor that never falls."""
         return self._steps.read_value()
+
+    @property
+    def last_clip(self) -> float | None:
+        """The clip norm of the last step; None if there was none."""
+        value = float(self._last_clip.numpy())
+        return None if math.isnan(value) else value
+
+    def has_trained(self, variable: Any) -> bool:
+        """Tell whether private steps updated a Keras variable."""
+        known = self._trained.get(id(variable))
+        return known is not None and known() is variable
 
     @property
     def run(self) -> str:
@@ -331,6 +345,20 @@ class LedgerRecorder:
         self._items_started.assign_add(begins)
         self._steps.assign_add(1)
 
+    def note_update(self, variables: Iterable[Any], l2_norm_clip: tf.Tensor) -> None:
+        """Remember what a step updates, and the clip norm in it.
+
+        Args:
+            variables: Keras variables.
+            l2_norm_clip: Scalar tensor.
+        """
+        self.note_trained(variables)
+        self._last_clip.assign(tf.cast(l2_norm_clip, tf.float64))
+
+    def note_trained(self, variables: Iterable[Any]) -> None:
+        """Remember variables whose values come from private steps."""
+        self._trained |= {id(each): weakref.ref(each) for each in variables}
+
     def _begins_item(self) -> tf.Tensor:
         return tf.cast(self._steps_in_item >= self._steps_per_item, tf.int64)
 
@@ -360,6 +388,7 @@ class LedgerRecorder:
             "sampled_epochs": self.sampled_epochs,
             "runs": self._all_runs(),
             "budget": self.budget and dataclasses.asdict(self.budget),
+            "last_clip": self.last_clip,
         })
 
     def absorb(self, other: Self) -> None:
@@ -372,6 +401,8 @@ class LedgerRecorder:
             self._ledger = compose(self._ledger, other.ledger)
             self._steps.assign_add(other.steps)
             self._runs |= other._all_runs()
+            self._trained |= other._trained
+            self._last_clip.assign(other._last_clip)
 
     def _all_runs(self) -> dict[str, int]:
         others = sum(self._runs.values())
@@ -398,6 +429,8 @@ class LedgerRecorder:
             self.limit(limit - started, noise_multiplier=limited_for)
         self._restore_ledger(Ledger.from_json(saved["ledger"]), saved["runs"])
         self.sampled_epochs = max(self.sampled_epochs, saved["sampled_epochs"])
+        if saved["last_clip"] is not None:
+            self._last_clip.assign(saved["last_clip"])
         if self.budget is None and saved["budget"]:
             self.budget = Budget(**saved["budget"])
         if self.budget is not None:
@@ -440,13 +473,15 @@ def _counter(value: int) -> tf.Variable:
     return tf.Variable(value, dtype=tf.int64, trainable=False)
 
 
-# The recorder of every model and of every trainable variable, whatever wraps them,
-# by `id`: Keras's variables have no hash.
+# The recorder of every model, and of every variable that trains or trained, whatever
+# wraps them, by `id`: Keras's variables have no hash.
 _recorders: dict[int, tuple["weakref.ref[Any]", LedgerRecorder]] = {}
 
 
 def recorder_of(model: keras.Model) -> LedgerRecorder:
     """Return the recorder of a model, or of another one that shares its weights.
+
+    Weights that are frozen now may have been trained before.
 
     Args:
         model: A model that is not private itself.
@@ -455,18 +490,50 @@ def recorder_of(model: keras.Model) -> LedgerRecorder:
         Always the same one; where the weights had several, the first of them, with
         what the others had counted.
     """
-    owners = [model, *model.trainable_variables]
-    known: dict[int, LedgerRecorder] = {}
-    for owner in owners:
-        entry = _recorders.get(id(owner))
-        if entry is not None and entry[0]() is owner:
-            known[id(entry[1])] = entry[1]
-    recorder, *others = known.values() or [LedgerRecorder()]
-    for other in others:
+    return _shared([model, *model.weights], [model, *model.trainable_variables])
+
+
+def recorder_of_variables(
+    variables: list[Any], recorder: LedgerRecorder
+) -> LedgerRecorder:
+    """Return the recorder of variables, which counts what another one has counted.
+
+    Args:
+        variables: Keras variables, to be trained.
+        recorder: Theirs, if they have none yet.
+
+    Returns:
+        The recorder that is to count their steps.
+    """
+    return _shared(variables, variables, recorder)
+
+
+def note_copy(original: Any, copy: Any) -> None:
+    """Let a copy of a Keras variable have the history of the original."""
+    recorder = _known(original)
+    if recorder is not None:
+        _recorders[id(copy)] = (weakref.ref(copy), recorder)
+        if recorder.has_trained(original):
+            recorder.note_trained([copy])
+
+
+def _shared(
+    owners: list[Any], new: list[Any], *others: LedgerRecorder
+) -> LedgerRecorder:
+    """Merge the recorders of owners, and make the result that of the new ones too."""
+    known = [recorder for each in owners if (recorder := _known(each)) is not None]
+    found = list({id(each): each for each in (*known, *others)}.values())
+    recorder, *rest = found or [LedgerRecorder()]
+    for other in rest:
         recorder.absorb(other)
-    for owner in owners:
+    for owner in (*new, *(each for each in owners if _known(each) is not None)):
         _recorders[id(owner)] = (weakref.ref(owner), recorder)
     return recorder
+
+
+def _known(owner: Any) -> LedgerRecorder | None:
+    reference, recorder = _recorders.get(id(owner), (None, None))
+    return recorder if reference is not None and reference() is owner else None
 
 
 def is_of_a_model(recorder: LedgerRecorder) -> bool:

@@ -223,6 +223,27 @@ def check_loss(
             )
 
 
+def changed_variables(model: keras.Model, run: Callable[[], Any]) -> list[str]:
+    """Find out what in a model keeps data when something runs.
+
+    Args:
+        model: The model; its variables are put back.
+        run: Runs it on a few rows.
+
+    Returns:
+        Paths of the variables that it changed, random seeds apart.
+    """
+    before = [variable.numpy() for variable in model.variables]
+    run()
+    changed = []
+    for variable, value in zip(model.variables, before, strict=True):
+        if not np.array_equal(variable.numpy(), value):
+            variable.assign(value)
+            if "seed_generator" not in variable.path:
+                changed.append(f"`{variable.path}`")
+    return changed
+
+
 def check_state(model: keras.Model, evaluate: Callable[[], Any]) -> None:
     """Refuse a loss that keeps data in the model's variables.
 
@@ -233,14 +254,7 @@ def check_state(model: keras.Model, evaluate: Callable[[], Any]) -> None:
     Raises:
         UnsupportedLossError: If that changes a variable, random seeds apart.
     """
-    before = [variable.numpy() for variable in model.variables]
-    evaluate()
-    changed = []
-    for variable, value in zip(model.variables, before, strict=True):
-        if not np.array_equal(variable.numpy(), value):
-            variable.assign(value)
-            if "seed_generator" not in variable.path:
-                changed.append(f"`{variable.path}`")
+    changed = changed_variables(model, evaluate)
     if changed:
         raise UnsupportedLossError(
             f"`compute_loss` of model `{model.name}` must keep no data: what it assigns "

@@ -229,6 +229,7 @@ class TestFinetuneText:
             ("--target_epsilon=0", "`target_epsilon` must be positive"),
             ("--l2_norm_clip=nan", "`l2_norm_clip` must be positive"),
             ("--dataset=sst2", "`data_dir` is missing"),
+            ("--width=10", "`width` must be a multiple of 4"),
             ("surplus", "surplus"),
         ],
     )

@@ -13,7 +13,7 @@ from tfdp.accounting import Ledger
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
 from tfdp.noise import NoiseSource
-from tfdp.recorder import LedgerRecorder
+from tfdp.recorder import LedgerRecorder, recorder_of_variables
 
 # Far below it noise is flushed to zero, far above its reciprocal it is infinite.
 LEAST_CLIP = 1e-20
@@ -120,6 +120,8 @@ class DPOptimizer(keras.optimizers.Optimizer):
         self.num_microbatches = num_microbatches
         self._l2_norm_clip = self._scalar("l2_norm_clip", l2_norm_clip)
         self._noise_multiplier = self._scalar("noise_multiplier", noise_multiplier)
+        # Steps after which moving averages took the place of the weights.
+        self._averaged_after = self._scalar("averaged_after", 0.0)
         self._configured_batch_size = expected_batch_size
         self._noise = NoiseSource(noise_seed)
         self.recorder = LedgerRecorder()
@@ -246,6 +248,9 @@ class DPOptimizer(keras.optimizers.Optimizer):
             ValueError: If the number of variables differs from the number of
                 gradients, or the expected batch size is not known.
         """
+        with tf.init_scope():
+            # Private models of these variables, also later ones, count these steps.
+            self.recorder = recorder_of_variables(trainable_variables, self.recorder)
         self.apply_and_record(clipped_sum, trainable_variables, self.recorder)
 
     def apply_and_record(
@@ -285,6 +290,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         if accounted_noise_multiplier is None:
             accounted_noise_multiplier = self._noise_multiplier.value
         recorder.record(accounted_noise_multiplier / clipped_sum.sensitivity_in_clips)
+        recorder.note_update(trainable_variables, clipped_sum.l2_norm_clip)
         self.inner_optimizer.apply(gradients, trainable_variables)
 
     def query_noise(self, shape: tuple[int, ...], step: tf.Tensor) -> tf.Tensor:
@@ -353,6 +359,13 @@ class DPOptimizer(keras.optimizers.Optimizer):
     def finalize_variable_values(self, var_list: list[Any]) -> None:
         """Let the inner optimizer put its moving averages into the variables."""
         self.inner_optimizer.finalize_variable_values(var_list)
+        self._averaged_after.assign(int(self.iterations))
+
+    @property
+    def averages_wait(self) -> bool:
+        """Whether steps were taken whose moving averages are not the weights yet."""
+        steps = int(self.iterations)
+        return self.inner_optimizer.use_ema and steps != int(self._averaged_after)
 
     def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
         """Exclude variables from the inner optimizer's weight decay."""
