@@ -54,11 +54,11 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         sys.exit(f"train_digits: everything is a flag. Received: {' '.join(argv[1:])}.")
     output = Path(_OUTPUT_DIR.value)
-    output.mkdir(parents=True, exist_ok=True)
     train, test = load_data()
     try:
+        output.mkdir(parents=True, exist_ok=True)
         model, private, history = train_privately(train, test, output)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"train_digits: {error}")
     baseline = train_without_privacy(train, test)
 

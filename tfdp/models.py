@@ -119,6 +119,8 @@ def bert(
 ) -> keras.Model:
     """Build a Transformer encoder of the shape of BERT [1]_, without dropout.
 
+    Each text needs a token that is no padding: let it begin with one that means so.
+
     By default it has the size of BERT's base model. To train the last block only, or
     low-rank updates of the queries and values [2]_, on top of a frozen rest::
 

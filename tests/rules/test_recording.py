@@ -190,3 +190,32 @@ def test_only_what_trains_is_computed():
     assert [g.shape for g in result.gradients] == [
         v.shape for v in model.trainable_variables
     ]
+
+
+class Adapted(layers.Layer):
+    def build(self, shape):
+        self.base = self.add_weight(shape=(shape[-1], 2), name="base")
+        self.low = self.add_weight(shape=(shape[-1], 2), name="low")
+
+    @property
+    def kernel(self):
+        return self.base + self.low
+
+    def call(self, x):
+        return ops.matmul(x, self.kernel)
+
+
+def names_a_tensor(call):
+    def terms(g):
+        return [rules.OuterProducts(call.layer.kernel, call.inputs, g)]
+
+    return call.watch(tf.matmul(call.inputs, call.layer.kernel), terms)
+
+
+def test_a_rule_that_names_a_tensor_instead_of_its_variables_is_refused(monkeypatch):
+    monkeypatch.setitem(rules._RULES, Adapted, names_a_tensor)
+    model = sequential((3,), Adapted(name="adapted"))
+    data = (np.ones((4, 3)), np.ones((4, 2)))
+    options = {"l2_norm_clip": 1.0, "engine": "bookkeeping"}
+    with pytest.raises(UnsupportedLayerError, match=r"share .* is lost.*`adapted`"):
+        tfdp.clipped_gradients(model, "mse", *data, **options)

@@ -63,6 +63,14 @@ class Watched(NamedTuple):
 
     def _with_repeats(self, terms: list[Term]) -> list[Term]:
         for term in terms:
+            if not isinstance(term.variable, keras.Variable):
+                # Some attributes of layers are tensors while an adapter is on.
+                raise UnsupportedLayerError(
+                    "The terms of a rule must be of variables, or their share of the "
+                    f"norm is lost. Received: `{self.path}` (rule `{self.rule}`) with "
+                    f"variable={term.variable!r:.100}. Give each variable a term: "
+                    "`OuterProducts(layer.lora_kernel_a, x, g)`."
+                )
             term.repeats = self.repeats
         return terms
 
