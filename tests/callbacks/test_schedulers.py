@@ -248,6 +248,7 @@ def test_schedules_for_plain_numbers():
     np.testing.assert_allclose(tabulate(Plain(), 5), [2, 2, 2, 1 / 4, 1 / 5])
 
 
+@pytest.mark.slow
 def test_callbacks_in_lists_of_lists():
     model = private(100.0)
     inner = keras.callbacks.CallbackList([ClipNormScheduler(lambda step: 0.25)])

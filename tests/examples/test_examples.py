@@ -112,6 +112,7 @@ class TestTrainDigits:
         )
         subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
 
+    @pytest.mark.slow
     def test_every_run_exports_another_version(self, tmp_path):
         (tmp_path / "digits" / "9").mkdir(parents=True)
         run("train_digits", "--epochs=1", f"--output_dir={tmp_path}")
@@ -153,6 +154,7 @@ class TestFromScratch:
     def test_digits(self):
         self.check(run("from_scratch", "--textbook_steps=2", "--epochs=1"))
 
+    @pytest.mark.slow
     def test_mnist(self, small_mnist):
         self.check(
             run(
@@ -168,9 +170,8 @@ class TestFromScratch:
 class TestFinetuneText:
     small = ("--pretrain_steps=4", "--epochs=1", "--width=8", "--blocks=2")
 
-    @pytest.mark.parametrize(
-        "method", ["last", pytest.param("lora", marks=pytest.mark.slow)]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("method", ["last", "lora"])
     def test_generated(self, tmp_path, method):
         text = run(
             "finetune_text",

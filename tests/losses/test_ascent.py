@@ -477,6 +477,7 @@ def test_state_moves_once_in_a_step(engine):
     assert counts == [counts[0]] * 3
 
 
+@pytest.mark.slow
 def test_half_precision():
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
