@@ -122,6 +122,62 @@ def test_a_batch_of_one_example(mode):
     check(clipper(mode, problem), problem, problem.batch(1))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("num_microbatches", "unit_size", "physical_batch_size"),
+    [(None, 1, 2), (None, 1, 7), (4, 2, 2), (4, 2, 4)],
+)
+def test_in_passes(num_microbatches, unit_size, physical_batch_size, mode):
+    problem = PROBLEMS["subclassed"]
+    run = clipper(
+        mode,
+        problem,
+        num_microbatches=num_microbatches,
+        physical_batch_size=physical_batch_size,
+    )
+    batch = problem.batch(7)
+    check(run, problem, batch, unit_size)
+    check(run, problem, scale_outlier(batch, 1), unit_size)
+
+
+def test_passes_hold_whole_microbatches():
+    problem = PROBLEMS["subclassed"]
+    run = clipper("eager", problem, num_microbatches=3, physical_batch_size=3)
+    with pytest.raises(ValueError, match="physical_batch_size=4"):
+        run(problem.batch(6), 0.5)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, float("nan")])
+def test_bad_physical_batch_size(size):
+    problem = PROBLEMS["subclassed"]
+    run = clipper("eager", problem, physical_batch_size=size)
+    with pytest.raises(ValueError, match="physical_batch_size"):
+        run(problem.batch(4), 0.5)
+
+
+def test_passes_of_microbatches_need_a_known_batch():
+    problem = PROBLEMS["subclassed"]
+    model = problem.build()
+
+    @tf.function(
+        input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])],
+        autograph=False,
+    )
+    def function(x, y):
+        return tfdp.clipped_gradients(
+            model,
+            "mse",
+            x,
+            y,
+            l2_norm_clip=0.5,
+            num_microbatches=2,
+            physical_batch_size=4,
+        )
+
+    with pytest.raises(ValueError, match="unknown size"):
+        function(*problem.batch(4)[:2])
+
+
 def test_any_batch_size_in_one_trace():
     problem = PROBLEMS["subclassed"]
     model, traces = problem.build(), []

@@ -232,6 +232,34 @@ def test_noise_is_added_to_the_gradient(rng):
     np.testing.assert_allclose(noised, gradient + noise, rtol=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_the_noise_of_each_adds_up(mode):
+    """Of nine: three times that of one, and none of their draws is another's."""
+    noise, clipped_sum = source(), zeros([100_000], [50_000], clip=2.0)
+
+    def draw_nine(step):
+        return noise.noised_by_each(
+            clipped_sum,
+            noise_multiplier=tf.constant(1.5, tf.float64),
+            contributors=9,
+            step=step,
+        )
+
+    steps = [
+        [
+            gradient.numpy()
+            for gradient in run(draw_nine, mode)(tf.constant(step, "int64"))
+        ]
+        for step in (0, 1)
+    ]
+    for gradients in steps:
+        for gradient in gradients:
+            assert gradient.std() == pytest.approx(9.0, rel=0.02)
+    assert_unrelated([stream[:50_000] for step in steps for stream in step])
+    drawn = [draw(noise, clipped_sum, step, 1.5)[0] for step in range(9)]
+    np.testing.assert_allclose(steps[0][0], np.sum(drawn, 0), atol=1e-4)
+
+
 # ------------------------------------------------------------- it never comes twice
 
 

@@ -12,7 +12,7 @@ from tfdp import _keras, _tree, _validate, engines, validation
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.engines.choice import choose
-from tfdp.engines.passes import number_of_rows, run_whole
+from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
 from tfdp.losses.ascent import BAM, SAT, check_plain
 from tfdp.losses.objective import Batch, Objective
 
@@ -27,6 +27,7 @@ def clipped_gradients(
     l2_norm_clip: Any,
     num_microbatches: int | None = None,
     engine: Any = "auto",
+    physical_batch_size: int | None = None,
 ) -> ClippedSum:
     """Sum the clipped gradients of the examples of a batch.
 
@@ -51,6 +52,8 @@ def clipped_gradients(
             sensitivity. Sound for batches of one fixed size only: the number of
             examples in a group comes from the batch.
         engine: See `tfdp.DPModel`.
+        physical_batch_size: None to run all rows at once, or how many to run at a
+            time, in the memory of so many; whole microbatches.
 
     Returns:
         The clipped sums in the order of ``model.trainable_variables``, with the
@@ -58,8 +61,9 @@ def clipped_gradients(
 
     Raises:
         ValueError: If `l2_norm_clip` is not positive and finite, the loss is a
-            `tfdp.losses.SAT` or its radius a schedule, or the model has no trainable
-            variable or has layers that break per-example privacy.
+            `tfdp.losses.SAT` or its radius a schedule, `physical_batch_size` holds no
+            whole microbatches, or the model has no trainable variable or has layers
+            that break per-example privacy.
 
     Example:
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -105,8 +109,35 @@ def clipped_gradients(
             objective, batch, l2_norm_clip=clip, rows_per_unit=rows_per_unit
         )
 
-    sums, norms, _ = run_whole(run_pass, data, rows_per_unit=rows_per_unit)
+    if physical_batch_size is None:
+        sums, norms, _ = run_whole(run_pass, data, rows_per_unit=rows_per_unit)
+    else:
+        sums, norms = run_in_passes(
+            run_pass,
+            data,
+            rows_per_unit=rows_per_unit,
+            physical_batch_size=_whole_units(physical_batch_size, rows_per_unit),
+            on_outputs=None,
+        )
     return ClippedSum(sums, norms, clip, rows_per_unit)
+
+
+def _whole_units(physical_batch_size: int, rows_per_unit: int | tf.Tensor) -> int:
+    """Return how many rows to run at a time, of whole units."""
+    rows = _validate.positive_int("physical_batch_size", physical_batch_size)
+    if not isinstance(rows_per_unit, int):
+        raise ValueError(
+            "`physical_batch_size` must hold whole microbatches, whose size is not "
+            f"known here. Received: physical_batch_size={rows}, a batch of unknown "
+            "size. Give `x` a static number of rows, or leave `num_microbatches` out."
+        )
+    if rows % rows_per_unit:
+        raise ValueError(
+            "`physical_batch_size` must hold whole microbatches. Received: "
+            f"physical_batch_size={rows}, {rows_per_unit} examples in a microbatch. "
+            f"Use `physical_batch_size={rows + -rows % rows_per_unit}`."
+        )
+    return rows
 
 
 # For each model and engine asked for: which variables trained when the model was

@@ -3,6 +3,7 @@
 import math
 import secrets
 import warnings
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -87,6 +88,44 @@ class NoiseSource:
                 + tf.cast(noise, gradient.dtype) * tf.cast(stddev, gradient.dtype)
             )
         return noised
+
+    def noised_by_each(
+        self,
+        clipped_sum: ClippedSum,
+        *,
+        noise_multiplier: tf.Tensor,
+        contributors: int,
+        step: tf.Tensor,
+    ) -> list[tf.Tensor]:
+        """Add the noise of each of several, who do not trust whoever adds up.
+
+        The same distribution as one draw of ``sqrt(contributors)`` times the noise.
+
+        Args:
+            clipped_sum: See `noised`.
+            noise_multiplier: Of each one's own noise, a scalar tensor.
+            contributors: How many there are.
+            step: See `noised`; not to be used with the same key there.
+
+        Returns:
+            See `noised`.
+        """
+
+        def add_one(number: tf.Tensor, sums: list[tf.Tensor]) -> Any:
+            noised = self.noised(
+                clipped_sum._replace(gradients=sums),
+                noise_multiplier=noise_multiplier,
+                step=step * contributors + number,
+            )
+            return number + 1, noised
+
+        sums: list[tf.Tensor] = list(map(at_least_float32, clipped_sum.gradients))
+        _, sums = tf.while_loop(
+            lambda number, _: number < contributors,
+            add_one,
+            (tf.constant(0, tf.int64), sums),
+        )
+        return sums
 
     def of_query(self, shape: tf.TensorShape, *, step: tf.Tensor) -> tf.Tensor:
         """Draw noise for what a step releases beside its gradients.

@@ -1,7 +1,9 @@
 """Clip norms that follow the norms of the gradients, privately."""
 
+import abc
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +16,84 @@ from tfdp.model import DPModel
 from tfdp.optimizers.dp_optimizer import LEAST_CLIP
 
 
-class AdaptiveQuantileClip(PrivacyCallback):
+class AdaptiveClip(PrivacyCallback, abc.ABC):
+    """Learns the clip norm from noised queries about the norms of the units.
+
+    Attributes:
+        replaced_over_left_out: How much further a query moves when a unit is
+            replaced by another than when it is left out.
+        query_shape: Of what a query releases.
+        query_noise: Standard deviation of its noise over how far leaving out a unit
+            moves it.
+        every: Steps from one query to the next.
+    """
+
+    sets = "l2_norm_clip"
+    replaced_over_left_out: ClassVar[float]
+    query_shape: tuple[int, ...]
+    query_noise: float
+    every: int
+
+    @abc.abstractmethod
+    def next_clip(
+        self,
+        clip: tf.Tensor,
+        norms: tf.Tensor,
+        *,
+        expected_units: tf.Tensor,
+        noise: tf.Tensor,
+    ) -> tf.Tensor:
+        """Ask about the norms, and say what C follows from the noised answer.
+
+        Args:
+            clip: The C that clipped, a float64 scalar.
+            norms: Of the units, before clipping, shape ``(U,)``.
+            expected_units: The public number of units, a scalar.
+            noise: Standard normal numbers of shape `query_shape`.
+
+        Returns:
+            The next C, a float64 scalar.
+        """
+
+    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
+        """Log what the queries cost."""
+        _log_cost(self, model, self.query_noise)
+
+    def during_step(self, step: Step) -> None:
+        """Set the clip norm if the step asks, in the training graph."""
+
+        def ask() -> bool:
+            next_clip = self.next_clip(
+                step.optimizer.l2_norm_clip.value,
+                step.clipped_sum.norms,
+                expected_units=step.expected_units,
+                noise=step.optimizer.query_noise(self.query_shape, step.number),
+            )
+            step.optimizer.l2_norm_clip.assign(next_clip)
+            return True
+
+        if self.every == 1:
+            ask()
+        else:
+            iteration = step.optimizer.iterations.value
+            tf.cond(self.asks_at(iteration), ask, lambda: False)
+
+    def settings(self) -> list[float]:
+        """Return the numbers that decide where C goes."""
+        return [self.query_noise, self.every]
+
+    def asks_at(self, iteration: tf.Tensor) -> tf.Tensor:
+        """Tell for numbers of steps whether they ask, bool of their shape."""
+        return tf.cast(iteration, tf.int64) % self.every == 0
+
+    def query_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor:
+        """Return that of the queries, infinite for steps without one."""
+        return tf.where(
+            self.asks_at(iteration), _float64(self.query_noise), _float64(math.inf)
+        )
+
+
+class AdaptiveQuantileClip(AdaptiveClip):
     """Moves the clip norm towards a quantile of the gradients' norms.
 
     After every step it learns, with noise, the share b of units whose norm is at
@@ -51,7 +130,10 @@ class AdaptiveQuantileClip(PrivacyCallback):
            Clipping", NeurIPS 2021, Algorithm 1. https://arxiv.org/abs/1905.03871
     """
 
-    sets = "l2_norm_clip"
+    # A unit adds 1/2 or takes 1/2 away.
+    replaced_over_left_out = 2.0
+    query_shape = ()
+    every = 1
 
     def __init__(
         self,
@@ -65,27 +147,34 @@ class AdaptiveQuantileClip(PrivacyCallback):
         self.count_noise_multiplier = _validate.positive(
             "count_noise_multiplier", count_noise_multiplier
         )
+        self.query_noise = self.count_noise_multiplier
 
-    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
-        """Log what the noised count costs."""
-        _log_cost(self, model, self.count_noise_multiplier)
+    def settings(self) -> list[float]:
+        """Return the numbers that decide where C goes."""
+        return [*super().settings(), self.target_quantile, self.learning_rate]
 
-    def during_step(self, step: Step) -> None:
-        """Move the clip norm, in the training graph."""
-        clip, norms = step.clipped_sum.l2_norm_clip, step.clipped_sum.norms
-        halves = tf.where(norms <= clip, _float64(0.5), _float64(-0.5))
-        noise = tf.cast(step.optimizer.query_noise((), step.number), tf.float64)
-        noised = tf.reduce_sum(halves) + self.count_noise_multiplier / 2 * noise
-        share = tf.clip_by_value(0.5 + noised / step.expected_units, 0.0, 1.0)
+    def next_clip(
+        self,
+        clip: tf.Tensor,
+        norms: tf.Tensor,
+        *,
+        expected_units: tf.Tensor,
+        noise: tf.Tensor,
+    ) -> tf.Tensor:
+        """Move C by the noised share of the norms that do not exceed it."""
+        halves = tf.where(
+            norms <= tf.cast(clip, norms.dtype), _float64(0.5), _float64(-0.5)
+        )
+        noised = tf.reduce_sum(halves) + self.query_noise / 2 * tf.cast(
+            noise, tf.float64
+        )
+        units = tf.cast(expected_units, tf.float64)
+        share = tf.clip_by_value(0.5 + noised / units, 0.0, 1.0)
         factor = tf.exp(-self.learning_rate * (share - self.target_quantile))
-        _set_clip(step, step.optimizer.l2_norm_clip.value * factor)
-
-    def query_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor:
-        """Return that of the count, for every step."""
-        return tf.fill(tf.shape(iteration), _float64(self.count_noise_multiplier))
+        return _usable(clip * factor)
 
 
-class AdaptiveMedianClip(PrivacyCallback):
+class AdaptiveMedianClip(AdaptiveClip):
     """Sets the clip norm to the median of the gradients' norms, now and then.
 
     On every `every`-th step, the first one included, it counts how many norms fall
@@ -120,7 +209,8 @@ class AdaptiveMedianClip(PrivacyCallback):
         ... )
     """
 
-    sets = "l2_norm_clip"
+    # A unit leaves one count for another.
+    replaced_over_left_out = math.sqrt(2)
 
     def __init__(
         self,
@@ -135,56 +225,44 @@ class AdaptiveMedianClip(PrivacyCallback):
             "histogram_noise_multiplier", histogram_noise_multiplier
         )
         self.every = _validate.positive_int("every", every)
+        self.query_noise = self.histogram_noise_multiplier
+        self.query_shape = (len(self.bin_edges) - 1,)
 
-    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
-        """Log what the noised histogram costs."""
-        _log_cost(self, model, self.histogram_noise_multiplier)
+    def settings(self) -> list[float]:
+        """Return the numbers that decide where C goes."""
+        return [*super().settings(), *self.bin_edges.tolist()]
 
-    def during_step(self, step: Step) -> None:
-        """Set the clip norm if the step is one of those, in the training graph."""
-
-        def release() -> bool:
-            _set_clip(step, self._noised_median(step))
-            return True
-
-        iteration = step.optimizer.iterations.value
-        tf.cond(self._releases(iteration), release, lambda: False)
-
-    def _noised_median(self, step: Step) -> tf.Tensor:
-        edges = self.bin_edges
-        norms = tf.cast(step.clipped_sum.norms, tf.float64)
-        bins = tf.searchsorted(_float64(edges[1:-1]), norms, side="right")
-        counts = tf.math.bincount(
-            bins, minlength=len(edges) - 1, maxlength=len(edges) - 1, dtype=tf.float64
+    def next_clip(
+        self,
+        clip: tf.Tensor,
+        norms: tf.Tensor,
+        *,
+        expected_units: tf.Tensor,
+        noise: tf.Tensor,
+    ) -> tf.Tensor:
+        """Return the midpoint of the bin with the median of the noised counts."""
+        del clip, expected_units
+        edges, bins = self.bin_edges, len(self.bin_edges) - 1
+        places = tf.searchsorted(
+            _float64(edges[1:-1]), tf.cast(norms, tf.float64), side="right"
         )
-        noise = step.optimizer.query_noise((len(edges) - 1,), step.number)
-        counts += self.histogram_noise_multiplier * tf.cast(noise, tf.float64)
+        counts = tf.math.bincount(
+            places, minlength=bins, maxlength=bins, dtype=tf.float64
+        )
+        counts += self.query_noise * tf.cast(noise, tf.float64)
         summed = tf.cumsum(counts)
         # The last bin passes half of the sum, unless noise made the sum negative.
         passes = tf.concat([summed[:-1] >= summed[-1] / 2, [True]], 0)
         midpoints = _float64((edges[:-1] + edges[1:]) / 2)
-        return midpoints[tf.argmax(tf.cast(passes, tf.int32))]
-
-    def query_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor:
-        """Return that of the histogram, infinite for steps without one."""
-        return tf.where(
-            self._releases(iteration),
-            _float64(self.histogram_noise_multiplier),
-            _float64(math.inf),
-        )
-
-    def _releases(self, iteration: tf.Tensor) -> tf.Tensor:
-        return tf.cast(iteration, tf.int64) % self.every == 0
+        return _usable(midpoints[tf.argmax(tf.cast(passes, tf.int32))])
 
 
 def _float64(value: float | np.ndarray) -> tf.Tensor:
     return tf.constant(value, tf.float64)
 
 
-def _set_clip(step: Step, value: tf.Tensor) -> None:
-    step.optimizer.l2_norm_clip.assign(
-        tf.clip_by_value(value, _float64(LEAST_CLIP), _float64(1 / LEAST_CLIP))
-    )
+def _usable(clip: tf.Tensor) -> tf.Tensor:
+    return tf.clip_by_value(clip, _float64(LEAST_CLIP), _float64(1 / LEAST_CLIP))
 
 
 def _checked_edges(bin_edges: Sequence[float]) -> np.ndarray:

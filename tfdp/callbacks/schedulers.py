@@ -63,14 +63,29 @@ class _Scheduler(PrivacyCallback, abc.ABC):
                 "steps=1000)` or `fit(..., steps_per_epoch=100)`."
             )
         # From the beginning: a backup may set the run back by any number of steps.
-        values = tabulate(self.schedule, int(model.optimizer.iterations) + steps)
+        values = self.values(int(model.optimizer.iterations) + steps)
+        if len(values):
+            self._table.assign(values)
+
+    def values(self, steps: int) -> np.ndarray:
+        """Compute the schedule for the first steps, and check it.
+
+        Args:
+            steps: How many.
+
+        Returns:
+            The values, float64, of shape ``(steps,)``.
+
+        Raises:
+            ValueError: If a value is out of range.
+        """
+        values = tabulate(self.schedule, steps)
         for step, value in enumerate(values):
             try:
                 self.checked(value)
             except ValueError as error:
                 raise ValueError(f"At step {step} of the schedule: {error}") from error
-        if len(values):
-            self._table.assign(values)
+        return values
 
     def before_step(self, optimizer: DPOptimizer) -> None:
         """Set the value of the step that begins, in the training graph."""

@@ -284,7 +284,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         if on_release is not None:
             on_release(gradients)
         gradients = [
-            _with_regularizer(gradient, variable)
+            with_regularizer(gradient, variable)
             for gradient, variable in zip(gradients, trainable_variables, strict=True)
         ]
         if accounted_noise_multiplier is None:
@@ -476,8 +476,16 @@ def _checked_inner(inner: Any) -> keras.optimizers.Optimizer:
     return inner
 
 
-def _with_regularizer(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
-    """Add the gradient of a variable's regularizer, which no data enter."""
+def with_regularizer(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
+    """Add the gradient of a variable's regularizer, which no data enter.
+
+    Args:
+        gradient: Noised, of the variable's shape.
+        variable: A Keras variable.
+
+    Returns:
+        Their sum, with the dtype of `gradient`.
+    """
     if getattr(variable, "regularizer", None) is None:
         return gradient
     value = tf.convert_to_tensor(variable)
