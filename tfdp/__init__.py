@@ -5,6 +5,7 @@ from tfdp import callbacks as callbacks
 from tfdp import data as data
 from tfdp import errors as errors
 from tfdp import export as export
+from tfdp import federated as federated
 from tfdp import layers as layers
 from tfdp import losses as losses
 from tfdp import models as models

@@ -9,6 +9,11 @@ from tfdp.accounting.calibration import (
 )
 from tfdp.accounting.ledger import Ledger as Ledger
 from tfdp.accounting.ledger import compose as compose
+from tfdp.accounting.local import (
+    calibrate_local_noise_multiplier as calibrate_local_noise_multiplier,
+)
+from tfdp.accounting.local import local_epsilon as local_epsilon
+from tfdp.accounting.local import local_privacy_statement as local_privacy_statement
 from tfdp.accounting.segments import PoissonSteps as PoissonSteps
 from tfdp.accounting.segments import Segment as Segment
 from tfdp.accounting.segments import ShuffledPasses as ShuffledPasses

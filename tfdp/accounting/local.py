@@ -1,0 +1,249 @@
+"""Local privacy: what a client's noised replies cost it, whoever receives them.
+
+The replies of a client are clipped to C and noised by the client itself, with a
+standard deviation of ``noise_multiplier * C``. Without a trusted server neighbours
+differ in what one client has: all of its examples are replaced by any others, which
+moves a reply by 2C.
+"""
+
+import dataclasses
+import math
+import textwrap
+from collections.abc import Iterator
+
+from tfdp._validate import non_negative, one_of, positive_int, probability
+from tfdp.accounting.accountant import epsilon
+from tfdp.accounting.calibration import calibrate_gaussian
+from tfdp.accounting.segments import UnamplifiedSteps
+
+# How far a clipped reply moves, in multiples of C.
+_SENSITIVITIES = {"replace_one": 2.0, "add_or_remove_one": 1.0}
+_DECIMALS = 6
+
+
+def calibrate_local_noise_multiplier(
+    target_epsilon: float,
+    *,
+    delta: float,
+    max_participations: int = 1,
+    neighboring_relation: str = "replace_one",
+) -> float:
+    """Find the least noise that keeps all replies of a client within an epsilon.
+
+    By the analytic Gaussian mechanism [1]_, which holds for every epsilon; the
+    textbook's formula does for epsilon below 1 only.
+
+    Args:
+        target_epsilon: Epsilon that all replies of a client together may cost.
+        delta: Probability with which the bound may fail, between 0 and 1.
+        max_participations: How many replies a client sends at most.
+        neighboring_relation: `"replace_one"`: the client's examples are replaced by
+            any others, what local privacy means. `"add_or_remove_one"`: the client's
+            reply is replaced by noise alone; half as much noise, and twice as many
+            standard deviations between two clients.
+
+    Returns:
+        The noise multiplier, a standard deviation over C, with six decimals, rounded
+        up.
+
+    Raises:
+        TypeError: If a number is none.
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> calibrate_local_noise_multiplier(8.0, delta=1e-7)
+        1.404227
+
+    References:
+        .. [1] Balle and Wang, "Improving the Gaussian Mechanism for Differential
+           Privacy: Analytical Calibration and Optimal Denoising", ICML 2018,
+           Theorem 8. https://arxiv.org/abs/1805.06530
+    """
+    sensitivity = _sensitivity(neighboring_relation)
+    replies = positive_int("max_participations", max_participations)
+    noise = calibrate_gaussian(target_epsilon, delta) * sensitivity * math.sqrt(replies)
+    return float(math.ceil(noise * 10**_DECIMALS) / 10**_DECIMALS)
+
+
+def local_epsilon(
+    noise_multiplier: float,
+    delta: float,
+    *,
+    participations: int = 1,
+    neighboring_relation: str = "replace_one",
+) -> float:
+    """Compute what the replies of a client cost it together.
+
+    Args:
+        noise_multiplier: Standard deviation of each reply's noise over its C; C may
+            differ from reply to reply.
+        delta: Probability with which the bound may fail, between 0 and 1.
+        participations: How many replies the client sends.
+        neighboring_relation: See `calibrate_local_noise_multiplier`.
+
+    Returns:
+        An upper bound, ``0`` without a reply and ``inf`` without noise.
+
+    Raises:
+        TypeError: If a number is none.
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> round(local_epsilon(1.404227, 1e-7, participations=2), 2)
+        12.01
+    """
+    replies = _replies(noise_multiplier, participations, neighboring_relation)
+    return epsilon([replies], delta)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrustedQueries:
+    """What a trusted aggregator releases of values that clients send it un-noised.
+
+    Attributes:
+        learner: What the answers are for.
+        noise_multiplier: Standard deviation of the noise over how far an answer moves
+            when a client is left out.
+        replaced_over_left_out: How much further it moves when a client is replaced.
+        per_client: How many queries a client is in at most.
+    """
+
+    learner: str
+    noise_multiplier: float
+    replaced_over_left_out: float
+    per_client: int
+
+    def epsilon(self, delta: float, neighboring_relation: str) -> float:
+        """Compute what the answers cost a client.
+
+        Args:
+            delta: Probability with which the bound may fail, between 0 and 1.
+            neighboring_relation: See `calibrate_local_noise_multiplier`.
+
+        Returns:
+            An upper bound against everybody but the aggregator.
+        """
+        return epsilon([self._segment(neighboring_relation)], delta)
+
+    def epsilon_with_replies(
+        self, replies: UnamplifiedSteps, delta: float, neighboring_relation: str
+    ) -> float:
+        """Compute what the answers and a client's replies cost it together."""
+        return epsilon([replies, self._segment(neighboring_relation)], delta)
+
+    def _segment(self, neighboring_relation: str) -> UnamplifiedSteps:
+        replaced = neighboring_relation == "replace_one"
+        ratio = self.replaced_over_left_out if replaced else 1.0
+        return UnamplifiedSteps(self.per_client, self.noise_multiplier / ratio)
+
+
+def local_privacy_statement(
+    noise_multiplier: float,
+    delta: float,
+    *,
+    participations: int,
+    neighboring_relation: str = "replace_one",
+    queries: TrustedQueries | None = None,
+) -> str:
+    """Say in words what local privacy clients have, and what is not covered.
+
+    Args:
+        noise_multiplier: See `local_epsilon`.
+        delta: Probability with which the bound may fail, between 0 and 1.
+        participations: How many replies a client has sent at most.
+        neighboring_relation: See `calibrate_local_noise_multiplier`.
+        queries: What a trusted aggregator learns besides, if there is one.
+
+    Returns:
+        The text, with epsilon rounded to three decimals.
+
+    Raises:
+        TypeError: If a number is none.
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> text = local_privacy_statement(1.404227, 1e-7, participations=1)
+        >>> print(text.splitlines()[0])
+        The replies of a client are (8.000, 1e-07)-locally differentially private.
+    """
+    delta = probability("delta", delta)
+    replies = _replies(noise_multiplier, participations, neighboring_relation)
+    figure = epsilon([replies], delta)
+    if math.isinf(figure):
+        headline = "These replies are not differentially private: they have no noise."
+    else:
+        headline = (
+            f"The replies of a client are ({figure:.3f}, {delta:g})-locally "
+            "differentially private."
+        )
+    paragraphs = [
+        headline,
+        *(
+            _of_queries(queries, replies, delta, neighboring_relation)
+            if queries
+            else ()
+        ),
+        f"Protected are all examples of a client together. Neighbours: "
+        f"{_NEIGHBOURS[neighboring_relation]}. A client clips its reply to C and "
+        f"adds Gaussian noise of standard deviation {noise_multiplier:g} C before "
+        "anything leaves it, so the bound holds against the server too, and whatever "
+        "becomes of the replies: weights, clip norms that follow from them, models.",
+        f"A client has replied {participations} times at most. More replies cost more.",
+        "Not covered: that a client took part, and when; metrics, and values named "
+        "`nonprivate_*`, which are exact; decisions made by them; other runs with the "
+        "same clients, such as those that chose the hyperparameters; noise as a "
+        "computer draws it (Philox is no certified cryptographic generator, and "
+        "replies, if observed, are not protected against attacks on their "
+        "floating-point bits, Mironov, 2012).",
+    ]
+    return "\n\n".join(map(_filled, paragraphs)) + "\n"
+
+
+_NEIGHBOURS = {
+    "replace_one": "they are replaced by any others (replace-one)",
+    "add_or_remove_one": (
+        "the client's reply is replaced by noise alone (add-or-remove-one), which says "
+        "nothing of one client's examples against another's: for that epsilon is the "
+        "one of twice the sensitivity"
+    ),
+}
+
+
+def _of_queries(
+    queries: TrustedQueries,
+    replies: UnamplifiedSteps,
+    delta: float,
+    neighboring_relation: str,
+) -> Iterator[str]:
+    """Yield what a run with a trusted aggregator must admit."""
+    left_out, replaced = (
+        queries.epsilon(delta, relation)
+        for relation in ("add_or_remove_one", "replace_one")
+    )
+    together = queries.epsilon_with_replies(replies, delta, neighboring_relation)
+    yield (
+        f"But this run is not purely local. For {queries.learner} a trusted aggregator "
+        "learns something exact of the norm of every client's gradient; against it "
+        "there is no bound. It releases noised answers, "
+        f"{queries.per_client} about a client at most. Against everybody else the "
+        f"answers are ({left_out:.3f}, {delta:g})-differentially private, centrally, "
+        f"when a client is left out, and ({replaced:.3f}, {delta:g}) when it is "
+        f"replaced; answers and replies together are ({together:.3f}, {delta:g})."
+    )
+
+
+def _replies(
+    noise_multiplier: float, participations: int, neighboring_relation: str
+) -> UnamplifiedSteps:
+    noise = non_negative("noise_multiplier", noise_multiplier)
+    return UnamplifiedSteps(participations, noise / _sensitivity(neighboring_relation))
+
+
+def _sensitivity(neighboring_relation: str) -> float:
+    return _SENSITIVITIES[
+        one_of("neighboring_relation", neighboring_relation, tuple(_SENSITIVITIES))
+    ]
+
+
+def _filled(paragraph: str) -> str:
+    return textwrap.fill(paragraph, 80, break_on_hyphens=False)

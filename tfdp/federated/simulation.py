@@ -1,0 +1,531 @@
+"""Federated learning under local privacy, simulated in one process."""
+
+import contextlib
+import csv
+import dataclasses
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _tree, _validate
+from tfdp.accounting.local import (
+    TrustedQueries,
+    local_epsilon,
+    local_privacy_statement,
+)
+from tfdp.callbacks.adaptive import AdaptiveClip
+from tfdp.callbacks.schedulers import ClipNormScheduler
+from tfdp.clipping import ClippedSum
+from tfdp.engines.passes import number_of_rows
+from tfdp.federated.virtual_clients import VirtualClients
+from tfdp.gradients import clipped_gradients
+from tfdp.noise import NoiseSource
+from tfdp.optimizers import DPOptimizer
+from tfdp.optimizers.dp_optimizer import checked_clip, with_regularizer
+
+# Files in the folder of a run.
+_STATE, _HISTORY = "state.npz", "history.csv"
+
+
+class Simulation:
+    """Trains a model as virtual clients and their server would, all in one process.
+
+    In a round each of some clients takes the gradient of the mean loss of its own
+    examples at the server's weights, clips it to C and adds Gaussian noise of standard
+    deviation ``noise_multiplier * C``; the server's optimizer applies the average, in
+    which all clients have the same weight (federated LDP-SGD [1]_). All clients of a
+    round go through the model together, and memory does not depend on how many clients
+    there are.
+
+    Attributes:
+        history: What `run` returns.
+        nonprivate_norms: Norms of the clients' gradients before clipping, in the round
+            of the history's last entry, shape ``(clients_per_round,)``; no noise
+            protects them.
+
+    Guarantees:
+        A client's reply is what `tfdp.federated.client_update` returns, in
+        distribution. It takes part in `clients.participations(rounds)` rounds at most,
+        and never in more than `max_participations`. Weight regularizers are the
+        server's: their gradient is added to the average.
+
+    Args:
+        model: A Keras model. It is trained in place, and stays the user's own.
+        loss: See `tfdp.clipped_gradients`.
+        x: Inputs of all examples that clients draw from, arrays with leading axis N.
+        y: Targets likewise.
+        clients: Who takes part when, and with which examples.
+        optimizer: Of the server, any Keras optimizer or the name of one.
+        l2_norm_clip: The clip norm C, where `clip_policy` sets no other.
+        noise_multiplier: Standard deviation of a client's noise over C:
+            `calibrate_local_noise_multiplier`. With 0 nothing is private.
+        clip_policy: None to keep C, or a `tfdp.callbacks.ClipNormScheduler`, whose
+            schedule maps the number of a round, 0 at first, to C; or
+            `AdaptiveQuantileClip` or `AdaptiveMedianClip` of `tfdp.callbacks`, which
+            ask about the norms after every round, or after every `every` rounds. They
+            need a trusted aggregator, and `privacy_statement` says so.
+        max_participations: In how many rounds a client takes part at most.
+        neighboring_relation: See `calibrate_local_noise_multiplier`.
+        noise: `"aggregate"` draws the sum of all clients' noise at once, which only a
+            simulation can; `"per_client"` draws it client by client.
+        metrics: Keras metrics, or their names, for the validation data.
+        engine: See `tfdp.DPModel`.
+        physical_batch_size: How many examples to run at a time, those of whole
+            clients; None for all of a round.
+        jit_compile: Whether to compile the gradients with XLA.
+        noise_seed: For tests only: makes the noise reproducible, and warns.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If a number is out of its range, or `x` has no rows.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> noise_multiplier = tfdp.federated.calibrate_local_noise_multiplier(
+        ...     8.0, delta=1e-7
+        ... )
+        >>> simulation = tfdp.federated.Simulation(
+        ...     model,
+        ...     "mse",
+        ...     np.ones((100, 2), "float32"),
+        ...     np.ones((100, 1), "float32"),
+        ...     clients=tfdp.federated.VirtualClients(10_000, 100, 5),
+        ...     optimizer=keras.optimizers.SGD(1.0),
+        ...     l2_norm_clip=0.05,
+        ...     noise_multiplier=noise_multiplier,
+        ... )
+        >>> history = simulation.run(10, verbose=0)
+        >>> history["round"], history["l2_norm_clip"]
+        ([10], [0.05])
+
+    References:
+        .. [1] Erlingsson et al., "Encode, Shuffle, Analyze Privacy Revisited:
+           Formalizations and Empirical Evaluation", 2020.
+           https://arxiv.org/abs/2001.03618
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        loss: Any,
+        x: Any,
+        y: Any,
+        *,
+        clients: VirtualClients,
+        optimizer: keras.optimizers.Optimizer | str,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        clip_policy: ClipNormScheduler | AdaptiveClip | None = None,
+        max_participations: int = 1,
+        neighboring_relation: str = "replace_one",
+        noise: str = "aggregate",
+        metrics: Sequence[Any] = (),
+        engine: Any = "auto",
+        physical_batch_size: int | None = None,
+        jit_compile: bool = False,
+        noise_seed: int | None = None,
+    ) -> None:
+        self.model = model
+        _check_type("clients", clients, VirtualClients)
+        self.clients = clients
+        self.optimizer = _checked_optimizer(optimizer)
+        if clip_policy is not None:
+            _check_type("clip_policy", clip_policy, (ClipNormScheduler, AdaptiveClip))
+        self.clip_policy = clip_policy
+        self.l2_norm_clip = checked_clip(l2_norm_clip)
+        self.noise_multiplier = _validate.non_negative(
+            "noise_multiplier", noise_multiplier
+        )
+        if self.noise_multiplier == 0:
+            warnings.warn(
+                "Clients that add no noise have no privacy. Received: "
+                "noise_multiplier=0. Take a multiplier from `tfdp.federated."
+                "calibrate_local_noise_multiplier(8.0, delta=1e-7)`.",
+                stacklevel=2,
+            )
+        self.max_participations = _validate.positive_int(
+            "max_participations", max_participations
+        )
+        self.neighboring_relation = neighboring_relation
+        # It refuses an unknown relation.
+        local_epsilon(1.0, 0.5, neighboring_relation=neighboring_relation)
+        self._each_draws = _validate.one_of("noise", noise, _NOISES) == "per_client"
+        self._noise = NoiseSource(noise_seed)
+
+        self._data = _tree.map_tensors(tf.convert_to_tensor, (x, y))
+        self._rows = int(number_of_rows(self._data))
+        if not self._rows:
+            raise ValueError(
+                "`x` must have rows for clients to draw from. Received: x with 0 rows."
+            )
+        if not model.built:
+            model(_tree.map_tensors(lambda tensor: tensor[:1], self._data[0]))
+        self.optimizer.build(model.trainable_variables)
+
+        def clipped(x: Any, y: Any, clip: tf.Tensor) -> ClippedSum:
+            return clipped_gradients(
+                model,
+                loss,
+                x,
+                y,
+                l2_norm_clip=clip,
+                num_microbatches=self.clients.clients_per_round,
+                engine=engine,
+                physical_batch_size=physical_batch_size,
+            )
+
+        self._clipped = tf.function(clipped, autograph=False, jit_compile=jit_compile)
+        self._round = tf.function(self._run_round, autograph=False)
+        self._evaluator = _Evaluator(model)
+        self._evaluator.compile(loss=loss, metrics=list(metrics))
+
+        self._clips: list[float] = []
+        self._next_clip = self.l2_norm_clip
+        self.history: dict[str, list[float]] = {}
+        self.nonprivate_norms = np.zeros(0)
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds were run."""
+        return len(self._clips)
+
+    def run(
+        self,
+        rounds: int,
+        *,
+        validation_data: tuple[Any, Any] | None = None,
+        evaluate_every: int = 100,
+        directory: str | os.PathLike[str] | None = None,
+        verbose: int = 1,
+    ) -> dict[str, list[float]]:
+        """Run until there were as many rounds, those run before included.
+
+        After every `evaluate_every` rounds, and after the last, the history gets an
+        entry: ``round``, ``l2_norm_clip`` of that round, ``val_loss`` and metrics of the
+        validation data, and of the round's clients ``nonprivate_mean_norm`` and
+        ``nonprivate_clipped_share``, which no noise protects.
+
+        Args:
+            rounds: How many rounds there will have been.
+            validation_data: Inputs and targets.
+            evaluate_every: Rounds from one entry of the history to the next.
+            directory: Folder for `history.csv` and for the state, written with every
+                entry. A simulation that begins with the state of an equal one in its
+                folder goes on from there; rounds that were run after the state was
+                written are run again.
+            verbose: 0 for silence, 1 for a line of progress now and then.
+
+        Returns:
+            The history, of all rounds.
+
+        Raises:
+            TypeError: If a number is none.
+            ValueError: If a client would take part more than `max_participations`
+                times, a value of the schedule is out of range, or the folder holds
+                the state of a simulation with other settings.
+        """
+        rounds = _validate.positive_int("rounds", rounds)
+        every = _validate.positive_int("evaluate_every", evaluate_every)
+        self._check_participations(rounds)
+        folder = None if directory is None else Path(directory)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not self.rounds and (folder / _STATE).exists():
+                self._restore(folder / _STATE)
+        scheduled = self._scheduled(rounds)
+        # Where the output is no terminal every update is a line.
+        bar = keras.utils.Progbar(
+            rounds, verbose=verbose, interval=0.5 if sys.stdout.isatty() else 10
+        )
+        while self.rounds < rounds:
+            if scheduled is not None:
+                self._next_clip = float(scheduled[self.rounds])
+            norms = self._one_more_round()
+            if self.rounds % every == 0 or self.rounds == rounds:
+                self._note(norms, validation_data)
+                if folder is not None:
+                    self._save(folder)
+            shown = self._shown()
+            bar.stateful_metrics.update(name for name, _ in shown)
+            bar.update(self.rounds, shown)
+        return self.history
+
+    def local_epsilon(self, delta: float) -> float:
+        """Compute what the replies have cost a client: see `local_epsilon`.
+
+        Args:
+            delta: Probability with which the bound may fail, between 0 and 1.
+
+        Returns:
+            An upper bound for the client that took part most often. What adaptive
+            clip norms cost is not in it: `privacy_statement` tells.
+        """
+        return local_epsilon(
+            self.noise_multiplier,
+            delta,
+            participations=self.clients.participations(self.rounds),
+            neighboring_relation=self.neighboring_relation,
+        )
+
+    def privacy_statement(self, delta: float) -> str:
+        """Say in words what real clients would have had, and what is not covered.
+
+        Args:
+            delta: Probability with which the bound may fail, between 0 and 1.
+
+        Returns:
+            The text; see `tfdp.accounting.local_privacy_statement`.
+        """
+        participations = self.clients.participations(self.rounds)
+        policy, queries = self.clip_policy, None
+        if isinstance(policy, AdaptiveClip):
+            queries = TrustedQueries(
+                type(policy).__name__,
+                policy.query_noise,
+                policy.replaced_over_left_out,
+                per_client=min(participations, self.rounds // policy.every),
+            )
+        return local_privacy_statement(
+            self.noise_multiplier,
+            delta,
+            participations=participations,
+            neighboring_relation=self.neighboring_relation,
+            queries=queries,
+        )
+
+    def _check_participations(self, rounds: int) -> None:
+        needed = self.clients.participations(rounds)
+        if needed > self.max_participations:
+            most = self.max_participations * self.clients.rounds_per_pass
+            raise ValueError(
+                "A client must not take part more often than `max_participations`: it "
+                f"would cost more. Received: rounds={rounds}, for which clients take "
+                f"part {needed} times, max_participations={self.max_participations}. "
+                f"Use `run({most})`, more clients, or `max_participations={needed}` "
+                "with noise calibrated for it."
+            )
+
+    def _scheduled(self, rounds: int) -> np.ndarray | None:
+        """Return C of the first rounds, None if it follows the norms."""
+        if isinstance(self.clip_policy, ClipNormScheduler):
+            return self.clip_policy.values(rounds)
+        return np.full(rounds, self.l2_norm_clip) if self.clip_policy is None else None
+
+    def _one_more_round(self) -> tf.Tensor:
+        clients = self.clients.of_round(self.rounds)
+        clip = self._next_clip
+        norms, next_clip = self._round(
+            tf.constant(self.clients.rows(clients, self._rows)),
+            tf.constant(clip, tf.float64),
+            tf.constant(self.rounds, tf.int64),
+        )
+        self._clips.append(clip)
+        self._next_clip = float(next_clip)
+        return norms
+
+    def _run_round(
+        self, rows: tf.Tensor, clip: tf.Tensor, number: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Run a round in the graph; return norms before clipping and the next C."""
+        rows = tf.ensure_shape(
+            rows, [self.clients.clients_per_round * self.clients.examples_per_client]
+        )
+        x, y = _tree.map_tensors(lambda tensor: tf.gather(tensor, rows), self._data)
+        clipped_sum = self._clipped(x, y, clip)
+        contributors = self.clients.clients_per_round
+        mean = [noised / contributors for noised in self._noised(clipped_sum, number)]
+        variables = self.model.trainable_variables
+        self.optimizer.apply(
+            [
+                with_regularizer(gradient, variable)
+                for gradient, variable in zip(mean, variables, strict=True)
+            ],
+            variables,
+        )
+        policy = self.clip_policy
+        if not isinstance(policy, AdaptiveClip):
+            return clipped_sum.norms, clip
+
+        def next_clip() -> tf.Tensor:
+            return policy.next_clip(
+                clip,
+                clipped_sum.norms,
+                expected_units=tf.constant(contributors, tf.float64),
+                noise=self._noise.of_query(
+                    tf.TensorShape(policy.query_shape), step=number
+                ),
+            )
+
+        asks = policy.asks_at(number + 1)
+        return clipped_sum.norms, tf.cond(asks, next_clip, lambda: clip)
+
+    def _noised(self, clipped_sum: ClippedSum, number: tf.Tensor) -> list[tf.Tensor]:
+        contributors = self.clients.clients_per_round
+        noise_multiplier = tf.constant(self.noise_multiplier, tf.float64)
+        if self._each_draws:
+            return self._noise.noised_by_each(
+                clipped_sum,
+                noise_multiplier=noise_multiplier,
+                contributors=contributors,
+                step=number,
+            )
+        return self._noise.noised(
+            clipped_sum,
+            noise_multiplier=noise_multiplier * contributors**0.5,
+            step=number,
+        )
+
+    def _note(self, norms: tf.Tensor, validation_data: tuple[Any, Any] | None) -> None:
+        """Add an entry to the history."""
+        self.nonprivate_norms = np.asarray(norms)
+        clip = self._clips[-1]
+        entry = {"round": self.rounds, "l2_norm_clip": clip}
+        if validation_data is not None:
+            values = self._evaluator.evaluate(
+                *validation_data, batch_size=1000, verbose=0, return_dict=True
+            )
+            entry |= {f"val_{name}": float(value) for name, value in values.items()}
+        entry |= {
+            "nonprivate_mean_norm": float(np.mean(self.nonprivate_norms)),
+            "nonprivate_clipped_share": float(np.mean(self.nonprivate_norms > clip)),
+        }
+        for name, value in entry.items():
+            self.history.setdefault(name, []).append(value)
+
+    def _shown(self) -> list[tuple[str, float]]:
+        """Return what the line of progress shows."""
+        latest = [
+            (name, values[-1])
+            for name, values in self.history.items()
+            if name.startswith("val_")
+        ]
+        return [("l2_norm_clip", self._clips[-1]), *latest]
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what two runs that are the same have in common, as JSON has it."""
+        policy = self.clip_policy
+        # Keras numbers the names.
+        optimizer = self.optimizer.get_config() | {
+            "name": type(self.optimizer).__name__
+        }
+        settings: dict[str, Any] = {
+            "clients": dataclasses.asdict(self.clients),
+            "noise_multiplier": self.noise_multiplier,
+            "optimizer": optimizer,
+            "clip_policy": type(policy).__name__,
+            "examples": self._rows,
+            "weights": [list(variable.shape) for variable in self._variables()],
+        }
+        if isinstance(policy, AdaptiveClip):
+            settings["clip_policy"] = [type(policy).__name__, *policy.settings()]
+            settings["l2_norm_clip"] = self.l2_norm_clip
+        as_json: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+        return as_json
+
+    def _variables(self) -> list[Any]:
+        """List all that a round changes, the states of random layers included."""
+        return [*self.model.variables, *self.optimizer.variables]
+
+    def _save(self, folder: Path) -> None:
+        """Write state and history, each so that a kill leaves the old one or the new."""
+        arrays = [keras.ops.convert_to_numpy(v) for v in self._variables()]
+        about = {
+            "settings": self._settings(),
+            "clips": self._clips,
+            "next_clip": self._next_clip,
+            "history": self.history,
+        }
+        with _replaced(folder / _STATE, "wb") as file:
+            np.savez(
+                file,
+                *arrays,
+                about=json.dumps(about),
+                nonprivate_norms=self.nonprivate_norms,
+            )
+        with _replaced(folder / _HISTORY, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(self.history)
+            writer.writerows(zip(*self.history.values(), strict=True))
+
+    def _restore(self, path: Path) -> None:
+        with np.load(path) as state:
+            about = json.loads(str(state["about"]))
+            norms = state["nonprivate_norms"]
+            arrays = [state[f"arr_{place}"] for place in range(len(state.files) - 2)]
+        here, there = self._settings(), about["settings"]
+        other = [name for name in here if here[name] != there.get(name)]
+        clips = about["clips"]
+        scheduled = self._scheduled(len(clips))
+        if scheduled is not None and not np.array_equal(scheduled, clips):
+            other.append("l2_norm_clip")
+        if other:
+            raise ValueError(
+                "A folder holds the state of one simulation. Received: directory="
+                f"'{path.parent}', whose state has other values of {', '.join(other)}. "
+                "Use another folder, or delete this one."
+            )
+        for variable, value in zip(self._variables(), arrays, strict=True):
+            variable.assign(value)
+        self._clips, self._next_clip = clips, about["next_clip"]
+        self.history, self.nonprivate_norms = about["history"], norms
+
+
+_NOISES = ("aggregate", "per_client")
+
+
+class _Evaluator(keras.Model):
+    """Evaluates a model, and leaves what it was compiled with alone."""
+
+    def __init__(self, model: keras.Model) -> None:
+        # Keras would name it after the class, which no TensorFlow scope may be.
+        super().__init__(name="evaluator")
+        self.model = model
+
+    def call(self, x: Any) -> Any:
+        """Run the model."""
+        return self.model(x, training=False)
+
+
+@contextlib.contextmanager
+def _replaced(path: Path, mode: str, **options: Any) -> Iterator[IO[Any]]:
+    """Open a file that takes the place of `path` when it is complete."""
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open(mode, **options) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _check_type(name: str, value: Any, types: Any) -> None:
+    """Raise if `value` is of none of the types."""
+    if isinstance(value, types):
+        return
+    types = types if isinstance(types, tuple) else (types,)
+    allowed = " or ".join(f"`{each.__name__}`" for each in types)
+    raise TypeError(
+        f"`{name}` must be a {allowed}. Received: {name} of type "
+        f"{type(value).__name__}."
+    )
+
+
+def _checked_optimizer(optimizer: Any) -> keras.optimizers.Optimizer:
+    """Return the server's optimizer, or raise."""
+    if isinstance(optimizer, str):
+        optimizer = keras.optimizers.get(optimizer)
+    wrapper = isinstance(optimizer, (DPOptimizer, keras.optimizers.LossScaleOptimizer))
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or wrapper:
+        raise TypeError(
+            "`optimizer` must be a plain Keras optimizer: clients have clipped and "
+            "noised what it gets. Received: optimizer of type "
+            f"{type(optimizer).__name__}. Use `keras.optimizers.SGD(1.0)`."
+        )
+    return optimizer
