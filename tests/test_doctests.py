@@ -18,6 +18,8 @@ FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 @pytest.mark.parametrize("name", NAMES)
 def test_examples(name):
+    if name == "tfdp.federated.flower":
+        pytest.importorskip("flwr")
     module = importlib.import_module(name)
     namespace = {**vars(module), "keras": keras, "np": np, "tf": tf, "tfdp": tfdp}
     with warnings.catch_warnings():

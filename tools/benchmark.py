@@ -6,6 +6,7 @@ r"""Time and memory of a private training step, beside an ordinary one.
     python tools/benchmark.py --synthetic
     python tools/benchmark.py --passes
     python tools/benchmark.py --bam
+    python tools/benchmark.py --federated
 
 Times are medians of whole steps, noise, optimizer and metrics included. The steps of
 all rows take turns in one process, so that whatever else the machine does slows all of
@@ -61,6 +62,11 @@ _ROWS = {
 _TFDP_ALONE = ("frozen", "bert", "bert:4", "mobilenet_v2", "resnet50")
 _MODELS = [name for name in PROBLEMS if name not in {"synthetic", "deep", *_TFDP_ALONE}]
 _DEPTHS = (2, 8, 32, 128, 200)
+# How a client's noise is drawn, and how many clients there are.
+_FEDERATED_ROWS = (
+    *("federated_aggregate:10000", "federated_aggregate:10000000"),
+    *("federated_aggregate:1000000000", "federated_per_client:10000000"),
+)
 
 _CHOSEN = flags.DEFINE_multi_enum(
     "models",
@@ -98,6 +104,9 @@ _SYNTHETIC = flags.DEFINE_bool(
 )
 _PASSES = flags.DEFINE_bool(
     "passes", False, "Memory of the MLP over batch sizes, in passes of 256 examples."
+)
+_FEDERATED = flags.DEFINE_bool(
+    "federated", False, "Rounds of 1000 virtual clients with 5 examples each."
 )
 _BAM = flags.DEFINE_bool(
     "bam", False, "Time of DP-SGD, DP-SAT and BAM over the depth of a network, XLA."
@@ -156,6 +165,8 @@ def main(argv: Sequence[str]) -> None:
     elif _PASSES.value:
         sizes = _BATCH_SIZES.value or [256, 1024, 4096, 16384]
         results = print_memory("mlp", sizes, [_ORDINARY, "bookkeeping", "passes"])
+    elif _FEDERATED.value:
+        results = federated()
     elif _BAM.value:
         results = over_depth(Path(_BAM_PLOT.value))
     elif _GROWTH.value is not None:
@@ -338,6 +349,19 @@ def print_memory(
             shown.append(found)
         print()
     return shown
+
+
+def federated() -> list[Result]:
+    """Print what rounds take, beside an ordinary step on as many examples."""
+    (size, *_) = _BATCH_SIZES.value or [5000]
+    results = measure(_TFDP, "cnn", size, [_ORDINARY, *_FEDERATED_ROWS])
+    print(
+        f"{'row':<34}{'ms':>10}{'ratio':>10}{'peak MiB':>10}{'ratio':>10}"
+        f"{'steps MiB':>10}{'ratio':>10}"
+    )
+    for row, found in results.items():
+        print(f"{row:<34}{line(row, found, results[_ORDINARY])}")
+    return list(results.values())
 
 
 # Plots.

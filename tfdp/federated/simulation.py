@@ -25,11 +25,11 @@ from tfdp.callbacks.adaptive import AdaptiveClip
 from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.clipping import ClippedSum
 from tfdp.engines.passes import number_of_rows
+from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.virtual_clients import VirtualClients
 from tfdp.gradients import clipped_gradients
 from tfdp.noise import NoiseSource
-from tfdp.optimizers import DPOptimizer
-from tfdp.optimizers.dp_optimizer import checked_clip, with_regularizer
+from tfdp.optimizers.dp_optimizer import checked_clip
 
 # Files in the folder of a run.
 _STATE, _HISTORY = "state.npz", "history.csv"
@@ -136,7 +136,7 @@ class Simulation:
         self.model = model
         _check_type("clients", clients, VirtualClients)
         self.clients = clients
-        self.optimizer = _checked_optimizer(optimizer)
+        self.optimizer = checked_optimizer(optimizer)
         if clip_policy is not None:
             _check_type("clip_policy", clip_policy, (ClipNormScheduler, AdaptiveClip))
         self.clip_policy = clip_policy
@@ -342,14 +342,7 @@ class Simulation:
         clipped_sum = self._clipped(x, y, clip)
         contributors = self.clients.clients_per_round
         mean = [noised / contributors for noised in self._noised(clipped_sum, number)]
-        variables = self.model.trainable_variables
-        self.optimizer.apply(
-            [
-                with_regularizer(gradient, variable)
-                for gradient, variable in zip(mean, variables, strict=True)
-            ],
-            variables,
-        )
+        apply_mean(self.optimizer, mean, self.model.trainable_variables)
         policy = self.clip_policy
         if not isinstance(policy, AdaptiveClip):
             return clipped_sum.norms, clip
@@ -515,17 +508,3 @@ def _check_type(name: str, value: Any, types: Any) -> None:
         f"`{name}` must be a {allowed}. Received: {name} of type "
         f"{type(value).__name__}."
     )
-
-
-def _checked_optimizer(optimizer: Any) -> keras.optimizers.Optimizer:
-    """Return the server's optimizer, or raise."""
-    if isinstance(optimizer, str):
-        optimizer = keras.optimizers.get(optimizer)
-    wrapper = isinstance(optimizer, (DPOptimizer, keras.optimizers.LossScaleOptimizer))
-    if not isinstance(optimizer, keras.optimizers.Optimizer) or wrapper:
-        raise TypeError(
-            "`optimizer` must be a plain Keras optimizer: clients have clipped and "
-            "noised what it gets. Received: optimizer of type "
-            f"{type(optimizer).__name__}. Use `keras.optimizers.SGD(1.0)`."
-        )
-    return optimizer

@@ -20,6 +20,8 @@ from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 
 _NUMBER_OF_BATCHES = 16
 
+_EXAMPLES_PER_CLIENT = 5
+
 _WITH_BATCH_NORMALIZATION = ("mobilenet_v2", "resnet50")
 
 _OPTIONS = {
@@ -47,6 +49,8 @@ def stepper(options: argparse.Namespace, row: str) -> steps.Step:
 
     The first one is a step of `fit`, which builds the `train_function`.
     """
+    if row.startswith("federated"):
+        return federated_rounds(options, row)
     model = build(options.model)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.SGD(steps.LEARNING_RATE)
     if row != "ordinary":
@@ -75,6 +79,32 @@ def stepper(options: argparse.Namespace, row: str) -> steps.Step:
         float(logs["loss"])
         # The logs do not wait for the weights, on a GPU at least.
         model.trainable_variables[-1].numpy()
+
+    return step
+
+
+def federated_rounds(options: argparse.Namespace, row: str) -> steps.Step:
+    """Return the round of as many virtual clients as the row's name ends with."""
+    way, _, clients = row.partition(":")
+    examples = _EXAMPLES_PER_CLIENT
+    simulation = tfdp.federated.Simulation(
+        build(options.model),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        *steps.examples(options.model, options.batch_size),
+        clients=tfdp.federated.VirtualClients(
+            int(clients), options.batch_size // examples, examples
+        ),
+        optimizer=keras.optimizers.SGD(steps.LEARNING_RATE),
+        l2_norm_clip=steps.L2_NORM_CLIP,
+        noise_multiplier=steps.NOISE_MULTIPLIER,
+        # Rounds are to be timed, also of few clients.
+        max_participations=1_000_000,
+        noise=way.removeprefix("federated_"),
+        jit_compile=options.jit_compile,
+    )
+
+    def step() -> None:
+        simulation.run(simulation.rounds + 1, verbose=0)
 
     return step
 
