@@ -43,6 +43,8 @@ CLIENTS, CLIENTS_PER_ROUND, EXAMPLES_PER_CLIENT = 10_000_000, 1000, 5
 MEDIAN_EPSILON, MEDIAN_DELTA = 0.8, 1e-8
 MEDIAN_EDGES = (0, 2**-7, 2**-6, 2**-5, 2**-4, 2**-3)
 BASELINE = "without-privacy"
+# Of the server; C scales the steps of private runs besides.
+LEARNING_RATE, BASELINE_LEARNING_RATE = 1.0, 0.1
 
 
 class Run(NamedTuple):
@@ -140,9 +142,6 @@ _NETWORK = flags.DEFINE_enum(
     ["compact", "large"],
     "9,594 or 26,010 parameters. Default: compact.",
 )
-_LEARNING_RATE = flags.DEFINE_float(
-    "learning_rate", 1.0, "Of the server; 0.1 without privacy.", lower_bound=0.0
-)
 _EVALUATE_EVERY = flags.DEFINE_integer(
     "evaluate_every", None, "Default: 25 times in a run.", lower_bound=1
 )
@@ -238,7 +237,9 @@ def train(
         clients=tfdp.federated.VirtualClients(
             CLIENTS, CLIENTS_PER_ROUND, EXAMPLES_PER_CLIENT, seed=trial
         ),
-        optimizer=keras.optimizers.SGD(_LEARNING_RATE.value if is_private else 0.1),
+        optimizer=keras.optimizers.SGD(
+            LEARNING_RATE if is_private else BASELINE_LEARNING_RATE
+        ),
         l2_norm_clip=run.clip,
         noise_multiplier=noise_multiplier if is_private else 0.0,
         clip_policy=run.policy(size.rounds),
@@ -340,6 +341,7 @@ def plot_runs(results: dict[str, list[Result]], path: Path) -> None:
         axes.grid(alpha=0.3)
     panels[0].legend(fontsize="small", ncols=2)
     figure.suptitle(f"MNIST, local privacy: epsilon {EPSILON:g} at delta {DELTA:g}")
+    panels[1].set_ylim(top=10)  # some losses grow without end
     figure.savefig(path, dpi=150)
 
 
@@ -407,9 +409,11 @@ def report(results: dict[str, list[Result]], output: Path) -> None:
             f"{name:<22}{f'{last.mean():.2f}{spread}':>16}{middle:>10.2f}{loss:>9.3f}"
             f"{clip:>10.4g}"
         )
-    statements = {trials[0].statement: name for name, trials in results.items()}
-    for statement, name in statements.items():
-        print(f"\n{name}, and runs like it:\n{statement}")
+    names: dict[str, list[str]] = {}
+    for name, trials in results.items():
+        names.setdefault(trials[0].statement, []).append(name)
+    for statement, same in names.items():
+        print(f"\n{', '.join(same)}:\n{statement}")
     print(f"Plots and histories: {output}{os.sep}")
 
 

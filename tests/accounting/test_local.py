@@ -163,7 +163,7 @@ class TestStatement:
     def test_of_local_replies(self):
         text = local_privacy_statement(1.404227, 1e-7, participations=2)
         assert "(12.009, 1e-07)-locally" in text
-        assert "replied 2 times" in text
+        assert "Replies of a client: 2 at most" in text
         assert "not purely local" not in text
 
     def test_of_a_run_with_a_trusted_aggregator(self):

@@ -354,6 +354,63 @@ class TestClipSchedules:
         )
 
 
+class TestFederatedMnist:
+    """A thousand clients a round, of few images."""
+
+    RUNS = (
+        "without-privacy",
+        "fixed-0.05",
+        "switch-0.2",
+        "quantile-0.5",
+        "median-0.01",
+    )
+
+    @pytest.mark.slow
+    def test_runs_are_compared_and_go_on(self, small_mnist, tmp_path):
+        arguments = [
+            *(f"--runs={name}" for name in self.RUNS),
+            *("--rounds=10", "--evaluate_every=5", f"--data_dir={small_mnist}"),
+            f"--output_dir={tmp_path}",
+        ]
+        text = run("federated_mnist", *arguments)
+        for name in self.RUNS:
+            assert number(rf"(?m)^{name} +([\d.]+) ", text) >= 0
+            rows = history(tmp_path / "compact-10" / name / "0" / "history.csv")
+            assert [row["round"] for row in rows] == ["5", "10"]
+        assert "(8.000, 1e-07)-locally" in text
+        assert text.count("not purely local") == 2
+        assert "not differentially private" in text
+        for figure in ("fixed", "scheduled", "adaptive", "norms"):
+            assert (tmp_path / f"{figure}.png").read_bytes().startswith(PNG)
+        # The first trial is not run again.
+        more = run("federated_mnist", *arguments, "--trials=2")
+        assert " ± " in more
+        assert (tmp_path / "compact-10" / "fixed-0.05" / "1" / "state.npz").is_file()
+
+    @pytest.mark.slow
+    def test_large_network(self, small_mnist, tmp_path):
+        text = run(
+            "federated_mnist",
+            *("--runs=polynomial-0.05-0.5", "--rounds=10", "--network=large"),
+            *(f"--data_dir={small_mnist}", f"--output_dir={tmp_path}"),
+        )
+        assert number(r"polynomial-0.05-0.5 .* ([\d.e-]+)\n", text) == pytest.approx(
+            0.05 * 0.1**0.5, rel=1e-3
+        )
+
+    @pytest.mark.parametrize(
+        ("flag", "message"),
+        [
+            ("--runs=fixed-2", "fixed-2"),
+            ("--rounds=0", "rounds"),
+            ("--data_dir=nowhere", "there is no nowhere"),
+            ("extra", "everything is a flag"),
+        ],
+    )
+    def test_wrong_flag_is_explained(self, flag, message):
+        check_refusal("federated_mnist", flag, message=message)
+
+
 class TestBatchSizes:
     def test_larger_batches_have_less_bias(self, tmp_path):
         out = run(

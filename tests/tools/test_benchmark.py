@@ -144,3 +144,15 @@ def test_time_over_depth(tmp_path):
     table = re.findall(r"^(\d+)((?: +[\d.]+ \+- [\d.]+){5})$", process.stdout, re.M)
     assert [int(depth) for depth, _ in table] == [2, 3]
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_rounds_of_clients():
+    process = start("--federated", "--batch_size=50", "--steps=2")
+    assert process.returncode == 0, process.stdout + process.stderr
+    for row in (
+        "ordinary",
+        *(f"federated_aggregate:{clients}" for clients in (10**4, 10**7, 10**9)),
+        "federated_per_client:10000000",
+    ):
+        assert re.search(rf"^{row}{NUMBERS}", process.stdout, re.M), process.stdout

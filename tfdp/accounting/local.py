@@ -188,7 +188,7 @@ def local_privacy_statement(
         f"adds Gaussian noise of standard deviation {noise_multiplier:g} C before "
         "anything leaves it, so the bound holds against the server too, and whatever "
         "becomes of the replies: weights, clip norms that follow from them, models.",
-        f"A client has replied {participations} times at most. More replies cost more.",
+        f"Replies of a client: {participations} at most. More replies cost more.",
         "Not covered: that a client took part, and when; metrics, and values named "
         "`nonprivate_*`, which are exact; decisions made by them; other runs with the "
         "same clients, such as those that chose the hyperparameters; noise as a "
