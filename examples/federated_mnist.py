@@ -33,6 +33,7 @@ import numpy as np
 from absl import app, flags
 from keras import layers
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 import tfdp
 from tfdp.callbacks import AdaptiveMedianClip, AdaptiveQuantileClip, ClipNormScheduler
@@ -315,7 +316,7 @@ def plot_runs(results: dict[str, list[Result]], path: Path) -> None:
         return
     figure = Figure(figsize=(8, 9), layout="constrained")
     panels = figure.subplots(3, sharex=True)
-    for name, trials in results.items():
+    for number, (name, trials) in enumerate(results.items()):
         rounds = trials[0].history["round"]
         for axes, key in zip(
             panels, ("val_accuracy", "val_loss", "l2_norm_clip"), strict=True
@@ -323,14 +324,15 @@ def plot_runs(results: dict[str, list[Result]], path: Path) -> None:
             if key == "l2_norm_clip" and name == BASELINE:
                 continue
             values = np.array([trial.history[key] for trial in trials])
-            (line,) = axes.plot(rounds, values.mean(0), label=name)
+            color = f"C{number}"
+            axes.plot(rounds, values.mean(0), color=color, label=name)
             if len(trials) > 1:
                 spread = values.std(0, ddof=1)
                 axes.fill_between(
                     rounds,
                     values.mean(0) - spread,
                     values.mean(0) + spread,
-                    color=line.get_color(),
+                    color=color,
                     alpha=0.2,
                     linewidth=0,
                 )
@@ -341,7 +343,8 @@ def plot_runs(results: dict[str, list[Result]], path: Path) -> None:
         axes.grid(alpha=0.3)
     panels[0].legend(fontsize="small", ncols=2)
     figure.suptitle(f"MNIST, local privacy: epsilon {EPSILON:g} at delta {DELTA:g}")
-    panels[1].set_ylim(top=10)  # some losses grow without end
+    # Some losses grow without end.
+    panels[1].set_ylim(top=min(10.0, panels[1].get_ylim()[1]))
     figure.savefig(path, dpi=150)
 
 
@@ -352,26 +355,27 @@ def plot_norms(
     dimension = build_model(network).count_params()
     figure = Figure(figsize=(10, 8), layout="constrained")
     (raw, noised), (means, noised_means) = figure.subplots(2, 2)
-    for name, trials in results.items():
-        if name != BASELINE and not name.startswith("fixed"):
-            continue
-        last = trials[0]
-        clip, norms = last.history["l2_norm_clip"][-1], last.norms
-        raw.hist(norms, bins=50, histtype="step", label=name)
-        rounds = last.history["round"]
-        means.plot(rounds, last.history["nonprivate_mean_norm"], label=name)
-        if name != BASELINE:
-            noised.hist(
-                noised_norms(norms, clip, noise_multiplier, dimension),
-                bins=50,
-                histtype="step",
-                label=name,
+    for number, (name, trials) in enumerate(results.items()):
+        color, last = f"C{number}", trials[0]
+        rounds, clips = last.history["round"], np.array(last.history["l2_norm_clip"])
+        if name == BASELINE or name in FIGURES["fixed"]:
+            style = {"bins": 50, "histtype": "step", "color": color, "label": name}
+            raw.hist(last.norms, **style)
+            means.plot(
+                rounds, last.history["nonprivate_mean_norm"], color=color, label=name
             )
-            expected = clip * noise_multiplier * math.sqrt(dimension)
-            noised_means.axhline(expected, linestyle="--", color="gray", linewidth=0.5)
-            noised_means.plot(rounds, np.full(len(rounds), expected), label=name)
+            if name != BASELINE:
+                noised.hist(
+                    noised_norms(last.norms, clips[-1], noise_multiplier, dimension),
+                    **style,
+                )
+        if name in FIGURES["fixed"] | FIGURES["scheduled"]:
+            # What clients send is nearly all noise.
+            expected = clips * noise_multiplier * math.sqrt(dimension)
+            noised_means.plot(rounds, expected, color=color, label=name)
     raw.set(title="norms before clipping, last round", xlabel="norm", yscale="log")
     noised.set(title="norms of the noised replies", xlabel="norm", xscale="log")
+    noised.xaxis.set_minor_formatter(NullFormatter())
     means.set(title="mean norm before clipping", xlabel="round", yscale="log")
     noised_means.set(
         title="mean norm of the noised replies", xlabel="round", yscale="log"
