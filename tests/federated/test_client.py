@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.reference import per_example_gradients
+from tfdp.errors import NotPrivateError
 from tfdp.federated import client_update, privatize
 
 CLIP = 0.3
@@ -117,6 +118,23 @@ def test_seeds_of_others_do_not_decide_the_noise():
         (reply,) = privatize([np.zeros(3)], l2_norm_clip=1.0, noise_multiplier=1.0)
         replies.append(reply.numpy())
     assert (replies[0] != replies[1]).all()
+
+
+def test_a_graph_would_repeat_the_noise_and_is_refused():
+    @tf.function(autograph=False)
+    def update(gradient):
+        return privatize([gradient], l2_norm_clip=1.0, noise_multiplier=1.0)
+
+    model = small_model()
+
+    @tf.function(autograph=False)
+    def update_of(x, y):
+        return client_update(model, squares, x, y, **UPDATE)
+
+    with pytest.raises(NotPrivateError, match="outside of `tf.function`"):
+        update(tf.zeros(3))
+    with pytest.raises(NotPrivateError, match="outside of `tf.function`"):
+        update_of(tf.ones((5, 3), tf.float64), tf.ones((5, 2), tf.float64))
 
 
 @pytest.mark.parametrize("name", ["l2_norm_clip", "noise_multiplier"])

@@ -511,6 +511,17 @@ def test_history(rng, tmp_path):
     assert float(rows[1]["val_loss"]) == history["val_loss"][1]
 
 
+@NOISELESS
+def test_validation_data_may_come_later(rng, tmp_path):
+    x, y = examples(rng)
+    simulation = simulated(dense_model(), x, y)
+    simulation.run(1, directory=tmp_path, verbose=0)
+    simulation.run(2, validation_data=(x, y), directory=tmp_path, verbose=0)
+    history = simulation.run(3, directory=tmp_path, verbose=0)
+    assert history["round"] == [1, 2, 3]
+    np.testing.assert_array_equal(np.isnan(history["val_loss"]), [True, False, True])
+
+
 def in_folder(rng_seed, folder, rounds, policy=None, **options):
     """A seeded simulation, run in a folder."""
     rng = np.random.default_rng(rng_seed)
@@ -671,10 +682,13 @@ def test_bad_numbers_of_rounds(rng, arguments):
 
 
 @NOISELESS
-def test_no_examples():
-    empty = np.zeros((0, 3), "float32")
-    with pytest.raises(ValueError, match="0 rows"):
-        simulated(dense_model("float32"), empty, empty)
+@pytest.mark.parametrize(
+    ("rows", "message"), [((0, 0), "0 rows"), ((9, 8), "8, 9 rows")]
+)
+def test_there_are_examples_and_as_many_targets(rows, message):
+    x, y = (np.zeros((number, 3), "float32") for number in rows)
+    with pytest.raises(ValueError, match=message):
+        simulated(dense_model("float32"), x, y)
 
 
 def test_a_bad_value_of_the_schedule_is_found_before_the_first_round():

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdp import _validate
 from tfdp.clipping import ClippedSum, clip_and_sum
+from tfdp.errors import NotPrivateError
 from tfdp.gradients import clipped_gradients
 from tfdp.noise import NoiseSource
 from tfdp.optimizers.dp_optimizer import checked_clip
@@ -52,6 +53,7 @@ def client_update(
         TypeError: If a number is none.
         ValueError: If a number is out of its range, the client has no example, or the
             model or the loss is refused by `tfdp.clipped_gradients`.
+        NotPrivateError: Inside a `tf.function`, which would repeat the noise.
 
     Example:
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -100,6 +102,7 @@ def privatize(
     Raises:
         TypeError: If a number is none, or an array not of floating point.
         ValueError: If a number is out of its range.
+        NotPrivateError: Inside a `tf.function`, which would repeat the noise.
 
     Example:
         >>> private = tfdp.federated.privatize(
@@ -129,6 +132,12 @@ def privatize(
 
 def _noised(clipped_sum: ClippedSum, noise_multiplier: float) -> list[tf.Tensor]:
     """Add noise that nobody else can draw."""
+    if not tf.executing_eagerly():
+        raise NotPrivateError(
+            "A client's noise is drawn with a key of its own for every reply, and a "
+            "`tf.function` would keep the first one. Received: a call inside of one. "
+            "Call `client_update` or `privatize` outside of `tf.function`."
+        )
     return NoiseSource().noised(
         clipped_sum,
         noise_multiplier=tf.constant(noise_multiplier, tf.float64),

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import dataclasses
 import json
+import math
 import os
 import sys
 import warnings
@@ -162,9 +163,11 @@ class Simulation:
 
         self._data = _tree.map_tensors(tf.convert_to_tensor, (x, y))
         self._rows = int(number_of_rows(self._data))
-        if not self._rows:
+        lengths = {int(tensor.shape[0]) for tensor in _tree.tensors(self._data)}
+        if lengths != {self._rows} or not self._rows:
             raise ValueError(
-                "`x` must have rows for clients to draw from. Received: x with 0 rows."
+                "`x` and `y` must have rows for clients to draw from, as many of each. "
+                f"Received: {', '.join(map(str, sorted(lengths)))} rows."
             )
         if not model.built:
             model(_tree.map_tensors(lambda tensor: tensor[:1], self._data[0]))
@@ -390,8 +393,10 @@ class Simulation:
             "nonprivate_mean_norm": float(np.mean(self.nonprivate_norms)),
             "nonprivate_clipped_share": float(np.mean(self.nonprivate_norms > clip)),
         }
-        for name, value in entry.items():
-            self.history.setdefault(name, []).append(value)
+        entries = len(self.history.get("round", []))
+        for name in self.history | entry:
+            column = self.history.setdefault(name, [math.nan] * entries)
+            column.append(entry.get(name, math.nan))
 
     def _shown(self) -> list[tuple[str, float]]:
         """Return what the line of progress shows."""
