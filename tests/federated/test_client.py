@@ -131,9 +131,9 @@ def test_a_graph_would_repeat_the_noise_and_is_refused():
     def update_of(x, y):
         return client_update(model, squares, x, y, **UPDATE)
 
-    with pytest.raises(NotPrivateError, match="outside of `tf.function`"):
+    with pytest.raises(NotPrivateError, match="outside of"):
         update(tf.zeros(3))
-    with pytest.raises(NotPrivateError, match="outside of `tf.function`"):
+    with pytest.raises(NotPrivateError, match="outside of"):
         update_of(tf.ones((5, 3), tf.float64), tf.ones((5, 2), tf.float64))
 
 
