@@ -13,7 +13,7 @@ from scipy import stats
 from tests.problems import PROBLEMS
 from tfdp import clipped_gradients
 from tfdp.clipping import ClippedSum
-from tfdp.noise import NoiseSource, standard_normal
+from tfdp.noise import NoiseSource, long_normal, standard_normal
 from tfdp.optimizers import DPSGD
 
 MODES = ("eager", "graph", "xla")
@@ -230,6 +230,25 @@ def test_noise_is_added_to_the_gradient(rng):
     (noise,) = draw(source(), zeros([7, 3]))
     (noised,) = draw(source(), zeros([7, 3])._replace(gradients=[gradient]))
     np.testing.assert_allclose(noised, gradient + noise, rtol=1e-6)
+
+
+@pytest.mark.statistical
+def test_long_normals_are_standard_normal():
+    numbers = long_normal(tf.TensorShape([400_001]), KEY).numpy()
+    assert numbers.dtype == np.float64
+    assert stats.kstest(numbers, "norm").pvalue > 1e-3
+    assert np.abs(np.corrcoef(numbers[:200_000], numbers[200_000:-1])[0, 1]) < 0.01
+
+
+def test_long_normals_reach_past_12_sigma(monkeypatch):
+    monkeypatch.setattr(
+        tf.random,
+        "stateless_uniform",
+        lambda shape, *_, **__: tf.zeros(shape, tf.int64),
+    )
+    (largest,) = long_normal(tf.TensorShape([1]), KEY).numpy()
+    assert largest == pytest.approx(math.sqrt(2 * 106 * math.log(2)))
+    assert largest > 12.1
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])

@@ -127,6 +127,45 @@ class NoiseSource:
         )
         return sums
 
+    def noised_reply(
+        self, clipped_sum: ClippedSum, *, noise_multiplier: tf.Tensor, step: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Add noise to what others will see in full, number by number.
+
+        Sum and noise are first brought on one grid, which depends on C and the noise
+        multiplier alone, the sum towards zero, so that it stays clipped. Noise on a
+        grid plus a number off it would show which numbers were zero [1]_. The noise
+        reaches to 12 standard deviations.
+
+        Args:
+            clipped_sum: See `noised`.
+            noise_multiplier: See `noised`.
+            step: See `noised`; not to be used with the same key there.
+
+        Returns:
+            See `noised`.
+
+        References:
+            .. [1] Mironov, "On Significance of the Least Significant Bits for
+               Differential Privacy", CCS 2012.
+               https://doi.org/10.1145/2382196.2382264
+        """
+        stddev = tf.cast(noise_multiplier, tf.float64) * tf.cast(
+            clipped_sum.l2_norm_clip, tf.float64
+        )
+        exponent = tf.math.ceil(tf.math.log(stddev) / math.log(2.0))
+        grid = tf.pow(tf.constant(2.0, tf.float64), exponent - _GRID_BITS)
+        noised = []
+        for number, gradient in enumerate(map(at_least_float32, clipped_sum.gradients)):
+            seed = self._key + tf.stack([step, tf.constant(number, tf.int64)])
+            steps = tf.round(long_normal(gradient.shape, seed) * (stddev / grid))
+            wide = tf.cast(gradient, tf.float64)
+            towards_zero = tf.sign(wide) * tf.floor(tf.abs(wide) / grid)
+            # Without noise there is no grid.
+            reply = tf.where(stddev > 0, (towards_zero + steps) * grid, wide)
+            noised.append(tf.cast(reply, gradient.dtype))
+        return noised
+
     def of_query(self, shape: tf.TensorShape, *, step: tf.Tensor) -> tf.Tensor:
         """Draw noise for what a step releases beside its gradients.
 
@@ -139,6 +178,36 @@ class NoiseSource:
         """
         seed = self._key + tf.stack([step, tf.constant(-1, tf.int64)])
         return standard_normal(shape, seed)
+
+
+# Grid of replies: its spacing in standard deviations is 2**-18 or half of that.
+_GRID_BITS = 18
+
+
+def long_normal(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
+    """Draw standard normal numbers with tails that reach past 12 sigma.
+
+    As `standard_normal`, from 106 random bits for the radius and 53 for the angle.
+
+    Args:
+        shape: A fully defined shape.
+        seed: int64, shape ``(2,)``. Distinct seeds give independent streams.
+
+    Returns:
+        float64 tensor of that shape.
+    """
+    size = shape.num_elements()
+    half = (size + 1) // 2
+    bits = tf.random.stateless_uniform(
+        [3, half], seed, minval=None, maxval=None, dtype=tf.int64, alg="philox"
+    )
+    # The sign bit and ten others stay unused.
+    coarse, fine, angle = tf.unstack(tf.cast(bits & (2**53 - 1), tf.float64) * 2.0**-53)
+    uniform = tf.minimum(coarse + (fine * 2.0**-53 + 2.0**-106), 1.0)
+    radius = tf.sqrt(-2.0 * tf.math.log(uniform))
+    angle *= 2.0 * math.pi
+    pairs = tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], 0)
+    return tf.reshape(pairs[:size], shape)
 
 
 def standard_normal(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:

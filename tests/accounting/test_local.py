@@ -85,6 +85,48 @@ def test_all_replies_together_stay_within_the_target(
     assert exact_delta(of_all, target) <= delta * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("participations", [1, 1000, 100_000])
+def test_the_bound_is_exact(participations):
+    found = local_epsilon(1.404227, 1e-7, participations=participations)
+    of_all = 1.404227 / 2 / math.sqrt(participations)
+    if participations == 1:
+        assert exact_delta(of_all, found) == pytest.approx(1e-7, rel=1e-6)
+    assert found == pytest.approx(
+        {1: 8.0, 1000: 1247.5, 100_000: 103_768}[participations], rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "delta"), [(50.0, 1e-5), (100.0, 1e-5), (1e9, 1e-7)]
+)
+def test_the_end_of_the_noise_is_accounted(target, delta):
+    """What noise of one client cannot reach tells it from another."""
+    noise = calibrate_local_noise_multiplier(target, delta=delta)
+    assert local_epsilon(noise, delta) <= target
+    assert math.erfc((12.1 - 2 / noise) / math.sqrt(2)) / 2 < delta
+    assert local_epsilon(noise / 2, delta) == math.inf
+
+
+def test_a_delta_that_no_noise_keeps_is_refused():
+    with pytest.raises(ValueError, match="No noise keeps"):
+        calibrate_local_noise_multiplier(8.0, delta=1e-300)
+
+
+@pytest.mark.parametrize(
+    ("participations", "error"),
+    [
+        (-2, ValueError),
+        (2.5, ValueError),
+        (math.nan, ValueError),
+        ("2", TypeError),
+        (True, TypeError),
+    ],
+)
+def test_bad_participations(participations, error):
+    with pytest.raises(error, match="`participations` must be"):
+        local_epsilon(1.4, 1e-7, participations=participations)
+
+
 def test_no_noise_is_no_privacy():
     assert local_epsilon(0.0, **STUDY) == math.inf
     text = local_privacy_statement(0.0, 1e-7, participations=1)
@@ -130,6 +172,12 @@ class TestTrustedQueries:
         # A client that is replaced moves a count of halves twice as far.
         assert queries.epsilon(1e-7, "replace_one") == pytest.approx(
             epsilon_of_gaussian(5.0), rel=1e-3
+        )
+
+    def test_several_queries_add_up(self):
+        queries = TrustedQueries("C", 10.0, 2.0, per_client=3)
+        assert queries.epsilon(1e-7, "add_or_remove_one") == pytest.approx(
+            epsilon_of_gaussian(10 / math.sqrt(3)), rel=1e-6
         )
 
     def test_the_smaller_figure_is_for_poisson_clients_only(self):

@@ -28,11 +28,9 @@ def examples(client):
 
 
 def private(message, context, call_next):
-    budget = flower.LocalBudget(
-        context.node_config["budget"],
-        epsilon=float(context.node_config["epsilon"]),
-        delta=1e-7,
-    )
+    budget = flower.LocalBudget(context.node_config["budget"], epsilon=8.0, delta=1e-7)
+    # So that the result can be compared.
+    budget._noise_multiplier = float(context.node_config["noise"])
     mod = flower.local_dp_mod(budget, max_l2_norm_clip=CLIP)
     return mod(message, context, call_next)
 

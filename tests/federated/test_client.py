@@ -102,6 +102,37 @@ def test_noise_is_the_clip_times_its_multiplier(dtype):
     assert float(tf.math.reduce_std(noised)) == pytest.approx(0.75, rel=0.01)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_no_bit_of_a_reply_tells_which_numbers_were_zero(dtype, rng):
+    """Zero or not, a noised number lies on the same grid, and may be any on it."""
+    clip, noise_multiplier = 0.25, 3.0
+    numbers = np.where(rng.random(100_000) < 0.5, 0.0, 1e-4 * rng.random(100_000))
+    (reply,) = privatize(
+        [numbers.astype(dtype)], l2_norm_clip=clip, noise_multiplier=noise_multiplier
+    )
+    grid = 2.0 ** (math.ceil(math.log2(clip * noise_multiplier)) - 18)
+    steps = reply.numpy().astype("float64") / grid
+    np.testing.assert_array_equal(steps, np.round(steps))
+    odd = steps % 2 == 1
+    for chosen in (numbers == 0, numbers != 0):
+        assert odd[chosen].mean() == pytest.approx(0.5, abs=0.015)
+
+
+def test_the_grid_does_not_lengthen_an_update(rng):
+    array = rng.normal(size=10_000)
+    (reply,) = privatize([array], l2_norm_clip=1.0, noise_multiplier=1e-3)
+    (other,) = privatize([-array], l2_norm_clip=1.0, noise_multiplier=1e-3)
+    # The noise cancels in neither; without it both would be inside the ball.
+    assert length([reply]) <= 1 + 1e-3 * math.sqrt(10_000) * 0.1
+    assert length([reply + other]) < 2e-3 * 100
+
+
+@pytest.mark.parametrize("update", [[], (), np.ones(3), None])
+def test_an_update_is_a_list_of_arrays(update):
+    with pytest.raises(TypeError, match="list of arrays"):
+        privatize(update, **UPDATE)
+
+
 def test_every_reply_has_noise_of_its_own():
     zeros = [np.zeros(50_000, "float32")]
     one, other = (

@@ -43,8 +43,8 @@ from tfdp.federated import flower
 
 ROOT = Path(__file__).resolve().parents[2]
 DELTA = 1e-7
-# Noise of 2e-6, with which results can be compared.
-NO_PRIVACY = 1e12
+# So little noise that results can be compared.
+ALMOST_NONE = 1e-6
 BFLOAT16 = tf.bfloat16.as_numpy_dtype
 
 
@@ -55,6 +55,13 @@ def path(tmp_path):
 
 def budget_at(path, epsilon=8.0, **options):
     return flower.LocalBudget(path, epsilon=epsilon, delta=DELTA, **options)
+
+
+def clear_budget(path, **options):
+    """A budget whose replies are not private."""
+    budget = budget_at(path, **options)
+    budget._noise_multiplier = ALMOST_NONE
+    return budget
 
 
 # -------------------------------------------------------------------- what leaves
@@ -102,7 +109,7 @@ def mod(path):
 @pytest.fixture
 def clear(path):
     """A mod with almost no noise, for many replies."""
-    budget = budget_at(path, NO_PRIVACY, max_participations=100)
+    budget = clear_budget(path, max_participations=100)
     return flower.local_dp_mod(budget, max_l2_norm_clip=1.0)
 
 
@@ -379,9 +386,13 @@ def linear(**options):
     return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, **options)])
 
 
-def client_app(path, x, y, epsilon=NO_PRIVACY, **options):
+def client_app(path, x, y, epsilon=None, **options):
     """A client as it is in reality: an app and a ledger of its own."""
-    budget = budget_at(path, epsilon, **options)
+    budget = (
+        clear_budget(path, **options)
+        if epsilon is None
+        else budget_at(path, epsilon, **options)
+    )
     app = ClientApp(mods=[flower.local_dp_mod(budget, max_l2_norm_clip=1.0)])
 
     @app.train()
@@ -889,7 +900,7 @@ def test_clients_of_their_own_over_flowers_network(tmp_path, started):
     wait_for(lambda: accepts(port), 60, tmp_path)
     for client, node_port in enumerate(node_ports):
         budget = tmp_path / f"{client}.json"
-        config = f'client={client} epsilon={NO_PRIVACY} budget="{budget}"'
+        config = f'client={client} noise={ALMOST_NONE} budget="{budget}"'
         started(
             *("flower-supernode", "--insecure", "--superlink", address),
             *("--port", node_port, "--node-config", config),

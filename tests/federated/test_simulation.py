@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.reference import per_example_gradients
+from tfdp.accounting.local import TrustedQueries
 from tfdp.callbacks import AdaptiveMedianClip, AdaptiveQuantileClip, ClipNormScheduler
 from tfdp.federated import Simulation, VirtualClients, client_update
 from tfdp.optimizers import DPSGD
@@ -463,6 +464,47 @@ def test_statement_says_that_a_run_is_not_purely_local(policy, rounds, figure):
     assert figure in text
 
 
+def test_statement_counts_every_query_of_a_client():
+    """Three passes: three Gaussians of multiplier 10."""
+    clients = VirtualClients(4, 4, 1)
+    policy = AdaptiveQuantileClip(0.5)
+    simulation = with_norms([1.0], policy, clients=clients, max_participations=3)
+    simulation.run(3, verbose=0)
+    text = " ".join(simulation.privacy_statement(1e-7).split())
+    expected = TrustedQueries("", 10.0, 2.0, 3).epsilon(1e-7, "add_or_remove_one")
+    assert expected > 0.75
+    assert f"the answers are ({expected:.3f}, 1e-07)" in text
+
+
+def test_settings_cannot_be_changed_behind_the_account():
+    policy = AdaptiveQuantileClip(0.5)
+    simulation = with_norms([1.0], policy)
+    for name in ("noise_multiplier", "clients", "l2_norm_clip", "rounds"):
+        with pytest.raises(AttributeError):
+            setattr(simulation, name, 100)
+    policy.query_noise = 1000.0
+    simulation.run(1, verbose=0)
+    assert "(0.447, 1e-07)" in " ".join(simulation.privacy_statement(1e-7).split())
+
+
+def test_an_interrupted_round_counts_and_its_noise_is_not_used_again(monkeypatch):
+    simulation = with_norms([1.0], None)
+    whole = simulation._round
+
+    def interrupted(*arguments):
+        seen.append(arguments)
+        whole(*arguments)
+        raise KeyboardInterrupt
+
+    seen = []
+    monkeypatch.setattr(simulation, "_round", interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            simulation.run(5, verbose=0)
+    assert simulation.rounds == 2
+    assert [int(number) for *_, number in seen] == [0, 1]
+
+
 def test_statement_of_a_scheduled_run_is_purely_local():
     simulation = with_norms([1.0], ClipNormScheduler(lambda number: 0.1))
     simulation.run(1, verbose=0)
@@ -570,12 +612,69 @@ def test_goes_on_from_its_folder_as_if_it_had_never_stopped(tmp_path, policy):
         ({"clients": VirtualClients(300, 8, 5)}, "clients"),
         ({"policy": AdaptiveQuantileClip(0.5)}, "clip_policy"),
         ({"policy": ClipNormScheduler(lambda number: CLIP / 2)}, "l2_norm_clip"),
+        ({"loss": "mae"}, "loss"),
+        ({"rng_seed": 1}, "data"),
     ],
 )
 def test_the_folder_of_another_simulation_is_refused(tmp_path, options, name):
     in_folder(0, tmp_path, 2)
+    options = {"rng_seed": 0} | options
     with pytest.raises(ValueError, match=f"other values of .*{name}"):
-        in_folder(0, tmp_path, 4, **options)
+        in_folder(folder=tmp_path, rounds=4, **options)
+
+
+@SEEDED
+def test_a_folder_is_not_overwritten_by_a_simulation_that_ran_elsewhere(tmp_path):
+    in_folder(0, tmp_path / "one", 2)
+    other = in_folder(0, tmp_path / "other", 2)
+    with pytest.raises(ValueError, match="not run in it"):
+        other.run(4, directory=tmp_path / "one", verbose=0)
+
+
+@SEEDED
+def test_a_restored_run_is_held_to_its_participations(tmp_path):
+    clients = VirtualClients(8, 8, 5)
+    in_folder(0, tmp_path, 3, clients=clients, max_participations=3)
+    with pytest.raises(ValueError, match="rounds=3"):
+        in_folder(0, tmp_path, 1, clients=clients)
+
+
+@SEEDED
+@pytest.mark.parametrize("content", [b"", b"PK", b"nothing"])
+def test_a_damaged_state_is_explained(tmp_path, content):
+    (tmp_path / "state.npz").write_bytes(content)
+    with pytest.raises(ValueError, match="whose state is damaged"):
+        in_folder(0, tmp_path, 1)
+
+
+@SEEDED
+def test_goes_on_with_half_precision_weights(tmp_path):
+    weights = []
+    for rounds in (1, 1):
+        model = keras.Sequential([keras.Input((1,)), layers.Dense(2, dtype="bfloat16")])
+        data = np.ones((10, 1), "float32")
+        simulated(
+            model, data, data, loss=total, noise_multiplier=1.0, noise_seed=3
+        ).run(rounds, directory=tmp_path, verbose=0)
+        weights.append(np.asarray(model.get_weights()[0], "float32"))
+    np.testing.assert_array_equal(*weights)
+
+
+@NOISELESS
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        ((np.ones((2, 3)), np.ones((3, 2))), ValueError),
+        ((np.ones((0, 3)), np.ones((0, 2))), ValueError),
+        ((np.ones((2, 3)), np.ones((2, 2)), np.ones(2)), TypeError),
+        (np.ones((2, 3)), TypeError),
+    ],
+)
+def test_bad_validation_data_are_refused_before_the_first_round(rng, data, error):
+    simulation = simulated(dense_model(), *examples(rng))
+    with pytest.raises(error, match="`validation_data` must"):
+        simulation.run(1, validation_data=data, verbose=0)
+    assert simulation.rounds == 0
 
 
 KILLED = """

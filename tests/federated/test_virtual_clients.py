@@ -108,6 +108,7 @@ def test_memory_does_not_depend_on_the_number_of_clients(number):
         ((10.5, 1, 1), ValueError, "number_of_clients"),
         (("10", 1, 1), TypeError, "number_of_clients"),
         ((10, 11, 1), ValueError, "clients_per_round=10"),
+        ((10**19, 1, 1), ValueError, "63-bit"),
         ((10, 1, 1, -1), ValueError, "seed"),
         ((10, 1, 1, 0.5), TypeError, "seed"),
     ],

@@ -11,14 +11,26 @@ import math
 import textwrap
 from collections.abc import Iterator
 
-from tfdp._validate import non_negative, one_of, positive_int, probability
-from tfdp.accounting.accountant import epsilon
-from tfdp.accounting.calibration import calibrate_gaussian
-from tfdp.accounting.segments import UnamplifiedSteps
+from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
+
+from tfdp._validate import (
+    non_negative,
+    one_of,
+    positive,
+    positive_int,
+    probability,
+)
 
 # How far a clipped reply moves, in multiples of C.
 _SENSITIVITIES = {"replace_one": 2.0, "add_or_remove_one": 1.0}
 _DECIMALS = 6
+
+# Standard deviations at which the noise of replies ends: `tfdp.noise.long_normal`.
+_END_OF_NOISE = 12.1
+
+# Less noise than this counts as none.
+_LEAST_NOISE = 1e-6
+_MOST_NOISE = 1e12
 
 
 def calibrate_local_noise_multiplier(
@@ -31,7 +43,9 @@ def calibrate_local_noise_multiplier(
     """Find the least noise that keeps all replies of a client within an epsilon.
 
     By the analytic Gaussian mechanism [1]_, which holds for every epsilon; the
-    textbook's formula does for epsilon below 1 only.
+    textbook's formula does for epsilon below 1 only. The noise of real clients ends at
+    12 standard deviations; that is accounted too, and asks for more noise where epsilon
+    is so large, above 50, that it matters.
 
     Args:
         target_epsilon: Epsilon that all replies of a client together may cost.
@@ -59,10 +73,27 @@ def calibrate_local_noise_multiplier(
            Privacy: Analytical Calibration and Optimal Denoising", ICML 2018,
            Theorem 8. https://arxiv.org/abs/1805.06530
     """
-    sensitivity = _sensitivity(neighboring_relation)
+    target = positive("target_epsilon", target_epsilon)
     replies = positive_int("max_participations", max_participations)
-    noise = calibrate_gaussian(target_epsilon, delta) * sensitivity * math.sqrt(replies)
-    return float(math.ceil(noise * 10**_DECIMALS) / 10**_DECIMALS)
+    sensitivity = _sensitivity(neighboring_relation)
+    delta = probability("delta", delta)
+
+    def is_enough(noise: float) -> bool:
+        return _epsilon_of_replies(noise / sensitivity, replies, delta) <= target
+
+    low, high = 0.0, 1.0
+    while not is_enough(high):
+        low, high = high, 2 * high
+        if high > _MOST_NOISE:
+            raise ValueError(
+                "No noise keeps so small a `target_epsilon` at so small a `delta`. "
+                f"Received: target_epsilon={target_epsilon}, delta={delta}, "
+                f"max_participations={max_participations}. Use `delta=1e-9`."
+            )
+    while high - low > high * 1e-12:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return float(math.ceil(high * 10**_DECIMALS) / 10**_DECIMALS)
 
 
 def local_epsilon(
@@ -92,8 +123,12 @@ def local_epsilon(
         >>> round(local_epsilon(1.404227, 1e-7, participations=2), 2)
         12.01
     """
-    replies = _replies(noise_multiplier, participations, neighboring_relation)
-    return epsilon([replies], delta)
+    noise = non_negative("noise_multiplier", noise_multiplier)
+    replies = _count("participations", participations)
+    sensitivity = _sensitivity(neighboring_relation)
+    return _epsilon_of_replies(
+        noise / sensitivity, replies, probability("delta", delta)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,18 +158,13 @@ class TrustedQueries:
         Returns:
             An upper bound against everybody but the aggregator.
         """
-        return epsilon([self._segment(neighboring_relation)], delta)
+        return _gaussian_epsilon(self.loss(neighboring_relation), delta)
 
-    def epsilon_with_replies(
-        self, replies: UnamplifiedSteps, delta: float, neighboring_relation: str
-    ) -> float:
-        """Compute what the answers and a client's replies cost it together."""
-        return epsilon([replies, self._segment(neighboring_relation)], delta)
-
-    def _segment(self, neighboring_relation: str) -> UnamplifiedSteps:
+    def loss(self, neighboring_relation: str) -> float:
+        """Return how far the answers move in standard deviations, squared."""
         replaced = neighboring_relation == "replace_one"
-        ratio = self.replaced_over_left_out if replaced else 1.0
-        return UnamplifiedSteps(self.per_client, self.noise_multiplier / ratio)
+        moves = self.replaced_over_left_out if replaced else 1.0
+        return self.per_client * (moves / self.noise_multiplier) ** 2
 
 
 def local_privacy_statement(
@@ -167,9 +197,19 @@ def local_privacy_statement(
         The replies of a client are (8.000, 1e-07)-locally differentially private.
     """
     delta = probability("delta", delta)
-    replies = _replies(noise_multiplier, participations, neighboring_relation)
-    figure = epsilon([replies], delta)
-    if math.isinf(figure):
+    figure = local_epsilon(
+        noise_multiplier,
+        delta,
+        participations=participations,
+        neighboring_relation=neighboring_relation,
+    )
+    moves = _sensitivity(neighboring_relation)
+    loss = (
+        participations * (moves / noise_multiplier) ** 2
+        if noise_multiplier
+        else math.inf
+    )
+    if not noise_multiplier:
         headline = "These replies are not differentially private: they have no noise."
     else:
         headline = (
@@ -178,11 +218,7 @@ def local_privacy_statement(
         )
     paragraphs = [
         headline,
-        *(
-            _of_queries(queries, replies, delta, neighboring_relation)
-            if queries
-            else ()
-        ),
+        *(_of_queries(queries, loss, delta, neighboring_relation) if queries else ()),
         f"Protected are all examples of a client together. Neighbours: "
         f"{_NEIGHBOURS[neighboring_relation]}. A client clips its reply to C and "
         f"adds Gaussian noise of standard deviation {noise_multiplier:g} C before "
@@ -192,9 +228,7 @@ def local_privacy_statement(
         "Not covered: that a client took part, and when; metrics, and values named "
         "`nonprivate_*`, which are exact; decisions made by them; other runs with the "
         "same clients, such as those that chose the hyperparameters; noise as a "
-        "computer draws it (Philox is no certified cryptographic generator, and "
-        "replies, if observed, are not protected against attacks on their "
-        "floating-point bits, Mironov, 2012).",
+        "computer draws it (Philox is no certified cryptographic generator).",
     ]
     return "\n\n".join(map(_filled, paragraphs)) + "\n"
 
@@ -211,7 +245,7 @@ _NEIGHBOURS = {
 
 def _of_queries(
     queries: TrustedQueries,
-    replies: UnamplifiedSteps,
+    loss_of_replies: float,
     delta: float,
     neighboring_relation: str,
 ) -> Iterator[str]:
@@ -220,7 +254,9 @@ def _of_queries(
         queries.epsilon(delta, relation)
         for relation in ("add_or_remove_one", "replace_one")
     )
-    together = queries.epsilon_with_replies(replies, delta, neighboring_relation)
+    together = _gaussian_epsilon(
+        loss_of_replies + queries.loss(neighboring_relation), delta
+    )
     yield (
         f"But this run is not purely local. For {queries.learner} a trusted aggregator "
         "learns something exact of the norm of every client's gradient; against it "
@@ -232,11 +268,49 @@ def _of_queries(
     )
 
 
-def _replies(
-    noise_multiplier: float, participations: int, neighboring_relation: str
-) -> UnamplifiedSteps:
-    noise = non_negative("noise_multiplier", noise_multiplier)
-    return UnamplifiedSteps(participations, noise / _sensitivity(neighboring_relation))
+def _epsilon_of_replies(noise: float, replies: int, delta: float) -> float:
+    """Return the epsilon of replies with this noise over sensitivity."""
+    if not replies:
+        return 0.0
+    if noise < _LEAST_NOISE:
+        return math.inf
+    # What lies beyond the end of one neighbour's noise tells it from the other.
+    beyond = math.erfc((_END_OF_NOISE - 1 / noise) / math.sqrt(2)) / 2
+    left = delta - replies * beyond
+    return _gaussian_epsilon(replies / noise**2, left) if left > 0 else math.inf
+
+
+def _gaussian_epsilon(loss: float, delta: float) -> float:
+    """Return the epsilon of Gaussian releases by theorem 8 of Balle and Wang.
+
+    Args:
+        loss: The sum over the releases of the squares of how far they move, in
+            standard deviations. All releases together are as one that moves by its
+            root.
+        delta: Probability with which the bound may fail, between 0 and 1.
+
+    Returns:
+        An upper bound, to ten digits.
+    """
+    if not loss:
+        return 0.0
+    if loss > _LEAST_NOISE**-2:
+        return math.inf
+    delta_at = GaussianPrivacyLoss(loss**-0.5).get_delta_for_epsilon
+    if delta_at(0.0) <= delta:
+        return 0.0
+    low, high = 0.0, 1.0
+    while delta_at(high) > delta:
+        low, high = high, 2 * high
+    while high - low > high * 1e-11:
+        middle = (low + high) / 2
+        low, high = (low, middle) if delta_at(middle) <= delta else (middle, high)
+    return high
+
+
+def _count(name: str, value: float) -> int:
+    """Return a whole number of at least 0, or raise."""
+    return positive_int(name, value) if value != 0 else 0
 
 
 def _sensitivity(neighboring_relation: str) -> float:

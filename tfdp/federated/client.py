@@ -33,8 +33,10 @@ def client_update(
     Guarantees:
         The reply is (epsilon, delta)-locally private for the noise multiplier that
         `calibrate_local_noise_multiplier` returns for them, and costs what
-        `local_epsilon` says. Every call draws noise from a fresh secret key of the
-        operating system. A gradient that is not finite counts as zero.
+        `local_epsilon` says, to the last bit: gradient and noise lie on one public
+        grid, so that no number of the reply tells whether the gradient's was zero.
+        Every call draws noise from a fresh secret key of the operating system. A
+        gradient that is not finite counts as zero.
 
     Args:
         model: A Keras model with the server's weights.
@@ -100,7 +102,7 @@ def privatize(
         One tensor for each array, float64 where it is, and float32 otherwise.
 
     Raises:
-        TypeError: If a number is none, or an array not of floating point.
+        TypeError: If a number is none, or `update` no list of floating point arrays.
         ValueError: If a number is out of its range.
         NotPrivateError: Inside a `tf.function`, which would repeat the noise.
 
@@ -113,6 +115,11 @@ def privatize(
     """
     clip = checked_clip(l2_norm_clip)
     noise = _validate.non_negative("noise_multiplier", noise_multiplier)
+    if not isinstance(update, (list, tuple)) or not update:
+        raise TypeError(
+            "`update` must be a list of arrays, of one at least. Received: update of "
+            f"type {type(update).__name__}. Use `privatize([array], ...)`."
+        )
     arrays = [tf.convert_to_tensor(array) for array in update]
     for place, array in enumerate(arrays):
         if not array.dtype.is_floating:
@@ -138,7 +145,7 @@ def _noised(clipped_sum: ClippedSum, noise_multiplier: float) -> list[tf.Tensor]
             "`tf.function` would keep the first one. Received: a call inside of one. "
             "Call `client_update` or `privatize` outside of `tf.function`."
         )
-    return NoiseSource().noised(
+    return NoiseSource().noised_reply(
         clipped_sum,
         noise_multiplier=tf.constant(noise_multiplier, tf.float64),
         step=tf.constant(0, tf.int64),

@@ -44,11 +44,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _tree, _validate
+from tfdp import _keras, _tree, _validate
 from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.federated.client import privatize
 from tfdp.federated.local_budget import LocalBudget as LocalBudget
 from tfdp.federated.server import apply_mean, checked_optimizer
+from tfdp.losses.ascent import AscentLoss, check_plain
 from tfdp.losses.objective import Objective
 from tfdp.optimizers.dp_optimizer import checked_clip
 
@@ -144,6 +145,8 @@ def local_dp_mod(budget: LocalBudget, *, max_l2_norm_clip: float) -> Mod:
         reason = f"The message must have usable arrays and `{CLIP_KEY}`."
         try:
             clip = checked_clip(min(_asked_clip(message.content), ceiling))
+            if _METRICS in message.content:
+                raise ValueError(f"`{_METRICS}` is the name of the reply's own record.")
             # Before the app runs, which may change the message.
             zeros = {
                 key: np.zeros(array.shape, array.dtype)
@@ -168,6 +171,9 @@ def local_dp_mod(budget: LocalBudget, *, max_l2_norm_clip: float) -> Mod:
 
     return mod
 
+
+# Record of a reply that strategies take its weight from.
+_METRICS = "metrics"
 
 # Flower's code for a mod whose precondition failed.
 _MOD_FAILED = 6
@@ -248,7 +254,7 @@ def _wide(dtype: np.dtype) -> type[np.floating]:
 
 def _content(arrays: _Arrays) -> RecordDict:
     """Return what a reply consists of."""
-    records: dict[str, Any] = {"metrics": MetricRecord({"num-examples": 1})}
+    records: dict[str, Any] = {_METRICS: MetricRecord({"num-examples": 1})}
     for (record_name, name), array in arrays.items():
         records.setdefault(record_name, ArrayRecord())[name] = Array(array)
     return RecordDict(records)
@@ -303,7 +309,8 @@ def gradient_reply(
         The reply.
 
     Raises:
-        ValueError: If the weights in the message are those of another model.
+        ValueError: If the weights in the message are those of another model, or the
+            loss is a `tfdp.losses.BAM` or `SAT`.
 
     Example:
         >>> from flwr.clientapp import ClientApp
@@ -319,10 +326,18 @@ def gradient_reply(
         model(x)
     [(record_name, arrays)] = message.content.array_records.items()
     set_weights(model, arrays)
+    if isinstance(loss, AscentLoss):
+        raise ValueError(
+            "`gradient_reply` takes gradients at the server's weights, and not uphill "
+            f"from them. Received: loss={loss!r}. Use `{loss.loss!r}`."
+        )
+    check_plain(loss)
     objective = Objective.of(model, loss)
-    with tf.GradientTape() as tape:
+    variables = objective.variables
+    with tf.GradientTape() as tape, _keras.without_regularizers(variables):
         losses = objective.losses(x, y, objective.predict(x), sample_weight)
-        mean_loss = tf.reduce_mean(losses)
+        # Of activities; those of weights are the server's.
+        mean_loss = tf.add_n([tf.reduce_mean(losses), *model.losses])
     gradients = tape.gradient(
         mean_loss,
         [variable.value for variable in objective.variables],
@@ -419,6 +434,8 @@ class LDPFedSGD(Strategy):
     def initial_arrays(self) -> ArrayRecord:
         """Return the model's trainable weights, named by their places.
 
+        All others, of frozen layers say, clients must have already.
+
         Returns:
             What `start` needs.
         """
@@ -444,7 +461,7 @@ class LDPFedSGD(Strategy):
         clip = self.l2_norm_clip
         if self.clip_policy is not None:
             update = int(self.optimizer.iterations)
-            clip = float(self.clip_policy.values(update + 1)[update])
+            clip = self.clip_policy.checked(float(self.clip_policy.schedule(update)))
         config = ConfigRecord({**config, "server-round": server_round, CLIP_KEY: clip})
         content = RecordDict({"arrays": arrays, "config": config})
         clients = self._next_clients(grid)

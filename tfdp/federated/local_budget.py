@@ -63,7 +63,7 @@ class LocalBudget:
         # Resolved, so that links to one ledger share one lock.
         self._path = Path(path).resolve()
         self._noise_multiplier = calibrate_local_noise_multiplier(
-            epsilon,
+            _validate.positive("epsilon", epsilon),
             delta=delta,
             max_participations=max_participations,
             neighboring_relation=neighboring_relation,
@@ -106,7 +106,7 @@ class LocalBudget:
         with self._locked():
             spent = self._read()
             longer = [*spent, self._noise_multiplier]
-            most = _cost([self._noise_multiplier] * self._max_participations)
+            most = self._max_participations * _cost([self._noise_multiplier])
             if len(longer) > self._max_participations or _cost(longer) > most:
                 raise PrivacyBudgetError(
                     "The local privacy budget leaves no room for another reply. "

@@ -1,6 +1,7 @@
 """Federated learning under local privacy, simulated in one process."""
 
 import contextlib
+import copy
 import csv
 import dataclasses
 import json
@@ -8,6 +9,8 @@ import math
 import os
 import sys
 import warnings
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _tree, _validate
+from tfdp import _keras, _tree, _validate
 from tfdp.accounting.local import (
     TrustedQueries,
     local_epsilon,
@@ -48,9 +51,8 @@ class Simulation:
 
     Attributes:
         history: What `run` returns.
-        nonprivate_norms: Norms of the clients' gradients before clipping, in the round
-            of the history's last entry, shape ``(clients_per_round,)``; no noise
-            protects them.
+        nonprivate_norms: Norms of the clients' gradients before clipping, in the last
+            round, shape ``(clients_per_round,)``; no noise protects them.
 
     Guarantees:
         A client's reply is what `tfdp.federated.client_update` returns, in
@@ -136,26 +138,27 @@ class Simulation:
     ) -> None:
         self.model = model
         _check_type("clients", clients, VirtualClients)
-        self.clients = clients
+        self._clients = clients
         self.optimizer = checked_optimizer(optimizer)
         if clip_policy is not None:
             _check_type("clip_policy", clip_policy, (ClipNormScheduler, AdaptiveClip))
-        self.clip_policy = clip_policy
-        self.l2_norm_clip = checked_clip(l2_norm_clip)
-        self.noise_multiplier = _validate.non_negative(
+        # A copy, which nobody changes.
+        self._clip_policy = copy.copy(clip_policy)
+        self._l2_norm_clip = checked_clip(l2_norm_clip)
+        self._noise_multiplier = _validate.non_negative(
             "noise_multiplier", noise_multiplier
         )
-        if self.noise_multiplier == 0:
+        if self._noise_multiplier == 0:
             warnings.warn(
                 "Clients that add no noise have no privacy. Received: "
                 "noise_multiplier=0. Take a multiplier from `tfdp.federated."
                 "calibrate_local_noise_multiplier(8.0, delta=1e-7)`.",
                 stacklevel=2,
             )
-        self.max_participations = _validate.positive_int(
+        self._max_participations = _validate.positive_int(
             "max_participations", max_participations
         )
-        self.neighboring_relation = neighboring_relation
+        self._neighboring_relation = neighboring_relation
         # It refuses an unknown relation.
         local_epsilon(1.0, 0.5, neighboring_relation=neighboring_relation)
         self._each_draws = _validate.one_of("noise", noise, _NOISES) == "per_client"
@@ -167,7 +170,8 @@ class Simulation:
         if lengths != {self._rows} or not self._rows:
             raise ValueError(
                 "`x` and `y` must have rows for clients to draw from, as many of each. "
-                f"Received: {', '.join(map(str, sorted(lengths)))} rows."
+                f"Received: arrays of {', '.join(map(str, sorted(lengths)))} rows. Use "
+                "`x[:n], y[:n]`."
             )
         if not model.built:
             model(_tree.map_tensors(lambda tensor: tensor[:1], self._data[0]))
@@ -180,7 +184,7 @@ class Simulation:
                 x,
                 y,
                 l2_norm_clip=clip,
-                num_microbatches=self.clients.clients_per_round,
+                num_microbatches=self._clients.clients_per_round,
                 engine=engine,
                 physical_batch_size=physical_batch_size,
             )
@@ -190,14 +194,31 @@ class Simulation:
         self._evaluator = _Evaluator(model)
         self._evaluator.compile(loss=loss, metrics=list(metrics))
 
+        self._loss_name = _name_of(loss)
+        self._folders: set[Path] = set()
         self._clips: list[float] = []
-        self._next_clip = self.l2_norm_clip
+        self._next_clip = self._l2_norm_clip
         self.history: dict[str, list[float]] = {}
         self.nonprivate_norms = np.zeros(0)
 
     @property
+    def clients(self) -> VirtualClients:
+        """Who takes part when, and with which examples."""
+        return self._clients
+
+    @property
+    def l2_norm_clip(self) -> float:
+        """C of the next round, where no schedule sets it."""
+        return self._next_clip
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of a client's noise over C."""
+        return self._noise_multiplier
+
+    @property
     def rounds(self) -> int:
-        """How many rounds were run."""
+        """How many rounds were begun."""
         return len(self._clips)
 
     def run(
@@ -238,11 +259,14 @@ class Simulation:
         rounds = _validate.positive_int("rounds", rounds)
         every = _validate.positive_int("evaluate_every", evaluate_every)
         self._check_participations(rounds)
-        folder = None if directory is None else Path(directory)
+        validation_data = _checked_pair(validation_data)
+        folder = None if directory is None else Path(directory).resolve()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            if not self.rounds and (folder / _STATE).exists():
+            if (folder / _STATE).exists() and folder not in self._folders:
                 self._restore(folder / _STATE)
+                self._check_participations(self.rounds)
+            self._folders.add(folder)
         scheduled = self._scheduled(rounds)
         # Where the output is no terminal every update is a line.
         bar = keras.utils.Progbar(
@@ -251,14 +275,14 @@ class Simulation:
         while self.rounds < rounds:
             if scheduled is not None:
                 self._next_clip = float(scheduled[self.rounds])
-            norms = self._one_more_round()
-            if self.rounds % every == 0 or self.rounds == rounds:
-                self._note(norms, validation_data)
-                if folder is not None:
-                    self._save(folder)
+            self._one_more_round()
+            if self.rounds % every == 0:
+                self._note(validation_data, folder)
             shown = self._shown()
             bar.stateful_metrics.update(name for name, _ in shown)
             bar.update(self.rounds, shown)
+        if self.rounds not in self.history.get("round", []):
+            self._note(validation_data, folder)
         return self.history
 
     def local_epsilon(self, delta: float) -> float:
@@ -272,10 +296,10 @@ class Simulation:
             clip norms cost is not in it: `privacy_statement` tells.
         """
         return local_epsilon(
-            self.noise_multiplier,
+            self._noise_multiplier,
             delta,
-            participations=self.clients.participations(self.rounds),
-            neighboring_relation=self.neighboring_relation,
+            participations=self._clients.participations(self.rounds),
+            neighboring_relation=self._neighboring_relation,
         )
 
     def privacy_statement(self, delta: float) -> str:
@@ -287,8 +311,8 @@ class Simulation:
         Returns:
             The text; see `tfdp.accounting.local_privacy_statement`.
         """
-        participations = self.clients.participations(self.rounds)
-        policy, queries = self.clip_policy, None
+        participations = self._clients.participations(self.rounds)
+        policy, queries = self._clip_policy, None
         if isinstance(policy, AdaptiveClip):
             queries = TrustedQueries(
                 type(policy).__name__,
@@ -297,56 +321,59 @@ class Simulation:
                 per_client=min(participations, self.rounds // policy.every),
             )
         return local_privacy_statement(
-            self.noise_multiplier,
+            self._noise_multiplier,
             delta,
             participations=participations,
-            neighboring_relation=self.neighboring_relation,
+            neighboring_relation=self._neighboring_relation,
             queries=queries,
         )
 
     def _check_participations(self, rounds: int) -> None:
-        needed = self.clients.participations(rounds)
-        if needed > self.max_participations:
-            most = self.max_participations * self.clients.rounds_per_pass
+        needed = self._clients.participations(rounds)
+        if needed > self._max_participations:
+            most = self._max_participations * self._clients.rounds_per_pass
             raise ValueError(
                 "A client must not take part more often than `max_participations`: it "
                 f"would cost more. Received: rounds={rounds}, for which clients take "
-                f"part {needed} times, max_participations={self.max_participations}. "
+                f"part {needed} times, max_participations={self._max_participations}. "
                 f"Use `run({most})`, more clients, or `max_participations={needed}` "
                 "with noise calibrated for it."
             )
 
     def _scheduled(self, rounds: int) -> np.ndarray | None:
         """Return C of the first rounds, None if it follows the norms."""
-        if isinstance(self.clip_policy, ClipNormScheduler):
-            return self.clip_policy.values(rounds)
-        return np.full(rounds, self.l2_norm_clip) if self.clip_policy is None else None
-
-    def _one_more_round(self) -> tf.Tensor:
-        clients = self.clients.of_round(self.rounds)
-        clip = self._next_clip
-        norms, next_clip = self._round(
-            tf.constant(self.clients.rows(clients, self._rows)),
-            tf.constant(clip, tf.float64),
-            tf.constant(self.rounds, tf.int64),
+        if isinstance(self._clip_policy, ClipNormScheduler):
+            return self._clip_policy.values(rounds)
+        return (
+            np.full(rounds, self._l2_norm_clip) if self._clip_policy is None else None
         )
+
+    def _one_more_round(self) -> None:
+        number, clip = self.rounds, self._next_clip
+        clients = self._clients.of_round(number)
+        # Counted first: a round that is interrupted has used up clients and noise.
         self._clips.append(clip)
+        norms, next_clip = self._round(
+            tf.constant(self._clients.rows(clients, self._rows)),
+            tf.constant(clip, tf.float64),
+            tf.constant(number, tf.int64),
+        )
         self._next_clip = float(next_clip)
-        return norms
+        self.nonprivate_norms = np.asarray(norms)
 
     def _run_round(
         self, rows: tf.Tensor, clip: tf.Tensor, number: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Run a round in the graph; return norms before clipping and the next C."""
         rows = tf.ensure_shape(
-            rows, [self.clients.clients_per_round * self.clients.examples_per_client]
+            rows, [self._clients.clients_per_round * self._clients.examples_per_client]
         )
         x, y = _tree.map_tensors(lambda tensor: tf.gather(tensor, rows), self._data)
         clipped_sum = self._clipped(x, y, clip)
-        contributors = self.clients.clients_per_round
+        contributors = self._clients.clients_per_round
         mean = [noised / contributors for noised in self._noised(clipped_sum, number)]
         apply_mean(self.optimizer, mean, self.model.trainable_variables)
-        policy = self.clip_policy
+        policy = self._clip_policy
         if not isinstance(policy, AdaptiveClip):
             return clipped_sum.norms, clip
 
@@ -364,8 +391,8 @@ class Simulation:
         return clipped_sum.norms, tf.cond(asks, next_clip, lambda: clip)
 
     def _noised(self, clipped_sum: ClippedSum, number: tf.Tensor) -> list[tf.Tensor]:
-        contributors = self.clients.clients_per_round
-        noise_multiplier = tf.constant(self.noise_multiplier, tf.float64)
+        contributors = self._clients.clients_per_round
+        noise_multiplier = tf.constant(self._noise_multiplier, tf.float64)
         if self._each_draws:
             return self._noise.noised_by_each(
                 clipped_sum,
@@ -379,9 +406,10 @@ class Simulation:
             step=number,
         )
 
-    def _note(self, norms: tf.Tensor, validation_data: tuple[Any, Any] | None) -> None:
-        """Add an entry to the history."""
-        self.nonprivate_norms = np.asarray(norms)
+    def _note(
+        self, validation_data: tuple[Any, Any] | None, folder: Path | None
+    ) -> None:
+        """Add an entry to the history, and save."""
         clip = self._clips[-1]
         entry = {"round": self.rounds, "l2_norm_clip": clip}
         if validation_data is not None:
@@ -397,6 +425,8 @@ class Simulation:
         for name in self.history | entry:
             column = self.history.setdefault(name, [math.nan] * entries)
             column.append(entry.get(name, math.nan))
+        if folder is not None:
+            self._save(folder)
 
     def _shown(self) -> list[tuple[str, float]]:
         """Return what the line of progress shows."""
@@ -409,22 +439,26 @@ class Simulation:
 
     def _settings(self) -> dict[str, Any]:
         """Return what two runs that are the same have in common, as JSON has it."""
-        policy = self.clip_policy
+        policy = self._clip_policy
         # Keras numbers the names.
         optimizer = self.optimizer.get_config() | {
             "name": type(self.optimizer).__name__
         }
         settings: dict[str, Any] = {
-            "clients": dataclasses.asdict(self.clients),
-            "noise_multiplier": self.noise_multiplier,
+            "clients": dataclasses.asdict(self._clients),
+            "noise_multiplier": self._noise_multiplier,
             "optimizer": optimizer,
             "clip_policy": type(policy).__name__,
-            "examples": self._rows,
+            "loss": self._loss_name,
+            "data": [zlib.crc32(bytes(t.numpy())) for t in _tree.tensors(self._data)],
+            "layers": [
+                type(layer).__name__ for layer in _keras.flatten_layers(self.model)
+            ],
             "weights": [list(variable.shape) for variable in self._variables()],
         }
         if isinstance(policy, AdaptiveClip):
             settings["clip_policy"] = [type(policy).__name__, *policy.settings()]
-            settings["l2_norm_clip"] = self.l2_norm_clip
+            settings["l2_norm_clip"] = self._l2_norm_clip
         as_json: dict[str, Any] = json.loads(json.dumps(settings, default=str))
         return as_json
 
@@ -434,7 +468,11 @@ class Simulation:
 
     def _save(self, folder: Path) -> None:
         """Write state and history, each so that a kill leaves the old one or the new."""
-        arrays = [keras.ops.convert_to_numpy(v) for v in self._variables()]
+        # NumPy's files know no bfloat16.
+        arrays = [
+            np.asarray(value, "float32") if value.dtype == "bfloat16" else value
+            for value in map(keras.ops.convert_to_numpy, self._variables())
+        ]
         about = {
             "settings": self._settings(),
             "clips": self._clips,
@@ -454,10 +492,23 @@ class Simulation:
             writer.writerows(zip(*self.history.values(), strict=True))
 
     def _restore(self, path: Path) -> None:
-        with np.load(path) as state:
-            about = json.loads(str(state["about"]))
-            norms = state["nonprivate_norms"]
-            arrays = [state[f"arr_{place}"] for place in range(len(state.files) - 2)]
+        if self.rounds:
+            raise ValueError(
+                "A folder holds one simulation, and this one was not run in it. "
+                f"Received: directory='{path.parent}', after {self.rounds} rounds. Use "
+                "a folder without a state."
+            )
+        try:
+            with np.load(path) as state:
+                about = json.loads(str(state["about"]))
+                norms = state["nonprivate_norms"]
+                arrays = [state[f"arr_{n}"] for n in range(len(state.files) - 2)]
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                "A folder's state must be one that a simulation wrote. Received: "
+                f"directory='{path.parent}', whose state is damaged ({error}). Delete "
+                f"'{path.name}' to begin anew."
+            ) from error
         here, there = self._settings(), about["settings"]
         other = [name for name in here if here[name] != there.get(name)]
         clips = about["clips"]
@@ -501,6 +552,32 @@ def _replaced(path: Path, mode: str, **options: Any) -> Iterator[IO[Any]]:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def _checked_pair(validation_data: Any) -> tuple[Any, Any] | None:
+    """Return inputs and targets, or raise."""
+    if validation_data is None:
+        return None
+    if not isinstance(validation_data, (tuple, list)) or len(validation_data) != 2:
+        raise TypeError(
+            "`validation_data` must be inputs and targets. Received: validation_data "
+            f"of type {type(validation_data).__name__}. Use `validation_data=(x, y)`."
+        )
+    x, y = validation_data
+    rows = [len(array) for array in _tree.tensors((x, y))]
+    if len(set(rows)) > 1 or not rows[0]:
+        raise ValueError(
+            "`validation_data` must have rows, and targets for each. Received: "
+            f"arrays of {', '.join(map(str, rows))} rows."
+        )
+    return x, y
+
+
+def _name_of(loss: Any) -> str:
+    """Return what a loss is called, in every process alike."""
+    if isinstance(loss, str):
+        return loss
+    return str(getattr(loss, "name", getattr(loss, "__name__", type(loss).__name__)))
 
 
 def _check_type(name: str, value: Any, types: Any) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from tfdp import _validate
 
 _FEISTEL_ROUNDS = 6
+_MOST_CLIENTS = 2**62
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,12 @@ class VirtualClients:
             value = _validate.positive_int(name, getattr(self, name))
             object.__setattr__(self, name, value)
         _validate.seed("seed", self.seed)
+        if self.number_of_clients > _MOST_CLIENTS:
+            raise ValueError(
+                "`number_of_clients` must be a 63-bit number. Received: "
+                f"number_of_clients={self.number_of_clients}. Use "
+                f"`number_of_clients={_MOST_CLIENTS}`."
+            )
         if self.clients_per_round > self.number_of_clients:
             raise ValueError(
                 "`clients_per_round` must be at most the number of clients. Received: "
