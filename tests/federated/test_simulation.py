@@ -103,12 +103,16 @@ def twin(model, build=dense_model):
     [
         {},
         {"engine": "vectorized"},
-        {"engine": "ghost"},
+        pytest.param({"engine": "ghost"}, marks=pytest.mark.slow),
         {"engine": "bookkeeping", "physical_batch_size": 10},
-        {"engine": "vectorized", "physical_batch_size": 15},
+        pytest.param(
+            {"engine": "vectorized", "physical_batch_size": 15}, marks=pytest.mark.slow
+        ),
         {"noise": "per_client"},
         {"jit_compile": True},
-        {"jit_compile": True, "physical_batch_size": 20},
+        pytest.param(
+            {"jit_compile": True, "physical_batch_size": 20}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -585,7 +589,11 @@ def in_folder(rng_seed, folder, rounds, policy=None, **options):
 
 @SEEDED
 @pytest.mark.parametrize(
-    "policy", [None, AdaptiveQuantileClip(0.5)], ids=["fixed", "quantile"]
+    "policy",
+    [
+        pytest.param(None, marks=pytest.mark.slow, id="fixed"),
+        pytest.param(AdaptiveQuantileClip(0.5), id="quantile"),
+    ],
 )
 def test_goes_on_from_its_folder_as_if_it_had_never_stopped(tmp_path, policy):
     whole = in_folder(0, tmp_path / "whole", 6, policy)
@@ -637,14 +645,6 @@ def test_a_restored_run_is_held_to_its_participations(tmp_path):
     in_folder(0, tmp_path, 3, clients=clients, max_participations=3)
     with pytest.raises(ValueError, match="rounds=3"):
         in_folder(0, tmp_path, 1, clients=clients)
-
-
-@SEEDED
-@pytest.mark.parametrize("content", [b"", b"PK", b"nothing"])
-def test_a_damaged_state_is_explained(tmp_path, content):
-    (tmp_path / "state.npz").write_bytes(content)
-    with pytest.raises(ValueError, match="whose state is damaged"):
-        in_folder(0, tmp_path, 1)
 
 
 @SEEDED

@@ -1,19 +1,17 @@
 """Federated learning under local privacy, simulated in one process."""
 
-import contextlib
 import copy
-import csv
 import dataclasses
+import functools
 import json
 import math
 import os
 import sys
 import warnings
-import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -29,14 +27,12 @@ from tfdp.callbacks.adaptive import AdaptiveClip
 from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.clipping import ClippedSum
 from tfdp.engines.passes import number_of_rows
+from tfdp.federated.run_folder import State, read_state, write_state
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.virtual_clients import VirtualClients
 from tfdp.gradients import clipped_gradients
 from tfdp.noise import NoiseSource
 from tfdp.optimizers.dp_optimizer import checked_clip
-
-# Files in the folder of a run.
-_STATE, _HISTORY = "state.npz", "history.csv"
 
 
 class Simulation:
@@ -263,8 +259,9 @@ class Simulation:
         folder = None if directory is None else Path(directory).resolve()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            if (folder / _STATE).exists() and folder not in self._folders:
-                self._restore(folder / _STATE)
+            state = None if folder in self._folders else read_state(folder)
+            if state is not None:
+                self._restore(folder, state)
                 self._check_participations(self.rounds)
             self._folders.add(folder)
         scheduled = self._scheduled(rounds)
@@ -450,7 +447,7 @@ class Simulation:
             "optimizer": optimizer,
             "clip_policy": type(policy).__name__,
             "loss": self._loss_name,
-            "data": [zlib.crc32(bytes(t.numpy())) for t in _tree.tensors(self._data)],
+            "data": self._data_checksums,
             "layers": [
                 type(layer).__name__ for layer in _keras.flatten_layers(self.model)
             ],
@@ -462,69 +459,47 @@ class Simulation:
         as_json: dict[str, Any] = json.loads(json.dumps(settings, default=str))
         return as_json
 
+    @functools.cached_property
+    def _data_checksums(self) -> list[int]:
+        return [zlib.crc32(tensor.numpy()) for tensor in _tree.tensors(self._data)]
+
     def _variables(self) -> list[Any]:
         """List all that a round changes, the states of random layers included."""
         return [*self.model.variables, *self.optimizer.variables]
 
     def _save(self, folder: Path) -> None:
-        """Write state and history, each so that a kill leaves the old one or the new."""
-        # NumPy's files know no bfloat16.
-        arrays = [
-            np.asarray(value, "float32") if value.dtype == "bfloat16" else value
-            for value in map(keras.ops.convert_to_numpy, self._variables())
-        ]
-        about = {
-            "settings": self._settings(),
-            "clips": self._clips,
-            "next_clip": self._next_clip,
-            "history": self.history,
-        }
-        with _replaced(folder / _STATE, "wb") as file:
-            np.savez(
-                file,
-                *arrays,
-                about=json.dumps(about),
-                nonprivate_norms=self.nonprivate_norms,
-            )
-        with _replaced(folder / _HISTORY, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(self.history)
-            writer.writerows(zip(*self.history.values(), strict=True))
+        state = State(
+            settings=self._settings(),
+            clips=self._clips,
+            next_clip=self._next_clip,
+            history=self.history,
+            nonprivate_norms=self.nonprivate_norms,
+            values=[keras.ops.convert_to_numpy(v) for v in self._variables()],
+        )
+        write_state(folder, state)
 
-    def _restore(self, path: Path) -> None:
+    def _restore(self, folder: Path, state: State) -> None:
         if self.rounds:
             raise ValueError(
                 "A folder holds one simulation, and this one was not run in it. "
-                f"Received: directory='{path.parent}', after {self.rounds} rounds. Use "
-                "a folder without a state."
+                f"Received: directory='{folder}', after {self.rounds} rounds. Use a "
+                "folder without a state."
             )
-        try:
-            with np.load(path) as state:
-                about = json.loads(str(state["about"]))
-                norms = state["nonprivate_norms"]
-                arrays = [state[f"arr_{n}"] for n in range(len(state.files) - 2)]
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise ValueError(
-                "A folder's state must be one that a simulation wrote. Received: "
-                f"directory='{path.parent}', whose state is damaged ({error}). Delete "
-                f"'{path.name}' to begin anew."
-            ) from error
-        here, there = self._settings(), about["settings"]
-        other = [name for name in here if here[name] != there.get(name)]
-        clips = about["clips"]
-        scheduled = self._scheduled(len(clips))
-        if scheduled is not None and not np.array_equal(scheduled, clips):
+        here = self._settings()
+        other = [name for name in here if here[name] != state.settings.get(name)]
+        scheduled = self._scheduled(len(state.clips))
+        if scheduled is not None and not np.array_equal(scheduled, state.clips):
             other.append("l2_norm_clip")
         if other:
             raise ValueError(
                 "A folder holds the state of one simulation. Received: directory="
-                f"'{path.parent}', whose state has other values of {', '.join(other)}. "
-                "Use another folder, or delete this one."
+                f"'{folder}', whose state has other values of {', '.join(other)}. Use "
+                "another folder, or delete this one."
             )
-        for variable, value in zip(self._variables(), arrays, strict=True):
+        for variable, value in zip(self._variables(), state.values, strict=True):
             variable.assign(value)
-        self._clips, self._next_clip = clips, about["next_clip"]
-        self.history, self.nonprivate_norms = about["history"], norms
+        self._clips, self._next_clip = state.clips, state.next_clip
+        self.history, self.nonprivate_norms = state.history, state.nonprivate_norms
 
 
 _NOISES = ("aggregate", "per_client")
@@ -541,17 +516,6 @@ class _Evaluator(keras.Model):
     def call(self, x: Any) -> Any:
         """Run the model."""
         return self.model(x, training=False)
-
-
-@contextlib.contextmanager
-def _replaced(path: Path, mode: str, **options: Any) -> Iterator[IO[Any]]:
-    """Open a file that takes the place of `path` when it is complete."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open(mode, **options) as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _checked_pair(validation_data: Any) -> tuple[Any, Any] | None:

@@ -1,0 +1,101 @@
+"""The folder of a simulation: its history for people, its state to go on from."""
+
+import contextlib
+import csv
+import json
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+_STATE, _HISTORY = "state.npz", "history.csv"
+
+
+class State(NamedTuple):
+    """What a simulation needs to go on.
+
+    Attributes:
+        settings: What it has in common with an equal one, as JSON has it.
+        clips: C of every round.
+        next_clip: C of the next.
+        history: See `Simulation.run`.
+        nonprivate_norms: See `Simulation`.
+        values: Of the variables that rounds change.
+    """
+
+    settings: dict[str, Any]
+    clips: list[float]
+    next_clip: float
+    history: dict[str, list[float]]
+    nonprivate_norms: np.ndarray
+    values: list[np.ndarray]
+
+
+def write_state(folder: Path, state: State) -> None:
+    """Write both files, each so that a kill leaves the old one or the new.
+
+    Args:
+        folder: Exists.
+        state: What to write.
+    """
+    # NumPy's files know no bfloat16.
+    values = [
+        np.asarray(value, "float32") if value.dtype == "bfloat16" else value
+        for value in state.values
+    ]
+    about = state._asdict()
+    del about["values"], about["nonprivate_norms"]
+    with _replaced(folder / _STATE, "wb") as file:
+        np.savez(
+            file,
+            *values,
+            about=json.dumps(about),
+            nonprivate_norms=state.nonprivate_norms,
+        )
+    with _replaced(folder / _HISTORY, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(state.history)
+        writer.writerows(zip(*state.history.values(), strict=True))
+
+
+def read_state(folder: Path) -> State | None:
+    """Read what `write_state` wrote.
+
+    Args:
+        folder: Exists.
+
+    Returns:
+        The state, None if there is none.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    path = folder / _STATE
+    if not path.exists():
+        return None
+    try:
+        with np.load(path) as state:
+            about = json.loads(str(state["about"]))
+            norms = state["nonprivate_norms"]
+            values = [state[f"arr_{n}"] for n in range(len(state.files) - 2)]
+        return State(**about, nonprivate_norms=norms, values=values)
+    except (TypeError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            "A folder's state must be one that a simulation wrote. Received: "
+            f"directory='{folder}', whose state is damaged ({error}). Delete "
+            f"'{_STATE}' to begin anew."
+        ) from error
+
+
+@contextlib.contextmanager
+def _replaced(path: Path, mode: str, **options: Any) -> Iterator[IO[Any]]:
+    """Open a file that takes the place of `path` when it is complete."""
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open(mode, **options) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
