@@ -8,6 +8,7 @@ from typing import Any
 import keras
 from absl import logging
 
+from tfdp._files import replaced
 from tfdp._fit_callbacks import PrivacyCallback
 from tfdp.accounting import Ledger
 from tfdp.accounting.segments import segment_from_dict, segment_to_dict
@@ -74,9 +75,8 @@ class Journal(PrivacyCallback):
             "state": json.loads(recorder.state()),
         })
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._path.with_suffix(".new")
-        unfinished.write_text(f"{header}\n")
-        unfinished.replace(self._path)
+        with replaced(self._path) as file:
+            file.write(f"{header}\n")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Write down the steps that are about to run."""

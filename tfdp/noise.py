@@ -81,8 +81,7 @@ class NoiseSource:
         stddev = tf.cast(noise_multiplier, clip.dtype) * clip
         noised = []
         for number, gradient in enumerate(map(at_least_float32, clipped_sum.gradients)):
-            seed = self._key + tf.stack([step, tf.constant(number, tf.int64)])
-            noise = standard_normal(gradient.shape, seed)
+            noise = standard_normal(gradient.shape, self._seed(step, number))
             noised.append(
                 gradient
                 + tf.cast(noise, gradient.dtype) * tf.cast(stddev, gradient.dtype)
@@ -157,8 +156,8 @@ class NoiseSource:
         grid = tf.pow(tf.constant(2.0, tf.float64), exponent - _GRID_BITS)
         noised = []
         for number, gradient in enumerate(map(at_least_float32, clipped_sum.gradients)):
-            seed = self._key + tf.stack([step, tf.constant(number, tf.int64)])
-            steps = tf.round(long_normal(gradient.shape, seed) * (stddev / grid))
+            noise = long_normal(gradient.shape, self._seed(step, number))
+            steps = tf.round(noise * (stddev / grid))
             wide = tf.cast(gradient, tf.float64)
             towards_zero = tf.sign(wide) * tf.floor(tf.abs(wide) / grid)
             # Without noise there is no grid.
@@ -176,8 +175,11 @@ class NoiseSource:
         Returns:
             Standard normal numbers, float32, independent of the gradients' noise.
         """
-        seed = self._key + tf.stack([step, tf.constant(-1, tf.int64)])
-        return standard_normal(shape, seed)
+        return standard_normal(shape, self._seed(step, -1))
+
+    def _seed(self, step: tf.Tensor, number: int) -> tf.Tensor:
+        """Return the seed of one variable's noise, or of a query's, in a step."""
+        return self._key + tf.stack([step, tf.constant(number, tf.int64)])
 
 
 # Grid of replies: its spacing in standard deviations is 2**-18 or half of that.
@@ -196,8 +198,7 @@ def long_normal(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
     Returns:
         float64 tensor of that shape.
     """
-    size = shape.num_elements()
-    half = (size + 1) // 2
+    half = (shape.num_elements() + 1) // 2
     bits = tf.random.stateless_uniform(
         [3, half], seed, minval=None, maxval=None, dtype=tf.int64, alg="philox"
     )
@@ -205,9 +206,7 @@ def long_normal(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
     coarse, fine, angle = tf.unstack(tf.cast(bits & (2**53 - 1), tf.float64) * 2.0**-53)
     uniform = tf.minimum(coarse + (fine * 2.0**-53 + 2.0**-106), 1.0)
     radius = tf.sqrt(-2.0 * tf.math.log(uniform))
-    angle *= 2.0 * math.pi
-    pairs = tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], 0)
-    return tf.reshape(pairs[:size], shape)
+    return _normals(radius, angle * (2.0 * math.pi), shape)
 
 
 def standard_normal(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
@@ -224,8 +223,7 @@ def standard_normal(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
     Returns:
         float32 tensor of that shape.
     """
-    size = shape.num_elements()
-    half = (size + 1) // 2
+    half = (shape.num_elements() + 1) // 2
     bits = tf.random.stateless_uniform(
         [2, half], seed, minval=None, maxval=None, dtype=tf.int32, alg="philox"
     )
@@ -233,5 +231,10 @@ def standard_normal(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
     fine = tf.cast((bits[1] & 255) + 1, tf.float32) * 2.0**-39
     radius = tf.sqrt(-2.0 * tf.math.log(tf.minimum(coarse + fine, 1.0)))
     angle = tf.cast(bits[1] & ~255, tf.float32) * (math.pi * 2.0**-31)
+    return _normals(radius, angle, shape)
+
+
+def _normals(radius: tf.Tensor, angle: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
+    """Take Box and Muller's two numbers from each radius and angle."""
     pairs = tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], 0)
-    return tf.reshape(pairs[:size], shape)
+    return tf.reshape(pairs[: shape.num_elements()], shape)

@@ -63,6 +63,7 @@ def test_the_steps_are_those_of_fit(target, batch_size):
     assert cost(np.float32(noise)) <= target
 
 
+@pytest.mark.slow
 def test_pld_needs_less_noise_than_rdp():
     by_pld, by_rdp = (
         calibrate_noise_multiplier(1.0, **SMALL, accountant=name)

@@ -14,7 +14,7 @@ from tfdp.accounting import (
     local_epsilon,
     local_privacy_statement,
 )
-from tfdp.accounting.local import TrustedQueries
+from tfdp.accounting.local import TrustedQueries, joint_local_epsilon
 
 STUDY = {"delta": 1e-7}
 
@@ -107,6 +107,18 @@ def test_the_end_of_the_noise_is_accounted(target, delta):
     assert local_epsilon(noise / 2, delta) == math.inf
 
 
+def test_replies_with_noise_of_their_own():
+    alike = joint_local_epsilon([1.404227] * 5, 1e-7)
+    assert alike == local_epsilon(1.404227, 1e-7, participations=5)
+    # As one Gaussian of both.
+    noise = (1.5**-2 + 3.0**-2) ** -0.5
+    assert joint_local_epsilon([1.5, 3.0], 1e-7) == pytest.approx(
+        local_epsilon(noise, 1e-7), rel=1e-9
+    )
+    assert joint_local_epsilon([], 1e-7) == 0.0
+    assert joint_local_epsilon([1.5, 1e-9], 1e-7) == math.inf
+
+
 def test_a_delta_that_no_noise_keeps_is_refused():
     with pytest.raises(ValueError, match="No noise keeps"):
         calibrate_local_noise_multiplier(8.0, delta=1e-300)
@@ -173,6 +185,24 @@ class TestTrustedQueries:
         assert queries.epsilon(1e-7, "replace_one") == pytest.approx(
             epsilon_of_gaussian(5.0), rel=1e-3
         )
+
+    @pytest.mark.parametrize("noise", [0.05, 0.2, 0.28])
+    def test_the_end_of_their_noise_is_accounted(self, noise):
+        """It ends at 7.35 standard deviations, earlier than that of replies."""
+        queries = TrustedQueries("C", noise, 2.0, per_client=1)
+        assert queries.epsilon(1e-7, "replace_one") == math.inf
+
+    def test_together_with_replies_nothing_costs_less(self):
+        """Also where the end of the replies' noise is what counts."""
+        noise = calibrate_local_noise_multiplier(60.0, delta=1e-7)
+        text = local_privacy_statement(
+            noise,
+            1e-7,
+            participations=1,
+            queries=TrustedQueries("C", 1e6, 2.0, per_client=1),
+        )
+        together = " ".join(text.split()).split("together are (")[1].split(",")[0]
+        assert float(together) >= round(local_epsilon(noise, 1e-7), 3)
 
     def test_several_queries_add_up(self):
         queries = TrustedQueries("C", 10.0, 2.0, per_client=3)

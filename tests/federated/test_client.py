@@ -183,6 +183,12 @@ def test_bad_numbers(name, value):
         )
 
 
+def test_no_noise_is_warned_of():
+    with pytest.warns(UserWarning, match="calibrate_local_noise_multiplier"):
+        (reply,) = privatize([np.ones(4)], l2_norm_clip=1.0, noise_multiplier=0.0)
+    np.testing.assert_allclose(reply, np.full(4, 0.5), rtol=1e-6)
+
+
 def test_no_clip_norm_is_zero():
     with pytest.raises(ValueError, match="l2_norm_clip"):
         privatize([np.ones(3)], l2_norm_clip=0.0, noise_multiplier=1.0)

@@ -60,7 +60,7 @@ def budget_at(path, epsilon=8.0, **options):
 def clear_budget(path, **options):
     """A budget whose replies are not private."""
     budget = budget_at(path, **options)
-    budget._noise_multiplier = ALMOST_NONE
+    budget._noise_multiplier, budget._epsilon = ALMOST_NONE, math.inf
     return budget
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.federated import run_folder
 from tfdp.federated.run_folder import State, read_state, write_state
 
 STATE = State(
@@ -58,15 +57,3 @@ def test_a_state_of_something_else_is_explained(tmp_path):
     np.savez(tmp_path / "state.npz", about="{}", nonprivate_norms=np.zeros(1))
     with pytest.raises(ValueError, match="whose state is damaged"):
         read_state(tmp_path)
-
-
-def test_a_write_that_fails_leaves_the_old_state(tmp_path, monkeypatch):
-    write_state(tmp_path, STATE)
-
-    def full(_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(run_folder.os, "fsync", full)
-    with pytest.raises(OSError, match="disk full"):
-        write_state(tmp_path, STATE._replace(clips=[]))
-    assert read_state(tmp_path).clips == STATE.clips

@@ -23,7 +23,7 @@ from tfdp.optimizers import DPSGD
 
 CLIENTS = VirtualClients(200, clients_per_round=8, examples_per_client=5, seed=2)
 CLIP = 0.5
-NOISELESS = pytest.mark.filterwarnings("ignore:Clients that add no noise")
+NOISELESS = pytest.mark.filterwarnings("ignore:Training without noise")
 SEEDED = pytest.mark.filterwarnings("ignore:The privacy noise is reproducible")
 ROOT = Path(__file__).parents[2]
 
@@ -88,6 +88,13 @@ def one_round(model, x, y, clients, number, clip, learning_rate=0.1):
     return np.array(norms)
 
 
+def assert_same_weights(model, reference, rtol=1e-7, atol=1e-10):
+    for found, expected in zip(
+        model.get_weights(), reference.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=rtol, atol=atol)
+
+
 def twin(model, build=dense_model):
     other = build()
     other.set_weights(model.get_weights())
@@ -126,10 +133,7 @@ def test_equals_clients_one_by_one(rng, options):
         norms = one_round(reference, x, y, CLIENTS, number, CLIP)
         assert (norms > CLIP).any()
         np.testing.assert_allclose(simulation.nonprivate_norms, norms, rtol=1e-6)
-        for found, expected in zip(
-            model.get_weights(), reference.get_weights(), strict=True
-        ):
-            np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-10)
+        assert_same_weights(model, reference)
 
 
 @NOISELESS
@@ -143,10 +147,7 @@ def test_eagerly(rng):
     finally:
         tf.config.run_functions_eagerly(False)
     one_round(reference, x, y, CLIENTS, 0, CLIP)
-    for found, expected in zip(
-        model.get_weights(), reference.get_weights(), strict=True
-    ):
-        np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-10)
+    assert_same_weights(model, reference)
 
 
 @NOISELESS
@@ -292,6 +293,7 @@ def test_noise_follows_the_schedule():
         before = after
 
 
+@pytest.mark.slow
 @SEEDED
 def test_a_seed_makes_the_noise_reproducible():
     def weights():
@@ -309,6 +311,7 @@ def test_a_seed_makes_the_noise_reproducible():
     np.testing.assert_array_equal(weights(), weights())
 
 
+@pytest.mark.slow
 def test_seeds_of_others_do_not_decide_the_noise():
     steps = []
     for _ in range(2):
@@ -341,6 +344,7 @@ def clips(simulation, rounds):
     return simulation.run(rounds, evaluate_every=1, verbose=0)["l2_norm_clip"]
 
 
+@pytest.mark.slow
 def test_polynomial_decay_and_switch():
     decay = keras.optimizers.schedules.PolynomialDecay(0.05, 20, 0.0, power=2.0)
     found = clips(with_norms([1.0], ClipNormScheduler(decay)), 20)
@@ -528,6 +532,7 @@ def test_no_noise_is_warned_of_and_never_private():
 # ------------------------------------------------------------- histories, folders, kills
 
 
+@pytest.mark.slow
 @NOISELESS
 def test_history(rng, tmp_path):
     x, y = examples(rng)
@@ -557,6 +562,7 @@ def test_history(rng, tmp_path):
     assert float(rows[1]["val_loss"]) == history["val_loss"][1]
 
 
+@pytest.mark.slow
 @NOISELESS
 def test_validation_data_may_come_later(rng, tmp_path):
     x, y = examples(rng)
@@ -601,10 +607,7 @@ def test_goes_on_from_its_folder_as_if_it_had_never_stopped(tmp_path, policy):
     rest = in_folder(0, tmp_path / "parts", 6, policy)
     assert rest.rounds == 6
     assert rest.history == whole.history
-    for found, expected in zip(
-        rest.model.get_weights(), whole.model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(found, expected)
+    assert_same_weights(rest.model, whole.model, rtol=0, atol=0)
     # What is complete is not run again.
     again = in_folder(0, tmp_path / "parts", 6, policy)
     assert again.history == whole.history
@@ -631,6 +634,7 @@ def test_the_folder_of_another_simulation_is_refused(tmp_path, options, name):
         in_folder(folder=tmp_path, rounds=4, **options)
 
 
+@pytest.mark.slow
 @SEEDED
 def test_a_folder_is_not_overwritten_by_a_simulation_that_ran_elsewhere(tmp_path):
     in_folder(0, tmp_path / "one", 2)

@@ -6,10 +6,11 @@ differ in what one client has: all of its examples are replaced by any others, w
 moves a reply by 2C.
 """
 
+import collections
 import dataclasses
 import math
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
 
@@ -20,17 +21,29 @@ from tfdp._validate import (
     positive_int,
     probability,
 )
+from tfdp.accounting.text import filled
 
 # How far a clipped reply moves, in multiples of C.
 _SENSITIVITIES = {"replace_one": 2.0, "add_or_remove_one": 1.0}
+RELATIONS = tuple(_SENSITIVITIES)
 _DECIMALS = 6
 
-# Standard deviations at which the noise of replies ends: `tfdp.noise.long_normal`.
-_END_OF_NOISE = 12.1
+# Standard deviations at which noise ends: that of replies is `tfdp.noise.long_normal`,
+# that of queries `standard_normal`.
+_END_OF_REPLIES = 12.1
+_END_OF_QUERIES = 7.35
 
 # Less noise than this counts as none.
 _LEAST_NOISE = 1e-6
 _MOST_NOISE = 1e12
+
+
+class _Releases(NamedTuple):
+    """How many Gaussian releases; how far each moves and where its noise ends, in sigma."""
+
+    number: int
+    moves: float
+    end: float
 
 
 def calibrate_local_noise_multiplier(
@@ -74,26 +87,19 @@ def calibrate_local_noise_multiplier(
            Theorem 8. https://arxiv.org/abs/1805.06530
     """
     target = positive("target_epsilon", target_epsilon)
-    replies = positive_int("max_participations", max_participations)
-    sensitivity = _sensitivity(neighboring_relation)
+    count = positive_int("max_participations", max_participations)
+    relation = one_of("neighboring_relation", neighboring_relation, RELATIONS)
     delta = probability("delta", delta)
-
-    def is_enough(noise: float) -> bool:
-        return _epsilon_of_replies(noise / sensitivity, replies, delta) <= target
-
-    low, high = 0.0, 1.0
-    while not is_enough(high):
-        low, high = high, 2 * high
-        if high > _MOST_NOISE:
-            raise ValueError(
-                "No noise keeps so small a `target_epsilon` at so small a `delta`. "
-                f"Received: target_epsilon={target_epsilon}, delta={delta}, "
-                f"max_participations={max_participations}. Use `delta=1e-9`."
-            )
-    while high - low > high * 1e-12:
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return float(math.ceil(high * 10**_DECIMALS) / 10**_DECIMALS)
+    noise = _least(
+        lambda noise: _epsilon([_replies(noise, count, relation)], delta) <= target
+    )
+    if noise > _MOST_NOISE:
+        raise ValueError(
+            "No noise keeps so small a `target_epsilon` at so small a `delta`. "
+            f"Received: target_epsilon={target_epsilon}, delta={delta}, "
+            f"max_participations={max_participations}. Use `delta=1e-9`."
+        )
+    return float(math.ceil(noise * 10**_DECIMALS) / 10**_DECIMALS)
 
 
 def local_epsilon(
@@ -123,12 +129,31 @@ def local_epsilon(
         >>> round(local_epsilon(1.404227, 1e-7, participations=2), 2)
         12.01
     """
-    noise = non_negative("noise_multiplier", noise_multiplier)
-    replies = _count("participations", participations)
-    sensitivity = _sensitivity(neighboring_relation)
-    return _epsilon_of_replies(
-        noise / sensitivity, replies, probability("delta", delta)
-    )
+    replies = _replies(noise_multiplier, participations, neighboring_relation)
+    return _epsilon([replies], probability("delta", delta))
+
+
+def joint_local_epsilon(
+    noise_multipliers: Iterable[float],
+    delta: float,
+    *,
+    neighboring_relation: str = "replace_one",
+) -> float:
+    """Compute what replies with noise of their own each cost a client together.
+
+    Args:
+        noise_multipliers: See `local_epsilon`, of each reply.
+        delta: Probability with which the bound may fail, between 0 and 1.
+        neighboring_relation: See `calibrate_local_noise_multiplier`.
+
+    Returns:
+        See `local_epsilon`.
+    """
+    counts = collections.Counter(noise_multipliers)
+    replies = [
+        _replies(noise, count, neighboring_relation) for noise, count in counts.items()
+    ]
+    return _epsilon(replies, probability("delta", delta))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,13 +183,15 @@ class TrustedQueries:
         Returns:
             An upper bound against everybody but the aggregator.
         """
-        return _gaussian_epsilon(self.loss(neighboring_relation), delta)
+        return _epsilon([self.releases(neighboring_relation)], delta)
 
-    def loss(self, neighboring_relation: str) -> float:
-        """Return how far the answers move in standard deviations, squared."""
+    def releases(self, neighboring_relation: str) -> _Releases:
+        """Return what a client is in, for the accountant."""
         replaced = neighboring_relation == "replace_one"
         moves = self.replaced_over_left_out if replaced else 1.0
-        return self.per_client * (moves / self.noise_multiplier) ** 2
+        return _Releases(
+            self.per_client, moves / self.noise_multiplier, _END_OF_QUERIES
+        )
 
 
 def local_privacy_statement(
@@ -197,20 +224,12 @@ def local_privacy_statement(
         The replies of a client are (8.000, 1e-07)-locally differentially private.
     """
     delta = probability("delta", delta)
-    figure = local_epsilon(
-        noise_multiplier,
-        delta,
-        participations=participations,
-        neighboring_relation=neighboring_relation,
-    )
-    moves = _sensitivity(neighboring_relation)
-    loss = (
-        participations * (moves / noise_multiplier) ** 2
-        if noise_multiplier
-        else math.inf
-    )
-    if not noise_multiplier:
-        headline = "These replies are not differentially private: they have no noise."
+    replies = _replies(noise_multiplier, participations, neighboring_relation)
+    figure = _epsilon([replies], delta)
+    if math.isinf(figure):
+        headline = (
+            "These replies are not differentially private: their noise is too little."
+        )
     else:
         headline = (
             f"The replies of a client are ({figure:.3f}, {delta:g})-locally "
@@ -218,7 +237,11 @@ def local_privacy_statement(
         )
     paragraphs = [
         headline,
-        *(_of_queries(queries, loss, delta, neighboring_relation) if queries else ()),
+        *(
+            _of_queries(queries, replies, delta, neighboring_relation)
+            if queries
+            else ()
+        ),
         f"Protected are all examples of a client together. Neighbours: "
         f"{_NEIGHBOURS[neighboring_relation]}. A client clips its reply to C and "
         f"adds Gaussian noise of standard deviation {noise_multiplier:g} C before "
@@ -230,7 +253,7 @@ def local_privacy_statement(
         "same clients, such as those that chose the hyperparameters; noise as a "
         "computer draws it (Philox is no certified cryptographic generator).",
     ]
-    return "\n\n".join(map(_filled, paragraphs)) + "\n"
+    return "\n\n".join(map(filled, paragraphs)) + "\n"
 
 
 _NEIGHBOURS = {
@@ -245,7 +268,7 @@ _NEIGHBOURS = {
 
 def _of_queries(
     queries: TrustedQueries,
-    loss_of_replies: float,
+    replies: _Releases,
     delta: float,
     neighboring_relation: str,
 ) -> Iterator[str]:
@@ -254,9 +277,7 @@ def _of_queries(
         queries.epsilon(delta, relation)
         for relation in ("add_or_remove_one", "replace_one")
     )
-    together = _gaussian_epsilon(
-        loss_of_replies + queries.loss(neighboring_relation), delta
-    )
+    together = _epsilon([replies, queries.releases(neighboring_relation)], delta)
     yield (
         f"But this run is not purely local. For {queries.learner} a trusted aggregator "
         "learns something exact of the norm of every client's gradient; against it "
@@ -268,56 +289,62 @@ def _of_queries(
     )
 
 
-def _epsilon_of_replies(noise: float, replies: int, delta: float) -> float:
-    """Return the epsilon of replies with this noise over sensitivity."""
-    if not replies:
-        return 0.0
-    if noise < _LEAST_NOISE:
-        return math.inf
-    # What lies beyond the end of one neighbour's noise tells it from the other.
-    beyond = math.erfc((_END_OF_NOISE - 1 / noise) / math.sqrt(2)) / 2
-    left = delta - replies * beyond
-    return _gaussian_epsilon(replies / noise**2, left) if left > 0 else math.inf
+def _replies(
+    noise_multiplier: float, participations: float, neighboring_relation: str
+) -> _Releases:
+    """Check the arguments of `local_epsilon`, and return its releases."""
+    noise = non_negative("noise_multiplier", noise_multiplier)
+    count = 0
+    if participations != 0:
+        count = positive_int("participations", participations)
+    relation = one_of("neighboring_relation", neighboring_relation, RELATIONS)
+    moves = _SENSITIVITIES[relation] / noise if noise else math.inf
+    return _Releases(count, moves, _END_OF_REPLIES)
 
 
-def _gaussian_epsilon(loss: float, delta: float) -> float:
+def _epsilon(releases: list[_Releases], delta: float) -> float:
     """Return the epsilon of Gaussian releases by theorem 8 of Balle and Wang.
 
     Args:
-        loss: The sum over the releases of the squares of how far they move, in
-            standard deviations. All releases together are as one that moves by its
-            root.
+        releases: All of them together are as one that moves by the root of the sum of
+            their squares.
         delta: Probability with which the bound may fail, between 0 and 1.
 
     Returns:
         An upper bound, to ten digits.
     """
-    if not loss:
+    releases = [each for each in releases if each.number]
+    if not releases:
         return 0.0
-    if loss > _LEAST_NOISE**-2:
+    moves = math.hypot(*(math.sqrt(each.number) * each.moves for each in releases))
+    # What lies beyond the end of one neighbour's noise tells it from the other.
+    delta -= sum(
+        each.number * math.erfc((each.end - each.moves) / math.sqrt(2)) / 2
+        for each in releases
+    )
+    if delta <= 0 or moves > 1 / _LEAST_NOISE:
         return math.inf
-    delta_at = GaussianPrivacyLoss(loss**-0.5).get_delta_for_epsilon
+    delta_at = GaussianPrivacyLoss(1 / moves).get_delta_for_epsilon
     if delta_at(0.0) <= delta:
         return 0.0
+    return _least(lambda epsilon: delta_at(epsilon) <= delta)
+
+
+def _least(is_enough: Callable[[float], bool]) -> float:
+    """Return the least positive number that is enough, to ten digits, from above.
+
+    Args:
+        is_enough: True from some number on.
+
+    Returns:
+        The number, or one above `_MOST_NOISE` if there is none below it.
+    """
     low, high = 0.0, 1.0
-    while delta_at(high) > delta:
+    while not is_enough(high):
         low, high = high, 2 * high
+        if high > 2 * _MOST_NOISE:
+            return high
     while high - low > high * 1e-11:
         middle = (low + high) / 2
-        low, high = (low, middle) if delta_at(middle) <= delta else (middle, high)
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
     return high
-
-
-def _count(name: str, value: float) -> int:
-    """Return a whole number of at least 0, or raise."""
-    return positive_int(name, value) if value != 0 else 0
-
-
-def _sensitivity(neighboring_relation: str) -> float:
-    return _SENSITIVITIES[
-        one_of("neighboring_relation", neighboring_relation, tuple(_SENSITIVITIES))
-    ]
-
-
-def _filled(paragraph: str) -> str:
-    return textwrap.fill(paragraph, 80, break_on_hyphens=False)

@@ -16,6 +16,7 @@ from tfdp.accounting.segments import (
     UnamplifiedSteps,
     segment_to_dict,
 )
+from tfdp.accounting.text import filled
 
 _Segments: TypeAlias = tuple[Segment, ...]
 
@@ -78,8 +79,8 @@ def privacy_statement(ledger: Ledger, delta: float) -> str:
     paragraphs = [
         _headline(reported_epsilon(planned, delta), delta),
         *_cautions(ledger, planned, delta),
-        _filled(_unit(planned)),
-        _filled(_ADJACENCY),
+        filled(_unit(planned)),
+        filled(_ADJACENCY),
         *_lists(run, planned),
         _table(run, planned, delta),
         "Not covered:\n" + _items(_NOT_COVERED),
@@ -165,9 +166,9 @@ def _headline(figure: float, delta: float) -> str:
 def _cautions(ledger: Ledger, planned: _Segments, delta: float) -> Iterator[str]:
     """Yield the paragraphs that only some trainings need."""
     if delta * _most_examples(planned) >= 1:
-        yield _filled(f"Warning: {_delta_message(planned, delta)}")
+        yield filled(f"Warning: {_delta_message(planned, delta)}")
     if any(segment.count for segment in ledger.cut_short):
-        yield _filled(
+        yield filled(
             "A run was stopped before its planned end by something else than a privacy "
             "budget. That decision may depend on the data, so only the epsilon of what "
             "was planned is proven: it is the one stated."
@@ -178,7 +179,7 @@ def _cautions(ledger: Ledger, planned: _Segments, delta: float) -> Iterator[str]
     if ledger.sampling_seed_fixed:
         seeds.append("the Poisson draws")
     if seeds:
-        yield _filled(
+        yield filled(
             f"A seed was chosen for {' and '.join(seeds)}: the guarantee holds only "
             f"against someone who does not know it."
         )
@@ -292,7 +293,3 @@ def _items(items: Iterable[str]) -> str:
         textwrap.fill(item, 80, initial_indent="- ", subsequent_indent="  ")
         for item in items
     )
-
-
-def _filled(paragraph: str) -> str:
-    return textwrap.fill(paragraph, 80, break_on_hyphens=False)

@@ -1,7 +1,6 @@
 """TensorFlow Privacy's two functions, with its meanings and its numbers."""
 
 import math
-import textwrap
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -10,6 +9,7 @@ from dp_accounting import rdp
 from tfdp._validate import non_negative, one_of, positive, positive_int, probability
 from tfdp.accounting.accountant import ACCOUNTANTS, epsilon
 from tfdp.accounting.segments import PoissonSteps, Segment, ShuffledPasses
+from tfdp.accounting.text import filled
 
 _ORDERS = (
     [1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5]
@@ -117,19 +117,19 @@ def compute_dp_sgd_privacy_statement(
         else "every example clipped alone"
     )
     return "\n\n".join([
-        _filled(
+        filled(
             f"DP-SGD on {number_of_examples} examples for {num_epochs:g} epochs, "
             f"{batch_size} examples to a batch, noise multiplier {noise_multiplier}, "
             f"{grouping}."
         ),
-        _filled(
+        filled(
             "The epsilons below bound what all weights seen during training, not only "
             "the last, tell about the data."
         ),
         f"Adding or removing one example, delta = {delta}, {accountant_type}:\n"
         + _rows(training, lambda run: epsilon([run], delta, accountant_type)),
         _user_paragraph(training, delta, max_examples_per_user, accountant_type),
-        _filled(
+        filled(
             "The row of Poisson-sampled batches holds only where every step drew each "
             "example by a coin of its own. Shuffled batches of a fixed size are not "
             "that: for them only the row above it is proven."
@@ -184,12 +184,12 @@ def _user_paragraph(
     training: _Training, delta: float, size: int | None, accountant_type: str
 ) -> str:
     if size is None:
-        return _filled(
+        return filled(
             "Nothing is said about users: that takes a bound on the number of examples "
             "of one user, `max_examples_per_user`."
         )
     if accountant_type == "PLD":
-        return _filled(
+        return filled(
             "The epsilon of a whole user comes from RDP accounting only: ask for "
             "accountant_type='RDP'."
         )
@@ -198,7 +198,7 @@ def _user_paragraph(
         f"RDP\nand group privacy:\n"
     ) + _rows(training, lambda run: _user_epsilon(run, delta, size))
     if "inf" in paragraph:
-        paragraph += "\n" + _filled(
+        paragraph += "\n" + filled(
             "Infinite means that the conversion from examples to users found no bound; "
             "where the epsilon of an example is finite, there is one."
         )
@@ -243,7 +243,3 @@ def _user_epsilon(segment: Segment, delta: float, size: int) -> float:
 
 def _log_expm1(value: float) -> float:
     return value + math.log(-math.expm1(-value))
-
-
-def _filled(paragraph: str) -> str:
-    return textwrap.fill(paragraph, width=80, break_on_hyphens=False)

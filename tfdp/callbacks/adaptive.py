@@ -193,7 +193,9 @@ class AdaptiveMedianClip(AdaptiveClip):
             gradient's norm; two at least. They must not depend on private data.
         histogram_noise_multiplier: Standard deviation of the noise of each count,
             positive; a unit is in one bin. `tfdp.accounting.calibrate_gaussian`
-            finds it for an epsilon and a delta of each histogram.
+            finds it for an epsilon and a delta of each histogram. Where a unit may be
+            replaced by another, as in `tfdp.federated`, it leaves one count for
+            another: the same privacy takes sqrt(2) times the noise.
         every: Steps from one histogram to the next, by the optimizer's
             `iterations`.
 

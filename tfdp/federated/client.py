@@ -6,12 +6,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _validate
 from tfdp.clipping import ClippedSum, clip_and_sum
 from tfdp.errors import NotPrivateError
 from tfdp.gradients import clipped_gradients
 from tfdp.noise import NoiseSource
-from tfdp.optimizers.dp_optimizer import checked_clip
+from tfdp.optimizers.dp_optimizer import checked_clip, checked_noise_multiplier
 
 
 def client_update(
@@ -46,7 +45,7 @@ def client_update(
         sample_weight: None, or weights of the examples' losses.
         l2_norm_clip: Radius C of the clip ball, from the server.
         noise_multiplier: Standard deviation of the noise over C, at least 0; 0 is no
-            privacy.
+            privacy, and warns.
 
     Returns:
         One tensor for each of ``model.trainable_variables``.
@@ -71,7 +70,7 @@ def client_update(
         [[2, 1], [1]]
     """
     clip = checked_clip(l2_norm_clip)
-    noise = _validate.non_negative("noise_multiplier", noise_multiplier)
+    noise = checked_local_noise(noise_multiplier)
     clipped_sum = clipped_gradients(
         model, loss, x, y, sample_weight, l2_norm_clip=clip, num_microbatches=1
     )
@@ -96,7 +95,7 @@ def privatize(
         update: Arrays of floating point numbers, of any shapes.
         l2_norm_clip: Radius C of the clip ball of all arrays together.
         noise_multiplier: Standard deviation of the noise over C, at least 0; 0 is no
-            privacy.
+            privacy, and warns.
 
     Returns:
         One tensor for each array, float64 where it is, and float32 otherwise.
@@ -114,7 +113,7 @@ def privatize(
         [[3, 2], [2]]
     """
     clip = checked_clip(l2_norm_clip)
-    noise = _validate.non_negative("noise_multiplier", noise_multiplier)
+    noise = checked_local_noise(noise_multiplier)
     if not isinstance(update, (list, tuple)) or not update:
         raise TypeError(
             "`update` must be a list of arrays, of one at least. Received: update of "
@@ -135,6 +134,21 @@ def privatize(
         l2_norm_clip=radius,
     )
     return _noised(ClippedSum(sums, norms, radius, 1), noise)
+
+
+def checked_local_noise(noise_multiplier: float) -> float:
+    """Return a client's noise multiplier, with a warning if it is 0.
+
+    Args:
+        noise_multiplier: A number.
+
+    Raises:
+        ValueError: If it is negative or not finite.
+    """
+    return checked_noise_multiplier(
+        noise_multiplier,
+        "tfdp.federated.calibrate_local_noise_multiplier(8.0, delta=1e-7)",
+    )
 
 
 def _noised(clipped_sum: ClippedSum, noise_multiplier: float) -> list[tf.Tensor]:

@@ -3,13 +3,16 @@
 import contextlib
 import fcntl
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from tfdp import _validate
-from tfdp.accounting.local import calibrate_local_noise_multiplier, local_epsilon
+from tfdp._files import replaced
+from tfdp.accounting.local import (
+    calibrate_local_noise_multiplier,
+    joint_local_epsilon,
+)
 from tfdp.errors import PrivacyBudgetError
 
 
@@ -62,8 +65,9 @@ class LocalBudget:
     ) -> None:
         # Resolved, so that links to one ledger share one lock.
         self._path = Path(path).resolve()
+        self._epsilon = _validate.positive("epsilon", epsilon)
         self._noise_multiplier = calibrate_local_noise_multiplier(
-            _validate.positive("epsilon", epsilon),
+            self._epsilon,
             delta=delta,
             max_participations=max_participations,
             neighboring_relation=neighboring_relation,
@@ -87,14 +91,7 @@ class LocalBudget:
     @property
     def spent_epsilon(self) -> float:
         """An upper bound of what they have cost."""
-        spent = _cost(self._read())
-        if not spent:
-            return 0.0
-        return local_epsilon(
-            1 / math.sqrt(spent),
-            self._delta,
-            neighboring_relation=self._neighboring_relation,
-        )
+        return self._cost(self._read())
 
     def spend(self) -> None:
         """Count one participation, durably, before anything leaves the client.
@@ -106,14 +103,23 @@ class LocalBudget:
         with self._locked():
             spent = self._read()
             longer = [*spent, self._noise_multiplier]
-            most = self._max_participations * _cost([self._noise_multiplier])
-            if len(longer) > self._max_participations or _cost(longer) > most:
+            # What was calibrated exactly may come out larger by a rounding.
+            most = self._epsilon * (1 + 1e-9)
+            if len(longer) > self._max_participations or self._cost(longer) > most:
                 raise PrivacyBudgetError(
                     "The local privacy budget leaves no room for another reply. "
                     f"Received: {len(spent)} participations counted in "
                     f"'{self._path}', max_participations={self._max_participations}."
                 )
-            self._write(longer)
+            with replaced(self._path) as file:
+                json.dump({"noise_multipliers": longer}, file)
+
+    def _cost(self, noise_multipliers: list[float]) -> float:
+        return joint_local_epsilon(
+            noise_multipliers,
+            self._delta,
+            neighboring_relation=self._neighboring_relation,
+        )
 
     def _read(self) -> list[float]:
         """Return the noise multiplier of every participation."""
@@ -133,31 +139,9 @@ class LocalBudget:
                 "the client has sent."
             ) from error
 
-    def _write(self, multipliers: list[float]) -> None:
-        """Replace the ledger, so that a crash leaves the old one or the new one."""
-        unfinished = self._path.with_name(f"{self._path.name}.unfinished")
-        with unfinished.open("w", encoding="utf-8") as file:
-            json.dump({"noise_multipliers": multipliers}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Keep other processes out, and threads: each opens the file anew."""
         with self._path.with_name(f"{self._path.name}.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-
-def _cost(multipliers: list[float]) -> float:
-    """Add up what replies cost: as much as one of noise multiplier cost**-0.5."""
-    # Gaussian mechanisms compose so, also when the server chooses C and the weights of
-    # one after another has come in. `fsum` rounds once: as many as were planned cost
-    # what was planned, and nothing more.
-    return math.fsum((1 / multiplier) * (1 / multiplier) for multiplier in multipliers)

@@ -1,15 +1,14 @@
 """The folder of a simulation: its history for people, its state to go on from."""
 
-import contextlib
 import csv
 import json
-import os
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from tfdp._files import replaced
 
 _STATE, _HISTORY = "state.npz", "history.csv"
 
@@ -48,14 +47,14 @@ def write_state(folder: Path, state: State) -> None:
     ]
     about = state._asdict()
     del about["values"], about["nonprivate_norms"]
-    with _replaced(folder / _STATE, "wb") as file:
+    with replaced(folder / _STATE, "wb") as file:
         np.savez(
             file,
             *values,
             about=json.dumps(about),
             nonprivate_norms=state.nonprivate_norms,
         )
-    with _replaced(folder / _HISTORY, "w", newline="") as file:
+    with replaced(folder / _HISTORY, newline="") as file:
         writer = csv.writer(file)
         writer.writerow(state.history)
         writer.writerows(zip(*state.history.values(), strict=True))
@@ -88,14 +87,3 @@ def read_state(folder: Path) -> State | None:
             f"directory='{folder}', whose state is damaged ({error}). Delete "
             f"'{_STATE}' to begin anew."
         ) from error
-
-
-@contextlib.contextmanager
-def _replaced(path: Path, mode: str, **options: Any) -> Iterator[IO[Any]]:
-    """Open a file that takes the place of `path` when it is complete."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open(mode, **options) as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

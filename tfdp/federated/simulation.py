@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-import warnings
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate
 from tfdp.accounting.local import (
+    RELATIONS,
     TrustedQueries,
     local_epsilon,
     local_privacy_statement,
@@ -27,6 +27,7 @@ from tfdp.callbacks.adaptive import AdaptiveClip
 from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.clipping import ClippedSum
 from tfdp.engines.passes import number_of_rows
+from tfdp.federated.client import checked_local_noise
 from tfdp.federated.run_folder import State, read_state, write_state
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.virtual_clients import VirtualClients
@@ -141,22 +142,13 @@ class Simulation:
         # A copy, which nobody changes.
         self._clip_policy = copy.copy(clip_policy)
         self._l2_norm_clip = checked_clip(l2_norm_clip)
-        self._noise_multiplier = _validate.non_negative(
-            "noise_multiplier", noise_multiplier
-        )
-        if self._noise_multiplier == 0:
-            warnings.warn(
-                "Clients that add no noise have no privacy. Received: "
-                "noise_multiplier=0. Take a multiplier from `tfdp.federated."
-                "calibrate_local_noise_multiplier(8.0, delta=1e-7)`.",
-                stacklevel=2,
-            )
+        self._noise_multiplier = checked_local_noise(noise_multiplier)
         self._max_participations = _validate.positive_int(
             "max_participations", max_participations
         )
-        self._neighboring_relation = neighboring_relation
-        # It refuses an unknown relation.
-        local_epsilon(1.0, 0.5, neighboring_relation=neighboring_relation)
+        self._neighboring_relation = _validate.one_of(
+            "neighboring_relation", neighboring_relation, RELATIONS
+        )
         self._each_draws = _validate.one_of("noise", noise, _NOISES) == "per_client"
         self._noise = NoiseSource(noise_seed)
 

@@ -105,7 +105,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         name: str | None = None,
     ) -> None:
         l2_norm_clip = checked_clip(l2_norm_clip)
-        noise_multiplier = _checked_noise_multiplier(noise_multiplier)
+        noise_multiplier = checked_noise_multiplier(noise_multiplier)
         if num_microbatches is not None:
             num_microbatches = _validate.positive_int(
                 "num_microbatches", num_microbatches
@@ -155,7 +155,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
-        self._noise_multiplier.assign(_checked_noise_multiplier(value))
+        self._noise_multiplier.assign(checked_noise_multiplier(value))
 
     @property
     def expected_batch_size(self) -> float | None:
@@ -444,13 +444,24 @@ def checked_clip(value: float) -> float:
     return value
 
 
-def _checked_noise_multiplier(value: float) -> float:
+def checked_noise_multiplier(
+    value: float, calibration: str = "tfdp.calibrate_noise_multiplier(...)"
+) -> float:
+    """Return a noise multiplier, with a warning if it is 0.
+
+    Args:
+        value: A number.
+        calibration: What returns one for an epsilon.
+
+    Raises:
+        ValueError: If it is negative or not finite.
+    """
     value = _validate.non_negative("noise_multiplier", value)
     if value == 0:
         warnings.warn(
             "Training without noise is not private: its epsilon is infinite. "
             "Received: noise_multiplier=0. Take a multiplier from "
-            "`tfdp.calibrate_noise_multiplier(...)`.",
+            f"`{calibration}`.",
             stacklevel=3,
         )
     return value
@@ -479,6 +490,8 @@ def _checked_inner(inner: Any) -> keras.optimizers.Optimizer:
 def with_regularizer(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
     """Add the gradient of a variable's regularizer, which no data enter.
 
+    But for one that is part of each example's loss, and in the gradient already.
+
     Args:
         gradient: Noised, of the variable's shape.
         variable: A Keras variable.
@@ -486,12 +499,13 @@ def with_regularizer(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
     Returns:
         Their sum, with the dtype of `gradient`.
     """
-    if getattr(variable, "regularizer", None) is None:
+    regularizer = getattr(variable, "regularizer", None)
+    if regularizer is None or getattr(regularizer, "is_of_each_example", False):
         return gradient
     value = tf.convert_to_tensor(variable)
     with tf.GradientTape() as tape:
         tape.watch(value)
-        penalty = variable.regularizer(value)
+        penalty = regularizer(value)
     penalty_gradient = tape.gradient(
         penalty, value, unconnected_gradients=tf.UnconnectedGradients.ZERO
     )
