@@ -11,6 +11,7 @@ from tfdp import losses as losses
 from tfdp import models as models
 from tfdp import optimizers as optimizers
 from tfdp import rules as rules
+from tfdp import variational as variational
 from tfdp.accounting import (
     calibrate_noise_multiplier as calibrate_noise_multiplier,
 )

@@ -190,6 +190,11 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
     return list(seeds.values())
 
 
+def draws_numbers(model: keras.Model) -> bool:
+    """Tell whether layers of a model draw random numbers."""
+    return any(layer._seed_generators for layer in flatten_layers(model))
+
+
 def states(model: keras.Model) -> list[keras.Variable]:
     """List the variables that a pass through a model in training may change.
 
@@ -268,7 +273,8 @@ def seeds_of_row(row: Any) -> Iterator[Callable[[], None]]:
 
     Inside `tf.vectorized_map` the state of a generator is the same for all rows,
     so that all of them would get one dropout mask. Here the number of the row
-    and of the draw are folded into the seed, and the state stays as it is.
+    and of the draw are folded into the seed, and the state stays as it is. Generators
+    with a true attribute `is_same_for_all_rows` leave the row out.
 
     Args:
         row: Scalar integer tensor, the number of the row.
@@ -325,8 +331,11 @@ def _next_seed_of_row(generator: Any, ordered: bool = True) -> Any:
         return _next_seed(generator, ordered=ordered)
     draws = _row_seeds.drawn.setdefault(id(generator), (generator, []))[1]
     state = tf.convert_to_tensor(generator.state)
+    row = tf.cast(_row_seeds.row, tf.int64)
+    if getattr(generator, "is_same_for_all_rows", False):
+        row = tf.constant(0, tf.int64)
     # Odd multipliers modulo 2**31: rows and draws of one state never meet.
-    offset = tf.cast(_row_seeds.row, tf.int64) * 0x9E3779B1 + len(draws) * 0x85EBCA77
+    offset = row * 0x9E3779B1 + len(draws) * 0x85EBCA77
     draws.append(ordered)
     fold = tf.stack([tf.zeros_like(offset), offset % (1 << 31)])
     return tf.cast((tf.cast(state, tf.int64) + fold) % (1 << 32), state.dtype)

@@ -45,6 +45,7 @@ from tfdp.engines.passes import (
     run_whole,
 )
 from tfdp.errors import NotPrivateError, PrivacyBudgetError, UnsupportedLayerError
+from tfdp.losses import divergence
 from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
 from tfdp.losses.objective import Batch, Objective
 from tfdp.losses.per_example import PerExampleLoss
@@ -92,7 +93,8 @@ class DPModel(keras.Model):
             [2]_: it still is one vector that depends on one example, so epsilon does
             not change.
         augmentation_multiplicity: Views of each example in a step. A pass has
-            `physical_batch_size` times as many rows.
+            `physical_batch_size` times as many rows. Without an augmentation, views
+            differ in what the model draws: weights of `tfdp.variational`, dropout.
         **kwargs: Name of the model.
 
     Raises:
@@ -140,16 +142,19 @@ class DPModel(keras.Model):
             )
         _validate.one_of("sampling", sampling, ("poisson", "shuffle"))
         views = None
+        if augmentation is None and augmentation_multiplicity != 1:
+            if not _keras.draws_numbers(model):
+                raise ValueError(
+                    "`augmentation_multiplicity` needs an augmentation where the model "
+                    "draws nothing itself: all views would be alike. Received: "
+                    f"augmentation_multiplicity={augmentation_multiplicity!r}, "
+                    "augmentation=None. Use `DPModel(model, "
+                    "augmentation=keras.layers.RandomFlip('horizontal'), "
+                    "augmentation_multiplicity=16)`."
+                )
+            augmentation = keras.layers.Identity()
         if augmentation is not None:
             views = Augmentation(augmentation, augmentation_multiplicity)
-        elif augmentation_multiplicity != 1:
-            raise ValueError(
-                "`augmentation_multiplicity` needs an augmentation. Received: "
-                f"augmentation_multiplicity={augmentation_multiplicity!r}, "
-                "augmentation=None. Use `DPModel(model, "
-                "augmentation=keras.layers.RandomFlip('horizontal'), "
-                "augmentation_multiplicity=16)`."
-            )
         kwargs.setdefault("name", f"private_{model.name}")
         super().__init__(dtype=model.dtype_policy, **kwargs)
         self.model = model
@@ -454,6 +459,9 @@ class DPModel(keras.Model):
             callback.before_training(self, steps)
         self._plan_for(data.segment, data.expected_batch_size)
         data = self._check(data)
+        divergence.check_number_of_examples(
+            self.trainable_variables, getattr(data.segment, "number_of_examples", None)
+        )
         self.optimizer.renew_noise_key()
         try:
             self._take_callbacks(private)
@@ -517,6 +525,9 @@ class DPModel(keras.Model):
         self._plan_for(UNDECLARED, None)
         if self._checked != self._trainable_state():
             self._check_sample(*first_rows((x, y, sample_weight)))
+        divergence.check_number_of_examples(
+            self.trainable_variables, None, rows=number_of_examples(x)
+        )
         segment = self._plan.in_units(UNDECLARED)
         if self.recorder.segment != segment:
             self.recorder.begin(segment)
@@ -667,6 +678,7 @@ class DPModel(keras.Model):
         augmentation = self._augmentation
         if augmentation is not None:
             rows_per_unit *= augmentation.multiplicity
+            objective = dataclasses.replace(objective, views=augmentation.multiplicity)
         clip = clip_as_tensor(l2_norm_clip, objective.variables)
         engine = self._chosen_engine or engines.get(self.engine)
 
@@ -860,14 +872,18 @@ class DPModel(keras.Model):
         if self._has_own_loss:
             if number_of_examples(x):
                 objective = Objective.of_compute_loss(self.model)
-                validation.check_state(
-                    self.model,
-                    lambda: objective.losses(x, y, objective.predict(x), sample_weight),
-                )
+
+                def evaluate() -> None:
+                    y_pred = objective.predict(x)
+                    with divergence.unread(objective.variables, "`compute_loss`"):
+                        objective.losses(x, y, y_pred, sample_weight)
+
+                validation.check_state(self.model, evaluate)
         elif y is not None and number_of_examples(x):
             losses = PerExampleLoss(self.loss, self._loss_weights, self.output_names)
             y_pred = self.model(x)
-            validation.check_loss(losses, y, y_pred, sample_weight)
+            with divergence.unread(self.model.trainable_variables, "`loss`"):
+                validation.check_loss(losses, y, y_pred, sample_weight)
         self.built = True
         self._checked = self._trainable_state()
         # Of attributes Keras replaces the dicts, by some that models do not expect.

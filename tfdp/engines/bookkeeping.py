@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -230,7 +230,26 @@ class _Pass:
             for term in watched.terms_of(unscaled):
                 if id(term.variable) in found:
                     found[id(term.variable)].append(term)
+        for variable, penalty in self._objective.penalties():
+            found[id(variable)].append(self._same_for_all(variable, penalty, weights))
         return list(found.values())
+
+    def _same_for_all(
+        self,
+        variable: Any,
+        penalty: Callable[[Any], tf.Tensor],
+        weights: tf.Tensor | None,
+    ) -> Kept:
+        """Return the gradient of what each unit's loss has of a variable alone."""
+        value = at_least_float32(tf.convert_to_tensor(variable))
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(value)
+            of_value = penalty(value)
+        gradient = tf.reshape(tape.gradient(of_value, value), [1, -1])
+        if weights is None:
+            weights = tf.ones([self.units.number], gradient.dtype)
+        gradients = tf.cast(weights, gradient.dtype)[:, None] * gradient
+        return Kept(variable, tf.ensure_shape(gradients, [None, *gradient.shape[1:]]))
 
     def norms_and_terms(
         self, *, keeps: bool
@@ -289,6 +308,13 @@ class _PassUphill(_Pass):
         norms: str,
         ascent: Ascent,
     ) -> None:
+        if objective.penalties():
+            names = ", ".join(f"`{v.path}`" for v, _ in objective.penalties())
+            raise UnsupportedLayerError(
+                "Away from the weights each unit has another divergence from the "
+                f"prior. Received: a loss with an ascent, and {names}. Use "
+                "`kl='outside'`."
+            )
         self._ascent = ascent
         states = _keras.states(objective.model)
         at_begin = [tf.identity(state.value) for state in states]

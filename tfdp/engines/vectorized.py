@@ -192,6 +192,8 @@ def _gradients_at(
         losses = tf.where(unit.is_padding, tf.zeros_like(losses), losses)
         rows = tf.reduce_sum(tf.cast(~unit.is_padding, losses.dtype))
         loss = tf.reduce_sum(losses) / tf.maximum(rows, 1)
+        for variable, penalty in objective.penalties():
+            loss += tf.cast(penalty(variable.value), loss.dtype)
         loss *= objective.loss_scale
     gradients = tape.gradient(loss, values)
     gradients = [

@@ -333,11 +333,13 @@ def gradient_reply(
         )
     check_plain(loss)
     objective = Objective.of(model, loss)
-    variables = objective.variables
+    variables, penalties = objective.variables, objective.penalties()
     with tf.GradientTape() as tape, _keras.without_regularizers(variables):
         losses = objective.losses(x, y, objective.predict(x), sample_weight)
         # Of activities; those of weights are the server's.
-        mean_loss = tf.add_n([tf.reduce_mean(losses), *model.losses])
+        parts = [tf.reduce_mean(losses), *model.losses]
+        parts += [penalty(variable.value) for variable, penalty in penalties]
+        mean_loss = tf.add_n(parts)
     gradients = tape.gradient(
         mean_loss,
         [variable.value for variable in objective.variables],

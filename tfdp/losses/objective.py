@@ -8,6 +8,8 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp.layers import views_of_each_row
+from tfdp.losses import divergence
 from tfdp.losses.ascent import Ascent
 from tfdp.losses.per_example import PerExampleLoss, each_row_alone
 
@@ -42,6 +44,7 @@ class Objective:
         variables: The trainable Keras variables, in the model's order.
         training: Whether the model runs in training mode.
         ascent: How far uphill from the weights gradients are taken; None for here.
+        views: How many rows in a row are views of one example.
     """
 
     model: keras.Model
@@ -49,6 +52,7 @@ class Objective:
     variables: list[Any]
     training: bool = True
     ascent: Ascent | None = None
+    views: int = 1
 
     def __post_init__(self) -> None:
         """Let nothing that is random have to make its state inside a graph."""
@@ -108,9 +112,19 @@ class Objective:
 
     def predict(self, x: Any) -> Any:
         """Run the model."""
-        if _keras.takes_training(self.model):
-            return self.model(x, training=self.training)
-        return self.model(x)
+        with views_of_each_row(self.views):
+            if _keras.takes_training(self.model):
+                return self.model(x, training=self.training)
+            return self.model(x)
+
+    def penalties(self) -> list[tuple[Any, Callable[[Any], tf.Tensor]]]:
+        """List what is part of each example's loss beside `losses`.
+
+        Returns:
+            Variables, and what is added for their values.
+        """
+        found = divergence.inside(self.variables)
+        return [(variable, variable.regularizer) for variable in found]
 
     @property
     def loss_scale(self) -> float:

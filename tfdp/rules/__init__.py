@@ -50,6 +50,7 @@ from tfdp.rules.standardized import ws_conv
 from tfdp.rules.terms import Convolution as Convolution
 from tfdp.rules.terms import OuterProducts as OuterProducts
 from tfdp.rules.terms import PerRow as PerRow
+from tfdp.rules.terms import ScaledProducts as ScaledProducts
 from tfdp.rules.terms import Term as Term
 from tfdp.rules.time_distributed import time_distributed
 
@@ -83,7 +84,7 @@ def register(
         rule: Takes a `tfdp.rules.Call` and returns the outputs of the layer. It
             watches what it computes from variables and inputs, and says what the
             gradient of that means for the variables: terms, `OuterProducts`,
-            `Convolution` or `PerRow`. All of the layer's variables must be covered.
+            `Convolution`, `ScaledProducts` or `PerRow`. All of the layer's variables must be covered.
 
     Raises:
         TypeError: If `layer_class` is no class of layers, or `rule` cannot be called.

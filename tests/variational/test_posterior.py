@@ -1,0 +1,148 @@
+"""What a trained posterior says, and what is exported of it."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from scipy import integrate, special, stats
+
+import tfdp
+from tfdp.variational import (
+    BayesianLogisticRegression,
+    VariationalDense,
+    credible_intervals,
+    posterior,
+    posterior_samples,
+    predictive_mean,
+)
+
+
+@pytest.fixture
+def model(rng):
+    model = keras.Sequential([
+        keras.Input((3,)),
+        VariationalDense(4, number_of_examples=10, activation="tanh", name="one"),
+        VariationalDense(1, number_of_examples=10, use_bias=False, name="two"),
+    ])
+    for variable in model.trainable_variables:
+        variable.assign(rng.normal(size=variable.shape, scale=0.5))
+    return model
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, tfdp.DPModel])
+def test_means_and_scales_by_name(model, wrap):
+    found = posterior(wrap(model))
+    assert list(found) == ["one/kernel", "one/bias", "two/kernel"]
+    layer = model.layers[0]
+    np.testing.assert_array_equal(found["one/kernel"].mean, layer.kernel_mean)
+    expected = np.log1p(np.exp(layer.kernel_rho.numpy()))
+    np.testing.assert_allclose(found["one/kernel"].scale, expected, rtol=1e-6)
+
+
+def test_samples_have_the_moments_of_the_posterior(model):
+    samples = posterior_samples(model, 20_000, seed=1)
+    for name, (mean, scale) in posterior(model).items():
+        assert samples[name].shape == (20_000, *mean.shape)
+        difference = np.abs(samples[name].mean(0) - mean)
+        assert np.all(difference < 5 * scale / np.sqrt(20_000))
+        np.testing.assert_allclose(samples[name].std(0), scale, rtol=0.04)
+
+
+def test_samples_without_a_seed_differ(model):
+    first, second = (posterior_samples(model, 1)["one/bias"] for _ in range(2))
+    assert np.all(first != second)
+
+
+@pytest.mark.parametrize("level", [0.5, 0.95])
+def test_intervals_hold_their_share(model, level):
+    samples = posterior_samples(model, 20_000, seed=1)
+    for name, (low, high) in credible_intervals(model, level).items():
+        inside = (low <= samples[name]) & (samples[name] <= high)
+        np.testing.assert_allclose(inside.mean(0), level, atol=0.02)
+
+
+def test_the_predictive_mean_is_that_of_single_models(model, rng):
+    x = rng.normal(size=(5, 3)).astype("float32")
+    before = model.get_weights()
+    found = predictive_mean(
+        model, x, draws=20, activation=keras.activations.sigmoid, seed=3
+    )
+    samples = posterior_samples(model, 20, seed=3)
+    outputs = [
+        special.expit(
+            np.tanh(x @ samples["one/kernel"][n] + samples["one/bias"][n])
+            @ samples["two/kernel"][n]
+        )
+        for n in range(20)
+    ]
+    np.testing.assert_allclose(found, np.mean(outputs, 0), rtol=1e-5)
+    for left, right in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.fixture
+def regression(rng):
+    model = BayesianLogisticRegression(number_of_examples=40, initial_scale=1.5)
+    model.build((None, 3))
+    model.logit.kernel_mean.assign(rng.normal(size=(3, 1)))
+    return model
+
+
+def test_regression_predicts_the_mean_probability(regression, rng):
+    x = rng.normal(size=(4, 3)).astype("float32")
+    mean, variance = regression.logit.moments(x)
+    expected = [
+        integrate.quad(
+            lambda z, m=m, s=s: special.expit(z) * stats.norm.pdf(z, m, s),
+            m - 12 * s,
+            m + 12 * s,
+        )[0]
+        for m, s in zip(np.ravel(mean), np.sqrt(np.ravel(variance)), strict=True)
+    ]
+    found = special.expit(regression.predict(x, verbose=0))
+    np.testing.assert_allclose(np.ravel(found), expected, rtol=1e-3)
+    by_draws = predictive_mean(
+        regression, x, draws=4000, activation=keras.activations.sigmoid, seed=1
+    )
+    np.testing.assert_allclose(np.ravel(by_draws), expected, atol=0.02)
+
+
+@pytest.mark.parametrize("far", [-1e4, 1e4])
+def test_regression_far_from_the_boundary_stays_finite(regression, far):
+    x = np.full((1, 3), far, "float32")
+    assert np.all(np.isfinite(regression.predict(x, verbose=0)))
+
+
+def test_an_export_has_no_chance_in_it(regression, tmp_path, rng):
+    private = tfdp.DPModel(regression)
+    private.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0),
+        loss=keras.losses.BinaryCrossentropy(from_logits=True),
+    )
+    x = rng.normal(size=(40, 3)).astype("float32")
+    private.fit(x, rng.integers(0, 2, size=(40, 1)), batch_size=20, verbose=0)
+    tfdp.export.export_private_model(private, tmp_path / "1", delta=1e-3)
+    served = tf.saved_model.load(tmp_path / "1").signatures["serving_default"]
+    first, second = (
+        next(iter(served(inputs=tf.constant(x[:7])).values())) for _ in range(2)
+    )
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(first, regression.predict(x[:7], verbose=0), rtol=1e-5)
+
+
+def test_models_without_a_posterior_are_refused():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="must have a variational layer"):
+        posterior(model)
+
+
+@pytest.mark.parametrize("level", [0, 1, -0.5, np.nan])
+def test_levels_out_of_range_are_refused(model, level):
+    with pytest.raises(ValueError, match="`level` must lie"):
+        credible_intervals(model, level)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, np.nan])
+def test_numbers_of_draws_out_of_range_are_refused(model, number):
+    with pytest.raises(ValueError, match="`number` must be"):
+        posterior_samples(model, number)

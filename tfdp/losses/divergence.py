@@ -1,0 +1,151 @@
+"""How far a Gaussian posterior of weights is from their prior."""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tfdp import _validate
+
+PLACES = ("outside", "inside")
+
+
+@keras.saving.register_keras_serializable(package="tfdp")
+class GaussianDivergence(keras.regularizers.Regularizer):
+    """One part of a Kullback-Leibler divergence, over the number of examples.
+
+    From a prior ``N(0, s^2)`` the divergence of ``N(mu, sigma^2)`` is the sum of a
+    part of the means and of one of the scales::
+
+        mu^2 / (2 s^2)    and    (sigma^2 / s^2 - 1 - ln(sigma^2 / s^2)) / 2
+
+    so that each variable has its own as a weight regularizer: those of Keras add up to
+    the whole. The loss of a batch is then minus the evidence lower bound, over N.
+
+    Args:
+        part: `"mean"` for a variable of mu; `"scale"` for one of
+            ``ln(exp(sigma) - 1)``.
+        prior_scale: s, positive.
+        number_of_examples: N, a public number of at least 1.
+        place: `"outside"`: it is added after the noise, as no data enter it.
+            `"inside"`: it is part of the loss of each example, and clipped with it.
+    """
+
+    def __init__(
+        self,
+        part: str,
+        *,
+        prior_scale: float,
+        number_of_examples: int,
+        place: str = "outside",
+    ) -> None:
+        self.part = _validate.one_of("part", part, ("mean", "scale"))
+        self.prior_scale = _validate.positive("prior_scale", prior_scale)
+        self.number_of_examples = _validate.positive_int(
+            "number_of_examples",
+            number_of_examples,
+            "Use `number_of_examples=len(x_train)`.",
+        )
+        self.place = _validate.one_of("kl", place, PLACES)
+
+    @property
+    def is_of_each_example(self) -> bool:
+        """Whether it is part of what is clipped."""
+        return self.place == "inside"
+
+    def __call__(self, x: Any) -> Any:
+        """Return the part for a variable, over N."""
+        if self.part == "mean":
+            total = ops.sum(ops.square(x)) / (2 * self.prior_scale**2)
+        else:
+            scale = ops.softplus(x)
+            log_ratio = ops.log(scale) - math.log(self.prior_scale)
+            ratio = ops.square(scale / self.prior_scale)
+            total = ops.sum(ratio - 1 - 2 * log_ratio) / 2
+        return total / self.number_of_examples
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments."""
+        return {
+            "part": self.part,
+            "prior_scale": self.prior_scale,
+            "number_of_examples": self.number_of_examples,
+            "place": self.place,
+        }
+
+
+def inside(variables: Iterable[Any]) -> list[Any]:
+    """List the variables whose regularizers are part of each example's loss."""
+    return [
+        variable
+        for variable in variables
+        if getattr(variable.regularizer, "is_of_each_example", False)
+    ]
+
+
+def check_number_of_examples(
+    variables: Iterable[Any], number: int | None, *, rows: int = 0
+) -> None:
+    """Refuse divergences that are divided by another number than that of the data.
+
+    Args:
+        variables: Trainable variables.
+        number: Examples of the data; None if not known.
+        rows: How many there are at least.
+
+    Raises:
+        ValueError: If one is. The whole divergence would be in each example's loss if
+            it were divided by 1.
+    """
+    found = {
+        variable.path: variable.regularizer.number_of_examples
+        for variable in variables
+        if isinstance(variable.regularizer, GaussianDivergence)
+    }
+    wrong = [
+        f"`{path}` (number_of_examples={of_variable})"
+        for path, of_variable in found.items()
+        if of_variable < rows or number not in (None, of_variable)
+    ]
+    if wrong:
+        raise ValueError(
+            "`number_of_examples` must be that of the training data: an example's "
+            "share of the divergence from the prior is KL / number_of_examples. "
+            f"Received: {', '.join(wrong)}, and data of {number or rows} examples"
+            f"{'' if number else ' or more'}. Use `number_of_examples="
+            f"{number or 'len(x_train)'}`."
+        )
+
+
+@contextlib.contextmanager
+def unread(variables: Iterable[Any], subject: str) -> Iterator[None]:
+    """Refuse a loss that reads the posterior of weights by itself.
+
+    Args:
+        variables: Trainable variables.
+        subject: What the error is about; it is evaluated inside.
+
+    Raises:
+        ValueError: If a variable was read that has a `GaussianDivergence`.
+    """
+    with tf.GradientTape() as tape:
+        yield
+    read = {id(variable) for variable in tape.watched_variables()}
+    found = [
+        f"`{variable.path}`"
+        for variable in variables
+        if isinstance(variable.regularizer, GaussianDivergence)
+        and id(variable.value) in read
+    ]
+    if found:
+        raise ValueError(
+            f"{subject} must depend on outputs and targets only: variational layers "
+            "add their divergence from the prior themselves, KL / N for an example, "
+            "and with all of it in the loss of each example it would count N times. "
+            f"Received: a loss that reads {', '.join(found)}. Use "
+            "`loss='binary_crossentropy'`, without the divergence."
+        )

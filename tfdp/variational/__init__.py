@@ -1,0 +1,19 @@
+"""Bayesian models under differential privacy: posteriors instead of weights."""
+
+from tfdp import rules
+from tfdp.variational.layers import VariationalDense as VariationalDense
+from tfdp.variational.logistic_regression import (
+    BayesianLogisticRegression as BayesianLogisticRegression,
+)
+from tfdp.variational.logistic_regression import PredictiveLogit
+from tfdp.variational.one_sample import PosteriorSample as PosteriorSample
+from tfdp.variational.one_sample import one_posterior_sample as one_posterior_sample
+from tfdp.variational.posterior import credible_intervals as credible_intervals
+from tfdp.variational.posterior import posterior as posterior
+from tfdp.variational.posterior import posterior_samples as posterior_samples
+from tfdp.variational.posterior import predictive_mean as predictive_mean
+from tfdp.variational.rule import variational_dense
+from tfdp.variational.sgld import dp_sgld as dp_sgld
+
+rules.register(VariationalDense, variational_dense)
+rules.register(PredictiveLogit, variational_dense)

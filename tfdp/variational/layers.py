@@ -1,0 +1,308 @@
+"""Layers whose weights have a posterior: independent Gaussians."""
+
+import math
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops
+
+from tfdp import _validate
+from tfdp.layers import number_of_views
+from tfdp.losses.divergence import PLACES, GaussianDivergence
+
+DRAWS = ("shared", "per_example", "local")
+
+# Variances below count as this: the gradient of a root at zero is none.
+_LEAST_VARIANCE = 1e-30
+
+
+class Noise(NamedTuple):
+    """Standard normal numbers that make weights of a posterior.
+
+    Attributes:
+        kernel: Shape ``(V, d, p)``; row r of the inputs uses number ``r % V``.
+        bias: Shape ``(V, p)``, or None.
+    """
+
+    kernel: Any
+    bias: Any
+
+
+@keras.saving.register_keras_serializable(package="tfdp")
+class VariationalDense(keras.layers.Layer):
+    """A dense layer with a Gaussian posterior over each of its weights.
+
+    Each weight is ``w ~ N(mean, scale^2)``, ``scale = ln(1 + exp(rho))``, all
+    independent of each other (mean field); the prior is ``N(0, prior_scale^2)``. In
+    training, weights are drawn as ``mean + scale * eps`` [1]_, and the layer's weight
+    regularizers are the Kullback-Leibler divergence from the prior over N: with a loss
+    that is minus the log-likelihood of an example, `fit` minimizes minus the evidence
+    lower bound over N, under `keras.Model` and, privately [3]_, `tfdp.DPModel`.
+    Several draws for each example are averaged before clipping by ``DPModel(model,
+    augmentation_multiplicity=draws)``. At inference the weights are their means;
+    `tfdp.variational.predictive_mean` averages over the posterior.
+
+    Guarantees:
+        Under `DPModel` the gradients of means and scales of all layers are clipped
+        together, to one norm. What is drawn here does not depend on data.
+
+    Args:
+        units: Size of the outputs, p.
+        number_of_examples: N, of the training data; public. `DPModel.fit` refuses data
+            that have another number.
+        prior_scale: Standard deviation of the prior of every weight.
+        draws: `"local"`: outputs are drawn instead of weights [2]_, for inputs of shape
+            ``(N, d)``; it has the least variance. `"per_example"`: each example has
+            weights of its own, ``d p`` numbers for each. `"shared"`: one draw for all
+            examples of a pass.
+        kl: `"outside"`: the divergence's gradient is added after the noise, because
+            no data enter it. `"inside"`: each example's loss has ``KL / N``, which is
+            clipped with it, as in [3]_.
+        activation: Name of a Keras activation, or a function.
+        use_bias: Whether there is a bias, with a posterior too.
+        initial_scale: Standard deviation of the posterior at first.
+        kernel_initializer: Of the kernel's means, as in `keras.layers.Dense`.
+        bias_initializer: Of the bias's means.
+        seed: Of the draws; they need not be secret.
+        **kwargs: Name, dtype, and `trainable`.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If an argument is out of its range, or inputs of `draws="local"`
+            have more than two axes.
+
+    Example:
+        >>> x, y = np.random.normal(size=(100, 3)), np.ones((100, 1))
+        >>> model = keras.Sequential([
+        ...     keras.Input((3,)),
+        ...     VariationalDense(8, number_of_examples=100, activation="tanh"),
+        ...     VariationalDense(1, number_of_examples=100),
+        ... ])
+        >>> private = tfdp.DPModel(model)
+        >>> private.compile(
+        ...     tfdp.optimizers.DPAdam(0.01, l2_norm_clip=1.0, noise_multiplier=1.0),
+        ...     loss="mse",
+        ... )
+        >>> history = private.fit(x, y, batch_size=10, verbose=0)
+        >>> model.layers[0].kernel_scale.shape
+        TensorShape([3, 8])
+
+    References:
+        .. [1] Blundell et al., "Weight Uncertainty in Neural Networks", ICML 2015,
+           section 3.2. https://arxiv.org/abs/1505.05424
+        .. [2] Kingma et al., "Variational Dropout and the Local Reparameterization
+           Trick", NeurIPS 2015, equation 6. https://arxiv.org/abs/1506.02557
+        .. [3] Jälkö et al., "Differentially Private Variational Inference for
+           Non-conjugate Models", UAI 2017, Algorithm 1.
+           https://arxiv.org/abs/1610.08749
+    """
+
+    def __init__(
+        self,
+        units: int,
+        *,
+        number_of_examples: int,
+        prior_scale: float = 1.0,
+        draws: str = "local",
+        kl: str = "outside",
+        activation: Any = None,
+        use_bias: bool = True,
+        initial_scale: float = 0.1,
+        kernel_initializer: Any = "glorot_uniform",
+        bias_initializer: Any = "zeros",
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.units = _validate.positive_int("units", units)
+        self.number_of_examples = _validate.positive_int(
+            "number_of_examples",
+            number_of_examples,
+            "Use `number_of_examples=len(x_train)`.",
+        )
+        self.prior_scale = _validate.positive("prior_scale", prior_scale)
+        self.draws = _validate.one_of("draws", draws, DRAWS)
+        self.kl = _validate.one_of("kl", kl, PLACES)
+        self.activation = keras.activations.get(activation)
+        self.use_bias = use_bias
+        self.initial_scale = _validate.positive("initial_scale", initial_scale)
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.seed = seed
+        self.seed_generator = keras.random.SeedGenerator(seed)
+        # Read by the engine that takes one example at a time.
+        self.seed_generator.is_same_for_all_rows = draws == "shared"
+
+    def build(self, input_shape: Any) -> None:
+        """Add means and scales of the kernel, and of the bias."""
+        if self.draws == "local" and len(input_shape) != 2:
+            raise ValueError(
+                "`draws='local'` needs inputs of shape (N, d): positions that share "
+                "weights would be drawn as if they did not. Received: inputs of shape "
+                f"{tuple(input_shape)} of layer `{self.name}`. Use `draws='shared'` or "
+                "`draws='per_example'`."
+            )
+        shape = (input_shape[-1], self.units)
+        self.kernel_mean, self.kernel_rho = self._add(
+            "kernel", shape, self.kernel_initializer
+        )
+        self.bias_mean = self.bias_rho = None
+        if self.use_bias:
+            self.bias_mean, self.bias_rho = self._add(
+                "bias", (self.units,), self.bias_initializer
+            )
+
+    def _add(
+        self, name: str, shape: tuple[int, ...], initializer: Any
+    ) -> tuple[Any, Any]:
+        rho = float(np.log(np.expm1(self.initial_scale)))
+        if self.initial_scale > 30:
+            rho = self.initial_scale
+        mean_of_all = keras.initializers.Constant(rho)
+        variables = [
+            self.add_weight(
+                name=f"{name}_{kind}",
+                shape=shape,
+                initializer=start,
+                regularizer=GaussianDivergence(
+                    part,
+                    prior_scale=self.prior_scale,
+                    number_of_examples=self.number_of_examples,
+                    place=self.kl,
+                ),
+            )
+            for kind, part, start in (
+                ("mean", "mean", initializer),
+                ("rho", "scale", mean_of_all),
+            )
+        ]
+        return variables[0], variables[1]
+
+    @property
+    def kernel_scale(self) -> Any:
+        """Standard deviations of the kernel's weights, of its shape."""
+        return scale_of(self.kernel_rho)
+
+    @property
+    def bias_scale(self) -> Any:
+        """Standard deviations of the bias, of its shape; None without one."""
+        return None if self.bias_rho is None else scale_of(self.bias_rho)
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        """Apply weights: drawn ones in training, otherwise their means."""
+        if training and self.draws != "local":
+            return self.activation(self.multiplied(inputs, self.noise(inputs)))
+        return self.outputs(*self.moments(inputs), training=training)
+
+    def noise(self, inputs: Any) -> Noise:
+        """Draw what weights of `"shared"` and `"per_example"` are made of.
+
+        Args:
+            inputs: Shape ``(R, ..., d)``.
+
+        Returns:
+            V draws: R, or one for each view of an example.
+        """
+        number = number_of_views() if self.draws == "shared" else ops.shape(inputs)[0]
+        kernel = self._normal((number, *self.kernel_mean.shape))
+        if self.bias_mean is None:
+            return Noise(kernel, None)
+        return Noise(kernel, self._normal((number, *self.bias_mean.shape)))
+
+    def _normal(self, shape: Any) -> Any:
+        dtype = wide(self.compute_dtype)
+        return keras.random.normal(shape, dtype=dtype, seed=self.seed_generator)
+
+    def multiplied(self, inputs: Any, noise: Noise) -> Any:
+        """Multiply inputs by drawn weights.
+
+        Args:
+            inputs: Shape ``(R, ..., d)``.
+            noise: V draws; row r takes number ``r % V``.
+
+        Returns:
+            Shape ``(R, ..., p)``, before the activation.
+        """
+        mean, scale = ops.convert_to_tensor(self.kernel_mean), self.kernel_scale
+        dtype = noise.kernel.dtype
+        kernels = ops.cast(mean, dtype) + ops.cast(scale, dtype) * noise.kernel
+        number = ops.shape(kernels)[0]
+        d, p = self.kernel_mean.shape
+        between = ops.shape(inputs)[1:-1]
+        positions = math.prod(between) if between else 1
+        rows = ops.reshape(ops.cast(inputs, dtype), (-1, number, positions, d))
+        outputs = ops.matmul(rows, kernels[None])
+        if noise.bias is not None:
+            mean, scale = ops.convert_to_tensor(self.bias_mean), self.bias_scale
+            biases = ops.cast(mean, dtype) + ops.cast(scale, dtype) * noise.bias
+            outputs += biases[None, :, None]
+        shape = (ops.shape(inputs)[0], *between, p)
+        return ops.cast(ops.reshape(outputs, shape), self.compute_dtype)
+
+    def moments(self, inputs: Any) -> tuple[Any, Any]:
+        """Return mean and variance of the outputs under the posterior.
+
+        Args:
+            inputs: Shape ``(R, ..., d)``.
+
+        Returns:
+            Two tensors of shape ``(R, ..., p)``, before the activation, in at least
+            float32.
+        """
+        dtype = wide(self.compute_dtype)
+        rows = ops.cast(inputs, dtype)
+        mean = ops.matmul(rows, ops.cast(self.kernel_mean, dtype))
+        variances = ops.square(ops.cast(self.kernel_scale, dtype))
+        variance = ops.matmul(ops.square(rows), variances)
+        if self.bias_mean is not None:
+            mean += ops.cast(self.bias_mean, dtype)
+            variance += ops.square(ops.cast(self.bias_scale, dtype))
+        return mean, variance
+
+    def outputs(self, mean: Any, variance: Any, *, training: bool | None) -> Any:
+        """Make outputs of their moments.
+
+        Args:
+            mean: From `moments`.
+            variance: From `moments`.
+            training: Whether to draw them.
+
+        Returns:
+            The layer's outputs, of the same shape.
+        """
+        if training:
+            scale = ops.sqrt(ops.maximum(variance, _LEAST_VARIANCE))
+            mean += scale * self._normal(ops.shape(mean))
+        return self.activation(ops.cast(mean, self.compute_dtype))
+
+    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+        """Return the shape of the outputs."""
+        return (*input_shape[:-1], self.units)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments."""
+        return {
+            **super().get_config(),
+            "units": self.units,
+            "number_of_examples": self.number_of_examples,
+            "prior_scale": self.prior_scale,
+            "draws": self.draws,
+            "kl": self.kl,
+            "activation": keras.activations.serialize(self.activation),
+            "use_bias": self.use_bias,
+            "initial_scale": self.initial_scale,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+            "seed": self.seed,
+        }
+
+
+def scale_of(rho: Any) -> Any:
+    """Return the standard deviations that a variable stands for."""
+    return ops.softplus(ops.convert_to_tensor(rho))
+
+
+def wide(dtype: str) -> str:
+    """Return float32 for half precision, in which squares overflow."""
+    return dtype if dtype == "float64" else "float32"

@@ -1,0 +1,175 @@
+"""What a trained posterior says. All of it is post-processing, and costs nothing."""
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _keras, _tree, _validate
+from tfdp.variational.layers import VariationalDense, scale_of
+
+
+class Gaussian(NamedTuple):
+    """Independent Gaussians.
+
+    Attributes:
+        mean: Means.
+        scale: Standard deviations, of the same shape.
+    """
+
+    mean: np.ndarray
+    scale: np.ndarray
+
+
+def posterior(model: keras.Model) -> dict[str, Gaussian]:
+    """Return the posterior of every weight.
+
+    Args:
+        model: A model with variational layers, built; or a `tfdp.DPModel` of one.
+
+    Returns:
+        By the path of the layer with ``/kernel`` or ``/bias``.
+
+    Raises:
+        ValueError: If there is no variational layer.
+
+    Example:
+        >>> model = keras.Sequential([
+        ...     keras.Input((2,)),
+        ...     VariationalDense(1, number_of_examples=100, name="dense"),
+        ... ])
+        >>> posterior(model)["dense/bias"]
+        Gaussian(mean=array([0.], dtype=float32), scale=array([0.1], dtype=float32))
+    """
+    return {
+        name: Gaussian(
+            keras.ops.convert_to_numpy(mean),
+            keras.ops.convert_to_numpy(scale_of(rho.value)),
+        )
+        for name, mean, rho in _variables(model)
+    }
+
+
+def posterior_samples(
+    model: keras.Model, number: int, *, seed: int | None = None
+) -> dict[str, np.ndarray]:
+    """Draw weights from the posterior.
+
+    Args:
+        model: See `posterior`.
+        number: How many draws of all weights together.
+        seed: None for one of the operating system's.
+
+    Returns:
+        As `posterior`, arrays with a leading axis of length `number`.
+
+    Raises:
+        TypeError: If `number` is none.
+        ValueError: If it is less than 1, or there is no variational layer.
+    """
+    number = _validate.positive_int("number", number)
+    rng = np.random.default_rng(seed)
+    return {
+        name: (mean + scale * rng.standard_normal((number, *mean.shape))).astype(
+            mean.dtype
+        )
+        for name, (mean, scale) in posterior(model).items()
+    }
+
+
+def credible_intervals(
+    model: keras.Model, level: float = 0.95
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the central interval in which each weight lies.
+
+    Args:
+        model: See `posterior`.
+        level: Probability under the posterior, between 0 and 1. The posterior is the
+            variational one: where weights depend on each other it is too narrow, and
+            of the noise of private training it knows nothing.
+
+    Returns:
+        As `posterior`, lower and upper ends.
+
+    Raises:
+        TypeError: If `level` is no number.
+        ValueError: If `level` is out of its range, or there is no variational layer.
+    """
+    level = _validate.probability("level", level)
+    half = statistics.NormalDist().inv_cdf((1 + level) / 2)
+    return {
+        name: (mean - half * scale, mean + half * scale)
+        for name, (mean, scale) in posterior(model).items()
+    }
+
+
+def predictive_mean(
+    model: keras.Model,
+    x: Any,
+    *,
+    draws: int = 100,
+    activation: Callable[[Any], Any] | None = None,
+    seed: int | None = None,
+) -> np.ndarray:
+    """Average a model's outputs over weights drawn from the posterior.
+
+    Args:
+        model: A model with one output.
+        x: Inputs, arrays with leading axis N.
+        draws: How many draws of the weights.
+        activation: Applied to the outputs before they are averaged: for logits
+            `keras.activations.sigmoid` or `softmax`.
+        seed: None for one of the operating system's.
+
+    Returns:
+        Of the outputs' shape.
+
+    Raises:
+        TypeError: If `draws` is no number.
+        ValueError: If it is less than 1, or there is no variational layer.
+    """
+    model = getattr(model, "model", model)
+    draws = _validate.positive_int("draws", draws)
+    x = _tree.map_tensors(tf.convert_to_tensor, x)
+    if not model.built:
+        model(x)
+    samples = posterior_samples(model, draws, seed=seed)
+    names, means, rhos = zip(*_variables(model), strict=True)
+    # A posterior of no width at what was drawn.
+    certain = [tf.fill(rho.shape, tf.constant(-np.inf, rho.dtype)) for rho in rhos]
+
+    @tf.function
+    def outputs(weights: list[tf.Tensor]) -> Any:
+        values = [*zip(means, weights, strict=True), *zip(rhos, certain, strict=True)]
+        with keras.StatelessScope(state_mapping=values):
+            y = model(x, training=False)
+        return y if activation is None else activation(y)
+
+    total = sum(
+        np.asarray(outputs([tf.constant(samples[name][n]) for name in names]))
+        for n in range(draws)
+    )
+    return np.asarray(total / draws)
+
+
+def _variables(model: keras.Model) -> Iterator[tuple[str, Any, Any]]:
+    """Yield names, and the variables of means and of scales."""
+    model = getattr(model, "model", model)
+    layers = [
+        (path, layer)
+        for path, layer in _keras.layers_by_path(model)
+        if isinstance(layer, VariationalDense) and layer.built
+    ]
+    if not layers:
+        raise ValueError(
+            f"Model `{model.name}` must have a variational layer that is built. "
+            "Received: none. Use `tfdp.variational.VariationalDense(...)`, and fit the "
+            "model first."
+        )
+    for path, layer in layers:
+        yield f"{path}/kernel", layer.kernel_mean, layer.kernel_rho
+        if layer.bias_mean is not None:
+            yield f"{path}/bias", layer.bias_mean, layer.bias_rho
