@@ -120,23 +120,29 @@ def precision(dtype: str) -> Iterator[None]:
 
 
 def cases(
-    having: Iterable[str] = (), lacking: Iterable[str] = (), *, is_slow: bool = False
+    having: Iterable[str] = (),
+    lacking: Iterable[str] = (),
+    *,
+    is_slow: bool = False,
+    is_few: bool = False,
 ) -> list[Any]:
     """Pytest parameters: the problems with all of one set of tags, none of another.
 
     Args:
         having: Tags that a problem must have.
         lacking: Tags that it must not have.
-        is_slow: Whether only one problem of each combination of tags is for the
-            quick tests.
+        is_slow: Whether only problems with a tag that none before them has are for
+            the quick tests.
+        is_few: Whether the others are left out altogether.
     """
-    found, combinations = [], set()
+    found, seen = [], set()
     for problem in PROBLEMS.values():
         if problem.tags.issuperset(having) and problem.tags.isdisjoint(lacking):
-            is_new = problem.tags not in combinations
-            combinations.add(problem.tags)
+            is_new = not found or not seen.issuperset(problem.tags)
+            seen |= problem.tags
             marks = [pytest.mark.slow] if is_slow and not is_new else []
-            found.append(pytest.param(problem, id=problem.name, marks=marks))
+            if is_new or not is_few:
+                found.append(pytest.param(problem, id=problem.name, marks=marks))
     return found
 
 

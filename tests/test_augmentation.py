@@ -58,10 +58,14 @@ def mean_gradients(problem, batch):
     return [np.mean(of_variable, axis=0) for of_variable in zip(*views, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["mlp_logits", "cnn"])
 @pytest.mark.parametrize(
-    ("engine", "physical_batch_size"),
-    [("bookkeeping", None), ("bookkeeping", 4), ("ghost", 4), ("vectorized", None)],
+    ("name", "engine", "physical_batch_size"),
+    [
+        ("mlp_logits", "bookkeeping", None),
+        ("cnn", "bookkeeping", 4),
+        ("mlp_logits", "ghost", 4),
+        ("cnn", "vectorized", None),
+    ],
 )
 def test_the_mean_over_the_views_is_clipped(name, engine, physical_batch_size):
     problem = PROBLEMS[name]
@@ -92,6 +96,7 @@ def test_the_mean_over_the_views_is_clipped(name, engine, physical_batch_size):
     )
 
 
+@pytest.mark.slow
 def test_bam_goes_uphill_along_the_mean_of_the_views():
     x, y = images()
     sums = []
@@ -104,6 +109,7 @@ def test_bam_goes_uphill_along_the_mean_of_the_views():
     assert_all_close(*sums, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_microbatches_average_their_examples_views():
     problem = PROBLEMS["mlp_logits"]
     batch = problem.batch(ROWS, "float64")
@@ -143,6 +149,7 @@ def test_microbatches_average_their_examples_views():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [{}, {"jit_compile": True}, {"run_eagerly": True}])
 def test_random_views_differ_and_cost_no_privacy(compiled):
     x, y = images()
@@ -162,6 +169,7 @@ def test_random_views_differ_and_cost_no_privacy(compiled):
     np.testing.assert_array_equal(views.y[::2], y)
 
 
+@pytest.mark.slow
 def test_the_bias_logger_sees_the_views_of_the_step():
     x, y = images()
     layer = keras.Sequential([layers.RandomFlip(seed=1), layers.RandomRotation(0.3)])
@@ -178,6 +186,7 @@ def test_the_bias_logger_sees_the_views_of_the_step():
     assert history["nonprivate_clipped_fraction"] == [0, 0]
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_one_view_of_each_example():
     x, y = images()
     model = private(dense())
@@ -186,6 +195,7 @@ def test_metrics_are_those_of_one_view_of_each_example():
     assert logs["loss"] == [pytest.approx(expected, rel=1e-4)]
 
 
+@pytest.mark.slow
 def test_a_saved_model_augments_again(tmp_path):
     x, y = images()
     for augmentation in (scaled, layers.RandomFlip("horizontal", seed=3)):

@@ -66,7 +66,13 @@ def trained_once():
 # -------------------------------------------------------------------- the SavedModel
 
 
-@pytest.mark.parametrize("name", EXPORTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "digits" else pytest.param(name, marks=pytest.mark.slow)
+        for name in EXPORTS
+    ],
+)
 def test_it_predicts_the_same_for_batches_of_any_size(name, tmp_path, trained_once):
     private = trained_once(name)
     path = tmp_path / name / "1"
@@ -114,6 +120,7 @@ def test_no_number_of_the_training_data_is_in_any_file(tmp_path):
         assert b"1234.5" not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_moving_averages_are_exported_and_the_model_keeps_its_weights(tmp_path):
     model = keras.Sequential([
         keras.Input((3,), name="x"),
@@ -146,6 +153,7 @@ def steps_on_batches(private, steps=3):
         private.train_on_batch(np.ones((10, 3), "float32"), np.ones((10, 3), "float32"))
 
 
+@pytest.mark.slow
 def test_averages_go_where_they_belong_when_a_layer_was_frozen(tmp_path):
     model = two_layers()
     private = untrained(model, use_ema=True, ema_momentum=0.5, expected_batch_size=10)
@@ -159,6 +167,7 @@ def test_averages_go_where_they_belong_when_a_layer_was_frozen(tmp_path):
     np.testing.assert_allclose(served, model(x), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_weights_chosen_after_fit_are_exported_not_the_averages(tmp_path):
     model = two_layers()
     private = untrained(model, use_ema=True, ema_momentum=0.5)
@@ -186,6 +195,7 @@ def test_averages_before_the_first_step_are_not_exported(tmp_path):
     np.testing.assert_allclose(served, model(x), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_after_fit_the_averages_are_the_weights(tmp_path):
     private, x = trained("digits", use_ema=True)
     export_private_model(private, tmp_path / "digits" / "1", delta=DELTA)
@@ -193,6 +203,7 @@ def test_after_fit_the_averages_are_the_weights(tmp_path):
     np.testing.assert_allclose(served, private.predict(x, verbose=0), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_saved_private_model_is_exported_in_the_same_way(tmp_path):
     private, x = trained("digits")
     private.save(tmp_path / "private.keras")
@@ -303,6 +314,7 @@ def test_the_smallest_noise_that_ran_is_reported_not_what_was_assigned_later(tmp
     assert report["noise_multiplier"] == pytest.approx(1.1)
 
 
+@pytest.mark.slow
 def test_a_shuffled_run(tmp_path):
     private, _ = trained("digits", sampling="shuffle")
     report = export_private_model(private, tmp_path / "digits" / "1", delta=DELTA)
@@ -314,6 +326,7 @@ def test_a_shuffled_run(tmp_path):
     assert report["epsilon"] == min(ran["RDP"], ran["PLD"]) > poisson["PLD"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_short_is_reported_as_planned(tmp_path):
     private = untrained(keras.Sequential([keras.Input((3,)), layers.Dense(1)]))
     stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=1e9)
@@ -346,6 +359,7 @@ def layers_in(paths):
     return sorted({path.split("/")[-2] for path in paths})
 
 
+@pytest.mark.slow
 def test_weights_that_did_not_train_are_named_in_both(tmp_path):
     model = two_layers()
     model.layers[0].trainable = False
@@ -361,6 +375,7 @@ def test_weights_that_trained_are_covered_when_they_are_frozen_later(tmp_path):
     assert exported(private, tmp_path)["not_trained"] == []
 
 
+@pytest.mark.slow
 def test_trained_and_untrained_weights_are_told_apart_after_loading(tmp_path):
     model = two_layers()
     model.layers[0].trainable = False
@@ -377,6 +392,7 @@ def frozen_under_softmax(model):
     return keras.Model(x, layers.Softmax()(model(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "derive",
     [
@@ -394,6 +410,7 @@ def test_what_is_made_of_private_weights_has_their_history(derive, tmp_path):
         assert report[key] == wanted[key], key
 
 
+@pytest.mark.slow
 def test_a_new_head_on_private_weights_is_not_trained(tmp_path):
     private = fitted(two_layers())
     head = layers.Dense(1, name="head")(private.model.outputs[0])
@@ -402,6 +419,7 @@ def test_a_new_head_on_private_weights_is_not_trained(tmp_path):
     assert report["steps"] == 8
 
 
+@pytest.mark.slow
 def test_a_second_stage_on_frozen_private_weights_adds_to_the_first(tmp_path):
     first = fitted(two_layers())
     wanted = first.ledger
@@ -413,6 +431,7 @@ def test_a_second_stage_on_frozen_private_weights_adds_to_the_first(tmp_path):
     assert exported(second, tmp_path)["not_trained"] == []
 
 
+@pytest.mark.slow
 def test_steps_of_a_loop_of_ones_own_count(tmp_path):
     model = two_layers()
     optimizer = tfdp.optimizers.DPSGD(
@@ -443,6 +462,7 @@ def test_training_without_noise_after_wrapping_is_refused(tmp_path):
         exported(private, tmp_path / "m")
 
 
+@pytest.mark.slow
 def test_a_schedule_reports_the_last_clip_norm(tmp_path):
     private = untrained(two_layers())
     schedule = keras.optimizers.schedules.PolynomialDecay(4.0, 8, 1.0)
@@ -576,6 +596,7 @@ def test_a_model_whose_inputs_are_not_known_needs_rows(tmp_path):
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.text(max_size=300),

@@ -667,11 +667,13 @@ def check_training(make, x, y):
         assert np.any(old != new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-4)])
 def test_small_network_is_clipped_as_one_example_at_a_time(dtype, tolerance):
     check_clipping(classifier, images(), np.arange(5) % 3, dtype, tolerance)
 
 
+@pytest.mark.slow
 def test_small_network_trains_privately(caplog):
     check_training(classifier, images(), np.arange(5) % 3)
     assert not [record for record in caplog.records if record.name == "absl"]
@@ -718,6 +720,7 @@ def test_code_of_a_derived_class_is_not_dropped():
         tfdp.fix_model(model)
 
 
+@pytest.mark.slow
 def test_a_copy_of_private_weights_has_their_ledger():
     model = keras.Sequential([
         keras.Input((3,)),

@@ -104,7 +104,7 @@ def test_dropping_the_bad_example_gives_the_same_sum(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("num_microbatches", [None, 3])
-@pytest.mark.parametrize("name", ["list_weighted", "embedding_mean"])
+@pytest.mark.parametrize("name", ["embedding_mean"])
 def test_an_empty_batch_gives_zeros(name, num_microbatches, mode):
     problem = PROBLEMS[name]
     run = clipper(mode, problem, num_microbatches=num_microbatches)
@@ -125,7 +125,7 @@ def test_a_batch_of_one_example(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("num_microbatches", "unit_size", "physical_batch_size"),
-    [(None, 1, 2), (None, 1, 7), (4, 2, 2), (4, 2, 4)],
+    [(None, 1, 2), (4, 2, 4)],
 )
 def test_in_passes(num_microbatches, unit_size, physical_batch_size, mode):
     problem = PROBLEMS["subclassed"]
@@ -178,6 +178,7 @@ def test_passes_of_microbatches_need_a_known_batch():
         function(*problem.batch(4)[:2])
 
 
+@pytest.mark.slow
 def test_any_batch_size_in_one_trace():
     problem = PROBLEMS["subclassed"]
     model, traces = problem.build(), []
@@ -238,6 +239,7 @@ def test_weights_scale_losses_before_clipping():
     check(clipper("graph", problem), problem, Batch(x, y, sample_weight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["positions_weighted", "masked_weighted"])
 def test_weights_may_be_of_positions(name):
     problem = PROBLEMS[name]
@@ -251,9 +253,9 @@ def test_weights_may_be_of_positions(name):
 
 @pytest.mark.parametrize(
     ("n", "num_microbatches", "unit_size"),
-    [(6, 6, 1), (6, 3, 2), (6, 2, 3), (6, 1, 6), (5, 2, 3), (7, 3, 3), (5, 4, 2)],
+    [(6, 6, 1), (6, 1, 6), (5, 2, 3), (7, 3, 3), (5, 4, 2)],
 )
-@pytest.mark.parametrize("name", ["subclassed", "embedding_mean"])
+@pytest.mark.parametrize("name", ["subclassed"])
 def test_means_of_consecutive_examples_are_clipped(
     name, n, num_microbatches, unit_size
 ):
@@ -277,6 +279,7 @@ def test_more_microbatches_than_examples_are_single_examples(mode):
     check(clipper(mode, problem, num_microbatches=8), problem, problem.batch(3))
 
 
+@pytest.mark.slow
 def test_microbatches_of_a_batch_of_unknown_size():
     problem = PROBLEMS["subclassed"]
     model = problem.build()
@@ -300,6 +303,7 @@ def test_microbatches_of_a_batch_of_unknown_size():
         assert float(result.l2_sensitivity) == (0.5 if unit_size == 1 else 1.0)
 
 
+@pytest.mark.slow
 def test_a_bad_example_takes_its_microbatch_with_it():
     problem = PROBLEMS["subclassed"]
     run = clipper("graph", problem, num_microbatches=3)
@@ -394,6 +398,7 @@ def test_the_model_runs_in_training_mode():
     assert seen[-1] is True
 
 
+@pytest.mark.slow
 def test_examples_get_dropout_masks_of_their_own():
     model = keras.Sequential([keras.Input((500,)), keras.layers.Dropout(0.5, seed=1)])
     model.add(keras.layers.Dense(1, kernel_initializer="ones", use_bias=False))

@@ -175,11 +175,13 @@ def backup(tmp_path):
     return keras.callbacks.BackupAndRestore(tmp_path / "backup")
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_leaves_no_file(backup):
     fit(private(), backup)
     assert not Path(backup.backup_dir).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 def test_less_noise_set_by_a_callback_is_written_down(backup, sampling):
     model = private(sampling)
@@ -220,6 +222,7 @@ def test_a_line_that_was_cut_off_is_left_out(backup):
     assert other.ledger.segments == (PoissonSteps(3, 1.5, ROWS, 4),)
 
 
+@pytest.mark.slow
 def test_a_pass_that_is_open_counts_again(backup):
     """Less noise in later steps of a pass counts for all of it."""
     model = private("shuffle")
@@ -249,6 +252,7 @@ def test_a_pass_that_is_open_counts_again(backup):
     assert other.epsilon(1e-3) >= model.epsilon(1e-3)
 
 
+@pytest.mark.slow
 def test_other_trainings_of_a_callback_are_written_down(backup):
     model, x = private(), np.ones((4, 3), "float32")
     model.optimizer.expect_batch_size(4)
@@ -264,6 +268,7 @@ def test_other_trainings_of_a_callback_are_written_down(backup):
     assert other.ledger.merged() == model.ledger.merged()
 
 
+@pytest.mark.slow
 def test_restoring_twice_counts_once(backup):
     with pytest.raises(RuntimeError, match="stop"):
         fit(private(), backup, Stop(3))
@@ -286,6 +291,7 @@ def test_only_backups_have_journals(tmp_path, caplog):
     assert "no journal in gs://bucket/folder" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_checkpoint_brings_everything_back(tmp_path):
     path = tmp_path / "model.keras"
     fit(

@@ -64,6 +64,7 @@ def test_half_precision_standardises_in_float32(dtype, rng):
     assert np.abs(np.asarray(outputs, "float32") - layer(x)).max() < 0.1
 
 
+@pytest.mark.slow
 def test_is_saved_and_loaded_in_a_fresh_process(tmp_path, rng):
     model = keras.Sequential([keras.Input((6, 6, 4)), built(epsilon=0.1)])
     x = rng.normal(size=(2, 6, 6, 4)).astype("float32")

@@ -93,13 +93,11 @@ def segments(model):
     [
         ({}, {}),
         ({}, {"run_eagerly": True}),
-        ({}, {"jit_compile": True}),
         ({}, {"steps_per_execution": 3}),
         ({"physical_batch_size": 5}, {}),
         ({"physical_batch_size": 5}, {"jit_compile": True}),
-        ({"physical_batch_size": 5}, {"run_eagerly": True}),
-        ({"physical_batch_size": 64}, {}),
-        ({"engine": "vectorized"}, {}),
+        ({"physical_batch_size": 64}, {"run_eagerly": True}),
+        ({"engine": "vectorized"}, {"jit_compile": True}),
     ],
     ids=str,
 )
@@ -141,6 +139,7 @@ def test_data_in_batches_train_the_same_and_count_in_full(feed):
     assert segments(model) == (UnamplifiedSteps(1, 0.0),)
 
 
+@pytest.mark.slow
 def test_train_on_batch_trains_the_same_and_counts_in_full():
     x, y = data()
     model = private(opt=noiseless(expected_batch_size=ROWS))
@@ -173,6 +172,7 @@ def test_microbatches_clip_the_mean_of_consecutive_examples(microbatches):
     assert_weights(model.model, expected)
 
 
+@pytest.mark.slow
 def test_a_partial_last_batch_is_divided_by_the_expected_size():
     x, y = data()
     model = private(opt=noiseless(expected_batch_size=ROWS))
@@ -220,6 +220,7 @@ def test_structures_train_under_fit(problem):
     assert segments(model) == (PoissonSteps(2, 1.0, 6, 3),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_mixed_precision_trains(policy):
     problem = PROBLEMS["mlp_logits"]
@@ -257,6 +258,7 @@ def test_weight_regularizers_are_neither_clipped_nor_divided():
     )
 
 
+@pytest.mark.slow
 def test_frozen_layers_do_not_move():
     model = network()
     model.layers[0].trainable = False
@@ -267,6 +269,7 @@ def test_frozen_layers_do_not_move():
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.slow
 def test_a_compute_loss_of_the_model_is_taken_for_each_example():
     @keras.saving.register_keras_serializable("tests")
     class Halved(keras.Model):
@@ -328,6 +331,7 @@ def test_noise_is_drawn_once_a_logical_batch(wrap, compile_options):
     assert np.std(noise) == pytest.approx(1, rel=0.01)
 
 
+@pytest.mark.slow
 def test_noise_of_steps_is_independent():
     noise = noise_of_fit(steps=4, steps_per_execution=2)
     assert np.std(noise) == pytest.approx(2, rel=0.01)
@@ -406,6 +410,7 @@ class OutputSum(keras.metrics.Metric):
 # -------------------------------------------------------------------------- ledger
 
 
+@pytest.mark.slow
 def test_poisson_steps_of_fit():
     x, y = data(50)
     model = private()
@@ -414,6 +419,7 @@ def test_poisson_steps_of_fit():
     assert segments(model) == (PoissonSteps(17, 1.0, 50, 8),)
 
 
+@pytest.mark.slow
 def test_validation_split_is_cut_off_first():
     x, y = data(40)
     model = private()
@@ -429,6 +435,7 @@ def test_shuffled_arrays_count_passes():
     assert segments(model) == (ShuffledPasses(3, 1.0, 20, 8),)
 
 
+@pytest.mark.slow
 def test_short_epochs_share_a_pass():
     x, y = data(20)
     model = private(wrap={"sampling": "shuffle"})
@@ -436,6 +443,7 @@ def test_short_epochs_share_a_pass():
     assert segments(model) == (ShuffledPasses(1, 1.0, 20, 4),)
 
 
+@pytest.mark.slow
 def test_a_pass_counts_as_soon_as_it_has_begun():
     x, y = data(20)
     model = private(wrap={"sampling": "shuffle"})
@@ -467,6 +475,7 @@ def test_microbatches_of_several_examples_halve_the_recorded_noise():
     assert segments(model) == (ShuffledPasses(1, 0.5, 20, 8, examples_per_unit=2),)
 
 
+@pytest.mark.slow
 def test_microbatches_of_one_example_keep_the_poisson_row():
     x, y = data(20)
     model = private(opt=optimizer(num_microbatches=8))
@@ -529,6 +538,7 @@ def test_the_ledger_only_grows(tmp_path):
     assert model.ledger.steps == spent.steps + 4
 
 
+@pytest.mark.slow
 def test_a_run_stopped_by_hand_states_its_plan():
     x, y = data(20)
     model = private()
@@ -540,6 +550,7 @@ def test_a_run_stopped_by_hand_states_its_plan():
     assert model.ledger.cut_short == (PoissonSteps(8, 1.0, 20, 5),)
 
 
+@pytest.mark.slow
 def test_seeds_are_remembered():
     x, y = data(20)
     with pytest.warns(UserWarning, match="noise_seed=1"):
@@ -550,6 +561,7 @@ def test_seeds_are_remembered():
     assert not model.ledger.sampling_seed_fixed
 
 
+@pytest.mark.slow
 def test_a_seeded_sampler_goes_on_after_a_restart(tmp_path):
     x, y = data(20)
 
@@ -581,6 +593,7 @@ def test_a_seeded_sampler_goes_on_after_a_restart(tmp_path):
 # ------------------------------------------------------------------- Keras's habits
 
 
+@pytest.mark.slow
 def test_the_logs_are_those_of_keras():
     problem = PROBLEMS["dict_losses"]
     batch = problem.batch(8)
@@ -598,6 +611,7 @@ def test_the_logs_are_those_of_keras():
     assert evaluated == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [{}, {"physical_batch_size": 3}], ids=str)
 def test_metrics_see_the_real_rows_only(wrap):
     x, y = data(outlier=False)
@@ -609,6 +623,7 @@ def test_metrics_see_the_real_rows_only(wrap):
     assert logs["accuracy"][0] == pytest.approx(accuracy, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_users_model_is_trained_and_plain(tmp_path):
     x, y = data(20)
     inner = network()
@@ -673,6 +688,7 @@ def test_a_saved_model_goes_on_in_a_fresh_process(tmp_path, family):
     assert longer.segments == (PoissonSteps(8, 1.25, 20, 5),)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_weights_carries_the_ledger(tmp_path):
     x, y = data(20)
     model = private()
@@ -693,6 +709,7 @@ def test_summary_and_explain_name_the_layers(capsys):
     assert all(layer.name in table for layer in model.model.layers)
 
 
+@pytest.mark.slow
 def test_an_inner_optimizers_slots_are_not_saved(tmp_path):
     x, y = data(20)
     inner = network()
@@ -821,6 +838,7 @@ def test_a_frozen_model_is_refused():
         private(model).fit(*data())
 
 
+@pytest.mark.slow
 def test_a_callback_that_monitors_private_metrics_is_named():
     callback = keras.callbacks.EarlyStopping(monitor="loss")
     with pytest.warns(UserWarning, match="EarlyStopping"):
@@ -837,6 +855,7 @@ def test_an_optimizer_serves_one_model_only():
         private(opt=opt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained_before", [False, True])
 def test_a_replaced_optimizer_counts_in_the_models_ledger(trained_before):
     x, y = data(20)
@@ -882,6 +901,7 @@ def test_steps_of_a_custom_loop_go_into_the_ledger():
     assert model.ledger.steps == opt.ledger.steps == 4
 
 
+@pytest.mark.slow
 def test_other_models_with_the_same_weights_share_the_ledger():
     x, y = data(20)
     model = private()
@@ -893,6 +913,7 @@ def test_other_models_with_the_same_weights_share_the_ledger():
     assert model.ledger.steps == 8
 
 
+@pytest.mark.slow
 def test_forks_of_one_training_add_up(tmp_path):
     x, y = data(20)
     model = private()
@@ -906,6 +927,7 @@ def test_forks_of_one_training_add_up(tmp_path):
     assert model.ledger.steps >= 12
 
 
+@pytest.mark.slow
 def test_a_layer_unfrozen_after_the_check_is_checked_again():
     x, y = data(20)
     norm = layers.BatchNormalization(center=False, scale=False, trainable=False)

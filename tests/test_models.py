@@ -41,6 +41,7 @@ def test_wide_resnet_has_the_depth_that_it_says():
     assert {layer.groups for layer in kinds(model, layers.GroupNormalization)} == {16}
 
 
+@pytest.mark.slow
 @models
 def test_every_layer_has_a_rule(make):
     table = tfdp.DPModel(make(), engine="bookkeeping").explain()
@@ -69,6 +70,7 @@ def test_trains_with_bam_and_an_average_of_the_weights(make, caplog):
     assert not [record for record in caplog.records if record.name == "absl"]
 
 
+@pytest.mark.slow
 @models
 def test_an_example_is_alone_in_its_batch(make):
     model = make()
@@ -126,6 +128,7 @@ def classifier(prepare):
     return keras.Model(encoder.input, layers.Dense(2)(x))
 
 
+@pytest.mark.slow
 def test_bert_has_the_size_of_bert():
     encoder = bert(30_522, 512)
     # Of the 109 million of the published one, less pooler and segments.
@@ -147,6 +150,7 @@ def test_bert_does_not_see_padding():
     np.testing.assert_allclose(model(ids), wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepare", [lambda _: None, last_block, low_rank])
 def test_bert_is_clipped_by_rules_as_by_its_gradients(prepare, rng):
     model = classifier(prepare)

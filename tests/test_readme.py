@@ -22,6 +22,7 @@ def commands():
     return [line for _, block in blocks("sh") for line in block.splitlines()]
 
 
+@pytest.mark.slow
 def test_python_blocks_run_one_after_the_other(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "readme"}

@@ -118,6 +118,7 @@ def test_asking_for_the_ledger_changes_nothing():
     assert counts(recorder) == {1.0: 1, 2.0: 2}
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5]), max_size=12))
 def test_every_noise_multiplier_gets_its_own_count(noise_multipliers):
@@ -202,6 +203,7 @@ def test_planned_noise_of_shared_gradients_counts_by_the_half():
     assert counts(recorder) == {1.0: 1, 0.5: 1}
 
 
+@pytest.mark.slow
 def test_a_budget_follows_what_is_restored():
     """No step runs on a limit that did not know of the steps restored."""
     recorder = recorded(POISSON)
@@ -217,6 +219,7 @@ def test_a_budget_follows_what_is_restored():
         recorder.enforce_budget(np.array([1.0]))
 
 
+@pytest.mark.slow
 def test_a_limit_of_what_is_left_counts_as_it_will_be_recorded():
     """The levels of the whole plan are coarser than those of its rest."""
     planned = np.linspace(8.0, 1.0, 300)

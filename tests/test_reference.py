@@ -205,7 +205,7 @@ def test_coupled_losses_need_the_reference(problem):
         assert not all(map(np.allclose, plain, total))
 
 
-@pytest.mark.parametrize("problem", cases(lacking={"lora", "random"}, is_slow=True))
+@pytest.mark.parametrize("problem", cases(lacking={"lora", "random"}, is_few=True))
 def test_gradients_are_slopes_of_the_losses(problem, rng):
     batch, step = problem.batch(3, "float64"), 1e-6
     gradients = problem_gradients(problem, batch)
@@ -219,7 +219,7 @@ def test_gradients_are_slopes_of_the_losses(problem, rng):
     np.testing.assert_allclose((up - down) / (2 * step), slopes, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("problem", cases(lacking={"random"}, is_slow=True))
+@pytest.mark.parametrize("problem", cases(lacking={"random"}, is_few=True))
 def test_changed_row_changes_alone(problem):
     batch = problem.batch(2)
     plain = problem_gradients(problem, batch)
@@ -230,7 +230,7 @@ def test_changed_row_changes_alone(problem):
         np.testing.assert_array_equal(np.isfinite(norms), [True, change != nan_row])
 
 
-@pytest.mark.parametrize("problem", cases(is_slow=True))
+@pytest.mark.parametrize("problem", cases(is_few=True))
 def test_empty_batch_has_empty_gradients(problem):
     batch = problem.batch(0)
     assert size(batch) == 0
@@ -241,7 +241,7 @@ def test_empty_batch_has_empty_gradients(problem):
 # ------------------------------------------------------------------------- problems
 
 
-@pytest.mark.parametrize("problem", cases(is_slow=True))
+@pytest.mark.parametrize("problem", cases(is_few=True))
 def test_problems_are_deterministic(problem):
     first, second = problem.build().get_weights(), problem.build().get_weights()
     assert_all_close(first, second, rtol=0)
@@ -305,6 +305,7 @@ def test_cases_select_by_tags():
     assert not {"reversible_masked", "attention_padded"} & names
     assert len(cases()) == len(PROBLEMS)
     slow = [parameter.id for parameter in cases(is_slow=True) if parameter.marks]
+    assert len(cases(is_few=True)) == len(cases()) - len(slow)
     assert "mlp_softmax" in slow
     assert not {"linear_regression", "cnn", "embedding_lstm", "lora"} & set(slow)
 

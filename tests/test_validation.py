@@ -732,6 +732,7 @@ def test_unseeded_draws_go_on_as_if_nothing_had_happened():
     assert draws(validates=True) == draws(validates=False)
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_nothing_had_happened():
     weights = []
     for validates in (False, True):

@@ -141,6 +141,7 @@ def fit(model, *callbacks, rows=20, batch_size=10, epochs=1):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "options"),
     [
@@ -162,6 +163,7 @@ def test_nothing_clipped_is_no_bias(engine, options):
     assert 0 < found["norm_q10"] <= found["norm_q50"] <= found["norm_q90"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_parts_make_up_the_whole(engine):
     found = logged(fit(private(engine=engine, dropout=0.3), BiasLogger(every=1)))
@@ -176,6 +178,7 @@ def test_the_parts_make_up_the_whole(engine):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "public_data"),
     [("bookkeeping", None), ("vectorized", None), ("ghost", data(3))],
@@ -204,6 +207,7 @@ class Anneal(layers.Layer):
         return inputs * (1 + 0.1 * self.calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["bookkeeping", "vectorized"])
 def test_other_state_of_layers_is_put_back(engine):
     counts = []
@@ -219,6 +223,7 @@ def test_other_state_of_layers_is_put_back(engine):
     assert logged(history)["bias_magnitude"] == 0
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_logged_cost_nothing(monkeypatch):
     model, calls = private(run_eagerly=True), []
     clip = model._clip
@@ -227,6 +232,7 @@ def test_steps_that_are_not_logged_cost_nothing(monkeypatch):
     assert len(calls) == 10 + 4
 
 
+@pytest.mark.slow
 def test_values_stay_until_the_next_ones():
     seen = []
 
@@ -239,6 +245,7 @@ def test_values_stay_until_the_next_ones():
     assert seen[0] == seen[3] != seen[4] == seen[7] != seen[8]
 
 
+@pytest.mark.slow
 def test_each_fit_logs_its_first_step():
     model, logger = private(), BiasLogger(every=1000)
     values = [
@@ -247,6 +254,7 @@ def test_each_fit_logs_its_first_step():
     assert values[0] != values[1]
 
 
+@pytest.mark.slow
 def test_the_clip_norm_is_that_of_the_step():
     """A schedule that ends above all norms: no bias at the last step."""
     schedule = ClipNormScheduler(lambda step: 1e-3 if step == 0 else 1e15)
@@ -255,6 +263,7 @@ def test_the_clip_norm_is_that_of_the_step():
     assert (first, last) == (1.0, 0.0)
 
 
+@pytest.mark.slow
 def test_no_slope_at_all():
     model = private()
     x = np.zeros((20, 4), "float32")
@@ -269,6 +278,7 @@ def test_no_slope_at_all():
     assert found == pytest.approx([0, 1, 0, 1, 0, 0, 0, 0], abs=1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_rows_that_are_not_finite_are_in_no_mean(bad):
     model, (x, y) = private(), data()
@@ -279,6 +289,7 @@ def test_rows_that_are_not_finite_are_in_no_mean(bad):
     assert all(math.isfinite(found[name]) for name in NAMES)
 
 
+@pytest.mark.slow
 def test_groups_of_examples_are_the_units():
     found = logged(fit(private(num_microbatches=1), BiasLogger(), batch_size=20))
     # One unit: clipped or not, and what is left has its direction.
@@ -288,6 +299,7 @@ def test_groups_of_examples_are_the_units():
     assert found["bias_magnitude"] == pytest.approx(found["norm_q50"] - 0.5, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_empty_batches_are_not_logged():
     model = tfdp.DPModel(private().model)
     model.compile(
@@ -300,11 +312,13 @@ def test_empty_batches_are_not_logged():
 
 
 class TestPublicData:
+    @pytest.mark.slow
     def test_nothing_private_is_logged(self):
         history = fit(private(), BiasLogger(public_data=data(8))).history
         names = {name for name in history if name.startswith(("public", "nonprivate"))}
         assert names == {f"public_{name}" for name in NAMES}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("options", [{}, {"physical_batch_size": 4}], ids=str)
     def test_is_that_of_the_public_rows(self, options):
         """The same rows as public ones and as the private batch."""

@@ -58,6 +58,7 @@ def test_the_last_affordable_step_is_the_last(rows, options):
     assert not model.ledger.cut_short
 
 
+@pytest.mark.slow
 def test_shuffled_passes_end_whole(rows):
     model = private("shuffle", noise_multiplier=4.0)
     model.fit(*rows, batch_size=20, epochs=9, callbacks=[budget()], verbose=0)
@@ -82,6 +83,7 @@ def test_a_spent_budget_refuses_before_the_first_step(rows):
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.slow
 def test_a_larger_target_goes_on(rows):
     model = private()
     model.fit(*rows, batch_size=20, epochs=9, callbacks=[budget()], verbose=0)
@@ -116,6 +118,7 @@ def test_less_noise_in_mid_training_shrinks_what_is_left(rows):
     assert {segment.noise_multiplier for segment in model.ledger.segments} == {2, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_execution", [1, 5])
 def test_noise_lowered_before_a_step_does_not_overspend(rows, steps_per_execution):
     model = private(noise_multiplier=4.0, steps_per_execution=steps_per_execution)
@@ -170,6 +173,7 @@ def test_a_loaded_model_keeps_what_was_spent(rows, tmp_path):
         loaded.fit(*rows, batch_size=20, callbacks=[budget()], verbose=0)
 
 
+@pytest.mark.slow
 def test_epsilon_is_in_every_log(rows, tmp_path):
     model = private()
     log = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))

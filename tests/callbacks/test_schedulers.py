@@ -130,6 +130,7 @@ def test_noise_is_that_of_the_norm_that_clips(options):
     np.testing.assert_allclose(sizes[1], 3 * sizes[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_epsilon_does_not_depend_on_the_schedule():
     ledgers = []
     for callbacks in ([], [ClipNormScheduler(SCHEDULES["square"])]):
@@ -270,6 +271,7 @@ def test_no_epoch_at_all():
     assert not model.ledger.steps
 
 
+@pytest.mark.slow
 def test_older_weights_take_the_schedule_back(tmp_path):
     """As a backup does that is restored in the same process."""
     model, seen = private(1.0, noise_multiplier=1.0, sampling="poisson"), []
@@ -308,6 +310,7 @@ def test_what_was_planned_had_the_noise_that_was_planned():
     assert model.ledger.cut_short == (PoissonSteps(6, 1.0, ROWS, 2),)
 
 
+@pytest.mark.slow
 def test_a_budget_notices_steps_that_come_again():
     """Iterations set back to where the noise is least, at the end of each epoch."""
     model = private(1.0, 77.0, sampling="poisson")
@@ -330,6 +333,7 @@ def test_a_budget_notices_steps_that_come_again():
     assert model.epsilon(1e-3) <= target
 
 
+@pytest.mark.slow
 def test_a_budget_loses_no_step_when_weights_are_loaded(tmp_path):
     model = private(1.0, noise_multiplier=5.0, sampling="poisson")
     model.fit(*data(), batch_size=2, verbose=0)
@@ -392,6 +396,7 @@ def test_a_pass_counts_with_the_least_noise_in_it():
     )
 
 
+@pytest.mark.slow
 def test_many_noise_multipliers_are_counted_as_few_that_are_less():
     schedule = schedules.PolynomialDecay(4.0, 90, 1.0)
     model = private(1.0, noise_multiplier=77.0, sampling="poisson")
@@ -444,6 +449,7 @@ def test_a_budget_allows_the_steps_whose_planned_noise_fits(
     assert not model.ledger.cut_short
 
 
+@pytest.mark.slow
 def test_a_budget_of_passes_takes_the_least_noise_that_is_planned():
     model = private(1.0, 77.0)
     target = Ledger((ShuffledPasses(3, 4.0, ROWS, 2),)).epsilon(1e-3)

@@ -76,7 +76,7 @@ def assert_no_draw_repeats(batches):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [3])
 # Keras says so when `steps_per_epoch` does not divide the number of batches.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_fit_never_sees_a_draw_twice(compile_kwargs, fit_kwargs, steps, workers):
@@ -153,6 +153,7 @@ def test_global_seeds_have_no_influence():
     assert draw() != draw()
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_training_whatever_the_threads():
     def train(workers):
         model, data = Watching(), seeded()

@@ -52,15 +52,26 @@ FEW = [
 ]
 
 
+# Of all these the quick tests leave some out.
+SLOW = {"embedding_lstm", "gru_reset_before_masked", "rnn_dropout", "scalar_loss"}
+
+
 def those(names):
     return pytest.mark.parametrize(
         "problem",
-        [pytest.param(PROBLEMS[name], id=name) for name in names if name in PROBLEMS],
+        [
+            pytest.param(
+                PROBLEMS[name],
+                id=name,
+                marks=[pytest.mark.slow] if name in SLOW else [],
+            )
+            for name in names
+            if name in PROBLEMS
+        ],
     )
 
 
 few = those(FEW)
-every = pytest.mark.parametrize("problem", cases(lacking={"random", "tied"}))
 
 
 @pytest.mark.parametrize("problem", cases(lacking={"random", "tied"}, is_slow=True))
@@ -82,6 +93,7 @@ def test_other_engines_equal_one_example_at_a_time(problem):
         check(problem, run, rows)
 
 
+@pytest.mark.slow
 @few
 def test_units_of_two_examples(problem):
     engines = [BookkeepingEngine(), GhostEngine(norms="gram")]
@@ -130,7 +142,9 @@ def check_clipped(problem, run, clips):
     "reversible_tied",
     "separable_conv_strided",
 ])
-@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("mixed_bfloat16", marks=pytest.mark.slow), "mixed_float16"]
+)
 def test_half_precision_does_not_exceed_the_clip_norm(problem, dtype):
     run = runner(problem, [ENGINES[0], ENGINES[1], ENGINES[3]], dtype=dtype)
     check_clipped(problem, run, (0.1, 0.033))
@@ -226,7 +240,7 @@ RNN_DROPOUT = Problem(
     "problem",
     [
         *cases(having={"random"}, lacking={"rnn"}),
-        pytest.param(RNN_DROPOUT, id="rnn_dropout"),
+        pytest.param(RNN_DROPOUT, id="rnn_dropout", marks=pytest.mark.slow),
     ],
 )
 def test_norm_and_sum_see_the_same_dropout(problem):
@@ -301,15 +315,14 @@ def test_a_step_of_fit_is_the_clipped_mean():
 
 
 @pytest.mark.slow
-@every
-def test_every_problem_with_xla(problem):
+@pytest.mark.parametrize("problem", cases(lacking={"random", "tied"}, is_few=True))
+def test_every_tag_with_xla(problem):
     check(problem, runner(problem, [BookkeepingEngine()], "xla"), OUTLIER)
 
 
 @pytest.mark.slow
 @those(MANY)
-@pytest.mark.parametrize("unit_size", [1, 2])
-def test_every_engine(problem, unit_size):
-    run = runner(problem, ENGINES, unit_size=unit_size)
+def test_every_engine_with_units_of_two(problem):
+    run = runner(problem, ENGINES, unit_size=2)
     for rows in BATCHES:
-        check(problem, run, rows, unit_size=unit_size)
+        check(problem, run, rows, unit_size=2)

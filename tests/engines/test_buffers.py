@@ -83,8 +83,19 @@ def largest(model, engine, ascent):
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("ascent", [None, SAM, EXACT], ids=["plain", "sam", "exact"])
+@pytest.mark.parametrize(
+    ("ascent", "name"),
+    [
+        pytest.param(
+            ascent,
+            name,
+            id=f"{kind}-{name}",
+            marks=[] if kind == "plain" or name == "dense" else [pytest.mark.slow],
+        )
+        for kind, ascent in (("plain", None), ("sam", SAM), ("exact", EXACT))
+        for name in MODELS
+    ],
+)
 def test_no_gradient_of_each_unit_is_held(name, ascent):
     model = MODELS[name]()
     of_a_unit = max(np.prod(v.shape) for v in model.trainable_variables)

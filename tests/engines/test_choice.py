@@ -273,8 +273,11 @@ def test_what_rules_do_not_reach_is_refused_by_name(name):
         assert "\n" not in text
 
 
+SLOW = {"cell", "conv_lstm", "map", "recurrent_activation_layer", "while"}
+
+
 def marked_slow(name):
-    return pytest.param(name, marks=[pytest.mark.slow] if name == "conv_lstm" else [])
+    return pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
 
 
 # Keras cannot run a checkpointed layer in a graph, whatever trains it.
@@ -400,6 +403,7 @@ def test_a_loss_that_uses_weights_is_vectorized():
     assert choose("auto", objective, (x, y, None)) == VectorizedEngine()
 
 
+@pytest.mark.slow
 def test_int8_layers_train_their_bias_in_the_vectorized_engine():
     model = sequential((4,), layers.Dense(3, "tanh"), layers.Dense(2))
     model.layers[0].quantize("int8")
@@ -456,6 +460,7 @@ class DropConnect(layers.Layer):
         return ops.matmul(x, kernel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", [lambda run: run, tf.function])
 def test_unseeded_layers_are_random_from_the_first_pass(wrapper):
     keras.utils.clear_session()  # No generator of seeds is left.
@@ -506,6 +511,7 @@ def batches_of_lengths(*lengths):
         yield rng.normal(size=(ROWS, length, 3)).astype("float32"), np.ones((ROWS, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [

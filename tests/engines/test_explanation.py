@@ -89,6 +89,7 @@ def test_each_call_of_a_shared_layer_has_a_row():
     assert sum(row[0] == "shared" and row[2] == "Gram" for row in rows) == 2
 
 
+@pytest.mark.slow
 def test_a_subclassed_model_is_known_after_its_first_data():
     private = tfdp.DPModel(PROBLEMS["subclassed"].make_model())
     with pytest.raises(ValueError, match=r"not known yet.*`private.fit\(...\)`"):
@@ -105,6 +106,7 @@ def test_a_subclassed_model_is_known_after_its_first_data():
     ]
 
 
+@pytest.mark.slow
 def test_nested_inputs_are_known_after_their_first_data():
     problem = PROBLEMS["nested_inputs"]
     private = tfdp.DPModel(problem.build())

@@ -34,21 +34,20 @@ ENGINES = [
     BookkeepingEngine(norms="instantiate"),
 ]
 
-# One for each way in which a layer is linear in its variables.
-FEW = [
-    "attention",
-    "conv2d_grouped",
-    "conv_called_twice",
-    "conv_transpose_padded",
-    "group_norm_axes",
-    "reversible_tied",
-    "separable_conv_strided",
-    "time_distributed_shared",
-]
-
 
 def slow(name):
     return pytest.param(PROBLEMS[name], id=name, marks=pytest.mark.slow)
+
+
+# One for each way in which a layer is linear in its variables.
+FEW = [
+    *map(slow, ["attention", "conv2d_grouped", "conv_transpose_padded"]),
+    "conv_called_twice",
+    slow("group_norm_axes"),
+    "reversible_tied",
+    slow("separable_conv_strided"),
+    "time_distributed_shared",
+]
 
 
 RECURRENT = [
@@ -78,6 +77,7 @@ def test_engines_equal_one_unit_at_a_time(problem):
     check(problem, run, OUTLIER, tolerance(problem), ascent=SAM)
 
 
+@pytest.mark.slow
 @those(["cnn"])
 @kinds
 def test_what_has_no_gradient_adds_nothing(problem, ascent):
@@ -86,6 +86,7 @@ def test_what_has_no_gradient_adds_nothing(problem, ascent):
         check(problem, run, rows, tolerance(problem), ascent=ascent)
 
 
+@pytest.mark.slow
 @those(["conv_called_twice", slow("reversible_tied")])
 @kinds
 def test_units_of_two_examples(problem, ascent):
@@ -94,13 +95,20 @@ def test_units_of_two_examples(problem, ascent):
 
 
 @those(["cnn", slow("attention")])
-@kinds
-@pytest.mark.parametrize("mode", ["eager", "xla"])
-def test_eager_and_xla(problem, ascent, mode):
+@pytest.mark.parametrize(
+    ("mode", "ascent"),
+    [
+        pytest.param("eager", EXACT, id="eager-exact"),
+        pytest.param("xla", SAM, id="xla-sam"),
+        pytest.param("xla", EXACT, id="xla-exact", marks=pytest.mark.slow),
+    ],
+)
+def test_eager_and_xla(problem, mode, ascent):
     run = runner(problem, ENGINES[:2], mode, "float32", ascent=ascent)
     check(problem, run, OUTLIER, 1e-4, ascent=ascent)
 
 
+@pytest.mark.slow
 @those(RECURRENT)
 @pytest.mark.parametrize("ascent", [SAM, EXACT], ids=["sam", "exact"])
 def test_recurrent_cells_move_their_matrices(problem, ascent):
@@ -108,6 +116,7 @@ def test_recurrent_cells_move_their_matrices(problem, ascent):
     check(problem, run, OUTLIER, tolerance(problem), ascent=ascent)
 
 
+@pytest.mark.slow
 @those(["simple_rnn"])
 @pytest.mark.parametrize("ascent", [SAM, EXACT], ids=["sam", "exact"])
 def test_recurrent_cells_with_xla(problem, ascent):
@@ -115,6 +124,7 @@ def test_recurrent_cells_with_xla(problem, ascent):
     check(problem, run, OUTLIER, 1e-4, ascent=ascent)
 
 
+@pytest.mark.slow
 @those(["ws_conv_called_twice", slow("conv_called_twice")])
 def test_slices_of_xla_are_differentiated_twice(problem):
     run = runner(problem, ENGINES[3:4], "xla", "float32", ascent=EXACT)

@@ -71,8 +71,16 @@ FEW = [
     "scalar_loss",
     "unused",
 ]
-few = pytest.mark.parametrize("problem", [PROBLEMS[name] for name in FEW], ids=FEW)
-every = pytest.mark.parametrize("problem", cases(lacking={"random"}))
+SLOW = {"cnn", "dict_losses", "embedding_lstm", "layer_norm", "scalar_loss"}
+few = pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(
+            PROBLEMS[name], id=name, marks=[pytest.mark.slow] if name in SLOW else []
+        )
+        for name in FEW
+    ],
+)
 
 
 # Loops over time run one example after the other where they cannot be vectorized.
@@ -106,8 +114,8 @@ def test_eager_and_xla_equal_one_example_at_a_time(problem, mode):
 
 
 @pytest.mark.slow
-@every
-def test_every_problem_with_xla(problem):
+@pytest.mark.parametrize("problem", cases(lacking={"random"}, is_few=True))
+def test_every_tag_with_xla(problem):
     check(problem, with_outlier(problem), "xla", "float32", 2e-5)
 
 
@@ -122,6 +130,7 @@ def test_a_row_of_nan_contributes_nothing(problem):
     check(problem, nan_row(problem.batch(5), 1), "graph", "float64", TOLERANCE)
 
 
+@pytest.mark.slow
 @few
 def test_units_of_two_examples(problem):
     check(problem, problem.batch(5), "graph", "float64", TOLERANCE, unit_size=2)
@@ -162,6 +171,7 @@ def test_random_layers_draw_for_each_example_and_each_call(problem, mode):
     assert np.any(norms[0] != norms[1])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_vectorized_is_said_once(caplog):
     problem = PROBLEMS["masked_lstm"]
     with caplog.at_level(logging.WARNING):

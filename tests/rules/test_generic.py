@@ -135,6 +135,7 @@ def test_leaves_of_all_kinds_keep_book_keeping(problem, caplog):
     assert "tfdp.rules.register(" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leaf", "rule_broken"),
     [

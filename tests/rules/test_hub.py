@@ -168,7 +168,9 @@ every_problem = pytest.mark.parametrize(
 
 
 @every_problem
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(
+    "mode", ["eager", pytest.param("graph", marks=pytest.mark.slow)]
+)
 def test_gradients_are_those_of_single_examples(problem, mode):
     run = runner(problem, ENGINES, mode)
     for rows in (OUTLIER, (2,), ()):

@@ -196,6 +196,7 @@ def test_no_example_exceeds_the_clip_norm_where_kernels_have_a_mean(mean, engine
         assert np.sqrt(sum(squares)) <= 1e-3 * (1 + 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ascent", ["sam", "exact"])
 def test_bam_through_time_distributed(ascent, rng):
     shape = (3, 4, 4, 2)

@@ -35,6 +35,7 @@ def rows(process):
     }
 
 
+@pytest.mark.slow
 def test_steps_are_timed_and_weighed():
     process = start(
         *("--model=mlp:8", "--batch_size=4", "--steps=2"),
@@ -106,6 +107,7 @@ def test_memory_over_batch_sizes():
     assert [int(size) for size, _ in table] == [8, 300]
 
 
+@pytest.mark.slow
 def test_growth_is_plotted(tmp_path):
     code = """
 import pathlib, sys, benchmark
