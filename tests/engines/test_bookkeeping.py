@@ -268,9 +268,8 @@ def steps(problem, rows, engine, physical_batch_size, jit_compile):
     return private
 
 
-@pytest.mark.parametrize(
-    "name", ["cnn", pytest.param("embedding_mean", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cnn", "embedding_mean"])
 def test_every_engine_trains_the_same_in_one_pass_and_in_several(name):
     problem, rows = PROBLEMS[name], 7
     expected = None

@@ -132,14 +132,9 @@ def test_slices_of_xla_are_differentiated_twice(problem):
     check(problem, run, OUTLIER, 1e-3, ascent=EXACT)
 
 
-@those(["ws_conv", slow("ws_conv_called_twice"), slow("ws_conv_grouped")])
-@pytest.mark.parametrize(
-    "ascent",
-    [
-        pytest.param(MIXED, id="mixed"),
-        pytest.param(EXACT, id="exact", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@those(["ws_conv", "ws_conv_called_twice", "ws_conv_grouped"])
+@pytest.mark.parametrize("ascent", [MIXED, EXACT], ids=["mixed", "exact"])
 def test_standardised_kernels_have_lengths_of_their_own(problem, ascent):
     run = runner(problem, ENGINES[1:], unit_size=2, ascent=ascent)
     check(problem, run, OUTLIER, 1e-8, unit_size=2, ascent=ascent)
