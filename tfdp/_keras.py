@@ -190,6 +190,23 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
     return list(seeds.values())
 
 
+def shared_seed_states(model: keras.Model) -> list[keras.Variable]:
+    """List the states of seed generators from which all examples of a step draw alike.
+
+    Args:
+        model: Any Keras model.
+
+    Returns:
+        Those of generators with a true attribute `is_same_for_all_rows`.
+    """
+    return [
+        generator.state
+        for layer in flatten_layers(model)
+        for generator in layer._seed_generators
+        if getattr(generator, "is_same_for_all_rows", False)
+    ]
+
+
 def draws_numbers(model: keras.Model) -> bool:
     """Tell whether layers of a model draw random numbers."""
     return any(layer._seed_generators for layer in flatten_layers(model))

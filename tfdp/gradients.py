@@ -13,6 +13,7 @@ from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.engines.choice import choose
 from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
+from tfdp.losses import divergence
 from tfdp.losses.ascent import BAM, SAT, check_plain
 from tfdp.losses.objective import Batch, Objective
 
@@ -118,6 +119,7 @@ def clipped_gradients(
             rows_per_unit=rows_per_unit,
             physical_batch_size=_whole_units(physical_batch_size, rows_per_unit),
             on_outputs=None,
+            shared_states=_keras.shared_seed_states(model),
         )
     return ClippedSum(sums, norms, clip, rows_per_unit)
 
@@ -179,6 +181,10 @@ def _checked_once(engine: Any, objective: Objective, data: Any) -> engines.Engin
     with _keras.outside_of_graphs():
         rows = first_rows(data) if has_rows else made_up_rows(data)
         validation.check_model(model, rows[0])
+        if divergence.has_posterior(objective.variables):
+            y_pred = model(rows[0])
+            with divergence.unread(objective.variables, "`loss`"):
+                objective.losses(rows[0], rows[1], y_pred, rows[2])
         chosen = choose(engine, objective, rows)
     known[key] = trained, chosen
     return chosen

@@ -722,6 +722,7 @@ class DPModel(keras.Model):
                 rows_per_unit=examples_per_unit,
                 physical_batch_size=physical_batch_size,
                 on_outputs=on_outputs,
+                shared_states=_keras.shared_seed_states(self.model),
             )
         return ClippedSum(sums, norms, clip, examples_per_unit)
 

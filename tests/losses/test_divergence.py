@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from scipy import integrate, stats
 
 import tfdp
@@ -32,6 +33,19 @@ def test_both_parts_make_up_the_whole(mean, scale):
     parts = divergence("mean")(np.array([mean])) + divergence("scale")(np.array([rho]))
     expected = divergence_by_integration(mean, scale, 0.7) / 10
     np.testing.assert_allclose(parts, expected, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("rho", [-20.0, -120.0, -1000.0, 50.0])
+def test_scales_of_all_sizes_have_a_finite_slope(rho):
+    value = tf.constant([rho])
+    with tf.GradientTape() as tape:
+        tape.watch(value)
+        result = divergence("scale", prior_scale=1.0)(value)
+    slope = tape.gradient(result, value).numpy()
+    # Minus one for the logarithm, and the square's.
+    expected = (-1 if rho < 0 else rho - 1 / rho) / 10
+    np.testing.assert_allclose(slope, [expected], rtol=1e-5)
+    assert np.isfinite(result)
 
 
 def test_the_logged_loss_is_minus_the_bound_over_n(rng):
@@ -70,7 +84,7 @@ def rows(rng):
 
 @pytest.mark.parametrize(
     ("number", "kl", "sampling"),
-    [(1, "outside", "poisson"), (39, "inside", "shuffle"), (41, "outside", "shuffle")],
+    [(2, "outside", "poisson"), (39, "inside", "shuffle"), (41, "outside", "shuffle")],
 )
 def test_another_number_than_that_of_the_data_is_refused(rows, number, kl, sampling):
     model = BayesianLogisticRegression(number_of_examples=number, kl=kl)
@@ -86,11 +100,28 @@ def test_another_number_than_that_of_the_data_is_refused(rows, number, kl, sampl
 
 
 def test_batches_of_more_examples_than_there_are_are_refused(rows):
-    model = private(BayesianLogisticRegression(number_of_examples=1))
+    model = private(BayesianLogisticRegression(number_of_examples=39))
     model.build((None, 3))
     with pytest.raises(ValueError, match="40 examples or more"):
         model.train_on_batch(*rows)
     assert model.ledger.segments == ()
+
+
+def test_all_of_it_for_each_example_is_refused():
+    with pytest.raises(ValueError, match="would have the whole divergence"):
+        BayesianLogisticRegression(number_of_examples=1)
+
+
+def test_loops_of_ones_own_refuse_a_loss_with_the_divergence_in_it(rows):
+    model = BayesianLogisticRegression(number_of_examples=40)
+    model.build((None, 3))
+
+    def loss(y, logits):
+        likelihood = keras.losses.binary_crossentropy(y, logits, from_logits=True)
+        return likelihood + sum(model.losses)
+
+    with pytest.raises(ValueError, match="KL / N for an example"):
+        tfdp.clipped_gradients(model, loss, *rows, l2_norm_clip=1.0)
 
 
 def test_a_loss_with_the_divergence_in_it_is_refused(rows):
@@ -111,7 +142,7 @@ def test_a_compute_loss_with_the_divergence_in_it_is_refused(rows):
     class Bound(BayesianLogisticRegression):
         def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
             likelihood = CROSSENTROPY(y, y_pred)
-            whole = divergence("mean", number_of_examples=1)
+            whole = divergence("mean", number_of_examples=2)
             return likelihood + whole(self.logit.kernel_mean)
 
     model = Bound(number_of_examples=40)

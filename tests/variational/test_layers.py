@@ -254,6 +254,8 @@ def test_what_naive_noise_costs():
 
     naive = np.sqrt(2 * np.log(1.25 / 1e-3)) / 10
     np.testing.assert_allclose(epsilon(naive), 67.6, rtol=2e-3)
+    run = tfdp.accounting.Ledger((tfdp.accounting.PoissonSteps(500, naive, 400, 20),))
+    np.testing.assert_allclose(run.epsilon(1e-3), 67.6, rtol=2e-3)
     np.testing.assert_allclose(epsilon(naive / np.sqrt(2)), 183.7, rtol=2e-3)
 
 
@@ -280,6 +282,35 @@ def test_outputs_have_the_moments_of_the_posterior(draws, rng):
     scale = np.sqrt(variance[0])
     np.testing.assert_allclose(outputs.mean(0), mean[0], atol=4 * scale.max() / 63)
     np.testing.assert_allclose(outputs.std(0), scale, rtol=0.06)
+
+
+@pytest.mark.parametrize("draws", ["shared", "per_example"])
+@pytest.mark.parametrize("shape", [(12, 5, 3), (16, 7, 8), (6, 4, 4), (4, 2, 3, 8)])
+def test_positions_in_float32(draws, shape, rng):
+    """Products that TensorFlow broadcasts were seen to write beside their memory."""
+    layer = VariationalDense(2, number_of_examples=40, draws=draws, initial_scale=1e-9)
+    x = rng.normal(size=shape).astype("float32")
+    layer.build(shape)
+    layer.kernel_mean.assign(rng.normal(size=(shape[-1], 2)))
+    expected = x @ layer.kernel_mean.numpy()
+    np.testing.assert_allclose(layer(x, training=True), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "ghost", "vectorized"])
+def test_all_passes_of_a_step_share_a_draw(engine):
+    """Without a row others would be in other passes, and must not draw otherwise."""
+    model = keras.Sequential([
+        keras.Input((2,)),
+        VariationalDense(1, number_of_examples=40, draws="shared", initial_scale=2.0),
+    ])
+    x, y = np.ones((24, 2), "float32"), np.zeros((24, 1), "float32")
+    options = {"l2_norm_clip": 1.0, "engine": engine, "physical_batch_size": 6}
+    first, second = (
+        tfdp.clipped_gradients(model, "mse", x, y, **options).norms.numpy()
+        for _ in range(2)
+    )
+    assert np.ptp(first) < 1e-5 * first[0]
+    assert abs(first[0] - second[0]) > 1e-3
 
 
 def test_who_shares_a_draw(rng):

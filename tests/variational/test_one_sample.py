@@ -78,6 +78,66 @@ def test_any_point_makes_exact_draws(rows, monkeypatch):
     assert min(p_values(draws, problem, prior)) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("scale", "radius", "epsilon"),
+    [(1.0, 4.0, 5.0), (1.0, 1.0, 5.0), (3.0, 0.5, 5.0), (5.0, 2.0, 50.0)],
+)
+def test_more_is_accepted_than_the_bound_says(rows, scale, radius, epsilon):
+    x, _ = rows
+    prior, weight = _Prior(scale, radius), min(1.0, epsilon / (2 * 2.5 * radius))
+    x = np.column_stack([_clipped(x, np.sqrt(2.5**2 - 1)), np.ones(60)])
+    least = one_sample._least_share_accepted(
+        2, weight * 60 * 2.5, weight * 60 * 2.5**2 / 4, prior
+    )
+    counted = []
+
+    class Counting:
+        """Counts the proposals."""
+
+        def __init__(self):
+            self.rng = np.random.default_rng(1)
+
+        def standard_normal(self, shape):
+            counted.append(shape[0])
+            return self.rng.standard_normal(shape)
+
+        def exponential(self, size):
+            return self.rng.exponential(size=size)
+
+    problem = _logistic(*rows, epsilon, 2.5, prior)
+    one_sample._draw_concave(*problem.draw.args, rng=Counting())
+    assert least > 1e-6
+    assert sum(counted) <= 4096 * (1 + 10 / (least * 4096))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"d": 20, "weight_radius": 1.0, "epsilon": 0.1, "records": 20, "radius": 5.0},
+        {"d": 30, "weight_radius": 1.0, "epsilon": 0.01, "records": 50, "radius": 2.0},
+        {"d": 10, "weight_radius": 0.3, "epsilon": 0.05, "records": 100, "radius": 4.0},
+    ],
+    ids=str,
+)
+def test_balls_that_hold_next_to_nothing_of_the_prior_end_in_a_chain(rng, options):
+    d, records = options.pop("d"), options.pop("records")
+    x = rng.normal(size=(records, d))
+    sample = one_posterior_sample("logistic_regression", x, x[:, 0] > 0, **options)
+    assert sample.exactness == "approximate"
+    assert np.linalg.norm(sample.theta) <= options["weight_radius"]
+
+
+@pytest.mark.parametrize("is_separable", [True, False])
+def test_modes_far_away_are_found(rng, is_separable):
+    x = np.column_stack([np.where(np.arange(100) % 2, 0.01, -0.01), np.ones(100)])
+    y = x[:, 0] > 0 if is_separable else rng.integers(0, 2, 100)
+    signed = x * np.where(y, 1.0, -1.0)[:, None]
+    mode = one_sample._mode(signed, 1.0, _Prior(100.0, 2000.0))
+    slope = np.exp(-np.logaddexp(0, signed @ mode)) @ signed - mode / 100.0**2
+    np.testing.assert_allclose(slope, 0, atol=1e-8)
+    assert np.linalg.norm(mode) > (100 if is_separable else 0)
+
+
 def normal(theta, x, y):
     del y
     return -np.square(x - theta).sum(1) / 2
@@ -153,14 +213,14 @@ def test_how_much_the_likelihood_counts(rng, options, weight):
 def test_values_beyond_the_bound_are_clipped(rng):
     def wild(theta, x, y):
         del theta, y
-        return np.where(np.arange(len(x)) == 0, -1e9, 0.5)
+        return np.array([-1e9, np.nan, 0.5, 0.5])[: len(x)]
 
-    x = rng.normal(size=(3, 2))
+    x = rng.normal(size=(4, 2))
     problem = _of_function(
         wild, (x, None), likelihood_weight=(1.0, 1.0), bound=1.0,
         prior=_Prior(1.0, 1.0), parameters=1,
     )  # fmt: skip
-    np.testing.assert_allclose(problem.log_likelihoods(np.zeros((2, 1))), -1 + 2 * 0.5)
+    np.testing.assert_allclose(problem.log_likelihoods(np.zeros((2, 1))), -2 + 2 * 0.5)
 
 
 def test_inputs_are_clipped(rng):
@@ -190,6 +250,23 @@ def test_a_second_draw_is_refused_or_added(rows):
     assert approximate.epsilon_if_exact == pytest.approx(5.5)
     other = one_posterior_sample("logistic_regression", x[1:], y[1:], **LOGISTIC)
     assert other.epsilon == 1.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, y: (x, y.astype(int)),
+        lambda x, y: (x, y[:, None].astype("float32")),
+        lambda x, y: (x.astype("float32"), y),
+        lambda x, y: (x.astype(object), y),
+        lambda x, y: (x.tolist(), y),
+        lambda x, y: (x, ~y),
+    ],
+)
+def test_the_same_data_in_another_form_are_the_same_data(rows, change):
+    one_posterior_sample("logistic_regression", *rows, **LOGISTIC)
+    with pytest.raises(PrivacyBudgetError, match="drawn from before"):
+        one_posterior_sample("logistic_regression", *change(*rows), **LOGISTIC)
 
 
 def test_an_approximate_draw_leaves_no_bound_for_later_ones(rows):
@@ -239,6 +316,7 @@ def test_a_seed_repeats_and_warns(rows):
         ({"weight_radius": 0.0}, ValueError, "`weight_radius` must be positive"),
         ({"prior_scale": np.nan}, ValueError, "`prior_scale` must be positive"),
         ({"bound": 1.0}, ValueError, "has its own bound"),
+        ({"again": "no"}, TypeError, "`again` must be"),
         ({"seed": -1}, ValueError, "`seed` must be"),
         ({"log_likelihood": "probit"}, ValueError, "`log_likelihood` must be one of"),
         ({"log_likelihood": 3, "bound": 1.0, "number_of_parameters": 1}, TypeError,

@@ -100,11 +100,29 @@ def test_regression_predicts_the_mean_probability(regression, rng):
         for m, s in zip(np.ravel(mean), np.sqrt(np.ravel(variance)), strict=True)
     ]
     found = special.expit(regression.predict(x, verbose=0))
-    np.testing.assert_allclose(np.ravel(found), expected, rtol=1e-3)
+    np.testing.assert_allclose(np.ravel(found), expected, rtol=1e-4)
     by_draws = predictive_mean(
         regression, x, draws=4000, activation=keras.activations.sigmoid, seed=1
     )
     np.testing.assert_allclose(np.ravel(by_draws), expected, atol=0.02)
+
+
+@pytest.mark.parametrize("mean", [-10.0, 0.0, 2.0, 3.0])
+@pytest.mark.parametrize("scale", [0.01, 0.5, 0.99, 1.01, 3.0, 20.0, 50.0])
+def test_probabilities_of_any_width(mean, scale):
+    layer = BayesianLogisticRegression(number_of_examples=40).logit
+    logit = layer.outputs(
+        tf.constant([[mean]], tf.float64), tf.constant([[scale**2]], tf.float64),
+        training=False,
+    )  # fmt: skip
+    expected, _ = integrate.quad(
+        lambda z: special.expit(z) * stats.norm.pdf(z, mean, scale),
+        mean - 12 * scale,
+        mean + 12 * scale,
+        points=[0.0] if abs(mean) < 12 * scale else None,
+        limit=400,
+    )
+    np.testing.assert_allclose(special.expit(logit), [[expected]], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("far", [-1e4, 1e4])
@@ -128,6 +146,22 @@ def test_an_export_has_no_chance_in_it(regression, tmp_path, rng):
     )
     np.testing.assert_array_equal(first, second)
     np.testing.assert_allclose(first, regression.predict(x[:7], verbose=0), rtol=1e-5)
+
+
+def test_layers_of_one_name_are_refused():
+    class Twice(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.one = VariationalDense(1, number_of_examples=10, name="same")
+            self.two = VariationalDense(1, number_of_examples=10, name="same")
+
+        def call(self, x):
+            return self.two(self.one(x))
+
+    model = Twice()
+    model(np.zeros((1, 2)))
+    with pytest.raises(ValueError, match="names of their own"):
+        posterior(model)
 
 
 def test_models_without_a_posterior_are_refused():

@@ -98,7 +98,10 @@ class BookkeepingEngine:
             tape = tf.GradientTape(watch_accessed_variables=False)
             recording = Recording(model, tape, number_of_rows(x), rules.find)
             with tape, recording.observing():
-                model(x)
+                if _keras.takes_training(model):
+                    model(x, training=True)
+                else:
+                    model(x)
             for watched in recording.watched:
                 zeros = [tf.zeros_like(tensor) for tensor in watched.tensors]
                 rows.extend(

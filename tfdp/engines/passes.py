@@ -1,6 +1,6 @@
 """Runs a batch of any size through an engine, whole or in passes of fixed size."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -48,6 +48,7 @@ def run_in_passes(
     rows_per_unit: int,
     physical_batch_size: int,
     on_outputs: OnOutputs | None,
+    shared_states: Sequence[Any] = (),
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Run the rows in passes of `physical_batch_size`, adding the sums up.
 
@@ -63,14 +64,20 @@ def run_in_passes(
         physical_batch_size: Rows in a pass.
         on_outputs: Sees each pass's rows, how many of them are real, and the
             model's outputs; may be None.
+        shared_states: Variables that are put back before each pass. What is shared by
+            all rows must not depend on which of them are in a pass: without one row,
+            others would be in other passes.
 
     Returns:
         Clipped sums, and the units' norms.
     """
     rows = number_of_rows(data)
     units = (rows + rows_per_unit - 1) // rows_per_unit
+    at_begin = [tf.identity(state.value) for state in shared_states]
 
     def one_pass(number: int | tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+        for state, value in zip(shared_states, at_begin, strict=True):
+            state.assign(value)
         first = number * physical_batch_size
         batch = _fill(data, first + tf.range(physical_batch_size), rows)
         batch = _tree.map_tensors(

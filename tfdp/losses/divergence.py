@@ -30,7 +30,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         part: `"mean"` for a variable of mu; `"scale"` for one of
             ``ln(exp(sigma) - 1)``.
         prior_scale: s, positive.
-        number_of_examples: N, a public number of at least 1.
+        number_of_examples: N, a public number of at least 2.
         place: `"outside"`: it is added after the noise, as no data enter it.
             `"inside"`: it is part of the loss of each example, and clipped with it.
     """
@@ -45,11 +45,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
     ) -> None:
         self.part = _validate.one_of("part", part, ("mean", "scale"))
         self.prior_scale = _validate.positive("prior_scale", prior_scale)
-        self.number_of_examples = _validate.positive_int(
-            "number_of_examples",
-            number_of_examples,
-            "Use `number_of_examples=len(x_train)`.",
-        )
+        self.number_of_examples = checked_number(number_of_examples)
         self.place = _validate.one_of("kl", place, PLACES)
 
     @property
@@ -63,7 +59,10 @@ class GaussianDivergence(keras.regularizers.Regularizer):
             total = ops.sum(ops.square(x)) / (2 * self.prior_scale**2)
         else:
             scale = ops.softplus(x)
-            log_ratio = ops.log(scale) - math.log(self.prior_scale)
+            # Far below zero the scale is exp(x), and then too small for a logarithm.
+            log_scale = ops.log(ops.softplus(ops.maximum(x, -15.0)))
+            log_scale = ops.where(x < -15.0, ops.convert_to_tensor(x), log_scale)
+            log_ratio = log_scale - math.log(self.prior_scale)
             ratio = ops.square(scale / self.prior_scale)
             total = ops.sum(ratio - 1 - 2 * log_ratio) / 2
         return total / self.number_of_examples
@@ -78,6 +77,19 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         }
 
 
+def checked_number(number_of_examples: Any) -> int:
+    """Return a number of examples over which a divergence is divided, or raise."""
+    fix = "Use `number_of_examples=len(x_train)`."
+    number = _validate.positive_int("number_of_examples", number_of_examples, fix)
+    if number == 1:
+        raise ValueError(
+            "`number_of_examples` must be at least 2: divided by 1, the loss of each "
+            f"example would have the whole divergence. Received: number_of_examples=1. "
+            f"{fix}"
+        )
+    return number
+
+
 def inside(variables: Iterable[Any]) -> list[Any]:
     """List the variables whose regularizers are part of each example's loss."""
     return [
@@ -85,6 +97,11 @@ def inside(variables: Iterable[Any]) -> list[Any]:
         for variable in variables
         if getattr(variable.regularizer, "is_of_each_example", False)
     ]
+
+
+def has_posterior(variables: Iterable[Any]) -> bool:
+    """Tell whether some variable has a `GaussianDivergence`."""
+    return any(isinstance(v.regularizer, GaussianDivergence) for v in variables)
 
 
 def check_number_of_examples(

@@ -84,7 +84,8 @@ def register(
         rule: Takes a `tfdp.rules.Call` and returns the outputs of the layer. It
             watches what it computes from variables and inputs, and says what the
             gradient of that means for the variables: terms, `OuterProducts`,
-            `Convolution`, `ScaledProducts` or `PerRow`. All of the layer's variables must be covered.
+            `Convolution`, `ScaledProducts` or `PerRow`. All of the layer's variables
+            must be covered.
 
     Raises:
         TypeError: If `layer_class` is no class of layers, or `rule` cannot be called.

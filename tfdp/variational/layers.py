@@ -9,7 +9,7 @@ from keras import ops
 
 from tfdp import _validate
 from tfdp.layers import number_of_views
-from tfdp.losses.divergence import PLACES, GaussianDivergence
+from tfdp.losses.divergence import PLACES, GaussianDivergence, checked_number
 
 DRAWS = ("shared", "per_example", "local")
 
@@ -55,7 +55,7 @@ class VariationalDense(keras.layers.Layer):
         draws: `"local"`: outputs are drawn instead of weights [2]_, for inputs of shape
             ``(N, d)``; it has the least variance. `"per_example"`: each example has
             weights of its own, ``d p`` numbers for each. `"shared"`: one draw for all
-            examples of a pass.
+            examples of a step.
         kl: `"outside"`: the divergence's gradient is added after the noise, because
             no data enter it. `"inside"`: each example's loss has ``KL / N``, which is
             clipped with it, as in [3]_.
@@ -116,11 +116,7 @@ class VariationalDense(keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         self.units = _validate.positive_int("units", units)
-        self.number_of_examples = _validate.positive_int(
-            "number_of_examples",
-            number_of_examples,
-            "Use `number_of_examples=len(x_train)`.",
-        )
+        self.number_of_examples = checked_number(number_of_examples)
         self.prior_scale = _validate.positive("prior_scale", prior_scale)
         self.draws = _validate.one_of("draws", draws, DRAWS)
         self.kl = _validate.one_of("kl", kl, PLACES)
@@ -232,11 +228,16 @@ class VariationalDense(keras.layers.Layer):
         between = ops.shape(inputs)[1:-1]
         positions = math.prod(between) if between else 1
         rows = ops.reshape(ops.cast(inputs, dtype), (-1, number, positions, d))
-        outputs = ops.matmul(rows, kernels[None])
+        # One product for each draw: TensorFlow's product of matrices that are broadcast
+        # was seen to write beside its memory.
+        rows = ops.reshape(ops.transpose(rows, (1, 0, 2, 3)), (number, -1, d))
+        outputs = ops.matmul(rows, kernels)
         if noise.bias is not None:
             mean, scale = ops.convert_to_tensor(self.bias_mean), self.bias_scale
             biases = ops.cast(mean, dtype) + ops.cast(scale, dtype) * noise.bias
-            outputs += biases[None, :, None]
+            outputs += biases[:, None]
+        outputs = ops.reshape(outputs, (number, -1, positions, p))
+        outputs = ops.transpose(outputs, (1, 0, 2, 3))
         shape = (ops.shape(inputs)[0], *between, p)
         return ops.cast(ops.reshape(outputs, shape), self.compute_dtype)
 

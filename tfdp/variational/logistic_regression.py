@@ -9,7 +9,13 @@ from keras import ops
 
 from tfdp.variational.layers import VariationalDense
 
+# For narrow Gaussians, of which these are nodes.
 _NODES, _WEIGHTS = np.polynomial.hermite.hermgauss(32)
+_LOG_WEIGHTS = np.log(_WEIGHTS) - math.log(math.pi) / 2
+
+# For wide ones: numbers, and the logistic density there times the step between them.
+_LOGISTIC_NODES = np.arange(-30, 30.25, 0.5)
+_LOGISTIC_WEIGHTS = 0.5 / (2 + 2 * np.cosh(_LOGISTIC_NODES))
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
@@ -17,25 +23,42 @@ class PredictiveLogit(VariationalDense):
     """A `VariationalDense` whose outputs at inference are averaged over the posterior.
 
     The outputs are logits. At inference they are those of the mean probability: the
-    integral of ``sigmoid(z)`` over the Gaussian of z, by Gauss-Hermite quadrature with
-    32 nodes, always the same for the same inputs.
+    integral of ``sigmoid(z)`` over the Gaussian of z, always the same for the same
+    inputs. It is a sum over points of the Gaussian where that is narrow. Where it is
+    wide, it is one over points of the logistic distribution, whose chance to lie below
+    the Gaussian is the same integral.
     """
 
     def outputs(self, mean: Any, variance: Any, *, training: bool | None) -> Any:
         """Draw logits in training; average their probabilities at inference."""
         if training:
             return super().outputs(mean, variance, training=training)
-        offsets = ops.sqrt(2 * ops.maximum(variance, 1e-30))[..., None]
-        nodes = ops.convert_to_tensor(_NODES, mean.dtype)
-        logits = mean[..., None] + offsets * nodes
-        shares = ops.convert_to_tensor(
-            np.log(_WEIGHTS) - math.log(math.pi) / 2, mean.dtype
-        )
-        positive, negative = (
-            ops.logsumexp(shares + ops.log_sigmoid(each), axis=-1)
-            for each in (logits, -logits)
-        )
-        return ops.cast(positive - negative, self.compute_dtype)
+        scale = ops.sqrt(ops.maximum(variance, 1e-30))
+        logit = ops.where(scale < 1, _of_narrow(mean, scale), _of_wide(mean, scale))
+        return ops.cast(logit, self.compute_dtype)
+
+
+def _of_narrow(mean: Any, scale: Any) -> Any:
+    scale = ops.minimum(scale, 1.0)
+    nodes = ops.convert_to_tensor(math.sqrt(2) * _NODES, mean.dtype)
+    logits = mean[..., None] + scale[..., None] * nodes
+    weights = ops.convert_to_tensor(_LOG_WEIGHTS, mean.dtype)
+    positive, negative = (
+        ops.logsumexp(weights + ops.log_sigmoid(each), axis=-1)
+        for each in (logits, -logits)
+    )
+    return positive - negative
+
+
+def _of_wide(mean: Any, scale: Any) -> Any:
+    scale = ops.maximum(scale, 1.0)
+    nodes = ops.convert_to_tensor(_LOGISTIC_NODES, mean.dtype)
+    weights = ops.convert_to_tensor(_LOGISTIC_WEIGHTS, mean.dtype)
+    distances = (mean[..., None] - nodes) / (math.sqrt(2) * scale[..., None])
+    # Twice the chance above one half, of either sign: no digits are lost near zero.
+    share = ops.sum(weights * ops.erf(distances), axis=-1)
+    share = ops.clip(share, -1 + 1e-6, 1 - 1e-6)
+    return ops.log1p(share) - ops.log1p(-share)
 
 
 @keras.saving.register_keras_serializable(package="tfdp")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from tfdp import _validate
 from tfdp.accounting.text import filled
@@ -109,7 +110,8 @@ def one_posterior_sample(
       unless there are so many records and parameters that it could take more than a
       million proposals; that is decided by public numbers.
     * A function with a `bound` B on ``|log p|``, to which its values are clipped:
-      ``rho = min(1, epsilon / (4 B))``. Exact where ``2 rho N B <= ln(10^6)``.
+      ``rho = min(1, epsilon / (4 B))``. Exact where ``2 rho N B``
+      minus the log of the prior's share in the ball is at most ``ln(10^6)``.
     * A function with a constant `lipschitz` L, by which ``log p(x | theta)`` may change
       with x for every theta: ``rho = min(1, epsilon / (4 L R))``. That it is one cannot
       be checked. Always approximate.
@@ -118,7 +120,8 @@ def one_posterior_sample(
         An exact draw is epsilon-differentially private, delta 0, where one record is
         replaced by another (replace-one), and N is public. An approximate one, the end
         of a Markov chain, has no proven epsilon: `PosteriorSample.epsilon` is infinite.
-        A second draw from the same arrays is refused, or its epsilon added.
+        A second draw from the same inputs, whatever their targets, is refused in this
+        process, or its epsilon added.
 
     Args:
         log_likelihood: `"logistic_regression"`, or a function ``(theta, x, y) ->
@@ -170,6 +173,8 @@ def one_posterior_sample(
     )
     if seed is not None:
         seed = _validate.seed("seed", seed)
+    if not isinstance(again, bool):
+        raise TypeError(f"`again` must be True or False. Received: again={again!r}.")
     rows = _checked_rows(x)
     if isinstance(log_likelihood, str):
         _validate.one_of("log_likelihood", log_likelihood, (_LOGISTIC,))
@@ -189,7 +194,7 @@ def one_posterior_sample(
             ),
         )
     # Counted before anything is drawn.
-    drawn = _count(_digest(x, y), problem, again=again)
+    drawn = _count(_digest(rows), problem, again=again)
     if seed is not None:
         warnings.warn(
             "A seed makes the draw repeatable: whoever knows it can undo the privacy. "
@@ -215,6 +220,12 @@ class _Prior(NamedTuple):
 
     scale: float
     radius: float
+
+    def share_inside(self, parameters: int) -> float:
+        """Return how much of the Gaussian is left, at least a tiny number."""
+        half = tf.constant(parameters / 2, tf.float64)
+        share = float(tf.math.igamma(half, (self.radius / self.scale) ** 2 / 2))
+        return max(share, 1e-300)
 
     def allows(self, thetas: np.ndarray) -> np.ndarray:
         """``(S, P)`` -> ``(S,)``, whether they lie in the ball."""
@@ -262,14 +273,52 @@ def _logistic(
             -weight * np.logaddexp(0, -part @ signed.T).sum(1) for part in parts
         ])
 
-    # The Hessian of a record's ln sigmoid is at most radius^2 / 4.
-    curvature = weight * len(rows) * radius**2 / 4
+    # At most: of a record's ln sigmoid the slope is radius, and its change radius^2 / 4.
+    slope, curvature = (weight * len(rows) * each for each in (radius, radius**2 / 4))
     parameters = inputs.shape[1]
-    proposals = (1 + curvature * prior.scale**2) ** (parameters / 2)
     draw = None
-    if proposals <= _MOST_PROPOSALS:
+    if _least_share_accepted(parameters, slope, curvature, prior) * _MOST_PROPOSALS > 1:
         draw = functools.partial(_draw_concave, log_likelihoods, signed, weight, prior)
     return _Problem(parameters, weight, 2 * weight * reach, log_likelihoods, draw)
+
+
+def _least_share_accepted(
+    parameters: int, slope: float, curvature: float, prior: _Prior
+) -> float:
+    """Bound from below how many proposals `_draw_concave` accepts, whatever the data.
+
+    The log-likelihood lies above a parabola, so what is accepted is at least a Gaussian
+    times ``exp(-kappa u)``, for the distance u from the edge, cut off by the ball. The
+    farther from its middle the mode is, the less of that is inside. All of it is an
+    integral over u.
+
+    Args:
+        parameters: P.
+        slope: Bounds the slope of the weighted log-likelihood, and so kappa.
+        curvature: Bounds its second derivatives.
+        prior: The prior.
+
+    Returns:
+        A share of all proposals.
+    """
+    precision = prior.scale**-2
+    steep = precision + curvature
+    # Everything happens close to the edge, or all over the ball.
+    u = prior.radius * np.concatenate([np.logspace(-12, math.log10(2), 4000)])
+    squares = np.maximum(2 * prior.radius * u - u**2, 0)
+    beside = np.ones_like(u)
+    if parameters > 1:
+        beside = tf.math.igamma(
+            tf.constant((parameters - 1) / 2, tf.float64), steep * squares / 2
+        ).numpy()
+    shares = []
+    for outwards in [0.0, *np.geomspace(1e-3 * max(slope, 1e-9), max(slope, 1e-9), 30)]:
+        inside = np.trapezoid(beside * np.exp(-outwards * u - steep * u**2 / 2), u)
+        of_proposals = precision + outwards / prior.radius
+        log_share = (parameters / 2) * math.log(of_proposals / (2 * math.pi))
+        log_share -= ((parameters - 1) / 2) * math.log(steep / (2 * math.pi))
+        shares.append(math.exp(log_share) * float(inside))
+    return min(shares)
 
 
 def _draw_concave(
@@ -324,18 +373,24 @@ def _draw_concave(
 def _mode(signed: np.ndarray, weight: float, prior: _Prior) -> np.ndarray:
     """Find the posterior's mode in the ball, by Newton's method."""
 
+    def objective(theta: np.ndarray, precision: float) -> float:
+        likelihood = -weight * np.logaddexp(0, -signed @ theta).sum()
+        return float(likelihood - precision * (theta @ theta) / 2)
+
     def mode(precision: float) -> np.ndarray:
         theta = np.zeros(signed.shape[1])
-        for _ in range(100):
+        for _ in range(1000):
             shares = _sigmoid(-signed @ theta)
             gradient = weight * (shares @ signed) - precision * theta
             curvature = weight * (signed.T * (shares * (1 - shares))) @ signed
             curvature += precision * np.eye(len(theta))
             step = np.linalg.solve(curvature, gradient)
-            # Full steps could run away where the sigmoid is flat.
-            length = float(np.linalg.norm(step))
-            theta += step / max(1.0, length)
-            if length < 1e-9:
+            now = objective(theta, precision)
+            # A full step could go too far where the sigmoid is flat.
+            while objective(theta + step, precision) < now - 1e-12 * abs(now):
+                step /= 2
+            theta += step
+            if np.linalg.norm(step) <= 1e-9 * (1 + np.linalg.norm(theta)):
                 break
         return theta
 
@@ -399,14 +454,19 @@ def _of_function(
 
     def of_one(theta: np.ndarray) -> float:
         values = np.asarray(log_likelihood(theta, *data), np.float64)
-        if values.shape != (records,) or np.isnan(values).any():
+        if values.shape != (records,):
             raise ValueError(
                 "`log_likelihood` must give a number for each record. Received: shape "
-                f"{values.shape} for {records} records, {np.isnan(values).sum()} of "
-                "them no numbers. Return an array of shape (N,)."
+                f"{values.shape} for {records} records. Return an array of shape (N,)."
             )
         if bound is not None:
-            values = np.clip(values, -bound, bound)
+            # No error for what is no number: it would tell of a single record.
+            values = np.clip(np.where(np.isnan(values), -bound, values), -bound, bound)
+        elif not np.isfinite(values).all():
+            raise ValueError(
+                "`log_likelihood` with a `lipschitz` constant must be finite. Received: "
+                "values that are not. Use `bound=B`, to which values are clipped."
+            )
         return weight * float(values.sum())
 
     def log_likelihoods(thetas: np.ndarray) -> np.ndarray:
@@ -423,7 +483,8 @@ def _of_function(
                 return theta
 
     is_feasible = bound is not None and (
-        2 * weight * records * bound <= math.log(_MOST_PROPOSALS)
+        2 * weight * records * bound - math.log(prior.share_inside(parameters))
+        <= math.log(_MOST_PROPOSALS)
     )
     return _Problem(
         parameters, weight, epsilon, log_likelihoods, draw if is_feasible else None
@@ -495,11 +556,11 @@ def _clipped(rows: np.ndarray, radius: float) -> np.ndarray:
     return np.where(norms > radius, rows * factors, rows)
 
 
-def _digest(*arrays: Any) -> bytes:
-    digest = hashlib.blake2b()
-    for array in map(np.asarray, arrays):
-        digest.update(f"{array.shape} {array.dtype}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
+def _digest(rows: np.ndarray) -> bytes:
+    """Tell data by their inputs, rounded: targets do not make other records of them."""
+    digest = hashlib.blake2b(f"{rows.shape}".encode())
+    # Zero has two signs.
+    digest.update(np.ascontiguousarray(rows.astype("float32") + 0.0).tobytes())
     return digest.digest()
 
 

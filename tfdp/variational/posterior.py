@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate
+from tfdp.model import DPModel
 from tfdp.variational.layers import VariationalDense, scale_of
 
 
@@ -131,7 +132,7 @@ def predictive_mean(
         TypeError: If `draws` is no number.
         ValueError: If it is less than 1, or there is no variational layer.
     """
-    model = getattr(model, "model", model)
+    model = _unwrapped(model)
     draws = _validate.positive_int("draws", draws)
     x = _tree.map_tensors(tf.convert_to_tensor, x)
     if not model.built:
@@ -155,9 +156,14 @@ def predictive_mean(
     return np.asarray(total / draws)
 
 
+def _unwrapped(model: keras.Model) -> keras.Model:
+    inner: keras.Model = model.model if isinstance(model, DPModel) else model
+    return inner
+
+
 def _variables(model: keras.Model) -> Iterator[tuple[str, Any, Any]]:
     """Yield names, and the variables of means and of scales."""
-    model = getattr(model, "model", model)
+    model = _unwrapped(model)
     layers = [
         (path, layer)
         for path, layer in _keras.layers_by_path(model)
@@ -168,6 +174,12 @@ def _variables(model: keras.Model) -> Iterator[tuple[str, Any, Any]]:
             f"Model `{model.name}` must have a variational layer that is built. "
             "Received: none. Use `tfdp.variational.VariationalDense(...)`, and fit the "
             "model first."
+        )
+    if len({path for path, _ in layers}) < len(layers):
+        names = ", ".join(f"`{path}`" for path, _ in layers)
+        raise ValueError(
+            f"Layers must have names of their own. Received: {names}. Use "
+            "`VariationalDense(..., name='...')`."
         )
     for path, layer in layers:
         yield f"{path}/kernel", layer.kernel_mean, layer.kernel_rho

@@ -1,7 +1,6 @@
 """Private Langevin dynamics: private SGD at a temperature."""
 
 import math
-from typing import Any
 
 from tfdp import _validate
 from tfdp.optimizers import DPSGD, DPOptimizer
@@ -14,7 +13,6 @@ def dp_sgld(
     expected_batch_size: int,
     l2_norm_clip: float,
     temperature: float = 1.0,
-    **kwargs: Any,
 ) -> DPOptimizer:
     """Make the optimizer of stochastic gradient Langevin dynamics, with clipping.
 
@@ -40,7 +38,6 @@ def dp_sgld(
         expected_batch_size: As in `fit`.
         l2_norm_clip: C.
         temperature: T, positive; 1 for the posterior itself.
-        **kwargs: Of `tfdp.optimizers.DPSGD`, such as `noise_seed`.
 
     Returns:
         A `DPSGD`.
@@ -71,5 +68,4 @@ def dp_sgld(
         l2_norm_clip=clip,
         noise_multiplier=math.sqrt(2 * temperature / eta) * batch / (number * clip),
         expected_batch_size=batch,
-        **kwargs,
     )
