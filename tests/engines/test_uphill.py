@@ -52,7 +52,7 @@ FEW = [
 
 RECURRENT = [
     "simple_rnn",
-    *map(slow, ["gru_stacked", "gru_reset_before_masked", "embedding_lstm"]),
+    *map(slow, ["gru_reset_before_masked", "embedding_lstm"]),
 ]
 
 
@@ -87,7 +87,7 @@ def test_what_has_no_gradient_adds_nothing(problem, ascent):
 
 
 @pytest.mark.slow
-@those(["conv_called_twice", slow("reversible_tied")])
+@those(["conv_called_twice"])
 @kinds
 def test_units_of_two_examples(problem, ascent):
     run = runner(problem, ENGINES, unit_size=2, ascent=ascent)
