@@ -51,7 +51,7 @@ def test_norms_and_sums_are_those_of_single_rows(rng, units, rows, between, view
     np.testing.assert_allclose(scaled.instantiate(grouped), expected)
     squares = np.square(expected).sum(1)
     how = scaled.how("auto", grouped)
-    assert (how == "gram") == (rows == views == 1 and not between)
+    assert (how == "gram") == (rows == 1 and not between)
     found = scaled.squares_of_dropped(grouped)
     if how == "gram":
         found = scaled.squares_by_gram(grouped)

@@ -41,11 +41,10 @@ class ScaledProducts(Term):
         return math.prod(self.variable.shape)
 
     def _is_single(self, units: Units) -> bool:
-        """Whether each unit is one position, and all have the same scale."""
+        """Whether each unit is one position: then it has one scale."""
         between = self.g.shape[1:-1]
         return (
             self.rows(units) == 1
-            and self.scale.shape[0] == 1
             and between.is_fully_defined()
             and math.prod(between) == 1
         )
@@ -77,9 +76,14 @@ class ScaledProducts(Term):
         d, p = self.variable.shape
         a, g = (tf.reshape(self.a, [-1, d]), tf.reshape(self.g, [-1, p]))
         a, g, scale = (
-            tf.square(tf.cast(each, tf.float64)) for each in (a, g, self.scale[0])
+            tf.square(tf.cast(each, tf.float64)) for each in (a, g, self.scale)
         )
-        squares = tf.reduce_sum(tf.matmul(a, scale) * g, 1)
+        if self.scale.shape[0] == 1:
+            products = tf.matmul(a, scale[0])
+        else:
+            # One for each row, or one for all in a number that is not static.
+            products = tf.matmul(a[:, None], scale)[:, 0]
+        squares = tf.reduce_sum(products * g, 1)
         error = roundoff(d, tf.float64) + roundoff(p, tf.float64)
         # The gradients themselves are products of three rounded numbers.
         return squares * (1 + error + 4 * roundoff(1, self.g.dtype))
