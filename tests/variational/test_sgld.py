@@ -44,9 +44,11 @@ def test_it_samples_a_gaussian_posterior(temperature, rng):
         return keras.ops.sum(keras.ops.square(y - outputs), axis=-1) / 2
 
     private.compile(
-        dp_sgld(5e-4, temperature=temperature, **OPTIONS), loss=half_squares
+        dp_sgld(5e-4, temperature=temperature, **OPTIONS),
+        loss=half_squares,
+        steps_per_execution=50,
     )
-    private.fit(np.ones((100, 1)), y, batch_size=100, epochs=150, verbose=0)
+    private.fit(np.ones((100, 1)), y, batch_size=100, steps_per_epoch=150, verbose=0)
     kernel = model.get_weights()[0][0]
     # A precision of one for each row and of one for the prior.
     difference = kernel - y.sum(0) / 101

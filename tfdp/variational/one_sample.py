@@ -313,7 +313,8 @@ def _least_share_accepted(
         ).numpy()
     shares = []
     for outwards in [0.0, *np.geomspace(1e-3 * max(slope, 1e-9), max(slope, 1e-9), 30)]:
-        inside = np.trapezoid(beside * np.exp(-outwards * u - steep * u**2 / 2), u)
+        density = beside * np.exp(-outwards * u - steep * u**2 / 2)
+        inside = (np.diff(u) * (density[1:] + density[:-1])).sum() / 2
         of_proposals = precision + outwards / prior.radius
         log_share = (parameters / 2) * math.log(of_proposals / (2 * math.pi))
         log_share -= ((parameters - 1) / 2) * math.log(steep / (2 * math.pi))
