@@ -61,8 +61,10 @@ def check_refusal(example, *arguments, message):
     path = ROOT / "examples" / f"{example}.py"
     try:
         main = runpy.run_path(str(path))["main"]
-        with pytest.raises((SystemExit, flags.Error), match=re.escape(message)):
-            main(flags.FLAGS([example, *arguments]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("TFDP_DATA", raising=False)
+            with pytest.raises((SystemExit, flags.Error), match=re.escape(message)):
+                main(flags.FLAGS([example, *arguments]))
     finally:
         for name in set(flags.FLAGS) - known:
             delattr(flags.FLAGS, name)
