@@ -13,7 +13,7 @@ from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.engines.choice import choose
 from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
-from tfdp.losses import divergence
+from tfdp.losses import regularizers
 from tfdp.losses.ascent import BAM, SAT, check_plain
 from tfdp.losses.objective import Batch, Objective
 
@@ -181,9 +181,9 @@ def _checked_once(engine: Any, objective: Objective, data: Any) -> engines.Engin
     with _keras.outside_of_graphs():
         rows = first_rows(data) if has_rows else made_up_rows(data)
         validation.check_model(model, rows[0])
-        if divergence.has_posterior(objective.variables):
+        if regularizers.has_posterior(objective.variables):
             y_pred = model(rows[0])
-            with divergence.unread(objective.variables, "`loss`"):
+            with regularizers.unread(objective.variables, "`loss`"):
                 objective.losses(rows[0], rows[1], y_pred, rows[2])
         chosen = choose(engine, objective, rows)
     known[key] = trained, chosen

@@ -45,7 +45,7 @@ from tfdp.engines.passes import (
     run_whole,
 )
 from tfdp.errors import NotPrivateError, PrivacyBudgetError, UnsupportedLayerError
-from tfdp.losses import divergence
+from tfdp.losses import regularizers
 from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
 from tfdp.losses.objective import Batch, Objective
 from tfdp.losses.per_example import PerExampleLoss
@@ -459,7 +459,7 @@ class DPModel(keras.Model):
             callback.before_training(self, steps)
         self._plan_for(data.segment, data.expected_batch_size)
         data = self._check(data)
-        divergence.check_number_of_examples(
+        regularizers.check_number_of_examples(
             self.trainable_variables, getattr(data.segment, "number_of_examples", None)
         )
         self.optimizer.renew_noise_key()
@@ -525,7 +525,7 @@ class DPModel(keras.Model):
         self._plan_for(UNDECLARED, None)
         if self._checked != self._trainable_state():
             self._check_sample(*first_rows((x, y, sample_weight)))
-        divergence.check_number_of_examples(
+        regularizers.check_number_of_examples(
             self.trainable_variables, None, rows=number_of_examples(x)
         )
         segment = self._plan.in_units(UNDECLARED)
@@ -876,14 +876,14 @@ class DPModel(keras.Model):
 
                 def evaluate() -> None:
                     y_pred = objective.predict(x)
-                    with divergence.unread(objective.variables, "`compute_loss`"):
+                    with regularizers.unread(objective.variables, "`compute_loss`"):
                         objective.losses(x, y, y_pred, sample_weight)
 
                 validation.check_state(self.model, evaluate)
         elif y is not None and number_of_examples(x):
             losses = PerExampleLoss(self.loss, self._loss_weights, self.output_names)
             y_pred = self.model(x)
-            with divergence.unread(self.model.trainable_variables, "`loss`"):
+            with regularizers.unread(self.model.trainable_variables, "`loss`"):
                 validation.check_loss(losses, y, y_pred, sample_weight)
         self.built = True
         self._checked = self._trainable_state()

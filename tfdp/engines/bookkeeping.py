@@ -22,6 +22,7 @@ from tfdp.engines.passes import number_of_rows
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.ascent import Ascent
 from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.regularizers import gradient_of
 from tfdp.rules.moves import Moves
 from tfdp.rules.recording import Recording
 from tfdp.rules.terms import Jvp, Kept, Term, Units
@@ -244,11 +245,7 @@ class _Pass:
         weights: tf.Tensor | None,
     ) -> Kept:
         """Return the gradient of what each unit's loss has of a variable alone."""
-        value = at_least_float32(tf.convert_to_tensor(variable))
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(value)
-            of_value = penalty(value)
-        gradient = tf.reshape(tape.gradient(of_value, value), [1, -1])
+        gradient = tf.reshape(gradient_of(penalty, variable), [1, -1])
         if weights is None:
             weights = tf.ones([self.units.number], gradient.dtype)
         gradients = tf.cast(weights, gradient.dtype)[:, None] * gradient

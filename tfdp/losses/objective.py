@@ -8,8 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp.layers import views_of_each_row
-from tfdp.losses import divergence
+from tfdp._views import views_of_each_row
 from tfdp.losses.ascent import Ascent
 from tfdp.losses.per_example import PerExampleLoss, each_row_alone
 
@@ -123,8 +122,11 @@ class Objective:
         Returns:
             Variables, and what is added for their values.
         """
-        found = divergence.inside(self.variables)
-        return [(variable, variable.regularizer) for variable in found]
+        return [
+            (variable, variable.regularizer)
+            for variable in self.variables
+            if getattr(variable.regularizer, "is_of_each_example", False)
+        ]
 
     @property
     def loss_scale(self) -> float:

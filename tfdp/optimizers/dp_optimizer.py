@@ -12,6 +12,7 @@ from tfdp import _validate
 from tfdp.accounting import Ledger
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
+from tfdp.losses.regularizers import gradient_of
 from tfdp.noise import NoiseSource
 from tfdp.recorder import LedgerRecorder, recorder_of_variables
 
@@ -502,11 +503,4 @@ def with_regularizer(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
     regularizer = getattr(variable, "regularizer", None)
     if regularizer is None or getattr(regularizer, "is_of_each_example", False):
         return gradient
-    value = tf.convert_to_tensor(variable)
-    with tf.GradientTape() as tape:
-        tape.watch(value)
-        penalty = regularizer(value)
-    penalty_gradient = tape.gradient(
-        penalty, value, unconnected_gradients=tf.UnconnectedGradients.ZERO
-    )
-    return gradient + tf.cast(penalty_gradient, gradient.dtype)
+    return gradient + tf.cast(gradient_of(regularizer, variable), gradient.dtype)

@@ -4,12 +4,11 @@ import math
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 from keras import ops
 
 from tfdp import _validate
-from tfdp.layers import number_of_views
-from tfdp.losses.divergence import PLACES, GaussianDivergence, checked_number
+from tfdp._views import number_of_views
+from tfdp.losses.regularizers import GaussianDivergence
 
 DRAWS = ("shared", "per_example", "local")
 
@@ -116,10 +115,16 @@ class VariationalDense(keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         self.units = _validate.positive_int("units", units)
-        self.number_of_examples = checked_number(number_of_examples)
-        self.prior_scale = _validate.positive("prior_scale", prior_scale)
+        self._divergences = [
+            GaussianDivergence(
+                part,
+                prior_scale=prior_scale,
+                number_of_examples=number_of_examples,
+                kl=kl,
+            )
+            for part in ("mean", "scale")
+        ]
         self.draws = _validate.one_of("draws", draws, DRAWS)
-        self.kl = _validate.one_of("kl", kl, PLACES)
         self.activation = keras.activations.get(activation)
         self.use_bias = use_bias
         self.initial_scale = _validate.positive("initial_scale", initial_scale)
@@ -152,28 +157,26 @@ class VariationalDense(keras.layers.Layer):
     def _add(
         self, name: str, shape: tuple[int, ...], initializer: Any
     ) -> tuple[Any, Any]:
-        rho = float(np.log(np.expm1(self.initial_scale)))
-        if self.initial_scale > 30:
-            rho = self.initial_scale
-        mean_of_all = keras.initializers.Constant(rho)
-        variables = [
+        # So that its softplus is the scale.
+        rho = self.initial_scale + math.log(-math.expm1(-self.initial_scale))
+        starts = (initializer, keras.initializers.Constant(rho))
+        mean, rho = (
             self.add_weight(
                 name=f"{name}_{kind}",
                 shape=shape,
                 initializer=start,
-                regularizer=GaussianDivergence(
-                    part,
-                    prior_scale=self.prior_scale,
-                    number_of_examples=self.number_of_examples,
-                    place=self.kl,
-                ),
+                regularizer=divergence,
             )
-            for kind, part, start in (
-                ("mean", "mean", initializer),
-                ("rho", "scale", mean_of_all),
+            for kind, start, divergence in zip(
+                ("mean", "rho"), starts, self._divergences, strict=True
             )
-        ]
-        return variables[0], variables[1]
+        )
+        return mean, rho
+
+    @property
+    def wide_dtype(self) -> str:
+        """What is computed in: in half precision squares would overflow."""
+        return str(keras.backend.result_type(self.compute_dtype, "float32"))
 
     @property
     def kernel_scale(self) -> Any:
@@ -207,7 +210,7 @@ class VariationalDense(keras.layers.Layer):
         return Noise(kernel, self._normal((number, *self.bias_mean.shape)))
 
     def _normal(self, shape: Any) -> Any:
-        dtype = wide(self.compute_dtype)
+        dtype = self.wide_dtype
         return keras.random.normal(shape, dtype=dtype, seed=self.seed_generator)
 
     def multiplied(self, inputs: Any, noise: Noise) -> Any:
@@ -251,7 +254,7 @@ class VariationalDense(keras.layers.Layer):
             Two tensors of shape ``(R, ..., p)``, before the activation, in at least
             float32.
         """
-        dtype = wide(self.compute_dtype)
+        dtype = self.wide_dtype
         rows = ops.cast(inputs, dtype)
         mean = ops.matmul(rows, ops.cast(self.kernel_mean, dtype))
         variances = ops.square(ops.cast(self.kernel_scale, dtype))
@@ -283,13 +286,14 @@ class VariationalDense(keras.layers.Layer):
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments."""
+        divergence, _ = self._divergences
         return {
             **super().get_config(),
             "units": self.units,
-            "number_of_examples": self.number_of_examples,
-            "prior_scale": self.prior_scale,
+            "number_of_examples": divergence.number_of_examples,
+            "prior_scale": divergence.prior_scale,
+            "kl": divergence.kl,
             "draws": self.draws,
-            "kl": self.kl,
             "activation": keras.activations.serialize(self.activation),
             "use_bias": self.use_bias,
             "initial_scale": self.initial_scale,
@@ -302,8 +306,3 @@ class VariationalDense(keras.layers.Layer):
 def scale_of(rho: Any) -> Any:
     """Return the standard deviations that a variable stands for."""
     return ops.softplus(ops.convert_to_tensor(rho))
-
-
-def wide(dtype: str) -> str:
-    """Return float32 for half precision, in which squares overflow."""
-    return dtype if dtype == "float64" else "float32"

@@ -4,7 +4,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.clipping import at_least_float32
 from tfdp.rules import Call, OuterProducts, PerRow, ScaledProducts, Term
 
 
@@ -22,9 +21,8 @@ def variational_dense(call: Call) -> Any:
     Returns:
         The layer's outputs.
     """
-    layer, x = call.layer, call.inputs
-    training = call.bound()["training"]
-    x = at_least_float32(x) if x.dtype.is_floating else tf.cast(x, tf.float32)
+    layer, training = call.layer, call.bound()["training"]
+    x = tf.cast(call.inputs, layer.wide_dtype)
     if training and layer.draws != "local":
         return _of_drawn_weights(call, x)
     mean, variance = layer.moments(x)

@@ -7,7 +7,7 @@ import tensorflow as tf
 from scipy import integrate, stats
 
 import tfdp
-from tfdp.losses.divergence import GaussianDivergence
+from tfdp.losses.regularizers import GaussianDivergence
 from tfdp.variational import BayesianLogisticRegression, VariationalDense
 
 CROSSENTROPY = keras.losses.BinaryCrossentropy(from_logits=True)
@@ -171,7 +171,7 @@ def test_priors_out_of_range_are_refused(value):
 
 
 def test_its_arguments_are_saved():
-    original = divergence("scale", place="inside")
+    original = divergence("scale", kl="inside")
     again = keras.saving.deserialize_keras_object(
         keras.saving.serialize_keras_object(original)
     )

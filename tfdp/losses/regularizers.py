@@ -1,4 +1,4 @@
-"""How far a Gaussian posterior of weights is from their prior."""
+"""Weight regularizers: their gradients, and how far a posterior is from its prior."""
 
 import contextlib
 import math
@@ -10,8 +10,27 @@ import tensorflow as tf
 from keras import ops
 
 from tfdp import _validate
+from tfdp.clipping import at_least_float32
 
-PLACES = ("outside", "inside")
+
+def gradient_of(regularizer: Any, variable: Any) -> tf.Tensor:
+    """Differentiate a regularizer by its variable, which no data enter.
+
+    Args:
+        regularizer: A Keras regularizer.
+        variable: A Keras variable.
+
+    Returns:
+        At least float32, of the variable's shape.
+    """
+    value = at_least_float32(tf.convert_to_tensor(variable))
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(value)
+        penalty = regularizer(value)
+    gradient: tf.Tensor = tape.gradient(
+        penalty, value, unconnected_gradients=tf.UnconnectedGradients.ZERO
+    )
+    return gradient
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
@@ -31,7 +50,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
             ``ln(exp(sigma) - 1)``.
         prior_scale: s, positive.
         number_of_examples: N, a public number of at least 2.
-        place: `"outside"`: it is added after the noise, as no data enter it.
+        kl: `"outside"`: it is added after the noise, as no data enter it.
             `"inside"`: it is part of the loss of each example, and clipped with it.
     """
 
@@ -41,17 +60,17 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         *,
         prior_scale: float,
         number_of_examples: int,
-        place: str = "outside",
+        kl: str = "outside",
     ) -> None:
         self.part = _validate.one_of("part", part, ("mean", "scale"))
         self.prior_scale = _validate.positive("prior_scale", prior_scale)
         self.number_of_examples = checked_number(number_of_examples)
-        self.place = _validate.one_of("kl", place, PLACES)
+        self.kl = _validate.one_of("kl", kl, ("outside", "inside"))
 
     @property
     def is_of_each_example(self) -> bool:
         """Whether it is part of what is clipped."""
-        return self.place == "inside"
+        return self.kl == "inside"
 
     def __call__(self, x: Any) -> Any:
         """Return the part for a variable, over N."""
@@ -73,7 +92,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
             "part": self.part,
             "prior_scale": self.prior_scale,
             "number_of_examples": self.number_of_examples,
-            "place": self.place,
+            "kl": self.kl,
         }
 
 
@@ -88,15 +107,6 @@ def checked_number(number_of_examples: Any) -> int:
             f"{fix}"
         )
     return number
-
-
-def inside(variables: Iterable[Any]) -> list[Any]:
-    """List the variables whose regularizers are part of each example's loss."""
-    return [
-        variable
-        for variable in variables
-        if getattr(variable.regularizer, "is_of_each_example", False)
-    ]
 
 
 def has_posterior(variables: Iterable[Any]) -> bool:
