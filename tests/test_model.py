@@ -734,16 +734,6 @@ def test_a_plain_optimizer_is_refused():
         tfdp.DPModel(network()).compile("sgd", "mse")
 
 
-def test_several_replicas_are_refused():
-    model = tfdp.DPModel(network())
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        inside = tfdp.DPModel(network())
-        with pytest.raises(ValueError, match="num_replicas_in_sync=2"):
-            inside.compile(optimizer(), logits_loss())
-    model.compile(optimizer(), logits_loss())
-    assert model.compiled
-
-
 def test_fit_before_compile_is_refused():
     with pytest.raises(tfdp.errors.NotPrivateError, match="compile"):
         tfdp.DPModel(network()).fit(*data())

@@ -42,7 +42,7 @@ def draw(noise, clipped_sum, step=0, noise_multiplier=1.0):
     noised = noise.noised(
         clipped_sum,
         noise_multiplier=tf.constant(noise_multiplier, tf.float64),
-        step=tf.constant(step, tf.int64),
+        stream=noise.stream(tf.constant(step, tf.int64)),
     )
     return [gradient.numpy() for gradient in noised]
 
@@ -338,7 +338,9 @@ def test_every_call_of_a_traced_step_draws_anew():
     @tf.function
     def one_step():
         noised = noise.noised(
-            zeros([20_000]), noise_multiplier=tf.constant(1.0), step=step.read_value()
+            zeros([20_000]),
+            noise_multiplier=tf.constant(1.0),
+            stream=noise.stream(step.read_value()),
         )
         step.assign_add(1)
         return noised[0]
@@ -370,7 +372,7 @@ def test_a_new_key_acts_on_a_traced_step(fixed_entropy):
         lambda: noise.noised(
             zeros([20_000]),
             noise_multiplier=tf.constant(1.0),
-            step=tf.constant(0, tf.int64),
+            stream=noise.stream(tf.constant(0, tf.int64)),
         )[0]
     )
     before = step().numpy()
@@ -410,7 +412,7 @@ def test_global_seeds_do_not_change_seeded_noise(mode):
             lambda noise=noise: noise.noised(
                 zeros([1000]),
                 noise_multiplier=tf.constant(1.0),
-                step=tf.constant(5, tf.int64),
+                stream=noise.stream(tf.constant(5, tf.int64)),
             ),
             mode,
         )()
@@ -436,7 +438,9 @@ def test_key_is_no_constant_of_the_graph(monkeypatch):
     noise = source(None)
     step = tf.function(
         lambda: noise.noised(
-            zeros([4]), noise_multiplier=tf.constant(1.0), step=tf.constant(0, tf.int64)
+            zeros([4]),
+            noise_multiplier=tf.constant(1.0),
+            stream=noise.stream(tf.constant(0, tf.int64)),
         )
     )
     graph = step.get_concrete_function().graph.as_graph_def().SerializeToString()
@@ -584,10 +588,10 @@ def test_queries_have_noise_of_their_own():
     zeros = ClippedSum([tf.zeros(shape)] * 3, tf.zeros([0]), tf.constant(1.0), 1)
     draws = []
     for number in range(3):
-        step = tf.constant(number, tf.int64)
+        stream = source.stream(tf.constant(number, tf.int64))
         draws += source.noised(
-            zeros, noise_multiplier=tf.constant(1.0, tf.float64), step=step
+            zeros, noise_multiplier=tf.constant(1.0, tf.float64), stream=stream
         )
-        draws.append(source.of_query(shape, step=step))
+        draws.append(source.of_query(shape, stream=stream))
     correlations = np.corrcoef(np.stack(draws))
     assert np.abs(correlations - np.eye(len(draws))).max() < 0.1

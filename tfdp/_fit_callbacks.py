@@ -29,21 +29,21 @@ class Step:
 
     Attributes:
         optimizer: Has not moved the weights yet.
-        clipped_sum: What was clipped, not noised, with the C that clipped. Noise is
-            drawn with that one, whatever callbacks do to the optimizer's.
-        number: Counts the steps of the ledger, a scalar int64 tensor; seeds noise.
-        data: ``(x, y, sample_weight)`` of the logical batch.
-        clip: Clips the gradients of the plain loss on such data with a C, under the
-            dropout masks of the step, for callbacks that set `clips_again`.
+        clipped_sum: What was clipped, on all replicas, not noised, with the C that
+            clipped. Noise is drawn with that one, whatever callbacks do to the
+            optimizer's.
+        stream: Of the step's noise; see `DPOptimizer.query_noise`.
+        clip: Clips the gradients of the plain loss with a C, under the dropout masks
+            of the step, for callbacks that set `clips_again`: those of the step's
+            batch or, as second argument, of ``(x, y, sample_weight)``.
         ascent: The loss that takes gradients uphill, if any.
         released: The gradient that was released last, for `SAT`.
     """
 
     optimizer: DPOptimizer
     clipped_sum: ClippedSum
-    number: tf.Tensor
-    data: Any
-    clip: Callable[[Any, tf.Tensor], ClippedSum]
+    stream: tf.Tensor
+    clip: Callable[..., ClippedSum]
     ascent: AscentLoss | None
     released: ReleasedGradient
 
@@ -107,7 +107,7 @@ class PrivacyCallback(keras.callbacks.Callback):
 
     def _log(self, logs: dict[str, Any] | None) -> None:
         if self.sets is not None and logs is not None:
-            logs[self.sets] = float(getattr(self.model.optimizer, self.sets))
+            logs[self.sets] = float(getattr(self.model.optimizer, self.sets).numpy())
 
     @classmethod
     def has_own(cls, *names: str) -> bool:
@@ -144,6 +144,7 @@ class LedgerCallback(PrivacyCallback):
             # After a backup was restored some epochs are not run.
             epochs = self.params["epochs"] - epoch
             self._recorder.planned_items = planned_items(self._data, epochs)
+            self.model.check_agreement(epoch, self._data)
             self._has_begun = True
         if self._data.begins_pass_each_epoch:
             self._recorder.begin_item()

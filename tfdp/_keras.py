@@ -13,14 +13,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.saving.serialization_lib import SafeModeScope
 from keras.src.trainers import compile_utils
 from keras.src.trainers.compile_utils import CompileLoss, get_loss
+from keras.src.trainers.data_adapters import tf_dataset_adapter
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_util, resource_variable_ops
 from tensorflow.python.ops.parallel_for import pfor
 
 
@@ -161,14 +163,13 @@ def _functional(model: keras.Model) -> Any:
 @contextlib.contextmanager
 def own_global_seed() -> Iterator[keras.random.SeedGenerator]:
     """Yield a generator that stands in for the one of unseeded random functions."""
-    name = "global_seed_generator"
-    original = global_state.get_global_attribute(name)
+    original = global_state.get_global_attribute(_GLOBAL_SEED)
     generator = keras.random.SeedGenerator(seed=0, name="tfdp_probe")
-    global_state.set_global_attribute(name, generator)
+    global_state.set_global_attribute(_GLOBAL_SEED, generator)
     try:
         yield generator
     finally:
-        global_state.set_global_attribute(name, original)
+        global_state.set_global_attribute(_GLOBAL_SEED, original)
 
 
 def make_global_seed() -> None:
@@ -179,6 +180,31 @@ def make_global_seed() -> None:
     """
     with tf.init_scope():
         global_seed_generator()
+
+
+def with_global_seed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function have the generator of unseeded random functions in any thread.
+
+    Keras makes one for each thread, and strategies run replicas in threads.
+
+    Args:
+        function: To run.
+
+    Returns:
+        It, as TensorFlow is to run it: without a conversion of its code.
+    """
+    with tf.init_scope():
+        generator = global_seed_generator()
+
+    def run(*args: Any) -> Any:
+        global_state.set_global_attribute(_GLOBAL_SEED, generator)
+        return function(*args)
+
+    unconverted: Callable[..., Any] = tf.autograph.experimental.do_not_convert(run)
+    return unconverted
+
+
+_GLOBAL_SEED = "global_seed_generator"
 
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:
@@ -401,3 +427,106 @@ def _update_slice_gradient(
 # TensorFlow may have it.
 with contextlib.suppress(KeyError):
     tf.RegisterGradient("XlaDynamicUpdateSlice")(_update_slice_gradient)
+
+
+# Where there are several replicas.
+
+
+class ReplicatedModel(keras.Model):
+    """A Keras model that is built before it trains on replicas, not by its batches."""
+
+    def build_all(self, data_batch: Any) -> None:
+        """Build model, optimizer, loss and metrics for all replicas, symbolically.
+
+        Args:
+            data_batch: ``(x, y, sample_weight)`` of any rows.
+        """
+        super()._maybe_symbolic_build(data_batch=data_batch)
+
+    def _maybe_symbolic_build(
+        self, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        # Keras averages the rows of all replicas here, which may differ in number.
+        strategy = self._distribute_strategy
+        if strategy is None or self._is_all_built():
+            return
+        for _, _, batches in iterator or ():
+            data_batch = tf.nest.map_structure(
+                lambda rows: strategy.experimental_local_results(rows)[0],
+                next(batches),
+            )
+            break
+        super()._maybe_symbolic_build(data_batch=data_batch)
+
+    def _is_all_built(self) -> bool:
+        parts = (self.optimizer, self._compile_loss, self._compile_metrics)
+        return self.built and all(part is None or part.built for part in parts)
+
+
+def strategy_of_model(model: keras.Model) -> tf.distribute.Strategy | None:
+    """Return the strategy in whose scope a model was made, or None."""
+    return model._distribute_strategy
+
+
+def strategy_of_optimizer(
+    optimizer: keras.optimizers.Optimizer,
+) -> tf.distribute.Strategy:
+    """Return the strategy in whose scope an optimizer was made, or TensorFlow's."""
+    return optimizer._distribution_strategy
+
+
+def tensorflow_variables(variable: keras.Variable) -> list[Any]:
+    """List what tapes know a Keras variable by: a copy of it on each device, too."""
+    value = variable.value
+    return [value, *getattr(value, "values", ())]
+
+
+@contextlib.contextmanager
+def unmirrored_variables() -> Iterator[None]:
+    """Let no strategy copy the TensorFlow variables that are made here.
+
+    They are the same for all replicas of a process, and only to be assigned outside
+    of what runs on each of them.
+    """
+
+    def make(_: Any, **options: Any) -> tf.Variable:
+        known = {name: options.get(name) for name in _OF_VARIABLES}
+        return resource_variable_ops.ResourceVariable(**known)
+
+    with tf.variable_creator_scope(make):
+        yield
+
+
+_OF_VARIABLES = ("initial_value", "trainable", "name", "dtype", "shape")
+
+
+@contextlib.contextmanager
+def losses_of_one_replica() -> Iterator[None]:
+    """Keep Keras from dividing losses by the number of replicas.
+
+    An example's loss must not depend on how many others work beside it.
+    """
+    original = loss_module.scale_loss_for_distribution
+    undo = loss_module.unscale_loss_for_distribution
+    loss_module.scale_loss_for_distribution = lambda loss: loss
+    loss_module.unscale_loss_for_distribution = lambda loss: loss
+    try:
+        yield
+    finally:
+        loss_module.scale_loss_for_distribution = original
+        loss_module.unscale_loss_for_distribution = undo
+
+
+@contextlib.contextmanager
+def gradients_are_summed(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Keep an optimizer from adding the gradients of all replicas up once more."""
+    optimizer.__dict__["_all_reduce_sum_gradients"] = lambda pairs: pairs
+    try:
+        yield
+    finally:
+        del optimizer.__dict__["_all_reduce_sum_gradients"]
+
+
+def with_class_weights(class_weight: dict[int, float], x: Any, y: Any) -> Any:
+    """Return ``(x, y, sample_weight)`` with the weight of each row's class."""
+    return tf_dataset_adapter.make_class_weight_map_fn(class_weight)(x, y)

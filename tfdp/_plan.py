@@ -48,6 +48,7 @@ class Plan(NamedTuple):
         optimizer: DPOptimizer,
         physical_batch_size: int | None,
         jit_compile: bool,
+        replicas: int = 1,
     ) -> Self:
         """Settle what depends on the expected batch size, also in the optimizer.
 
@@ -58,6 +59,7 @@ class Plan(NamedTuple):
             optimizer: Says how many microbatches there are.
             physical_batch_size: Rows in a pass, if the user wants a number.
             jit_compile: Whether XLA compiles the passes.
+            replicas: How many share a batch; a pass is of one of them.
 
         Returns:
             The plan.
@@ -87,7 +89,8 @@ class Plan(NamedTuple):
             )
         if physical_batch_size is None and jit_compile:
             # XLA compiles for one size: hardly any Poisson batch is larger.
-            rows = math.ceil(batch_size + 4 * math.sqrt(batch_size))
+            share = batch_size / replicas
+            rows = math.ceil(share + 4 * math.sqrt(share))
             physical_batch_size = _next_multiple(rows, examples_per_unit)
         if physical_batch_size is not None and physical_batch_size % examples_per_unit:
             raise ValueError(

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp import _keras
+
 
 class ReleasedGradient:
     """Remembers the noised mean gradient of the step before; zeros at first.
@@ -21,7 +23,7 @@ class ReleasedGradient:
         self._restored: list[np.ndarray] = []
         # Where the variables were, while they are uphill.
         self._home: list[tf.Variable] = []
-        with tf.init_scope():
+        with tf.init_scope(), _keras.unmirrored_variables():
             self._is_away = tf.Variable(initial_value=False, trainable=False)
 
     def build(self, variables: list[Any]) -> None:
@@ -35,7 +37,7 @@ class ReleasedGradient:
         values = [np.zeros(v.shape, _wide(v.dtype).as_numpy_dtype) for v in variables]
         if [v.shape for v in values] == [v.shape for v in self._restored]:
             values, self._restored = self._restored, []
-        with tf.init_scope():
+        with tf.init_scope(), _keras.unmirrored_variables():
             self._gradients = [tf.Variable(v, trainable=False) for v in values]
             self._home = [tf.Variable(v.value, trainable=False) for v in variables]
         self._variables = list(variables)

@@ -15,3 +15,7 @@ class UnsupportedLayerError(ValueError):
 
 class UnsupportedLossError(ValueError):
     """A loss cannot be evaluated for one example alone."""
+
+
+class WorkerLostError(RuntimeError):
+    """A process that took part in a training is gone."""

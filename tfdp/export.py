@@ -194,11 +194,11 @@ def _report(private: DPModel, delta: float) -> dict[str, Any]:
             "`private.model.export(path)`."
         )
     optimizer = getattr(private.model, "optimizer", None)
-    if optimizer is not None and int(optimizer.iterations):
+    if optimizer is not None and int(optimizer.iterations.numpy()):
         raise NotPrivateError(
             f"Model `{private.model.name}` was trained by an optimizer of its own, "
             f"without noise, after it had become private. Received: {optimizer!r} after "
-            f"{int(optimizer.iterations)} steps. Use `private.fit(...)` only, from the "
+            f"{int(optimizer.iterations.numpy())} steps. Use `private.fit(...)` only, from the "
             "start."
         )
     recorder = private.recorder

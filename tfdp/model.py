@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import keras
@@ -23,10 +24,18 @@ from tfdp._fit_callbacks import (
 from tfdp._journal import journals
 from tfdp._plan import NoisePlan, Plan
 from tfdp._released import ReleasedGradient
+from tfdp._replicas import Replicas, summed
 from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.levels import folded
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data import PoissonDataset
+from tfdp.data.shares import (
+    DIFFERENT_BATCHES,
+    Share,
+    agreed_stream,
+    check_shareable,
+    shared_out,
+)
 from tfdp.data.training_data import (
     TrainingData,
     first_rows,
@@ -44,7 +53,12 @@ from tfdp.engines.passes import (
     run_in_passes,
     run_whole,
 )
-from tfdp.errors import NotPrivateError, PrivacyBudgetError, UnsupportedLayerError
+from tfdp.errors import (
+    NotPrivateError,
+    PrivacyBudgetError,
+    UnsupportedLayerError,
+    WorkerLostError,
+)
 from tfdp.losses import regularizers
 from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
 from tfdp.losses.objective import Batch, Objective
@@ -60,7 +74,7 @@ _RELEASED = "released_gradient_"
 
 
 @keras.saving.register_keras_serializable("tfdp")
-class DPModel(keras.Model):
+class DPModel(_keras.ReplicatedModel):
     """Wraps a Keras model so that `fit` trains it with differential privacy.
 
     It shares the model's layers and weights: after `fit` the user's own model is
@@ -156,7 +170,10 @@ class DPModel(keras.Model):
         if augmentation is not None:
             views = Augmentation(augmentation, augmentation_multiplicity)
         kwargs.setdefault("name", f"private_{model.name}")
-        super().__init__(dtype=model.dtype_policy, **kwargs)
+        replicas = _replicas_of(model)
+        with replicas.scope():
+            super().__init__(dtype=model.dtype_policy, **kwargs)
+        self._replicas = replicas
         self.model = model
         self.engine = engine
         self.physical_batch_size = physical_batch_size
@@ -165,6 +182,8 @@ class DPModel(keras.Model):
         self.recorder = recorder_of(model)
         self._plan = Plan()
         self._checked: tuple[bool, ...] | None = None
+        self.train_function: Callable[[Any], Any] | None = None
+        self.test_function: Callable[[Any], Any] | None = None
         self._jit_compile_passes = False
         self._chosen_engine: engines.Engine | None = None
         self._in_graph: list[PrivacyCallback] = []
@@ -293,9 +312,10 @@ class DPModel(keras.Model):
 
         Raises:
             NotPrivateError: If the optimizer is not a private one.
-            ValueError: If there is no loss, `auto_scale_loss` is set, a
-                `tf.distribute` strategy has several replicas, or the optimizer
-                belongs to another private model.
+            ValueError: If there is no loss, `auto_scale_loss` is set, the optimizer
+                was made in the scope of another `tf.distribute` strategy than the
+                model or belongs to another private model, or there is a strategy
+                and `steps_per_execution` is not 1.
         """
         _check_optimizer(optimizer)
         if auto_scale_loss:
@@ -304,13 +324,7 @@ class DPModel(keras.Model):
                 "un-noised gradients. Received: auto_scale_loss=True. Leave it out: "
                 "float16 losses get a constant scale."
             )
-        replicas = self.distribute_strategy.num_replicas_in_sync
-        if replicas > 1:
-            raise ValueError(
-                "Private training runs on one replica in this version. Received: "
-                f"num_replicas_in_sync={replicas}. Build and compile the model outside "
-                "of the strategy's scope."
-            )
+        self._check_distribution(optimizer, steps_per_execution)
         ascent = loss if isinstance(loss, AscentLoss) else None
         loss = loss if ascent is None else ascent.loss
         check_plain(loss)
@@ -319,17 +333,18 @@ class DPModel(keras.Model):
                 "`loss` is missing. Received: loss=None. Use "
                 "`private.compile(optimizer, loss='mse')`."
             )
-        super().compile(
-            optimizer=optimizer,
-            loss=loss,
-            loss_weights=loss_weights,
-            metrics=metrics,
-            weighted_metrics=weighted_metrics,
-            run_eagerly=run_eagerly,
-            steps_per_execution=steps_per_execution,
-            jit_compile=jit_compile,
-            auto_scale_loss=False,
-        )
+        with self._replicas.scope():
+            super().compile(
+                optimizer=optimizer,
+                loss=loss,
+                loss_weights=loss_weights,
+                metrics=metrics,
+                weighted_metrics=weighted_metrics,
+                run_eagerly=run_eagerly,
+                steps_per_execution=steps_per_execution,
+                jit_compile=jit_compile,
+                auto_scale_loss=False,
+            )
         self._given_jit_compile = jit_compile
         self._given_ascent = ascent
         self._ascent = ascent if ascent is not None and ascent.has_ascent() else None
@@ -343,6 +358,29 @@ class DPModel(keras.Model):
         self._loss_weights = loss_weights
         self._bind(optimizer)
         optimizer.renew_noise_key()
+
+    def _check_distribution(
+        self, optimizer: DPOptimizer, steps_per_execution: int
+    ) -> None:
+        """Refuse an optimizer of other replicas than the model's."""
+        made_in = _keras.strategy_of_optimizer(optimizer.inner_optimizer)
+        strategy = self._replicas.strategy
+        is_other = made_in is not strategy
+        if strategy is None:
+            is_other = made_in.num_replicas_in_sync > 1
+        if is_other:
+            raise ValueError(
+                "Optimizer and model must be made in the scope of the same "
+                f"`tf.distribute` strategy. Received: optimizer={optimizer.name!r} "
+                f"made in that of {made_in!r}, and a model made in that of "
+                f"{strategy!r}. Use `with strategy.scope(): model = ...; optimizer = "
+                "...`."
+            )
+        if strategy is not None and steps_per_execution != 1:
+            raise ValueError(
+                "Replicas take one step at a time. Received: steps_per_execution="
+                f"{steps_per_execution!r} with {strategy!r}. Leave it out."
+            )
 
     def _bind(self, optimizer: DPOptimizer) -> None:
         """Let custom loops with this optimizer count in the model's ledger."""
@@ -426,8 +464,10 @@ class DPModel(keras.Model):
         Raises:
             NotPrivateError: If the model was not compiled with a private optimizer.
             PrivacyBudgetError: If a `PrivacyBudget` has no room for a first step.
+            TypeError: If the replicas of a strategy cannot share the data.
             UnsupportedLayerError: If layers break per-example privacy.
             ValueError: If the arguments contradict each other.
+            WorkerLostError: If another process that trains the model is gone.
         """
         self._get_ready()
         if x is None:
@@ -448,6 +488,8 @@ class DPModel(keras.Model):
             shuffle=shuffle,
             sampling=self.sampling,
         )
+        if self._replicas.strategy is not None:
+            check_shareable(data)
         callbacks = sorted_callbacks(callbacks)
         callbacks.insert(0, LedgerCallback(self.recorder, data))
         steps = data.steps_per_epoch and data.steps_per_epoch * (epochs - initial_epoch)
@@ -467,23 +509,33 @@ class DPModel(keras.Model):
             self._take_callbacks(private)
             self._plan_noise(steps)
             self._begin(data, epochs - initial_epoch)
-            return super().fit(
-                x=data.x,
-                y=data.y,
-                batch_size=data.batch_size,
-                epochs=epochs,
-                verbose=verbose,
-                callbacks=[*callbacks, *kept],
-                validation_data=validation_data,
-                shuffle=data.shuffle,
-                class_weight=class_weight,
-                sample_weight=data.sample_weight,
-                initial_epoch=initial_epoch,
-                steps_per_epoch=data.keras_steps_per_epoch,
-                validation_steps=validation_steps,
-                validation_batch_size=validation_batch_size or batch_size,
-                validation_freq=validation_freq,
-            )
+            if self._replicas.strategy is not None:
+                data = shared_out(
+                    data,
+                    self._replicas,
+                    epochs=epochs - initial_epoch,
+                    rows_per_unit=self._plan.examples_per_unit,
+                    class_weight=class_weight,
+                )
+                class_weight = None
+            with _loss_of_workers(self._replicas):
+                return super().fit(
+                    x=data.x,
+                    y=data.y,
+                    batch_size=data.batch_size,
+                    epochs=epochs,
+                    verbose=verbose,
+                    callbacks=[*callbacks, *kept],
+                    validation_data=validation_data,
+                    shuffle=data.shuffle,
+                    class_weight=class_weight,
+                    sample_weight=data.sample_weight,
+                    initial_epoch=initial_epoch,
+                    steps_per_epoch=data.keras_steps_per_epoch,
+                    validation_steps=validation_steps,
+                    validation_batch_size=validation_batch_size or batch_size,
+                    validation_freq=validation_freq,
+                )
         finally:
             self._released.put_back()
             self._take_callbacks([])
@@ -520,8 +572,15 @@ class DPModel(keras.Model):
             NotPrivateError: If the model was not compiled with a private optimizer.
             PrivacyBudgetError: If a `PrivacyBudget` has no room for the step.
             UnsupportedLayerError: If layers break per-example privacy.
+            ValueError: If there are several replicas.
         """
         self._get_ready()
+        if self._replicas.number > 1:
+            raise ValueError(
+                "`train_on_batch` would give every replica the same batch. Received: "
+                f"{self._replicas.number} replicas. Use `private.fit(...)`, which gives "
+                "each a share."
+            )
         self._plan_for(UNDECLARED, None)
         if self._checked != self._trainable_state():
             self._check_sample(*first_rows((x, y, sample_weight)))
@@ -541,12 +600,45 @@ class DPModel(keras.Model):
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the training function; XLA compiles the passes in it, not all of it."""
+        if self._replicas.strategy is not None:
+            if self.train_function is None or force:
+                self._jit_compile_passes = bool(self.jit_compile)  # type: ignore[has-type]
+                self.train_function = self._function_of_batches(self._train_together)
+            return self.train_function
         jit_compile = bool(self.jit_compile)  # type: ignore[has-type]
         self._jit_compile_passes, self.jit_compile = jit_compile, False
         try:
             return super().make_train_function(force)
         finally:
             self.jit_compile = jit_compile
+
+    def make_test_function(self, force: bool = False) -> Any:
+        """Make the function that evaluates; its metrics are those of all replicas."""
+        if self._replicas.strategy is None:
+            return super().make_test_function(force)
+        if self.test_function is None or force:
+            self.test_function = self._function_of_batches(self._test_together)
+        return self.test_function
+
+    def _function_of_batches(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a function that takes a step with the next batch of an iterator."""
+        if not self.run_eagerly:
+            step = tf.function(step, reduce_retracing=True, autograph=False)
+        return lambda batches: step(next(batches))
+
+    def _test_together(self, data: Any) -> dict[str, Any]:
+        self._replicas.run(self.test_step, data)
+        logs: dict[str, Any] = self.get_metrics_result()
+        return logs
+
+    def _train_together(self, share: Any) -> dict[str, Any]:
+        """Take one step with all replicas, each with its share of a batch."""
+        if not isinstance(share, Share):  # From `train_on_batch`.
+            share = Share(tf.constant(0, tf.int64), share)
+        stream = self.optimizer.noise_stream(self.recorder.steps)
+        return self._take_step(
+            share.rows, agreed_stream(self._replicas, stream, share.fingerprint)
+        )
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """Take one private step if the budget has room for it.
@@ -557,34 +649,42 @@ class DPModel(keras.Model):
         Returns:
             The logs of the epoch up to now.
         """
+        return self._take_step(data, self.optimizer.noise_stream(self.recorder.steps))
+
+    def _take_step(self, data: Any, stream: tf.Tensor) -> dict[str, Any]:
+        """Take one private step, what is not run on all replicas once for them all."""
         data = keras.utils.unpack_x_y_sample_weight(data)
         for callback in self._in_graph:
             callback.before_step(self.optimizer)
         noise_multiplier = self._accounted_noise(self.optimizer.iterations.value)
         has_room = self.recorder.has_room(noise_multiplier)
-        clip = self._clip_with_state_of_step()
+        clip = self._clip_with_state_of_step(data)
         with self._uphill():
             clipped_sum = self._clip_and_log(data, has_room)
 
         def apply() -> bool:
-            step = Step(
-                self.optimizer,
-                clipped_sum,
-                self.recorder.steps,
-                data,
-                clip,
-                self._ascent,
-                self._released,
-            )
-            for callback in self._in_graph:
+            learning = [each for each in self._in_graph if each.has_own("during_step")]
+            if learning:
+                step = Step(
+                    self.optimizer,
+                    self._joined(clipped_sum),
+                    stream,
+                    clip,
+                    self._ascent,
+                    self._released,
+                )
+            for callback in learning:
                 callback.during_step(step)
-            self.optimizer.apply_and_record(
+            released = self.optimizer.apply_and_record(
                 clipped_sum,
                 self.trainable_variables,
                 self.recorder,
-                noise_multiplier,
-                self._released.remember if isinstance(self._ascent, SAT) else None,
+                stream=stream,
+                replicas=self._replicas,
+                accounted_noise_multiplier=noise_multiplier,
             )
+            if isinstance(self._ascent, SAT):
+                self._released.remember(released)
             return True
 
         tf.cond(has_room, apply, lambda: False)
@@ -624,29 +724,44 @@ class DPModel(keras.Model):
                 )
         return noise_multiplier
 
-    def _clip_with_state_of_step(self) -> Callable[[Any, tf.Tensor], ClippedSum]:
-        """Return a function that clips data as the step that begins, but not uphill."""
+    def _clip_with_state_of_step(self, data: Any) -> Callable[..., ClippedSum]:
+        """Return a function that clips as the step that begins, but not uphill.
 
-        def clip(data: Any, clip_norm: tf.Tensor) -> ClippedSum:
-            return self._clip(data, clip_norm, self._objective())
+        Args:
+            data: Of the step.
 
+        Returns:
+            See `Step.clip`.
+        """
         if not any(callback.clips_again for callback in self._in_graph):
-            return clip
-        states = _keras.states(self.model)
-        if self._augmentation is not None:
-            states += self._augmentation.seed_states()
-        at_begin = [tf.identity(state.value) for state in states]
+            states = []
+        else:
+            states = _keras.states(self.model)
+            if self._augmentation is not None:
+                states += self._augmentation.seed_states()
 
-        def clip_with_state(data: Any, clip_norm: tf.Tensor) -> ClippedSum:
-            now = [tf.identity(state.value) for state in states]
-            for state, value in zip(states, at_begin, strict=True):
-                state.assign(value)
-            clipped_sum = clip(data, clip_norm)
-            for state, value in zip(states, now, strict=True):
-                state.assign(value)
-            return clipped_sum
+        def read() -> list[tf.Tensor]:
+            return [tf.identity(state.value) for state in states]
 
-        return clip_with_state
+        at_begin = self._replicas.run(read)
+
+        def clip(clip_norm: tf.Tensor, whole: Any = None) -> ClippedSum:
+            def of_replica(at_begin: list[tf.Tensor], rows: Any) -> ClippedSum:
+                now = read()
+                for state, value in zip(states, at_begin, strict=True):
+                    state.assign(value)
+                if whole is not None:
+                    rows = self._replicas.share_of(
+                        whole, rows_per_unit=self._plan.examples_per_unit
+                    )
+                clipped_sum = self._clip(rows, clip_norm, self._objective())
+                for state, value in zip(states, now, strict=True):
+                    state.assign(value)
+                return clipped_sum
+
+            return self._joined(self._on_all(of_replica, at_begin, data))
+
+        return clip
 
     def _clip_and_log(self, data: Any, has_room: tf.Tensor) -> ClippedSum:
         """Clip and sum the units of a logical batch, and update the metrics."""
@@ -658,12 +773,32 @@ class DPModel(keras.Model):
                 lambda: False,
             )
 
-        return self._clip(
-            data,
-            self.optimizer.l2_norm_clip.value,
-            self._objective_uphill(),
-            update_metrics,
-        )
+        def of_replica(rows: Any) -> ClippedSum:
+            return self._clip(
+                rows,
+                self.optimizer.l2_norm_clip.value,
+                self._objective_uphill(),
+                update_metrics,
+            )
+
+        clipped_sum: ClippedSum = self._on_all(of_replica, data)
+        return clipped_sum
+
+    def _joined(self, clipped_sum: ClippedSum) -> ClippedSum:
+        """Return what callbacks see of what each replica has: the norms of all."""
+        first: ClippedSum = self._replicas.first(clipped_sum)
+        return first._replace(norms=self._replicas.joined(clipped_sum.norms))
+
+    def _on_all(self, clip: Callable[..., ClippedSum], *args: Any) -> ClippedSum:
+        """Add up what all replicas have clipped; each gets the sum."""
+
+        def of_replica(*args: Any) -> ClippedSum:
+            own = clip(*args)
+            return own._replace(gradients=summed(own.gradients))
+
+        with _keras.losses_of_one_replica():
+            clipped_sum: ClippedSum = self._replicas.run(of_replica, *args)
+        return clipped_sum
 
     def _clip(
         self,
@@ -672,7 +807,7 @@ class DPModel(keras.Model):
         objective: Objective,
         on_outputs: OnOutputs | None = None,
     ) -> ClippedSum:
-        """Clip and sum the units of any number of rows."""
+        """Clip and sum the units of any number of rows, on one replica."""
         examples_per_unit, physical_batch_size = self._plan
         rows_per_unit = examples_per_unit
         augmentation = self._augmentation
@@ -699,7 +834,7 @@ class DPModel(keras.Model):
             return engines.get("vectorized").clip_and_sum(objective, batch, **options)
 
         if self._jit_compile_passes:
-            run_pass = tf.function(run_pass, jit_compile=True)
+            run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
         def run_views(batch: Batch) -> Any:
             if augmentation is None:
@@ -787,7 +922,7 @@ class DPModel(keras.Model):
         plan: Any = float(noise[0])
         if self._changes_noise:
             # The same steps, as long as each has its own number.
-            shift = int(self.optimizer.iterations) - int(self.recorder.steps)
+            shift = int(self.optimizer.iterations.numpy()) - int(self.recorder.steps)
             plan = (self._planned_noise[:3], shift)
         self.recorder.enforce_budget(noise, plan)
 
@@ -798,10 +933,10 @@ class DPModel(keras.Model):
             Multiples of the clip norm, of at least one step; the last one is that of
             all that follow.
         """
-        noise_multiplier = float(self.optimizer.noise_multiplier)
+        noise_multiplier = float(self.optimizer.noise_multiplier.numpy())
         if not self._changes_noise:
             return np.array([noise_multiplier])
-        iteration = int(self.optimizer.iterations)
+        iteration = int(self.optimizer.iterations.numpy())
         is_other_noise = not any(
             callback.sets == "noise_multiplier" for callback in self._in_graph
         ) and (noise_multiplier != self._planned_noise.noise_multiplier)
@@ -820,7 +955,7 @@ class DPModel(keras.Model):
 
     def _plan_noise(self, planned_steps: int | None) -> None:
         """Work out what the noise of steps will count as, where callbacks change it."""
-        first = int(self.optimizer.iterations)
+        first = int(self.optimizer.iterations.numpy())
         noise_multipliers = np.array([])
         if self._changes_noise:
             steps = _STEPS_WITHOUT_A_PLAN if planned_steps is None else planned_steps
@@ -831,10 +966,50 @@ class DPModel(keras.Model):
                 noise_multipliers *= 1 - 1e-12
             if planned_steps is None:
                 noise_multipliers = noise_multipliers.min(keepdims=True)
-        noise_multiplier = float(self.optimizer.noise_multiplier)
+        noise_multiplier = float(self.optimizer.noise_multiplier.numpy())
         self._planned_noise = NoisePlan(
             noise_multiplier, first, planned_steps, noise_multipliers
         )
+
+    def check_agreement(self, epoch: int, data: TrainingData) -> None:
+        """Refuse to begin where processes would not train the same model alike.
+
+        Args:
+            epoch: Number of the epoch that begins first.
+            data: What `fit` was given.
+
+        Raises:
+            ValueError: If they differ.
+        """
+        if self._replicas.processes == 1:
+            return
+        states = self._replicas.texts_of_all(self.recorder.state())
+        self.recorder.agree(states, self._replicas.texts_of_all(self.recorder.run)[0])
+        checksum = 0
+        for variable in [*self.model.weights, *self.optimizer.variables]:
+            value = keras.ops.convert_to_numpy(variable.value)
+            checksum = zlib.crc32(value.tobytes(), checksum)
+        facts = {
+            "first epoch": epoch,
+            "steps of the optimizer": int(self.optimizer.iterations.numpy()),
+            "number of examples": getattr(data.segment, "number_of_examples", 0),
+            "batch size": data.expected_batch_size or 0,
+            "steps in an epoch": data.steps_per_epoch or 0,
+            "checksum of the weights and the optimizer": checksum,
+            "checksum of the ledger": zlib.crc32(self.ledger.to_json().encode()),
+        }
+        of_all = self._replicas.of_all(list(facts.values()))
+        different = [
+            f"{name}={sorted(set(values.tolist()))}"
+            for name, values in zip(facts, of_all.T, strict=True)
+            if len(set(values.tolist())) > 1
+        ]
+        if different:
+            raise ValueError(
+                "All workers must begin with the same model, on the same data. "
+                f"Received: {', '.join(different)}. Give each worker its own backup "
+                "directory, and delete those of workers whose others are lost."
+            )
 
     def _get_ready(self) -> None:
         """Refuse to train what cannot be, and take a newly assigned optimizer."""
@@ -867,6 +1042,15 @@ class DPModel(keras.Model):
         return tuple(layer.trainable for layer in _keras.flatten_layers(self.model))
 
     def _check_sample(self, x: Any, y: Any, sample_weight: Any) -> None:
+        if self._replicas.strategy is not None:
+            self.build_all((x, y, sample_weight))
+        with self._replicas.only_first(), _keras.losses_of_one_replica():
+            self._check_rows(x, y, sample_weight)
+        # Variables that were built only now may be known from elsewhere.
+        self.recorder = recorder_of(self.model)
+        self._bind(self.optimizer)
+
+    def _check_rows(self, x: Any, y: Any, sample_weight: Any) -> None:
         validation.check_model(self.model, some_rows(x))
         if self._augmentation is not None:
             self._augmentation.check(some_rows(x))
@@ -897,9 +1081,6 @@ class DPModel(keras.Model):
         engine = choose(self.engine, self._objective_uphill(), rows)
         if engine != self._chosen_engine:
             self._chosen_engine, self.train_function = engine, None
-        # Variables that were built only now may be known from elsewhere.
-        self.recorder = recorder_of(self.model)
-        self._bind(self.optimizer)
 
     def _plan_for(self, segment: Segment, batch_size: float | None) -> None:
         """Settle what depends on the expected batch size."""
@@ -909,6 +1090,7 @@ class DPModel(keras.Model):
             optimizer=self.optimizer,
             physical_batch_size=self.physical_batch_size,
             jit_compile=self.jit_compile,
+            replicas=self._replicas.number,
         )
         if plan != self._plan:
             self._plan, self.train_function = plan, None
@@ -998,6 +1180,19 @@ class DPModel(keras.Model):
         return cls(**objects, **config)
 
 
+def _replicas_of(model: keras.Model) -> Replicas:
+    """Return the replicas that have copies of the model's weights."""
+    replicas = Replicas(_keras.strategy_of_model(model))
+    if replicas.strategy is None and tf.distribute.has_strategy():
+        raise ValueError(
+            f"Model `{model.name}` must be made where it is wrapped: in the scope of "
+            "the `tf.distribute` strategy. Received: a model made outside of the scope "
+            f"of {tf.distribute.get_strategy()!r}. Use `with strategy.scope(): model = "
+            "keras.Sequential([...])`."
+        )
+    return replicas
+
+
 def _check_wrapped(model: Any) -> None:
     if not isinstance(model, keras.Model) or isinstance(model, DPModel):
         raise TypeError(
@@ -1017,6 +1212,43 @@ def _check_wrapped(model: Any) -> None:
             f"model of type {type(model).__name__}. Override `compute_loss` instead: "
             "it is evaluated for each example alone."
         )
+
+
+@contextlib.contextmanager
+def _loss_of_workers(replicas: Replicas) -> Iterator[None]:
+    """Say what to do when another process is gone, or has other batches."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        if DIFFERENT_BATCHES not in str(error):
+            raise
+        raise NotPrivateError(
+            f"{DIFFERENT_BATCHES}: an example could count twice in a step. Received: "
+            "a `tf.data` pipeline that differs between processes. Let it read the "
+            "same rows in the same order everywhere, `dataset.shuffle(..., seed=1)`, "
+            "without random changes of the rows (`DPModel(augmentation=...)` makes "
+            "those); or use arrays."
+        ) from error
+    except _OF_LOST_WORKERS as error:
+        if replicas.processes == 1:
+            raise
+        raise WorkerLostError(
+            "Another worker of this training is gone, and no step is taken without "
+            f"it. Received: {type(error).__name__} in one of {replicas.processes} "
+            "processes. Start all workers again: with `keras.callbacks."
+            "BackupAndRestore(directory_of_this_worker)` they go on from the last "
+            "epoch, and the ledger has every step that was taken."
+        ) from error
+
+
+# What collective operations raise when a process has died or does not answer.
+_OF_LOST_WORKERS = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+    tf.errors.UnavailableError,
+)
 
 
 def _check_optimizer(optimizer: Any) -> None:

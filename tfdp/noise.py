@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _validate
+from tfdp import _keras, _validate
 from tfdp.clipping import ClippedSum, at_least_float32
 
 
@@ -46,7 +46,7 @@ class NoiseSource:
                 stacklevel=3,
             )
         self.seed = seed
-        with tf.init_scope():
+        with tf.init_scope(), _keras.unmirrored_variables():
             self._key = tf.Variable(self._new_key(), trainable=False, name="noise_key")
 
     def renew_key(self) -> None:
@@ -63,15 +63,29 @@ class NoiseSource:
             .view(np.int64)
         )
 
+    def stream(self, step: tf.Tensor) -> tf.Tensor:
+        """Return what all the noise of a step is a function of, with this key.
+
+        Who knows it can subtract the noise: it is as secret as the key.
+
+        Args:
+            step: Scalar int64 tensor, a number that never repeats for this key.
+
+        Returns:
+            int64, shape ``(2,)``.
+        """
+        return self._key + tf.stack([step, tf.zeros_like(step)])
+
+    @staticmethod
     def noised(
-        self, clipped_sum: ClippedSum, *, noise_multiplier: tf.Tensor, step: tf.Tensor
+        clipped_sum: ClippedSum, *, noise_multiplier: tf.Tensor, stream: tf.Tensor
     ) -> list[tf.Tensor]:
         """Add to each sum Gaussian noise of ``noise_multiplier * C``.
 
         Args:
             clipped_sum: What to noise; its own C is the one that counts.
             noise_multiplier: Scalar tensor; 0 adds nothing.
-            step: Scalar int64 tensor, a number that never repeats for this key.
+            stream: Of the step.
 
         Returns:
             The noised sums, in order, of the sums' shapes; float64 where the sum
@@ -81,7 +95,7 @@ class NoiseSource:
         stddev = tf.cast(noise_multiplier, clip.dtype) * clip
         noised = []
         for number, gradient in enumerate(map(at_least_float32, clipped_sum.gradients)):
-            noise = standard_normal(gradient.shape, self._seed(step, number))
+            noise = standard_normal(gradient.shape, _seed(stream, number))
             noised.append(
                 gradient
                 + tf.cast(noise, gradient.dtype) * tf.cast(stddev, gradient.dtype)
@@ -104,7 +118,7 @@ class NoiseSource:
             clipped_sum: See `noised`.
             noise_multiplier: Of each one's own noise, a scalar tensor.
             contributors: How many there are.
-            step: See `noised`; not to be used with the same key there.
+            step: As in `stream`; not to be used with the same key there.
 
         Returns:
             See `noised`.
@@ -114,7 +128,7 @@ class NoiseSource:
             noised = self.noised(
                 clipped_sum._replace(gradients=sums),
                 noise_multiplier=noise_multiplier,
-                step=step * contributors + number,
+                stream=self.stream(step * contributors + number),
             )
             return number + 1, noised
 
@@ -126,8 +140,9 @@ class NoiseSource:
         )
         return sums
 
+    @staticmethod
     def noised_reply(
-        self, clipped_sum: ClippedSum, *, noise_multiplier: tf.Tensor, step: tf.Tensor
+        clipped_sum: ClippedSum, *, noise_multiplier: tf.Tensor, stream: tf.Tensor
     ) -> list[tf.Tensor]:
         """Add noise to what others will see in full, number by number.
 
@@ -139,7 +154,7 @@ class NoiseSource:
         Args:
             clipped_sum: See `noised`.
             noise_multiplier: See `noised`.
-            step: See `noised`; not to be used with the same key there.
+            stream: See `noised`; not to be used there.
 
         Returns:
             See `noised`.
@@ -156,7 +171,7 @@ class NoiseSource:
         grid = tf.pow(tf.constant(2.0, tf.float64), exponent - _GRID_BITS)
         noised = []
         for number, gradient in enumerate(map(at_least_float32, clipped_sum.gradients)):
-            noise = long_normal(gradient.shape, self._seed(step, number))
+            noise = long_normal(gradient.shape, _seed(stream, number))
             steps = tf.round(noise * (stddev / grid))
             wide = tf.cast(gradient, tf.float64)
             towards_zero = tf.sign(wide) * tf.floor(tf.abs(wide) / grid)
@@ -165,21 +180,23 @@ class NoiseSource:
             noised.append(tf.cast(reply, gradient.dtype))
         return noised
 
-    def of_query(self, shape: tf.TensorShape, *, step: tf.Tensor) -> tf.Tensor:
+    @staticmethod
+    def of_query(shape: tf.TensorShape, *, stream: tf.Tensor) -> tf.Tensor:
         """Draw noise for what a step releases beside its gradients.
 
         Args:
             shape: A fully defined shape.
-            step: See `noised`; asked once for each step.
+            stream: See `noised`; asked once for each step.
 
         Returns:
             Standard normal numbers, float32, independent of the gradients' noise.
         """
-        return standard_normal(shape, self._seed(step, -1))
+        return standard_normal(shape, _seed(stream, -1))
 
-    def _seed(self, step: tf.Tensor, number: int) -> tf.Tensor:
-        """Return the seed of one variable's noise, or of a query's, in a step."""
-        return self._key + tf.stack([step, tf.constant(number, tf.int64)])
+
+def _seed(stream: tf.Tensor, number: int) -> tf.Tensor:
+    """Return the seed of one variable's noise, or of a query's, in a step."""
+    return stream + tf.constant([0, number], tf.int64)
 
 
 # Grid of replies: its spacing in standard deviations is 2**-18 or half of that.

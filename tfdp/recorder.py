@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp import _keras
 from tfdp.accounting import (
     Ledger,
     PoissonSteps,
@@ -75,7 +76,11 @@ class LedgerRecorder:
         self._runs: dict[str, int] = {}
         # Variables that steps updated.
         self._trained: dict[int, weakref.ref[Any]] = {}
-        with tf.init_scope(), tf.device("CPU:0"):
+        with (
+            tf.init_scope(),
+            _keras.unmirrored_variables(),
+            tf.device("CPU:0"),
+        ):
             self._steps = _counter(0)
             self._items = tf.Variable(tf.zeros([_ROWS], tf.int64), trainable=False)
             self._noise_multipliers = tf.Variable(
@@ -408,6 +413,21 @@ class LedgerRecorder:
         others = sum(self._runs.values())
         own = max(int(self._steps.numpy()) - others, 0)
         return {**self._runs, self._run: own} if own else dict(self._runs)
+
+    def agree(self, states: list[str], run: str) -> None:
+        """Count what all processes of a training have counted, as one training.
+
+        After a kill their journals may differ by a step.
+
+        Args:
+            states: What `state` returned in each, in the same order everywhere.
+            run: The name of the training from here on, the same everywhere.
+        """
+        for state in dict.fromkeys(states):
+            if state != self.state():
+                self.restore(state)
+        if run != self._run:
+            self._runs, self._run = self._all_runs(), run
 
     def restore(self, state: str) -> None:
         """Take over what a saved model had run; nothing recorded here is lost.

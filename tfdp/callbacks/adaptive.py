@@ -67,7 +67,7 @@ class AdaptiveClip(PrivacyCallback, abc.ABC):
                 step.optimizer.l2_norm_clip.value,
                 step.clipped_sum.norms,
                 expected_units=step.expected_units,
-                noise=step.optimizer.query_noise(self.query_shape, step.number),
+                noise=step.optimizer.query_noise(self.query_shape, step.stream),
             )
             step.optimizer.l2_norm_clip.assign(next_clip)
             return True
@@ -281,7 +281,7 @@ def _log_cost(
     callback: PrivacyCallback, model: DPModel, query_noise_multiplier: float
 ) -> None:
     """Say how the query raises epsilon, and what would not raise it."""
-    noise_multiplier = float(model.optimizer.noise_multiplier)
+    noise_multiplier = float(model.optimizer.noise_multiplier.numpy())
     if noise_multiplier == 0:
         return
     counted = folded(noise_multiplier, query_noise_multiplier)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _tree, _validate
+from tfdp import _keras, _tree, _validate
 from tfdp._fit_callbacks import PrivacyCallback, Step
 from tfdp.clipping import ClippedSum
 from tfdp.data.training_data import number_of_examples
@@ -87,7 +87,7 @@ class BiasLogger(PrivacyCallback):
         self.public_data = _checked_public_data(public_data)
         self.prefix = "nonprivate_" if public_data is None else "public_"
         self._names: tuple[str, ...] = _NAMES
-        with tf.init_scope():
+        with tf.init_scope(), _keras.unmirrored_variables():
             self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._values = tf.Variable(_NOTHING, trainable=False)
 
@@ -104,20 +104,18 @@ class BiasLogger(PrivacyCallback):
 
         def measure() -> bool:
             clipped, units = step.clipped_sum, step.expected_units
-            data, clip = step.data, clipped.l2_norm_clip
-            if self.public_data is not None:
-                data = self.public_data
-            if self.public_data is not None or step.ascent is not None:
-                clipped = step.clip(data, clip)
-            if self.public_data is not None:
+            clip, data = clipped.l2_norm_clip, self.public_data
+            if data is not None or step.ascent is not None:
+                clipped = step.clip(clip, data)
+            if data is not None:
                 units = tf.size(clipped.norms)
-            whole = step.clip(data, tf.constant(math.inf, clip.dtype))
+            whole = step.clip(tf.constant(math.inf, clip.dtype), data)
             measured = _measured(clipped, whole, tf.cast(units, tf.float64))
             cosine = tf.constant(math.nan, tf.float64)
             if isinstance(step.ascent, SAT):
                 cosine = step.released.cosine_with(whole.gradients)
             elif step.ascent is not None:
-                short = step.clip(data, tf.constant(_SHORT, clip.dtype))
+                short = step.clip(tf.constant(_SHORT, clip.dtype), data)
                 cosine = _mean_cosine(short, whole)
             self._values.assign(tf.concat([measured, cosine[None]], 0))
             return True

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _validate
+from tfdp import _keras, _validate
 from tfdp._fit_callbacks import PrivacyCallback
 from tfdp.model import DPModel
 from tfdp.optimizers.dp_optimizer import DPOptimizer, checked_clip
@@ -34,7 +34,7 @@ class _Scheduler(PrivacyCallback, abc.ABC):
             )
         self.schedule = schedule
         self.steps = None if steps is None else _validate.positive_int("steps", steps)
-        with tf.init_scope():
+        with tf.init_scope(), _keras.unmirrored_variables():
             self._table = tf.Variable(
                 tf.ones([1], tf.float64), shape=[None], trainable=False
             )
@@ -63,7 +63,7 @@ class _Scheduler(PrivacyCallback, abc.ABC):
                 "steps=1000)` or `fit(..., steps_per_epoch=100)`."
             )
         # From the beginning: a backup may set the run back by any number of steps.
-        values = self.values(int(model.optimizer.iterations) + steps)
+        values = self.values(int(model.optimizer.iterations.numpy()) + steps)
         if len(values):
             self._table.assign(values)
 

@@ -5,6 +5,7 @@ import operator
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import keras
@@ -238,6 +239,42 @@ class PoissonDataset(keras.utils.PyDataset):
             lambda rows: rows.take(indices), self._rows
         )
         return batch
+
+    @property
+    def rows(self) -> tuple[Any, ...]:
+        """The sources of rows, in the structure of a batch."""
+        return self._rows
+
+    def numbered_draws(
+        self, key: int, number_of_draws: int
+    ) -> Callable[[int], NDArray[np.int64]]:
+        """Return draws for processes that share each of them, those `fit` would make.
+
+        The next epoch begins after as many as are asked for.
+
+        Args:
+            key: A fresh secret that all of them have; one made with a seed is used
+                in its place.
+            number_of_draws: How many will be used, each once.
+
+        Returns:
+            A function from the number of a draw, from 0, to the indices of its rows.
+        """
+        key = self._key if self._seeded else key
+        # Keras ends an epoch before it trains.
+        first = self._epoch + 1
+        self.advance_to(first + -(-number_of_draws // self._steps))
+
+        def draw(number: int) -> NDArray[np.int64]:
+            epochs, index = divmod(number, self._steps)
+            return poisson_indices(
+                key,
+                (first + epochs, index, 0),
+                number_of_examples=self._number_of_examples,
+                sampling_probability=self._sampling_probability,
+            )
+
+        return draw
 
     def _next_draw(self, index: int) -> tuple[int, int, int]:
         """Return the name of a draw that was never made: epoch, index, repetition."""

@@ -159,8 +159,9 @@ def _noised(clipped_sum: ClippedSum, noise_multiplier: float) -> list[tf.Tensor]
             "`tf.function` would keep the first one. Received: a call inside of one. "
             "Call `client_update` or `privatize` outside of `tf.function`."
         )
-    return NoiseSource().noised_reply(
+    source = NoiseSource()
+    return source.noised_reply(
         clipped_sum,
         noise_multiplier=tf.constant(noise_multiplier, tf.float64),
-        step=tf.constant(0, tf.int64),
+        stream=source.stream(tf.constant(0, tf.int64)),
     )

@@ -372,7 +372,8 @@ class Simulation:
                 clipped_sum.norms,
                 expected_units=tf.constant(contributors, tf.float64),
                 noise=self._noise.of_query(
-                    tf.TensorShape(policy.query_shape), step=number
+                    tf.TensorShape(policy.query_shape),
+                    stream=self._noise.stream(number),
                 ),
             )
 
@@ -392,7 +393,7 @@ class Simulation:
         return self._noise.noised(
             clipped_sum,
             noise_multiplier=noise_multiplier * contributors**0.5,
-            step=number,
+            stream=self._noise.stream(number),
         )
 
     def _note(

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from tfdp import _validate
+from tfdp import _keras, _validate
 from tfdp.clipping import at_least_float32
 
 
@@ -166,7 +166,7 @@ def unread(variables: Iterable[Any], subject: str) -> Iterator[None]:
         f"`{variable.path}`"
         for variable in variables
         if isinstance(variable.regularizer, GaussianDivergence)
-        and id(variable.value) in read
+        and any(id(known) in read for known in _keras.tensorflow_variables(variable))
     ]
     if found:
         raise ValueError(

@@ -2,13 +2,13 @@
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any, Self
 
 import keras
 import tensorflow as tf
 
-from tfdp import _validate
+from tfdp import _keras, _validate
+from tfdp._replicas import ALONE, Replicas
 from tfdp.accounting import Ledger
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
@@ -127,7 +127,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         self._noise = NoiseSource(noise_seed)
         self.recorder = LedgerRecorder()
         self.recorder.note_seeds(noise=noise_seed is not None, sampling=False)
-        with tf.init_scope():
+        with tf.init_scope(), _keras.unmirrored_variables():
             # NaN until it is known; no update can happen before.
             self._expected_batch_size = tf.Variable(
                 expected_batch_size or math.nan, dtype=tf.float64, trainable=False
@@ -220,8 +220,10 @@ class DPOptimizer(keras.optimizers.Optimizer):
         Raises:
             ValueError: If one is not finite, or not positive or negative.
         """
-        checked_clip(float(self._l2_norm_clip))
-        _validate.non_negative("noise_multiplier", float(self._noise_multiplier))
+        checked_clip(float(self._l2_norm_clip.numpy()))
+        _validate.non_negative(
+            "noise_multiplier", float(self._noise_multiplier.numpy())
+        )
 
     def renew_noise_key(self) -> None:
         """Draw the noise with a fresh secret key from here on."""
@@ -245,66 +247,110 @@ class DPOptimizer(keras.optimizers.Optimizer):
             trainable_variables: The model's trainable variables, in order.
 
         Raises:
+            NotPrivateError: If a `tf.distribute` strategy has several replicas, each
+                of which would noise a sum of its own.
             TypeError: If `clipped_sum` is no `tfdp.ClippedSum`.
             ValueError: If the number of variables differs from the number of
                 gradients, or the expected batch size is not known.
         """
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        if replicas > 1:
+            raise NotPrivateError(
+                "`apply_clipped_sum` noises the sum of one replica, and a step of "
+                "several has one noise for all of them. Received: "
+                f"num_replicas_in_sync={replicas}. Use `tfdp.DPModel(model).fit(...)`, "
+                "which adds the sums of all replicas up."
+            )
         with tf.init_scope():
             # Private models of these variables, also later ones, count these steps.
             self.recorder = recorder_of_variables(trainable_variables, self.recorder)
-        self.apply_and_record(clipped_sum, trainable_variables, self.recorder)
+        self.apply_and_record(
+            clipped_sum,
+            trainable_variables,
+            self.recorder,
+            stream=self.noise_stream(self.recorder.steps),
+        )
 
     def apply_and_record(
         self,
         clipped_sum: ClippedSum,
         trainable_variables: list[Any],
         recorder: LedgerRecorder,
+        *,
+        stream: tf.Tensor,
+        replicas: Replicas = ALONE,
         accounted_noise_multiplier: tf.Tensor | None = None,
-        on_release: Callable[[list[tf.Tensor]], None] | None = None,
-    ) -> None:
+    ) -> list[tf.Tensor]:
         """Do what `apply_clipped_sum` does, and count the step in a given ledger.
 
+        Every replica draws the same noise, of one step, and adds it to the same sum.
+
         Args:
-            clipped_sum: See `apply_clipped_sum`.
+            clipped_sum: See `apply_clipped_sum`; on each replica, of all of them.
             trainable_variables: See `apply_clipped_sum`.
             recorder: Of the model that trains.
+            stream: Of the step's noise, the same in all processes.
+            replicas: That train the variables.
             accounted_noise_multiplier: What `noise_multiplier` counts as, float64
                 scalar, where the step releases more than the gradients.
-            on_release: Sees the noised mean gradients, of no regularizer.
+
+        Returns:
+            The noised mean gradients, of no regularizer, which are released.
         """
         self._check(clipped_sum, trainable_variables)
         if not self.built:
             self.build(trainable_variables)
-        noised = self._noise.noised(
-            clipped_sum,
-            noise_multiplier=self._noise_multiplier.value,
-            step=recorder.steps,
-        )
-        units = self.expected_units(clipped_sum.examples_per_unit)
-        gradients = [gradient / tf.cast(units, gradient.dtype) for gradient in noised]
-        if on_release is not None:
-            on_release(gradients)
-        gradients = [
-            with_regularizer(gradient, variable)
-            for gradient, variable in zip(gradients, trainable_variables, strict=True)
-        ]
         if accounted_noise_multiplier is None:
             accounted_noise_multiplier = self._noise_multiplier.value
-        recorder.record(accounted_noise_multiplier / clipped_sum.sensitivity_in_clips)
-        recorder.note_update(trainable_variables, clipped_sum.l2_norm_clip)
-        self.inner_optimizer.apply(gradients, trainable_variables)
+        of_first = replicas.first(clipped_sum)
+        recorder.record(accounted_noise_multiplier / of_first.sensitivity_in_clips)
+        recorder.note_update(trainable_variables, of_first.l2_norm_clip)
 
-    def query_noise(self, shape: tuple[int, ...], step: tf.Tensor) -> tf.Tensor:
+        def update(clipped_sum: ClippedSum) -> list[tf.Tensor]:
+            noised = self._noise.noised(
+                clipped_sum,
+                noise_multiplier=self._noise_multiplier.value,
+                stream=stream,
+            )
+            units = self.expected_units(clipped_sum.examples_per_unit)
+            released = [each / tf.cast(units, each.dtype) for each in noised]
+            gradients = [
+                with_regularizer(gradient, variable)
+                for gradient, variable in zip(
+                    released, trainable_variables, strict=True
+                )
+            ]
+            self.inner_optimizer.apply(gradients, trainable_variables)
+            return released
+
+        with _keras.gradients_are_summed(self.inner_optimizer):
+            released: list[tf.Tensor] = replicas.first(
+                replicas.run(update, clipped_sum)
+            )
+        return released
+
+    def noise_stream(self, step: tf.Tensor) -> tf.Tensor:
+        """Return what the noise of a step is a function of: a secret.
+
+        Args:
+            step: What `LedgerRecorder.steps` was when the step began.
+
+        Returns:
+            int64, shape ``(2,)``.
+        """
+        return self._noise.stream(step)
+
+    def query_noise(self, shape: tuple[int, ...], stream: tf.Tensor) -> tf.Tensor:
         """Draw noise for what a step releases beside its gradients.
 
         Args:
             shape: Of the release.
-            step: What `LedgerRecorder.steps` was when the step began.
+            stream: Of the step, from `noise_stream`.
 
         Returns:
             Standard normal numbers, float32.
         """
-        return self._noise.of_query(tf.TensorShape(shape), step=step)
+        return self._noise.of_query(tf.TensorShape(shape), stream=stream)
 
     def _check(self, clipped_sum: ClippedSum, variables: list[Any]) -> None:
         if not isinstance(clipped_sum, ClippedSum):
@@ -360,13 +406,15 @@ class DPOptimizer(keras.optimizers.Optimizer):
     def finalize_variable_values(self, var_list: list[Any]) -> None:
         """Let the inner optimizer put its moving averages into the variables."""
         self.inner_optimizer.finalize_variable_values(var_list)
-        self._averaged_after.assign(int(self.iterations))
+        self._averaged_after.assign(int(self.iterations.numpy()))
 
     @property
     def averages_wait(self) -> bool:
         """Whether steps were taken whose moving averages are not the weights yet."""
-        steps = int(self.iterations)
-        return self.inner_optimizer.use_ema and steps != int(self._averaged_after)
+        steps = int(self.iterations.numpy())
+        return self.inner_optimizer.use_ema and steps != int(
+            self._averaged_after.numpy()
+        )
 
     def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
         """Exclude variables from the inner optimizer's weight decay."""
@@ -415,8 +463,8 @@ class DPOptimizer(keras.optimizers.Optimizer):
 
     def _private_config(self) -> dict[str, Any]:
         return {
-            "l2_norm_clip": float(self._l2_norm_clip),
-            "noise_multiplier": float(self._noise_multiplier),
+            "l2_norm_clip": float(self._l2_norm_clip.numpy()),
+            "noise_multiplier": float(self._noise_multiplier.numpy()),
             "num_microbatches": self.num_microbatches,
             "expected_batch_size": self._configured_batch_size,
             "noise_seed": self._noise.seed,

@@ -108,7 +108,11 @@ class Recording:
         self._find_rule = find_rule
         self.moves = moves
         # Inside of a layer's call `value` may be a cast copy.
-        self._trainable = {id(v.value): v for v in model.trainable_variables}
+        self._trainable = {
+            id(known): variable
+            for variable in model.trainable_variables
+            for known in _keras.tensorflow_variables(variable)
+        }
         self._variable_tapes: list[tf.GradientTape] = []
         self._refusals: list[str] = []
         self._eager = tf.executing_eagerly()

@@ -6,5 +6,12 @@ from tfdp.sampling.poisson import (
     poisson_probability,
     seeded_key,
 )
+from tfdp.sampling.shuffled import shuffled_order
 
-__all__ = ["fresh_key", "poisson_indices", "poisson_probability", "seeded_key"]
+__all__ = [
+    "fresh_key",
+    "poisson_indices",
+    "poisson_probability",
+    "seeded_key",
+    "shuffled_order",
+]

@@ -1,0 +1,161 @@
+"""Trainings whose result must not depend on how many replicas take part."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdp
+from tfdp import callbacks, losses
+
+ROWS = 40
+BATCH = 4
+STEPS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One training of 20 steps, its draws and its noise with known seeds.
+
+    Batches have 4 rows on average: shares are uneven, and often empty.
+    """
+
+    noise_multiplier: float = 0.0
+    optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(0.01)
+    loss: Callable[[Any], Any] = lambda loss: loss
+    callbacks: Callable[[], list[Any]] = list
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    compile: dict[str, Any] = dataclasses.field(default_factory=dict)
+    num_microbatches: int | None = None
+    data: str = "poisson"
+
+
+def rows() -> tuple[np.ndarray, np.ndarray]:
+    """Return ``(x, y)`` with an outlier; clipping is active."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 8)).astype("float32")
+    x[3] *= 100
+    return x, rng.integers(0, 3, ROWS)
+
+
+def public_rows() -> tuple[np.ndarray, np.ndarray]:
+    x, y = rows()
+    return x[:7], y[:7]
+
+
+CASES = {
+    "plain": Case(),
+    "noised": Case(noise_multiplier=0.6, optimizer=lambda: keras.optimizers.SGD(0.1)),
+    "passes": Case(model={"physical_batch_size": 2}),
+    "ghost": Case(model={"engine": "ghost"}),
+    "vectorized": Case(model={"engine": "vectorized"}),
+    "jit": Case(compile={"jit_compile": True}),
+    "jit_vectorized": Case(
+        model={"engine": "vectorized"}, compile={"jit_compile": True}
+    ),
+    "eager": Case(compile={"run_eagerly": True}),
+    "moving_average": Case(
+        optimizer=lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9)
+    ),
+    "sam": Case(loss=lambda loss: losses.BAM(loss, radius=0.05)),
+    "exact": Case(loss=lambda loss: losses.BAM(loss, radius=0.05, ascent="exact")),
+    "sam_vectorized": Case(
+        loss=lambda loss: losses.BAM(loss, radius=0.05),
+        model={"engine": "vectorized", "physical_batch_size": 3},
+    ),
+    "sat": Case(loss=lambda loss: losses.SAT(loss, radius=0.05)),
+    "quantile": Case(
+        noise_multiplier=0.6,
+        callbacks=lambda: [callbacks.AdaptiveQuantileClip(target_quantile=0.5)],
+    ),
+    "median": Case(
+        noise_multiplier=0.6,
+        callbacks=lambda: [
+            callbacks.AdaptiveMedianClip(
+                [0, 0.1, 0.2, 0.4, 1.0], histogram_noise_multiplier=1.0, every=3
+            )
+        ],
+    ),
+    "scheduled": Case(
+        callbacks=lambda: [
+            callbacks.ClipNormScheduler(
+                keras.optimizers.schedules.PolynomialDecay(1.0, STEPS, 0.1)
+            )
+        ]
+    ),
+    "bias": Case(callbacks=lambda: [callbacks.BiasLogger(every=3)]),
+    "public_bias": Case(
+        callbacks=lambda: [callbacks.BiasLogger(every=3, public_data=public_rows())]
+    ),
+    "bias_sat": Case(
+        loss=lambda loss: losses.SAT(loss, radius=0.05),
+        callbacks=lambda: [callbacks.BiasLogger(every=3)],
+    ),
+    "bias_sam": Case(
+        loss=lambda loss: losses.BAM(loss, radius=0.05),
+        callbacks=lambda: [callbacks.BiasLogger(every=3)],
+    ),
+    "budget": Case(
+        noise_multiplier=0.6,
+        callbacks=lambda: [callbacks.PrivacyBudget(1e-3, target_epsilon=30.0)],
+    ),
+    "declared": Case(data="declared"),
+    "microbatches": Case(data="declared", num_microbatches=2),
+}
+
+
+def fit(case: Case, strategy: tf.distribute.Strategy | None = None) -> tuple[Any, Any]:
+    """Train as the case says.
+
+    Args:
+        case: One of `CASES`.
+        strategy: None for one device.
+
+    Returns:
+        The private model and the history of its logs.
+    """
+    x, y = rows()
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([
+            keras.Input((8,)),
+            keras.layers.Dense(16, activation="relu"),
+            keras.layers.Dense(3),
+        ])
+        optimizer = tfdp.optimizers.DPOptimizer(
+            case.optimizer(),
+            l2_norm_clip=0.5,
+            noise_multiplier=case.noise_multiplier,
+            num_microbatches=case.num_microbatches,
+            noise_seed=3,
+        )
+    private = tfdp.DPModel(model, **case.model)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    private.compile(optimizer, case.loss(loss), metrics=["accuracy"], **case.compile)
+    if case.data == "poisson":
+        data = tfdp.data.PoissonDataset(
+            x, y, expected_batch_size=BATCH, seed=5, steps_per_epoch=STEPS // 2
+        )
+    else:
+        data = tfdp.data.declare(
+            # The second pass in the order of the first: how often TensorFlow has begun
+            # to read it before is no matter then.
+            tf.data.Dataset
+            .from_tensor_slices((x, y))
+            .shuffle(ROWS, seed=1, reshuffle_each_iteration=False)
+            .batch(BATCH),
+            number_of_examples=ROWS,
+            expected_batch_size=BATCH,
+            sampling="shuffle",
+        )
+    history = private.fit(data, epochs=2, verbose=0, callbacks=case.callbacks())
+    return private, history.history
+
+
+def weights_of(private: Any) -> np.ndarray:
+    """Return all weights of the wrapped model as one vector."""
+    return np.concatenate([each.ravel() for each in private.model.get_weights()])

@@ -1,0 +1,232 @@
+"""Training on several replicas, of one process and of several."""
+
+import math
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.distributed.cases import CASES, fit, weights_of
+from tests.distributed.processes import run_mirrored, run_workers
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The privacy noise is reproducible"),
+    pytest.mark.filterwarnings("ignore:Training without noise"),
+    pytest.mark.filterwarnings("ignore:Draws made with a `seed`"),
+]
+
+
+def assert_as_on_one_device(found, name):
+    private, history = fit(CASES[name])
+    np.testing.assert_allclose(
+        found["weights"], weights_of(private), rtol=0, atol=1e-5, err_msg=name
+    )
+    assert found["epsilon"] == private.epsilon(1e-3), name
+    assert found["ledger"] == private.ledger.to_json(), name
+    assert found["copies_agree"], name
+    assert found["history"].keys() == history.keys(), name
+    for key, values in history.items():
+        np.testing.assert_allclose(
+            found["history"][key], values, rtol=1e-4, err_msg=f"{name}: {key}"
+        )
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["plain", "noised"],
+        pytest.param(["quantile"], marks=pytest.mark.slow),
+        pytest.param(["passes", "sam", "sat", "budget"], marks=pytest.mark.slow),
+        pytest.param(["ghost", "vectorized", "exact"], marks=pytest.mark.slow),
+        pytest.param(["jit", "jit_vectorized", "eager"], marks=pytest.mark.slow),
+        pytest.param(["sam_vectorized", "moving_average"], marks=pytest.mark.slow),
+        pytest.param(["median", "scheduled"], marks=pytest.mark.slow),
+        pytest.param(["bias", "public_bias"], marks=pytest.mark.slow),
+        pytest.param(["bias_sat", "bias_sam"], marks=pytest.mark.slow),
+        pytest.param(["declared", "microbatches"], marks=pytest.mark.slow),
+    ],
+    ids="-".join,
+)
+def test_two_mirrored_devices_train_as_one(names, tmp_path):
+    found = run_mirrored(tmp_path, "train", *names)
+    for name in names:
+        assert_as_on_one_device(found[name], name)
+
+
+@pytest.mark.slow
+def test_three_mirrored_devices_train_as_one(tmp_path):
+    found = run_mirrored(tmp_path, "train", "plain", "microbatches", replicas=3)
+    for name, each in found.items():
+        assert_as_on_one_device(each, name)
+
+
+@pytest.mark.parametrize(
+    ("names", "workers", "replicas"),
+    [
+        (["noised"], 2, 1),
+        pytest.param(["plain", "passes", "quantile"], 3, 1, marks=pytest.mark.slow),
+        pytest.param(["plain", "noised"], 2, 2, marks=pytest.mark.slow),
+        pytest.param(["sam", "sat", "exact", "median"], 2, 1, marks=pytest.mark.slow),
+        pytest.param(["bias_sat", "public_bias"], 2, 1, marks=pytest.mark.slow),
+        pytest.param(["jit", "declared", "eager"], 2, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_workers_train_as_one(names, workers, replicas, tmp_path):
+    of_workers = run_workers(
+        tmp_path, "train", *names, workers=workers, replicas=replicas
+    )
+    for name in names:
+        assert_as_on_one_device(of_workers[0][name], name)
+        for found in of_workers[1:]:
+            assert found[name]["weights"] == of_workers[0][name]["weights"], name
+            assert found[name]["ledger"] == of_workers[0][name]["ledger"], name
+
+
+def assert_one_noise(found):
+    # 120,000 numbers: the standard deviation is known to 0.2 %.
+    np.testing.assert_allclose(found["ratio"], 1.0, rtol=0.01)
+    assert found["correlation"] < 0.02
+    assert found["copies_agree"]
+
+
+def assert_noise_is_found_wrong(found, ratio):
+    with pytest.raises(AssertionError):
+        assert_one_noise(found)
+    np.testing.assert_allclose(found["ratio"], ratio, rtol=0.01)
+
+
+def test_mirrored_devices_have_one_noise(tmp_path):
+    assert_one_noise(run_mirrored(tmp_path, "noise", "none")["none"])
+
+
+@pytest.mark.slow
+def test_workers_have_one_noise(tmp_path):
+    first, second = run_workers(tmp_path, "noise", "none")
+    assert_one_noise(first["none"])
+    assert first["none"]["weights"] == second["none"]["weights"]
+
+
+@pytest.mark.slow
+def test_wrong_noise_would_be_found(tmp_path):
+    found = run_mirrored(
+        tmp_path,
+        "noise",
+        "each_adds_all",
+        "each_adds_a_part",
+        "all_add_the_same_share",
+    )
+    assert_noise_is_found_wrong(found["each_adds_all"], math.sqrt(2))
+    assert_noise_is_found_wrong(found["each_adds_a_part"], math.sqrt(1 / 2))
+    assert_noise_is_found_wrong(found["all_add_the_same_share"], math.sqrt(2))
+
+
+# ------------------------------------------------------------- workers that are lost
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_comes_back(tmp_path):
+    survivor, dead = run_workers(tmp_path, "killed", tmp_path, 1, may_fail=True)
+    assert dead is None
+    assert "Another worker of this training is gone" in survivor["error"]
+    assert "BackupAndRestore" in survivor["error"]
+    first, second = run_workers(tmp_path, "killed", tmp_path, -1)
+    assert first["weights"] == second["weights"]
+    assert first["epochs"] == [1, 2]  # The first epoch was not run again.
+    # Five steps an epoch, and two or three of the epoch that was run twice.
+    begun = (tmp_path / "begun_0").read_text().count("step")
+    for found in first, second:
+        assert 17 <= found["steps"] <= begun + 1
+        expected = tfdp.accounting.Ledger().add(
+            tfdp.accounting.PoissonSteps(
+                steps=found["steps"],
+                noise_multiplier=0.8,
+                number_of_examples=40,
+                expected_batch_size=8,
+            )
+        )
+        assert found["epsilon"] == pytest.approx(expected.epsilon(1e-3))
+        assert found["val_loss"] == pytest.approx(found["evaluated"], rel=1e-5)
+    restored = keras.models.load_model(tmp_path / "model_0.keras")
+    np.testing.assert_allclose(weights_of(restored), first["weights"], rtol=1e-6)
+    assert restored.epsilon(1e-3) == first["epsilon"]
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("order", "NotPrivateError: The workers have different batches"),
+        pytest.param("weights", "ValueError: .*checksum", marks=pytest.mark.slow),
+        pytest.param(
+            "examples",
+            r"ValueError: .*number of examples=\[30, 40\]",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_workers_that_differ_are_refused(what, error, tmp_path):
+    for found in run_workers(tmp_path, "different", what):
+        assert pytest.approx(0) == found["moved"]
+        assert re.match(error, found["error"])
+
+
+# -------------------------------------------------------------------------- refusals
+
+
+def one_device_scope():
+    return tf.distribute.MirroredStrategy(["CPU:0"]).scope()
+
+
+def network():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+def optimizer():
+    return tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+
+
+def test_a_model_from_outside_of_the_scope_is_refused():
+    model = network()
+    with one_device_scope(), pytest.raises(ValueError, match="made outside of the"):
+        tfdp.DPModel(model)
+
+
+def test_an_optimizer_from_outside_of_the_scope_is_refused():
+    with one_device_scope():
+        private = tfdp.DPModel(network())
+    with pytest.raises(ValueError, match="scope of the same"):
+        private.compile(optimizer(), "mse")
+
+
+def test_several_steps_at_once_are_refused():
+    with one_device_scope():
+        private = tfdp.DPModel(network())
+        with pytest.raises(ValueError, match="steps_per_execution=2"):
+            private.compile(optimizer(), "mse", steps_per_execution=2)
+
+
+def test_other_strategies_are_refused():
+    with (
+        tf.distribute.experimental.CentralStorageStrategy(["CPU:0"]).scope(),
+        pytest.raises(ValueError, match="MultiWorkerMirroredStrategy"),
+    ):
+        tfdp.DPModel(network())
+
+
+def test_a_mirrored_device_alone(rng):
+    with one_device_scope():
+        private = tfdp.DPModel(network())
+        private.compile(optimizer(), "mse", metrics=["mae"])
+    x, y = rng.normal(size=(40, 2)), rng.normal(size=(40, 1))
+    history = private.fit(
+        x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x, y)
+    )
+    assert set(history.history) == {"loss", "mae", "val_loss", "val_mae"}
+    assert private.ledger.segments[0].steps == 10
+    before = private.epsilon(1e-3)
+    optimizer_of_model = private.optimizer
+    optimizer_of_model.expect_batch_size(8)
+    private.train_on_batch(x[:8], y[:8])
+    assert private.epsilon(1e-3) > before

@@ -1,0 +1,217 @@
+"""Runs in a process of its own: trains on the replicas that its strategy has.
+
+    python worker.py OUTPUT JOB ARGUMENT...
+
+The strategy is that of `TF_CONFIG`, with `REPLICAS` logical devices in each process;
+without `TF_CONFIG` these are the replicas of a `MirroredStrategy`.
+"""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdp
+from tests.distributed import cases
+from tfdp._replicas import replica_number, summed
+from tfdp.noise import NoiseSource, _seed, standard_normal
+
+warnings.simplefilter("ignore")
+
+DEVICES = int(os.environ.get("REPLICAS", "1"))
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * DEVICES,
+)
+if "TF_CONFIG" in os.environ:
+    STRATEGY = tf.distribute.MultiWorkerMirroredStrategy()
+else:
+    STRATEGY = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(DEVICES)])
+
+
+def copies_agree(private):
+    """Tell whether every device of this process has the same weights."""
+    return all(
+        np.array_equal(one.numpy(), copy.numpy())
+        for weight in private.model.weights
+        for one in [weight.value.values[0]]
+        for copy in weight.value.values
+    )
+
+
+def train(*names):
+    """Train the cases."""
+    found = {}
+    for name in names:
+        private, history = cases.fit(cases.CASES[name], STRATEGY)
+        found[name] = {
+            "weights": cases.weights_of(private).tolist(),
+            "history": {key: list(map(float, found)) for key, found in history.items()},
+            "epsilon": private.epsilon(1e-3),
+            "ledger": private.ledger.to_json(),
+            "copies_agree": copies_agree(private),
+        }
+    return found
+
+
+def _noised_by_each(share, *, is_alike=False):
+    """Noise of each replica, times `share`, added to the sum of all."""
+
+    def noised(clipped_sum, *, noise_multiplier, stream):
+        number = tf.cast(replica_number(), tf.int64)
+        stream += 0 if is_alike else tf.stack([number * 1000, 0])
+        stddev = tf.cast(noise_multiplier, tf.float32) * clipped_sum.l2_norm_clip
+        replicas = STRATEGY.num_replicas_in_sync
+        return summed([
+            gradient / replicas
+            + share(replicas)
+            * stddev
+            * standard_normal(gradient.shape, _seed(stream, k))
+            for k, gradient in enumerate(clipped_sum.gradients)
+        ])
+
+    return noised
+
+
+BUGS = {
+    "none": NoiseSource.noised,
+    "each_adds_all": _noised_by_each(lambda replicas: 1.0),
+    "each_adds_a_part": _noised_by_each(lambda replicas: 1.0 / replicas),
+    "all_add_the_same_share": _noised_by_each(
+        lambda replicas: replicas**-0.5, is_alike=True
+    ),
+}
+
+
+def noise(*bugs):
+    """Return how large the noise of a step is, over what it should be."""
+    found = {}
+    for bug in bugs:
+        NoiseSource.noised = staticmethod(BUGS[bug])
+        with STRATEGY.scope():
+            model = keras.Sequential([keras.Input((400,)), keras.layers.Dense(300)])
+            optimizer = tfdp.optimizers.DPSGD(
+                1.0, l2_norm_clip=0.5, noise_multiplier=2.0
+            )
+        private = tfdp.DPModel(model)
+        private.compile(optimizer, "mse")
+        x = np.random.default_rng(0).normal(size=(50, 400))
+        weights = [cases.weights_of(private)]
+        remember = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs, private=private, weights=weights: (
+                weights.append(cases.weights_of(private))
+            )
+        )
+        private.fit(
+            x,
+            np.zeros((50, 300)),
+            batch_size=5,
+            steps_per_epoch=3,
+            verbose=0,
+            callbacks=[remember],
+        )
+        updates = np.diff(weights, axis=0)
+        found[bug] = {
+            "ratio": (updates.std(axis=1) / (2.0 * 0.5 / 5)).tolist(),
+            "correlation": float(np.abs(np.corrcoef(updates) - np.eye(3)).max()),
+            "weights": weights[-1][:1000].tolist(),
+            "copies_agree": copies_agree(private),
+        }
+    return found
+
+
+def killed(directory, dies):
+    """Train with a backup; this worker may die in the second epoch."""
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    begun = Path(directory) / f"begun_{index}"
+
+    class Die(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_begin(self, batch, logs=None):
+            with begun.open("a") as file:
+                file.write("step\n")
+            if int(dies) == index and self.epoch == 1 and batch == 2:
+                os._exit(9)
+
+    with STRATEGY.scope():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+        optimizer = tfdp.optimizers.DPAdam(0.01, l2_norm_clip=0.5, noise_multiplier=0.8)
+    private = tfdp.DPModel(model)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    private.compile(optimizer, loss, metrics=["accuracy"])
+    backup = keras.callbacks.BackupAndRestore(str(Path(directory) / f"worker_{index}"))
+    x, y = cases.rows()
+    try:
+        history = private.fit(
+            x,
+            y,
+            batch_size=8,
+            epochs=3,
+            verbose=0,
+            validation_data=(x, y),
+            callbacks=[backup, Die()],
+        )
+    except tfdp.errors.WorkerLostError as error:
+        return {"error": str(error)}
+    segment = private.ledger.segments[0]
+    private.save(Path(directory) / f"model_{index}.keras")
+    return {
+        "epochs": history.epoch,
+        "weights": cases.weights_of(private).tolist(),
+        "steps": sum(each.steps for each in private.ledger.segments),
+        "probability": segment.expected_batch_size / segment.number_of_examples,
+        "epsilon": private.epsilon(1e-3),
+        "prediction": private.predict(x, verbose=0).tolist(),
+        "val_loss": history.history["val_loss"][-1],
+        "evaluated": private.evaluate(x, y, verbose=0, return_dict=True)["loss"],
+    }
+
+
+def different(what):
+    """Return the error where the workers do not do the same."""
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    with STRATEGY.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+        optimizer = tfdp.optimizers.DPAdam(0.01, l2_norm_clip=0.5, noise_multiplier=0.8)
+    private = tfdp.DPModel(model)
+    private.compile(
+        optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    x, y = cases.rows()
+    data = {"x": x, "y": y, "batch_size": 8}
+    if what == "weights" and index:
+        model.set_weights([weight + 1.0 for weight in model.get_weights()])
+    if what == "examples" and index:
+        data |= {"x": x[:30], "y": y[:30]}
+    if what == "order":
+        shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(40, seed=index)
+        data = {
+            "x": tfdp.data.declare(
+                shuffled.batch(8),
+                number_of_examples=40,
+                expected_batch_size=8,
+                sampling="shuffle",
+            )
+        }
+    before = cases.weights_of(private)
+    try:
+        private.fit(**data, verbose=0)
+    except (ValueError, tfdp.errors.NotPrivateError) as error:
+        return {
+            "error": f"{type(error).__name__}: {error}",
+            "moved": float(np.abs(cases.weights_of(private) - before).max()),
+        }
+    return {}
+
+
+if __name__ == "__main__":
+    output, job, *arguments = sys.argv[1:]
+    Path(output).write_text(json.dumps(globals()[job](*arguments)))

@@ -1,0 +1,317 @@
+"""Batches that replicas share: each takes rows that no other takes."""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from tfdp import _keras, _tree
+from tfdp._replicas import Replicas, replica_number, share_bounds, summed
+from tfdp.data.poisson_dataset import PoissonDataset
+from tfdp.data.rows import rows_of
+from tfdp.data.training_data import TrainingData, number_of_examples
+from tfdp.sampling import fresh_key, shuffled_order
+
+_WORD_BITS = 64
+
+# Begins the message of a step whose workers do not share one batch.
+DIFFERENT_BATCHES = "The workers have different batches"
+
+
+class Share(NamedTuple):
+    """What one replica takes of a batch.
+
+    Attributes:
+        fingerprint: Of the whole batch, a scalar int64 within 32 bits; 0 where only
+            one process reads it.
+        rows: Nested tensors, `(x,)`, `(x, y)` or `(x, y, sample_weight)`; there may
+            be no rows.
+    """
+
+    fingerprint: tf.Tensor
+    rows: Any
+
+
+# number of the step -> indices of the rows of its batch, in ascending order.
+_Draw = Callable[[int], NDArray[np.int64]]
+
+
+def shared_out(
+    data: TrainingData,
+    replicas: Replicas,
+    *,
+    epochs: int,
+    rows_per_unit: int,
+    class_weight: dict[int, float] | None,
+) -> TrainingData:
+    """Let every replica take a share of each batch.
+
+    Batches of arrays are drawn by number, with a key that all processes have from
+    the chief: each draws the same indices and reads the rows of its own replicas.
+    Of a `tf.data.Dataset` every process reads all batches and keeps its share.
+
+    Guarantees:
+        The shares of a step are disjoint, and together they are one batch. Where
+        processes read different batches, `agreed_stream` raises.
+
+    Args:
+        data: What `fit` was given.
+        replicas: Of the model.
+        epochs: How many `fit` will run.
+        rows_per_unit: Consecutive rows that are clipped together; they stay together.
+        class_weight: As in `keras.Model.fit`.
+
+    Returns:
+        The data as Keras gets them.
+
+    Raises:
+        ValueError: If there are weights of examples and of classes.
+    """
+    draw: _Draw | None = None
+    if isinstance(data.x, PoissonDataset):
+        rows, workers = data.x.rows, data.x.workers
+        draws = (data.steps_per_epoch or len(data.x)) * epochs
+        draw = data.x.numbered_draws(_common_key(replicas), draws)
+    elif data.batch_size is not None:
+        rows, workers = rows_of(data.x, data.y, data.sample_weight), 1
+        draw = _shuffled_draws(
+            number_of_examples(data.x), data.batch_size, _common_key(replicas)
+        )
+
+    def pipeline(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        per_process = context.num_replicas_in_sync // context.num_input_pipelines
+        part = _Part(
+            first=context.input_pipeline_id * per_process,
+            number=per_process,
+            replicas=context.num_replicas_in_sync,
+            rows_per_unit=rows_per_unit,
+        )
+        if draw is None:
+            shares = _shares_of_batches(data.x, part, replicas.processes > 1)
+        else:
+            shares = _shares_of_rows(rows, draw, part, workers)
+        if class_weight is not None:
+            shares = shares.map(functools.partial(_with_class_weight, class_weight))
+        return shares.prefetch(2 * per_process)
+
+    steps = data.keras_steps_per_epoch if draw is None else data.steps_per_epoch
+    return dataclasses.replace(
+        data,
+        x=replicas.distributed(pipeline),
+        y=None,
+        sample_weight=None,
+        keras_steps_per_epoch=steps,
+        shuffle=False,
+        batch_size=None,
+    )
+
+
+def check_shareable(data: TrainingData) -> None:
+    """Refuse data that replicas cannot share.
+
+    Args:
+        data: What `fit` was given.
+
+    Raises:
+        TypeError: If they are neither arrays nor a `tf.data.Dataset` of dense tensors.
+    """
+    x = data.x
+    if isinstance(x, PoissonDataset) or data.batch_size is not None:
+        return
+    if not isinstance(x, tf.data.Dataset):
+        raise TypeError(
+            "Replicas share the batches of arrays, of a `tfdp.data.PoissonDataset` or "
+            f"of a `tf.data.Dataset`. Received: x of type {type(x).__name__}. Use "
+            "`private.fit(x, y, batch_size=...)`, or "
+            "`tf.data.Dataset.from_generator(...)`."
+        )
+    if not all(
+        isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(x.element_spec)
+    ):
+        raise TypeError(
+            "Replicas share batches of dense tensors. Received: element_spec="
+            f"{x.element_spec}. Use `dataset.map(lambda x, y: (x.to_tensor(), y))`."
+        )
+
+
+def agreed_stream(
+    replicas: Replicas, stream: tf.Tensor, fingerprint: tf.Tensor
+) -> tf.Tensor:
+    """Return the chief's stream of noise, if all processes share one batch.
+
+    Args:
+        replicas: Of the model.
+        stream: Of this process's own noise.
+        fingerprint: Of the batch that this process has; a value for each replica.
+
+    Returns:
+        The same stream in all processes.
+
+    Raises:
+        tf.errors.InvalidArgumentError: When it runs, in every process, if batches
+            differ: an example could be in the shares of two replicas.
+    """
+    if replicas.processes == 1:
+        return stream
+
+    def exchange(stream: tf.Tensor, fingerprint: tf.Tensor) -> list[tf.Tensor]:
+        is_chief = tf.equal(replica_number(), 0)
+        return summed([tf.where(is_chief, stream, tf.zeros_like(stream)), fingerprint])
+
+    of_chief, total = replicas.first(replicas.run(exchange, stream, fingerprint))
+    check = tf.debugging.assert_equal(
+        total,
+        replicas.number * replicas.first(fingerprint),
+        f"{DIFFERENT_BATCHES}.",
+    )
+    # No noise, and so no step, before the check has passed.
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.identity(of_chief)
+
+
+class _Part(NamedTuple):
+    """The replicas of one process.
+
+    Attributes:
+        first: Number of its first replica.
+        number: How many it has.
+        replicas: How many there are in all.
+        rows_per_unit: Consecutive rows that stay together.
+    """
+
+    first: int
+    number: int
+    replicas: int
+    rows_per_unit: int
+
+    def bounds(self, rows: Any, place: Any) -> tuple[Any, Any]:
+        """Return which rows the replica at a place in this process takes."""
+        return share_bounds(
+            rows,
+            replica=self.first + place,
+            replicas=self.replicas,
+            rows_per_unit=self.rows_per_unit,
+        )
+
+
+def _common_key(replicas: Replicas) -> int:
+    """Return a fresh secret key that all processes have from the chief."""
+    key = fresh_key()
+    if replicas.processes == 1:
+        return key
+    words = np.frombuffer(key.to_bytes(16, "little"), np.int64)
+    of_chief = replicas.of_all(words.tolist())[0]
+    return int.from_bytes(of_chief.tobytes(), "little")
+
+
+def _shuffled_draws(number_of_examples: int, size: int, key: int) -> _Draw:
+    """Return the batches of shuffled passes, the last of each with fewer rows."""
+    batches = -(-number_of_examples // size)
+
+    @functools.lru_cache(maxsize=1)
+    def order(pass_number: int) -> NDArray[np.int64]:
+        return shuffled_order(key, pass_number, number_of_examples=number_of_examples)
+
+    def draw(number: int) -> NDArray[np.int64]:
+        pass_number, place = divmod(number, batches)
+        return np.sort(order(pass_number)[place * size : (place + 1) * size])
+
+    return draw
+
+
+def _shares_of_rows(
+    rows: tuple[Any, ...], draw: _Draw, part: _Part, workers: int
+) -> tf.data.Dataset:
+    """Return, without an end, the shares of the replicas of one process in turn."""
+    draw = functools.lru_cache(maxsize=2)(draw)
+    nothing = keras.tree.map_structure(lambda each: each.take(np.array([], int)), rows)
+    leaves = keras.tree.flatten(nothing)
+
+    def read(element: NDArray[np.int64]) -> list[Any]:
+        number, place = divmod(int(element), part.number)
+        indices = draw(number)
+        first, behind = part.bounds(len(indices), place)
+        taken = [
+            np.asarray(each.take(indices[first:behind]))
+            for each in keras.tree.flatten(rows)
+        ]
+        return [np.int64(zlib.crc32(indices.tobytes())), *taken]
+
+    def share(element: tf.Tensor) -> Share:
+        dtypes = [tf.as_dtype(leaf.dtype) for leaf in leaves]
+        fingerprint, *taken = tf.numpy_function(read, [element], [tf.int64, *dtypes])
+        fingerprint = tf.ensure_shape(fingerprint, [])
+        taken = [
+            tf.ensure_shape(each, [None, *leaf.shape[1:]])
+            for each, leaf in zip(taken, leaves, strict=True)
+        ]
+        return Share(fingerprint, keras.tree.pack_sequence_as(nothing, taken))
+
+    elements = tf.data.Dataset.counter()
+    return elements.map(share, num_parallel_calls=max(workers, 1), deterministic=True)
+
+
+def _shares_of_batches(
+    dataset: tf.data.Dataset, part: _Part, is_compared: bool
+) -> tf.data.Dataset:
+    """Return, for each batch, the shares of the replicas of one process in turn."""
+
+    def shares(*batch: Any) -> tf.data.Dataset:
+        data = keras.utils.unpack_x_y_sample_weight(
+            batch if len(batch) > 1 else batch[0]
+        )
+        data = tuple(each for each in data if each is not None)
+        fingerprint = tf.constant(0, tf.int64)
+        if is_compared:
+            fingerprint = _fingerprint(tf.nest.flatten(data))
+        rows = tf.shape(_tree.tensors(data)[0], tf.int64)[0]
+
+        def share(place: tf.Tensor) -> Share:
+            first, behind = part.bounds(rows, place)
+            return Share(
+                fingerprint,
+                tf.nest.map_structure(lambda each: each[first:behind], data),
+            )
+
+        return tf.data.Dataset.range(part.number).map(share)
+
+    shared = dataset.flat_map(shares)
+    cardinality = dataset.cardinality()
+    if cardinality >= 0:
+        cardinality *= part.number
+    if cardinality == tf.data.UNKNOWN_CARDINALITY:
+        return shared
+    return shared.apply(tf.data.experimental.assert_cardinality(cardinality))
+
+
+def _fingerprint(tensors: list[tf.Tensor]) -> tf.Tensor:
+    """Return 32 bits that other tensors hardly have."""
+    prints = [
+        tf.bitcast(
+            tf.raw_ops.Fingerprint(
+                data=tf.reshape(tensor, [1, -1]), method="farmhash64"
+            )[0],
+            tf.int64,
+        )
+        for tensor in tensors
+    ]
+    multiplied = [value * (2 * place + 1) for place, value in enumerate(prints)]
+    return tf.math.floormod(tf.add_n(multiplied), tf.constant(2**32, tf.int64))
+
+
+def _with_class_weight(class_weight: dict[int, float], share: Share) -> Share:
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(share.rows)
+    if sample_weight is not None or y is None:
+        raise ValueError(
+            "`class_weight` needs targets, and takes the place of `sample_weight`. "
+            f"Received: class_weight={class_weight!r} with "
+            f"{'no `y`' if y is None else '`sample_weight`'}. Multiply the weights: "
+            "`sample_weight=sample_weight * weight_of_class[y]`."
+        )
+    return share._replace(rows=_keras.with_class_weights(class_weight, x, y))
