@@ -622,9 +622,22 @@ class DPModel(_keras.ReplicatedModel):
 
     def _function_of_batches(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a function that takes a step with the next batch of an iterator."""
-        if not self.run_eagerly:
-            step = tf.function(step, reduce_retracing=True, autograph=False)
-        return lambda batches: step(next(batches))
+
+        def take_next(batches: Any) -> Any:
+            return step(next(batches))
+
+        if self.run_eagerly:
+            return take_next
+        compiled = tf.function(step, autograph=False)
+        # Read inside of the graph, batches of all sizes have the same shape.
+        reading = tf.function(take_next, autograph=False)
+
+        def take(batches: Any) -> Any:
+            if isinstance(batches, tf.distribute.DistributedIterator):
+                return reading(batches)
+            return compiled(next(batches))
+
+        return take
 
     def _test_together(self, data: Any) -> dict[str, Any]:
         self._replicas.run(self.test_step, data)

@@ -32,6 +32,7 @@ class Case:
     compile: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_microbatches: int | None = None
     data: str = "poisson"
+    has_own_loss: bool = False
 
 
 def rows() -> tuple[np.ndarray, np.ndarray]:
@@ -40,6 +41,18 @@ def rows() -> tuple[np.ndarray, np.ndarray]:
     x = rng.normal(size=(ROWS, 8)).astype("float32")
     x[3] *= 100
     return x, rng.integers(0, 3, ROWS)
+
+
+def crossentropy() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class OwnLoss(keras.Sequential):
+    """A model with a loss that Keras would divide by the number of replicas."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        del x, sample_weight
+        return crossentropy()(y, y_pred)
 
 
 def public_rows() -> tuple[np.ndarray, np.ndarray]:
@@ -103,6 +116,7 @@ CASES = {
         noise_multiplier=0.6,
         callbacks=lambda: [callbacks.PrivacyBudget(1e-3, target_epsilon=30.0)],
     ),
+    "own_loss": Case(has_own_loss=True),
     "declared": Case(data="declared"),
     "microbatches": Case(data="declared", num_microbatches=2),
 }
@@ -121,7 +135,7 @@ def fit(case: Case, strategy: tf.distribute.Strategy | None = None) -> tuple[Any
     x, y = rows()
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         keras.utils.set_random_seed(0)
-        model = keras.Sequential([
+        model = (OwnLoss if case.has_own_loss else keras.Sequential)([
             keras.Input((8,)),
             keras.layers.Dense(16, activation="relu"),
             keras.layers.Dense(3),
@@ -134,8 +148,8 @@ def fit(case: Case, strategy: tf.distribute.Strategy | None = None) -> tuple[Any
             noise_seed=3,
         )
     private = tfdp.DPModel(model, **case.model)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    private.compile(optimizer, case.loss(loss), metrics=["accuracy"], **case.compile)
+    loss = None if case.has_own_loss else case.loss(crossentropy())
+    private.compile(optimizer, loss, metrics=["accuracy"], **case.compile)
     if case.data == "poisson":
         data = tfdp.data.PoissonDataset(
             x, y, expected_batch_size=BATCH, seed=5, steps_per_epoch=STEPS // 2

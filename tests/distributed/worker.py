@@ -175,6 +175,84 @@ def killed(directory, dies):
     }
 
 
+def others(directory):
+    """Train what draws numbers, save and export it; use what is refused."""
+    with STRATEGY.scope():
+        model = keras.Sequential([
+            keras.Input((8,)),
+            keras.layers.Dense(8),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(3),
+        ])
+        optimizer = tfdp.optimizers.DPAdam(0.01, l2_norm_clip=0.5, noise_multiplier=1.0)
+    private = tfdp.DPModel(model, physical_batch_size=2)
+    private.compile(optimizer, cases.crossentropy())
+    x, y = cases.rows()
+    private.fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=2,
+        verbose=0,
+        validation_split=0.2,
+        class_weight={0: 1.0, 1: 2.0, 2: 3.0},
+        callbacks=[tfdp.callbacks.BiasLogger(every=2)],
+    )
+    private.save(Path(directory) / "private.keras")
+    report = tfdp.export.export_private_model(
+        private, Path(directory) / "export", delta=1e-3
+    )
+    found = {
+        "epsilon": private.epsilon(1e-3),
+        "reported": report["epsilon"],
+        "prediction": private.predict(x, verbose=0).tolist(),
+        "explained": private.explain(),
+        "copies_agree": copies_agree(private),
+        "errors": [],
+    }
+    with STRATEGY.scope():
+        loaded = keras.models.load_model(Path(directory) / "private.keras")
+    loaded.fit(x, y, batch_size=8, verbose=0)
+    found["epsilon_after_loading"] = loaded.epsilon(1e-3)
+
+    def escaping():
+        with STRATEGY.scope():
+            inputs = keras.Input((8,))
+            dense = keras.layers.Dense(8)
+
+            class Escape(keras.layers.Layer):
+                def call(self, x):
+                    return x @ tf.convert_to_tensor(dense.kernel)
+
+            model = keras.Model(inputs, Escape()(dense(inputs)))
+            optimizer = tfdp.optimizers.DPAdam(l2_norm_clip=1, noise_multiplier=1)
+        private = tfdp.DPModel(model, engine="bookkeeping")
+        private.compile(optimizer, "mse")
+        private.fit(x, x, verbose=0)
+
+    def loop_of_ones_own():
+        clipped_sum = tfdp.clipped_gradients(
+            model, cases.crossentropy(), x, y, l2_norm_clip=1.0
+        )
+        STRATEGY.run(
+            lambda: private.optimizer.apply_clipped_sum(
+                clipped_sum, model.trainable_variables
+            )
+        )
+
+    for refused in (
+        lambda: private.train_on_batch(x, y),
+        lambda: private.fit((each for each in [(x, y)]), verbose=0),
+        escaping,
+        loop_of_ones_own,
+    ):
+        try:
+            refused()
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
+            found["errors"].append(f"{type(error).__name__}: {error}")
+    return found
+
+
 def different(what):
     """Return the error where the workers do not do the same."""
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
