@@ -57,6 +57,7 @@ _BATCH_SIZE = flags.DEFINE_integer(
     256,
     "Expected number of images in a batch, of all workers together.",
     lower_bound=1,
+    upper_bound=1437,
 )
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir",
@@ -83,9 +84,9 @@ def main(argv: Sequence[str]) -> None:
 
 def launch(script: str) -> None:
     """Start workers, and start them again where one fails."""
+    noise_multiplier()  # Wrong flags are found before any worker starts.
     output = Path(_OUTPUT_DIR.value)
     output.mkdir(parents=True, exist_ok=True)
-    noise_multiplier()  # Wrong flags are found before any worker starts.
     for attempt in range(_RESTARTS.value + 1):
         print(f"Starting {_WORKERS.value} workers; their logs are in {output}{os.sep}")
         if run_workers(script, output):

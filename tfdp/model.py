@@ -84,6 +84,10 @@ class DPModel(_keras.ReplicatedModel):
     What was run is counted in `ledger`, inside the training graph; the ledger
     belongs to the wrapped model and only grows.
 
+    A model that was made in the scope of a `tf.distribute.MirroredStrategy` or
+    `MultiWorkerMirroredStrategy` trains on all replicas, each with a share of every
+    batch, as on one device: clipped sums are added up, and get one noise.
+
     Guarantees:
         ``epsilon(delta)`` holds for the weights after every step, if each record
         of the data is one row: one record replaced by an empty one. The metrics
@@ -96,9 +100,9 @@ class DPModel(_keras.ReplicatedModel):
         engine: How per-example gradients are clipped: `"bookkeeping"`, in about the
             time of an ordinary step; `"ghost"`, in least memory; `"vectorized"`, for
             any model; `"auto"`, book-keeping where it can; or an engine object.
-        physical_batch_size: Rows that go through the model at once. A batch of any
-            size runs in passes of this size, within their memory, as one step. By
-            default a batch runs whole.
+        physical_batch_size: Rows that go through the model at once, on each replica.
+            A batch of any size runs in passes of this size, within their memory, as
+            one step. By default a batch runs whole.
         sampling: For arrays given to `fit`: `"poisson"`, or `"shuffle"`, whose
             epsilon is larger.
         augmentation: A Keras layer, or a function of a batch of inputs, that makes a
@@ -622,20 +626,24 @@ class DPModel(_keras.ReplicatedModel):
 
     def _function_of_batches(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a function that takes a step with the next batch of an iterator."""
-
-        def take_next(batches: Any) -> Any:
-            return step(next(batches))
-
         if self.run_eagerly:
-            return take_next
+            return lambda batches: step(next(batches))
         compiled = tf.function(step, autograph=False)
-        # Read inside of the graph, batches of all sizes have the same shape.
-        reading = tf.function(take_next, autograph=False)
+        known: list[tuple[Any, Any]] = []
 
         def take(batches: Any) -> Any:
-            if isinstance(batches, tf.distribute.DistributedIterator):
-                return reading(batches)
-            return compiled(next(batches))
+            # Outside of the graph: inside, a step would run where the batches end.
+            batch = next(batches)
+            if not isinstance(batches, tf.distribute.DistributedIterator):
+                return compiled(batch)
+            spec = batches.element_spec
+            for of_spec, function in known:
+                if of_spec == spec:
+                    return function(batch)
+            # One graph for batches of all sizes.
+            function = tf.function(step, input_signature=[spec], autograph=False)
+            known.append((spec, function))
+            return function(batch)
 
         return take
 

@@ -67,7 +67,7 @@ def test_what_draws_is_saved_and_exported(tmp_path):
     np.testing.assert_allclose(
         private.predict(x, verbose=0), found["prediction"], atol=1e-6
     )
-    exported = tf.saved_model.load(tmp_path / "export")
+    exported = tf.saved_model.load(tmp_path / "export" / "1")
     outputs = exported.signatures["serving_default"](tf.constant(x))
     np.testing.assert_allclose(*outputs.values(), found["prediction"], atol=1e-6)
     kinds = [error.split(":")[0] for error in found["errors"]]

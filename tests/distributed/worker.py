@@ -200,7 +200,7 @@ def others(directory):
     )
     private.save(Path(directory) / "private.keras")
     report = tfdp.export.export_private_model(
-        private, Path(directory) / "export", delta=1e-3
+        private, Path(directory) / "export" / "1", delta=1e-3
     )
     found = {
         "epsilon": private.epsilon(1e-3),

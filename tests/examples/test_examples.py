@@ -96,6 +96,52 @@ def history(path):
         return list(csv.DictReader(file))
 
 
+class TestMultiWorker:
+    @pytest.mark.slow
+    def test_a_worker_dies_and_comes_back(self, tmp_path):
+        text = run(
+            "multi_worker",
+            "--epochs=3",
+            "--kill_in_epoch=2",
+            f"--output_dir={tmp_path}",
+        )
+        assert text.count("Starting 2 workers") == 2
+        assert text.count("Epoch 1/3") == 1
+        assert text.count("Epoch 2/3") == 2
+        assert number(r"Epsilon: ([\d.]+) at delta 0.0001", text) <= 3.5
+        assert "is gone" in (tmp_path / "worker_0.log").read_text()
+        for index in (0, 1):
+            assert (tmp_path / f"worker_{index}" / "digits.keras").is_file()
+
+    @pytest.mark.slow
+    def test_workers_that_never_come_back_end_in_an_error(self, tmp_path):
+        process = start(
+            "multi_worker",
+            "--epochs=2",
+            "--kill_in_epoch=1",
+            "--restarts=0",
+            f"--output_dir={tmp_path}",
+        )
+        assert process.returncode == 1
+        assert "workers failed 1 times" in process.stderr
+        assert "Traceback" not in process.stderr
+
+    @pytest.mark.parametrize(
+        ("argument", "message"),
+        [
+            ("--target_epsilon=-1", "target_epsilon"),
+            ("--batch_size=5000", "batch_size"),
+            ("--workers=0", "workers"),
+            ("digits", "everything is a flag"),
+        ],
+    )
+    def test_wrong_arguments(self, argument, message, tmp_path):
+        check_refusal(
+            "multi_worker", argument, f"--output_dir={tmp_path}", message=message
+        )
+        assert not list(tmp_path.iterdir())
+
+
 class TestTrainDigits:
     def check_files(self, folder, epochs):
         assert (folder / "history.png").read_bytes().startswith(PNG)
