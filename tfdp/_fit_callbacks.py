@@ -11,6 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfdp._released import ReleasedGradient
+from tfdp._replicas import Replicas
+from tfdp._workers import check_agreement
 from tfdp.clipping import ClippedSum
 from tfdp.data import PoissonDataset
 from tfdp.data.training_data import TrainingData
@@ -123,16 +125,20 @@ class LedgerCallback(PrivacyCallback):
     Args:
         recorder: Of the model that trains.
         data: What it trains on.
+        replicas: That train it.
 
     Raises:
         PrivacyBudgetError: When an epoch begins, if what was restored leaves no
             room for a step.
     """
 
-    def __init__(self, recorder: LedgerRecorder, data: TrainingData) -> None:
+    def __init__(
+        self, recorder: LedgerRecorder, data: TrainingData, replicas: Replicas
+    ) -> None:
         super().__init__()
         self._recorder = recorder
         self._data = data
+        self._replicas = replicas
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Expect to see the first epoch, which may not be the one asked for."""
@@ -144,7 +150,7 @@ class LedgerCallback(PrivacyCallback):
             # After a backup was restored some epochs are not run.
             epochs = self.params["epochs"] - epoch
             self._recorder.planned_items = planned_items(self._data, epochs)
-            self.model.check_agreement(epoch, self._data)
+            check_agreement(self._replicas, self.model, epoch, self._data)
             self._has_begun = True
         if self._data.begins_pass_each_epoch:
             self._recorder.begin_item()

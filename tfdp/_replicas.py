@@ -256,6 +256,39 @@ def summed(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
     return sums
 
 
+def function_of_batches(
+    step: Callable[[Any], Any], *, is_eager: bool
+) -> Callable[[Any], Any]:
+    """Return what takes a step of all replicas with the next batch of an iterator.
+
+    Args:
+        step: Takes a batch, or nested values of all replicas.
+        is_eager: Whether it is not to be compiled.
+
+    Returns:
+        A function of the iterator, with one graph for batches of all sizes.
+    """
+    if is_eager:
+        return lambda batches: step(next(batches))
+    of_any_batch = tf.function(step, autograph=False)
+    of_batches: list[tuple[Any, Any]] = []
+
+    def take(batches: Any) -> Any:
+        # Outside of the graph: inside, a step would run where the batches end.
+        batch = next(batches)
+        if not isinstance(batches, tf.distribute.DistributedIterator):
+            return of_any_batch(batch)
+        spec = batches.element_spec
+        for known, function in of_batches:
+            if known == spec:
+                return function(batch)
+        function = tf.function(step, input_signature=[spec], autograph=False)
+        of_batches.append((spec, function))
+        return function(batch)
+
+    return take
+
+
 def share_bounds(
     rows: Any, *, replica: Any, replicas: int, rows_per_unit: int = 1
 ) -> tuple[Any, Any]:

@@ -3,8 +3,7 @@
 import contextlib
 import dataclasses
 import weakref
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
 import keras
@@ -24,18 +23,13 @@ from tfdp._fit_callbacks import (
 from tfdp._journal import journals
 from tfdp._plan import NoisePlan, Plan
 from tfdp._released import ReleasedGradient
-from tfdp._replicas import Replicas, summed
+from tfdp._replicas import function_of_batches, summed
+from tfdp._workers import check_distribution, lost_workers, replicas_of
 from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.levels import folded
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data import PoissonDataset
-from tfdp.data.shares import (
-    DIFFERENT_BATCHES,
-    Share,
-    agreed_stream,
-    check_shareable,
-    shared_out,
-)
+from tfdp.data.shares import Share, agreed_stream, check_shareable, shared_out
 from tfdp.data.training_data import (
     TrainingData,
     first_rows,
@@ -57,7 +51,6 @@ from tfdp.errors import (
     NotPrivateError,
     PrivacyBudgetError,
     UnsupportedLayerError,
-    WorkerLostError,
 )
 from tfdp.losses import regularizers
 from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
@@ -174,7 +167,7 @@ class DPModel(_keras.ReplicatedModel):
         if augmentation is not None:
             views = Augmentation(augmentation, augmentation_multiplicity)
         kwargs.setdefault("name", f"private_{model.name}")
-        replicas = _replicas_of(model)
+        replicas = replicas_of(model)
         with replicas.scope():
             super().__init__(dtype=model.dtype_policy, **kwargs)
         self._replicas = replicas
@@ -328,7 +321,7 @@ class DPModel(_keras.ReplicatedModel):
                 "un-noised gradients. Received: auto_scale_loss=True. Leave it out: "
                 "float16 losses get a constant scale."
             )
-        self._check_distribution(optimizer, steps_per_execution)
+        check_distribution(self._replicas, optimizer, steps_per_execution)
         ascent = loss if isinstance(loss, AscentLoss) else None
         loss = loss if ascent is None else ascent.loss
         check_plain(loss)
@@ -362,29 +355,6 @@ class DPModel(_keras.ReplicatedModel):
         self._loss_weights = loss_weights
         self._bind(optimizer)
         optimizer.renew_noise_key()
-
-    def _check_distribution(
-        self, optimizer: DPOptimizer, steps_per_execution: int
-    ) -> None:
-        """Refuse an optimizer of other replicas than the model's."""
-        made_in = _keras.strategy_of_optimizer(optimizer.inner_optimizer)
-        strategy = self._replicas.strategy
-        is_other = made_in is not strategy
-        if strategy is None:
-            is_other = made_in.num_replicas_in_sync > 1
-        if is_other:
-            raise ValueError(
-                "Optimizer and model must be made in the scope of the same "
-                f"`tf.distribute` strategy. Received: optimizer={optimizer.name!r} "
-                f"made in that of {made_in!r}, and a model made in that of "
-                f"{strategy!r}. Use `with strategy.scope(): model = ...; optimizer = "
-                "...`."
-            )
-        if strategy is not None and steps_per_execution != 1:
-            raise ValueError(
-                "Replicas take one step at a time. Received: steps_per_execution="
-                f"{steps_per_execution!r} with {strategy!r}. Leave it out."
-            )
 
     def _bind(self, optimizer: DPOptimizer) -> None:
         """Let custom loops with this optimizer count in the model's ledger."""
@@ -495,7 +465,7 @@ class DPModel(_keras.ReplicatedModel):
         if self._replicas.strategy is not None:
             check_shareable(data)
         callbacks = sorted_callbacks(callbacks)
-        callbacks.insert(0, LedgerCallback(self.recorder, data))
+        callbacks.insert(0, LedgerCallback(self.recorder, data, self._replicas))
         steps = data.steps_per_epoch and data.steps_per_epoch * (epochs - initial_epoch)
         private = [item for item in callbacks if isinstance(item, PrivacyCallback)]
         kept = journals(callbacks, self.recorder)
@@ -504,25 +474,26 @@ class DPModel(_keras.ReplicatedModel):
         for callback in private:
             callback.before_training(self, steps)
         self._plan_for(data.segment, data.expected_batch_size)
-        data = self._check(data)
-        regularizers.check_number_of_examples(
-            self.trainable_variables, getattr(data.segment, "number_of_examples", None)
-        )
-        self.optimizer.renew_noise_key()
-        try:
-            self._take_callbacks(private)
-            self._plan_noise(steps)
-            self._begin(data, epochs - initial_epoch)
-            if self._replicas.strategy is not None:
-                data = shared_out(
-                    data,
-                    self._replicas,
-                    epochs=epochs - initial_epoch,
-                    rows_per_unit=self._plan.examples_per_unit,
-                    class_weight=class_weight,
-                )
-                class_weight = None
-            with _loss_of_workers(self._replicas):
+        with lost_workers(self._replicas):
+            data = self._check(data)
+            regularizers.check_number_of_examples(
+                self.trainable_variables,
+                getattr(data.segment, "number_of_examples", None),
+            )
+            self.optimizer.renew_noise_key()
+            try:
+                self._take_callbacks(private)
+                self._plan_noise(steps)
+                self._begin(data, epochs - initial_epoch)
+                if self._replicas.strategy is not None:
+                    data = shared_out(
+                        data,
+                        self._replicas,
+                        epochs=epochs - initial_epoch,
+                        rows_per_unit=self._plan.examples_per_unit,
+                        class_weight=class_weight,
+                    )
+                    class_weight = None
                 return super().fit(
                     x=data.x,
                     y=data.y,
@@ -540,13 +511,13 @@ class DPModel(_keras.ReplicatedModel):
                     validation_batch_size=validation_batch_size or batch_size,
                     validation_freq=validation_freq,
                 )
-        finally:
-            self._released.put_back()
-            self._take_callbacks([])
-            self._plan_noise(None)
-            self.recorder.begin(self._plan.in_units(UNDECLARED))
-            with contextlib.suppress(PrivacyBudgetError):
-                self.enforce_budget()
+            finally:
+                self._released.put_back()
+                self._take_callbacks([])
+                self._plan_noise(None)
+                self.recorder.begin(self._plan.in_units(UNDECLARED))
+                with contextlib.suppress(PrivacyBudgetError):
+                    self.enforce_budget()
 
     def train_on_batch(
         self,
@@ -607,7 +578,9 @@ class DPModel(_keras.ReplicatedModel):
         if self._replicas.strategy is not None:
             if self.train_function is None or force:
                 self._jit_compile_passes = bool(self.jit_compile)  # type: ignore[has-type]
-                self.train_function = self._function_of_batches(self._train_together)
+                self.train_function = function_of_batches(
+                    self._train_together, is_eager=self.run_eagerly
+                )
             return self.train_function
         jit_compile = bool(self.jit_compile)  # type: ignore[has-type]
         self._jit_compile_passes, self.jit_compile = jit_compile, False
@@ -621,31 +594,10 @@ class DPModel(_keras.ReplicatedModel):
         if self._replicas.strategy is None:
             return super().make_test_function(force)
         if self.test_function is None or force:
-            self.test_function = self._function_of_batches(self._test_together)
+            self.test_function = function_of_batches(
+                self._test_together, is_eager=self.run_eagerly
+            )
         return self.test_function
-
-    def _function_of_batches(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return a function that takes a step with the next batch of an iterator."""
-        if self.run_eagerly:
-            return lambda batches: step(next(batches))
-        compiled = tf.function(step, autograph=False)
-        known: list[tuple[Any, Any]] = []
-
-        def take(batches: Any) -> Any:
-            # Outside of the graph: inside, a step would run where the batches end.
-            batch = next(batches)
-            if not isinstance(batches, tf.distribute.DistributedIterator):
-                return compiled(batch)
-            spec = batches.element_spec
-            for of_spec, function in known:
-                if of_spec == spec:
-                    return function(batch)
-            # One graph for batches of all sizes.
-            function = tf.function(step, input_signature=[spec], autograph=False)
-            known.append((spec, function))
-            return function(batch)
-
-        return take
 
     def _test_together(self, data: Any) -> dict[str, Any]:
         self._replicas.run(self.test_step, data)
@@ -992,46 +944,6 @@ class DPModel(_keras.ReplicatedModel):
             noise_multiplier, first, planned_steps, noise_multipliers
         )
 
-    def check_agreement(self, epoch: int, data: TrainingData) -> None:
-        """Refuse to begin where processes would not train the same model alike.
-
-        Args:
-            epoch: Number of the epoch that begins first.
-            data: What `fit` was given.
-
-        Raises:
-            ValueError: If they differ.
-        """
-        if self._replicas.processes == 1:
-            return
-        states = self._replicas.texts_of_all(self.recorder.state())
-        self.recorder.agree(states, self._replicas.texts_of_all(self.recorder.run)[0])
-        checksum = 0
-        for variable in [*self.model.weights, *self.optimizer.variables]:
-            value = keras.ops.convert_to_numpy(variable.value)
-            checksum = zlib.crc32(value.tobytes(), checksum)
-        facts = {
-            "first epoch": epoch,
-            "steps of the optimizer": int(self.optimizer.iterations.numpy()),
-            "number of examples": getattr(data.segment, "number_of_examples", 0),
-            "batch size": data.expected_batch_size or 0,
-            "steps in an epoch": data.steps_per_epoch or 0,
-            "checksum of the weights and the optimizer": checksum,
-            "checksum of the ledger": zlib.crc32(self.ledger.to_json().encode()),
-        }
-        of_all = self._replicas.of_all(list(facts.values()))
-        different = [
-            f"{name}={sorted(set(values.tolist()))}"
-            for name, values in zip(facts, of_all.T, strict=True)
-            if len(set(values.tolist())) > 1
-        ]
-        if different:
-            raise ValueError(
-                "All workers must begin with the same model, on the same data. "
-                f"Received: {', '.join(different)}. Give each worker its own backup "
-                "directory, and delete those of workers whose others are lost."
-            )
-
     def _get_ready(self) -> None:
         """Refuse to train what cannot be, and take a newly assigned optimizer."""
         if not self.compiled:
@@ -1201,19 +1113,6 @@ class DPModel(_keras.ReplicatedModel):
         return cls(**objects, **config)
 
 
-def _replicas_of(model: keras.Model) -> Replicas:
-    """Return the replicas that have copies of the model's weights."""
-    replicas = Replicas(_keras.strategy_of_model(model))
-    if replicas.strategy is None and tf.distribute.has_strategy():
-        raise ValueError(
-            f"Model `{model.name}` must be made where it is wrapped: in the scope of "
-            "the `tf.distribute` strategy. Received: a model made outside of the scope "
-            f"of {tf.distribute.get_strategy()!r}. Use `with strategy.scope(): model = "
-            "keras.Sequential([...])`."
-        )
-    return replicas
-
-
 def _check_wrapped(model: Any) -> None:
     if not isinstance(model, keras.Model) or isinstance(model, DPModel):
         raise TypeError(
@@ -1233,43 +1132,6 @@ def _check_wrapped(model: Any) -> None:
             f"model of type {type(model).__name__}. Override `compute_loss` instead: "
             "it is evaluated for each example alone."
         )
-
-
-@contextlib.contextmanager
-def _loss_of_workers(replicas: Replicas) -> Iterator[None]:
-    """Say what to do when another process is gone, or has other batches."""
-    try:
-        yield
-    except tf.errors.InvalidArgumentError as error:
-        if DIFFERENT_BATCHES not in str(error):
-            raise
-        raise NotPrivateError(
-            f"{DIFFERENT_BATCHES}: an example could count twice in a step. Received: "
-            "a `tf.data` pipeline that differs between processes. Let it read the "
-            "same rows in the same order everywhere, `dataset.shuffle(..., seed=1)`, "
-            "without random changes of the rows (`DPModel(augmentation=...)` makes "
-            "those); or use arrays."
-        ) from error
-    except _OF_LOST_WORKERS as error:
-        if replicas.processes == 1:
-            raise
-        raise WorkerLostError(
-            "Another worker of this training is gone, and no step is taken without "
-            f"it. Received: {type(error).__name__} in one of {replicas.processes} "
-            "processes. Start all workers again: with `keras.callbacks."
-            "BackupAndRestore(directory_of_this_worker)` they go on from the last "
-            "epoch, and the ledger has every step that was taken."
-        ) from error
-
-
-# What collective operations raise when a process has died or does not answer.
-_OF_LOST_WORKERS = (
-    tf.errors.AbortedError,
-    tf.errors.CancelledError,
-    tf.errors.DeadlineExceededError,
-    tf.errors.InternalError,
-    tf.errors.UnavailableError,
-)
 
 
 def _check_optimizer(optimizer: Any) -> None:
