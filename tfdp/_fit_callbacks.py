@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdp._released import ReleasedGradient
 from tfdp._replicas import Replicas
-from tfdp._workers import check_agreement
+from tfdp._workers import check_same_model
 from tfdp.clipping import ClippedSum
 from tfdp.data import PoissonDataset
 from tfdp.data.training_data import TrainingData
@@ -150,7 +150,7 @@ class LedgerCallback(PrivacyCallback):
             # After a backup was restored some epochs are not run.
             epochs = self.params["epochs"] - epoch
             self._recorder.planned_items = planned_items(self._data, epochs)
-            check_agreement(self._replicas, self.model, epoch, self._data)
+            check_same_model(self._replicas, self.model, epoch)
             self._has_begun = True
         if self._data.begins_pass_each_epoch:
             self._recorder.begin_item()
@@ -158,6 +158,11 @@ class LedgerCallback(PrivacyCallback):
             self._recorder.sampled_epochs = self._data.x.epoch
         # What a backup restored may have spent the budget.
         self.model.enforce_budget()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Tell the other processes, which may have epochs to run, if there was none."""
+        if not self._has_begun:
+            check_same_model(self._replicas, self.model, self.params["epochs"])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop if the budget has no room, also where the noise has changed."""

@@ -36,14 +36,14 @@ class Journal(PrivacyCallback):
     def __init__(self, recorder: LedgerRecorder, directory: str) -> None:
         super().__init__()
         self._recorder = recorder
-        self._path = Path(directory) / _FILE
+        self.path = Path(directory) / _FILE
 
     def restore(self) -> None:
         """Count in the recorder what a run that was killed may have taken."""
-        if not self._path.exists():
+        if not self.path.exists():
             return
         # A last line without an end was not followed by a step.
-        header, *lines = self._path.read_text().split("\n")[:-1]
+        header, *lines = self.path.read_text().split("\n")[:-1]
         begun = json.loads(header)
         state, run = begun["state"], begun["run"]
         if lines:
@@ -74,8 +74,8 @@ class Journal(PrivacyCallback):
             "segment": segment_to_dict(recorder.segment),
             "state": json.loads(recorder.state()),
         })
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(self._path) as file:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(self.path) as file:
             file.write(f"{header}\n")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -94,7 +94,7 @@ class Journal(PrivacyCallback):
             + self._open_passes,
             self._least_noise,
         ]
-        with self._path.open("a") as file:
+        with self.path.open("a") as file:
             file.write(f"{json.dumps(line)}\n")
 
 

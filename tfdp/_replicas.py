@@ -13,7 +13,7 @@ from tfdp import _keras, _tree
 _SUM = tf.distribute.ReduceOp.SUM
 
 # Others keep no copy of all weights on each device, or step at different times.
-_STRATEGIES = (
+STRATEGIES = (
     tf.distribute.OneDeviceStrategy,
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
@@ -39,7 +39,7 @@ class Replicas:
 
     def __post_init__(self) -> None:
         """Check the strategy."""
-        if self.strategy is not None and type(self.strategy) not in _STRATEGIES:
+        if self.strategy is not None and type(self.strategy) not in STRATEGIES:
             raise ValueError(
                 "Private training needs replicas that take every step together. "
                 f"Received: a model made in the scope of {self.strategy!r}. Use "
@@ -188,7 +188,7 @@ class Replicas:
         """Collect numbers from all processes; runs eagerly.
 
         Args:
-            numbers: As many in each process, each within 63 bits.
+            numbers: As many in each process, each an int64.
 
         Returns:
             int64, shape ``(replicas, len(numbers))``.

@@ -1,6 +1,8 @@
 """What holds replicas together: one strategy, one model, and nobody lost."""
 
 import contextlib
+import json
+import socket
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._replicas import Replicas
-from tfdp.data.shares import DIFFERENT_BATCHES
+from tfdp._replicas import STRATEGIES, Replicas
+from tfdp.data.shares import DIFFERENT_STEPS
 from tfdp.data.training_data import TrainingData
 from tfdp.errors import NotPrivateError, WorkerLostError
 from tfdp.optimizers import DPOptimizer
@@ -36,6 +38,19 @@ def replicas_of(model: keras.Model) -> Replicas:
             f"of {tf.distribute.get_strategy()!r}. Use `with strategy.scope(): model = "
             "keras.Sequential([...])`."
         )
+    if replicas.strategy is not None:
+        foreign = [
+            f"`{weight.path}`"
+            for weight in model.weights
+            if getattr(weight.value, "distribute_strategy", None)
+            is not replicas.strategy
+        ]
+        if foreign:
+            raise ValueError(
+                f"All layers of model `{model.name}` must be made in the scope of its "
+                f"`tf.distribute` strategy. Received: {', '.join(foreign)}, made "
+                "outside. Make the layers in `with strategy.scope():` too."
+            )
     return replicas
 
 
@@ -56,13 +71,20 @@ def check_distribution(
     strategy = replicas.strategy
     is_other = made_in is not strategy
     if strategy is None:
-        is_other = made_in.num_replicas_in_sync > 1
+        is_other = isinstance(made_in, STRATEGIES)
     if is_other:
         raise ValueError(
             "Optimizer and model must be made in the scope of the same "
             f"`tf.distribute` strategy. Received: optimizer={optimizer.name!r} made in "
             f"that of {made_in!r}, and a model made in that of {strategy!r}. Use "
             "`with strategy.scope(): model = ...; optimizer = ...`."
+        )
+    inner = optimizer.inner_optimizer
+    if strategy is not None and inner.use_ema and inner.ema_overwrite_frequency:
+        raise ValueError(
+            "Replicas put moving averages into the weights at the end only. Received: "
+            f"ema_overwrite_frequency={inner.ema_overwrite_frequency!r} with "
+            f"{strategy!r}. Leave it out."
         )
     if strategy is not None and steps_per_execution != 1:
         raise ValueError(
@@ -71,25 +93,87 @@ def check_distribution(
         )
 
 
-def check_agreement(
-    replicas: Replicas, model: Any, epoch: int, data: TrainingData
+def check_scope(replicas: Replicas) -> None:
+    """Refuse to train in the scope of another strategy than the model's.
+
+    Args:
+        replicas: Of the model.
+
+    Raises:
+        ValueError: If this is called in one.
+    """
+    if tf.distribute.has_strategy() and (
+        tf.distribute.get_strategy() is not replicas.strategy
+    ):
+        raise ValueError(
+            "A model trains on the replicas that it was made for. Received: a call in "
+            f"the scope of {tf.distribute.get_strategy()!r}, and a model made in that "
+            f"of {replicas.strategy!r}. Make model and optimizer there too."
+        )
+
+
+def agree_on_training(
+    replicas: Replicas,
+    model: Any,
+    data: TrainingData,
+    epochs: range,
+    journals: list[Any],
 ) -> None:
-    """Let all processes count the same, and refuse to begin where they differ.
+    """Let all processes count alike, and refuse where they were asked for different.
 
     Args:
         replicas: Of the model.
         model: The `DPModel`.
-        epoch: Number of the epoch that begins first.
         data: What `fit` was given.
+        epochs: That it was asked for.
+        journals: Beside the backups.
 
     Raises:
-        ValueError: If they would not train the same model alike.
+        ValueError: If arguments differ, or backups do not.
     """
     if replicas.processes == 1:
         return
-    recorder = model.recorder
+    recorder, optimizer = model.recorder, model.optimizer
     states = replicas.texts_of_all(recorder.state())
     recorder.agree(states, replicas.texts_of_all(recorder.run)[0])
+    is_pipeline = isinstance(data.x, tf.data.Dataset)
+    facts = {
+        "data": f"{data.segment}",
+        "batches": f"{int(data.x.cardinality())}" if is_pipeline else "",
+        "batch size": f"{data.expected_batch_size}",
+        "steps in an epoch": f"{data.steps_per_epoch}",
+        "epochs": f"{epochs.start} to {epochs.stop}",
+        "num_microbatches": f"{optimizer.num_microbatches}",
+        "l2_norm_clip": f"{float(optimizer.l2_norm_clip.numpy()):g}",
+        "noise_multiplier": f"{float(optimizer.noise_multiplier.numpy()):g}",
+    }
+    of_all = [json.loads(text) for text in replicas.texts_of_all(json.dumps(facts))]
+    _refuse_different({name: [each[name] for each in of_all] for name in facts})
+    folders = [f"{socket.gethostname()}:{each.path.resolve()}" for each in journals]
+    per_process = replicas.number // replicas.processes
+    of_processes = replicas.texts_of_all(json.dumps(folders))[::per_process]
+    used = [folder for text in of_processes for folder in json.loads(text)]
+    if len(set(used)) < len(used):
+        raise ValueError(
+            "Each worker needs a backup directory of its own. Received: "
+            f"BackupAndRestore in {', '.join(sorted(set(used)))} of several workers. "
+            "Use `BackupAndRestore(f'backup/worker_{index}')`."
+        )
+
+
+def check_same_model(replicas: Replicas, model: Any, epoch: int) -> None:
+    """Refuse to begin where processes would not go on from the same model.
+
+    Args:
+        replicas: Of the model.
+        model: The `DPModel`, with what backups restored.
+        epoch: Number of the epoch that begins, or of the last one if none does.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    if replicas.processes == 1:
+        return
     checksum = 0
     for variable in [*model.model.weights, *model.optimizer.variables]:
         value = keras.ops.convert_to_numpy(variable.value)
@@ -97,21 +181,22 @@ def check_agreement(
     facts = {
         "first epoch": epoch,
         "steps of the optimizer": int(model.optimizer.iterations.numpy()),
-        "number of examples": getattr(data.segment, "number_of_examples", 0),
-        "batch size": data.expected_batch_size or 0,
-        "steps in an epoch": data.steps_per_epoch or 0,
         "checksum of the weights and the optimizer": checksum,
         "checksum of the ledger": zlib.crc32(model.ledger.to_json().encode()),
     }
-    of_all = replicas.of_all(list(facts.values()))
+    of_all = replicas.of_all(list(facts.values())).T.tolist()
+    _refuse_different(dict(zip(facts, of_all, strict=True)))
+
+
+def _refuse_different(facts: dict[str, list[Any]]) -> None:
     different = [
-        f"{name}={sorted(set(values.tolist()))}"
-        for name, values in zip(facts, of_all.T, strict=True)
-        if len(set(values.tolist())) > 1
+        f"{name}={sorted(set(values))}"
+        for name, values in facts.items()
+        if len(set(values)) > 1
     ]
     if different:
         raise ValueError(
-            "All workers must begin with the same model, on the same data. Received: "
+            "All workers must do the same, with the same model and data. Received: "
             f"{', '.join(different)}. Where their backups differ, copy the directory "
             "of the worker that is ahead over those of the others."
         )
@@ -132,21 +217,25 @@ def lost_workers(replicas: Replicas) -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        if DIFFERENT_BATCHES not in str(error):
+        if DIFFERENT_STEPS not in str(error):
             raise
         raise NotPrivateError(
-            f"{DIFFERENT_BATCHES}: an example could count twice in a step. Received: "
-            "a `tf.data` pipeline that differs between processes. Let it read the "
-            "same rows in the same order everywhere, `dataset.shuffle(..., seed=1)`, "
-            "without random changes of the rows (`DPModel(augmentation=...)` makes "
-            "those); or use arrays."
+            f"{DIFFERENT_STEPS}: an example could count twice, or with too little "
+            "noise. Received: a batch, clip norm, noise multiplier or number of steps "
+            "that differs between processes. Let a `tf.data` pipeline read the same "
+            "rows in the same order everywhere, `dataset.shuffle(..., seed=1)`, without "
+            "random changes (`DPModel(augmentation=...)` makes those), and callbacks "
+            "do the same on every worker."
         ) from error
     except _OF_LOST_WORKERS as error:
-        if replicas.processes == 1:
+        is_other = isinstance(error, tf.errors.InternalError) and (
+            "ollective" not in str(error)
+        )
+        if replicas.processes == 1 or is_other:
             raise
         raise WorkerLostError(
-            "Another worker of this training is gone, and no step is taken without "
-            f"it. Received: {type(error).__name__} in one of {replicas.processes} "
+            "Another worker of this training is gone, or does something else, and no "
+            f"step is taken without it. Received: {type(error).__name__} in one of {replicas.processes} "
             "processes. Start all workers again: with `keras.callbacks."
             "BackupAndRestore(directory_of_this_worker)` they go on from the last "
             "epoch, and the ledger has every step that was taken."

@@ -24,7 +24,13 @@ from tfdp._journal import journals
 from tfdp._plan import NoisePlan, Plan
 from tfdp._released import ReleasedGradient
 from tfdp._replicas import function_of_batches, summed
-from tfdp._workers import check_distribution, lost_workers, replicas_of
+from tfdp._workers import (
+    agree_on_training,
+    check_distribution,
+    check_scope,
+    lost_workers,
+    replicas_of,
+)
 from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.levels import folded
 from tfdp.clipping import ClippedSum, clip_as_tensor
@@ -471,6 +477,10 @@ class DPModel(_keras.ReplicatedModel):
         kept = journals(callbacks, self.recorder)
         for journal in kept:
             journal.restore()
+        with lost_workers(self._replicas):
+            agree_on_training(
+                self._replicas, self, data, range(initial_epoch, epochs), kept
+            )
         for callback in private:
             callback.before_training(self, steps)
         self._plan_for(data.segment, data.expected_batch_size)
@@ -607,11 +617,8 @@ class DPModel(_keras.ReplicatedModel):
     def _train_together(self, share: Any) -> dict[str, Any]:
         """Take one step with all replicas, each with its share of a batch."""
         if not isinstance(share, Share):  # From `train_on_batch`.
-            share = Share(tf.constant(0, tf.int64), share)
-        stream = self.optimizer.noise_stream(self.recorder.steps)
-        return self._take_step(
-            share.rows, agreed_stream(self._replicas, stream, share.fingerprint)
-        )
+            return self.train_step(share)
+        return self._take_step(share.rows, share.fingerprint)
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """Take one private step if the budget has room for it.
@@ -621,16 +628,37 @@ class DPModel(_keras.ReplicatedModel):
 
         Returns:
             The logs of the epoch up to now.
-        """
-        return self._take_step(data, self.optimizer.noise_stream(self.recorder.steps))
 
-    def _take_step(self, data: Any, stream: tf.Tensor) -> dict[str, Any]:
+        Raises:
+            NotPrivateError: If there are several replicas: each would count the rows.
+        """
+        if self._replicas.number > 1:
+            raise NotPrivateError(
+                "`train_step` would give every replica the same rows. Received: "
+                f"{self._replicas.number} replicas. Use `private.fit(...)`, which gives "
+                "each a share."
+            )
+        return self._take_step(data, tf.constant(0, tf.int64))
+
+    def _take_step(self, data: Any, fingerprint: tf.Tensor) -> dict[str, Any]:
         """Take one private step, what is not run on all replicas once for them all."""
         data = keras.utils.unpack_x_y_sample_weight(data)
         for callback in self._in_graph:
             callback.before_step(self.optimizer)
         noise_multiplier = self._accounted_noise(self.optimizer.iterations.value)
         has_room = self.recorder.has_room(noise_multiplier)
+        stream = agreed_stream(
+            self._replicas,
+            self.optimizer.noise_stream(self.recorder.steps),
+            fingerprint,
+            [
+                self.optimizer.l2_norm_clip.value,
+                self.optimizer.noise_multiplier.value,
+                noise_multiplier,
+                self.recorder.steps,
+                has_room,
+            ],
+        )
         clip = self._clip_with_state_of_step(data)
         with self._uphill():
             clipped_sum = self._clip_and_log(data, has_room)
@@ -957,8 +985,10 @@ class DPModel(_keras.ReplicatedModel):
                 f"Model `{self.name}` has nothing to train. Received: no trainable "
                 "variables. Set `model.trainable = True` and compile again."
             )
+        check_scope(self._replicas)
         if self._bound() is not self.optimizer:  # Assigned after `compile`.
             _check_optimizer(self.optimizer)
+            check_distribution(self._replicas, self.optimizer, self.steps_per_execution)
             self._bind(self.optimizer)
             self.train_function = None
 

@@ -73,6 +73,7 @@ def test_what_draws_is_saved_and_exported(tmp_path):
     kinds = [error.split(":")[0] for error in found["errors"]]
     assert kinds == [
         "ValueError",
+        "NotPrivateError",
         "TypeError",
         "UnsupportedLayerError",
         "NotPrivateError",
@@ -179,19 +180,39 @@ def test_a_worker_that_dies_comes_back(tmp_path):
 @pytest.mark.parametrize(
     ("what", "error"),
     [
-        ("order", "NotPrivateError: The workers have different batches"),
+        ("order", "NotPrivateError: The workers do not take the same step"),
         pytest.param("weights", "ValueError: .*checksum", marks=pytest.mark.slow),
+        pytest.param("rows", "NotPrivateError: .*same order", marks=pytest.mark.slow),
+        pytest.param(
+            "epochs",
+            r"ValueError: .*epochs=\['0 to 2', '0 to 3'\]",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "directory", "ValueError: .*directory of its own", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "no_epoch",
+            "WorkerLostError: .* or does something else|ValueError: .*first epoch",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "clip",
+            "NotPrivateError: The workers do not take the same step",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "examples",
-            r"ValueError: .*number of examples=\[30, 40\]",
+            r"ValueError: .*data=.*number_of_examples=30",
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_workers_that_differ_are_refused(what, error, tmp_path):
-    for found in run_workers(tmp_path, "different", what):
-        assert pytest.approx(0) == found["moved"]
+    for found in run_workers(tmp_path, "different", tmp_path / "backup", what):
         assert re.match(error, found["error"])
+        if what != "clip":  # Two steps were taken.
+            assert found["moved"] == 0
 
 
 # -------------------------------------------------------------------------- refusals
@@ -227,6 +248,45 @@ def test_several_steps_at_once_are_refused():
         private = tfdp.DPModel(network())
         with pytest.raises(ValueError, match="steps_per_execution=2"):
             private.compile(optimizer(), "mse", steps_per_execution=2)
+
+
+def test_another_optimizer_is_refused_too():
+    with one_device_scope():
+        private = tfdp.DPModel(network())
+        private.compile(optimizer(), "mse")
+    private.optimizer = optimizer()
+    with pytest.raises(ValueError, match="scope of the same"):
+        private.fit(np.zeros((4, 2)), np.zeros((4, 1)), verbose=0)
+
+
+def test_fit_in_the_scope_of_another_strategy_is_refused():
+    private = tfdp.DPModel(network())
+    private.compile(optimizer(), "mse")
+    with one_device_scope(), pytest.raises(ValueError, match="a call in the scope"):
+        private.fit(np.zeros((4, 2)), np.zeros((4, 1)), verbose=0)
+
+
+def test_layers_from_outside_of_the_scope_are_refused():
+    dense = keras.layers.Dense(1)
+    dense.build((None, 2))
+    with one_device_scope():
+        model = keras.Sequential([keras.Input((2,)), dense])
+        with pytest.raises(ValueError, match=r"All layers .* `dense\w*/kernel`"):
+            tfdp.DPModel(model)
+
+
+def test_averages_put_into_the_weights_on_the_way_are_refused():
+    with one_device_scope():
+        private = tfdp.DPModel(network())
+        averaging = tfdp.optimizers.DPSGD(
+            0.1,
+            l2_norm_clip=1.0,
+            noise_multiplier=1.0,
+            use_ema=True,
+            ema_overwrite_frequency=2,
+        )
+    with pytest.raises(ValueError, match="ema_overwrite_frequency=2"):
+        private.compile(averaging, "mse")
 
 
 def test_other_strategies_are_refused():

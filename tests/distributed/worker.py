@@ -242,6 +242,7 @@ def others(directory):
 
     for refused in (
         lambda: private.train_on_batch(x, y),
+        lambda: private.train_step((x, y)),
         lambda: private.fit((each for each in [(x, y)]), verbose=0),
         escaping,
         loop_of_ones_own,
@@ -253,36 +254,58 @@ def others(directory):
     return found
 
 
-def different(what):
+class SetClip(keras.callbacks.Callback):
+    """Sets another clip norm after two steps."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.model.optimizer.l2_norm_clip = 1e-6
+
+
+def data_of_another_worker(what, index, folder):
+    """Return arguments of `fit` that differ between the workers as asked for."""
+    x, y = cases.rows()
+    order = np.random.default_rng(index).permutation(40)
+    shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(40, seed=index)
+    declared = tfdp.data.declare(
+        shuffled.batch(8),
+        number_of_examples=40,
+        expected_batch_size=8,
+        sampling="shuffle",
+    )
+    arrays = {"x": x, "y": y, "batch_size": 8}
+    examples = 40 - 10 * index
+    return {
+        "order": {"x": declared},
+        "examples": arrays | {"x": x[:examples], "y": y[:examples]},
+        "rows": arrays | {"x": x[order], "y": y[order]},
+        "epochs": arrays | {"epochs": 2 + index},
+        "directory": arrays | {"callbacks": [keras.callbacks.BackupAndRestore(folder)]},
+        "clip": arrays | {"callbacks": [SetClip()] * index},
+    }.get(what, arrays)
+
+
+def different(folder, what):
     """Return the error where the workers do not do the same."""
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     with STRATEGY.scope():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
         optimizer = tfdp.optimizers.DPAdam(0.01, l2_norm_clip=0.5, noise_multiplier=0.8)
     private = tfdp.DPModel(model)
-    private.compile(
-        optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    )
-    x, y = cases.rows()
-    data = {"x": x, "y": y, "batch_size": 8}
+    private.compile(optimizer, cases.crossentropy())
     if what == "weights" and index:
         model.set_weights([weight + 1.0 for weight in model.get_weights()])
-    if what == "examples" and index:
-        data |= {"x": x[:30], "y": y[:30]}
-    if what == "order":
-        shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(40, seed=index)
-        data = {
-            "x": tfdp.data.declare(
-                shuffled.batch(8),
-                number_of_examples=40,
-                expected_batch_size=8,
-                sampling="shuffle",
-            )
-        }
+    if what == "no_epoch" and index:
+        # As after a kill when the last epoch was over.
+        private._initial_epoch = 1
     before = cases.weights_of(private)
     try:
-        private.fit(**data, verbose=0)
-    except (ValueError, tfdp.errors.NotPrivateError) as error:
+        private.fit(**data_of_another_worker(what, index, folder), verbose=0)
+    except (
+        ValueError,
+        tfdp.errors.NotPrivateError,
+        tfdp.errors.WorkerLostError,
+    ) as error:
         return {
             "error": f"{type(error).__name__}: {error}",
             "moved": float(np.abs(cases.weights_of(private) - before).max()),

@@ -16,20 +16,21 @@ from tfdp._replicas import Replicas, replica_number, share_bounds, summed
 from tfdp.data.poisson_dataset import PoissonDataset
 from tfdp.data.rows import rows_of
 from tfdp.data.training_data import TrainingData, number_of_examples
+from tfdp.errors import NotPrivateError
 from tfdp.sampling import fresh_key, shuffled_order
 
-_WORD_BITS = 64
+# Begins the message of a step that is not the same for all workers.
+DIFFERENT_STEPS = "The workers do not take the same step"
 
-# Begins the message of a step whose workers do not share one batch.
-DIFFERENT_BATCHES = "The workers have different batches"
+# Rows of arrays that workers compare before they share them.
+_COMPARED_ROWS = 64
 
 
 class Share(NamedTuple):
     """What one replica takes of a batch.
 
     Attributes:
-        fingerprint: Of the whole batch, a scalar int64 within 32 bits; 0 where only
-            one process reads it.
+        fingerprint: Of the whole batch, a scalar int64 within 32 bits.
         rows: Nested tensors, `(x,)`, `(x, y)` or `(x, y, sample_weight)`; there may
             be no rows.
     """
@@ -58,7 +59,8 @@ def shared_out(
 
     Guarantees:
         The shares of a step are disjoint, and together they are one batch. Where
-        processes read different batches, `agreed_stream` raises.
+        processes read different batches, `agreed_stream` raises; where they have
+        different arrays, or the same rows in another order, this does.
 
     Args:
         data: What `fit` was given.
@@ -71,18 +73,22 @@ def shared_out(
         The data as Keras gets them.
 
     Raises:
+        NotPrivateError: If processes have different arrays.
         ValueError: If there are weights of examples and of classes.
     """
     draw: _Draw | None = None
     if isinstance(data.x, PoissonDataset):
         rows, workers = data.x.rows, data.x.workers
-        draws = (data.steps_per_epoch or len(data.x)) * epochs
+        draws = (data.steps_per_epoch or len(data.x)) * max(epochs, 0)
         draw = data.x.numbered_draws(_common_key(replicas), draws)
     elif data.batch_size is not None:
         rows, workers = rows_of(data.x, data.y, data.sample_weight), 1
         draw = _shuffled_draws(
             number_of_examples(data.x), data.batch_size, _common_key(replicas)
         )
+
+    if draw is not None:
+        _check_same_rows(rows, replicas)
 
     def pipeline(context: tf.distribute.InputContext) -> tf.data.Dataset:
         per_process = context.num_replicas_in_sync // context.num_input_pipelines
@@ -141,34 +147,47 @@ def check_shareable(data: TrainingData) -> None:
 
 
 def agreed_stream(
-    replicas: Replicas, stream: tf.Tensor, fingerprint: tf.Tensor
+    replicas: Replicas,
+    stream: tf.Tensor,
+    fingerprint: tf.Tensor,
+    settings: list[tf.Tensor],
 ) -> tf.Tensor:
-    """Return the chief's stream of noise, if all processes share one batch.
+    """Return the chief's stream of noise, if all processes take the same step.
 
     Args:
         replicas: Of the model.
         stream: Of this process's own noise.
         fingerprint: Of the batch that this process has; a value for each replica.
+        settings: Scalars that must be the same in all processes, up to the rounding
+            of float32.
 
     Returns:
         The same stream in all processes.
 
     Raises:
         tf.errors.InvalidArgumentError: When it runs, in every process, if batches
-            differ: an example could be in the shares of two replicas.
+            or settings differ: an example could be in the shares of two replicas, or
+            the noise too small for one.
     """
     if replicas.processes == 1:
         return stream
 
+    settings_bits = tf.stack([
+        tf.cast(tf.bitcast(tf.cast(each, tf.float32), tf.int32), tf.int64)
+        for each in settings
+    ])
+
     def exchange(stream: tf.Tensor, fingerprint: tf.Tensor) -> list[tf.Tensor]:
         is_chief = tf.equal(replica_number(), 0)
-        return summed([tf.where(is_chief, stream, tf.zeros_like(stream)), fingerprint])
+        own = tf.concat([[fingerprint], settings_bits], 0)
+        return [
+            *summed([tf.where(is_chief, stream, tf.zeros_like(stream)), own]),
+            own,
+        ]
 
-    of_chief, total = replicas.first(replicas.run(exchange, stream, fingerprint))
+    of_chief, total, own = replicas.first(replicas.run(exchange, stream, fingerprint))
     check = tf.debugging.assert_equal(
-        total,
-        replicas.number * replicas.first(fingerprint),
-        f"{DIFFERENT_BATCHES}.",
+        total, replicas.number * own, f"{DIFFERENT_STEPS}."
     )
     # No noise, and so no step, before the check has passed.
     with tf.control_dependencies([] if check is None else [check]):
@@ -208,6 +227,25 @@ def _common_key(replicas: Replicas) -> int:
     words = np.frombuffer(key.to_bytes(16, "little"), np.int64)
     of_chief = replicas.of_all(words.tolist())[0]
     return int.from_bytes(of_chief.tobytes(), "little")
+
+
+def _check_same_rows(rows: tuple[Any, ...], replicas: Replicas) -> None:
+    """Refuse arrays that are not those of the other processes, in their order."""
+    if replicas.processes == 1:
+        return
+    sources = keras.tree.flatten(rows)
+    order = np.random.default_rng(_common_key(replicas))
+    indices = np.unique(order.integers(len(sources[0]), size=_COMPARED_ROWS))
+    taken = [tf.convert_to_tensor(source.take(indices)) for source in sources]
+    prints = replicas.of_all([int(_fingerprint(taken))])
+    if len(np.unique(prints)) > 1:
+        raise NotPrivateError(
+            "All workers must have the same rows in the same order: each takes some by "
+            "their numbers, and an example with two numbers could count twice in a "
+            "step. Received: different rows at the same positions. Load the data alike "
+            "everywhere, with `train_test_split(..., random_state=0)` and "
+            "`sorted(os.listdir(folder))`."
+        )
 
 
 def _shuffled_draws(number_of_examples: int, size: int, key: int) -> _Draw:
@@ -282,12 +320,12 @@ def _shares_of_batches(
         return tf.data.Dataset.range(part.number).map(share)
 
     shared = dataset.flat_map(shares)
-    cardinality = dataset.cardinality()
-    if cardinality >= 0:
-        cardinality *= part.number
-    if cardinality == tf.data.UNKNOWN_CARDINALITY:
+    if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
+        # Keras would take the number of shares for that of batches.
         return shared
-    return shared.apply(tf.data.experimental.assert_cardinality(cardinality))
+    return shared.apply(
+        tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+    )
 
 
 def _fingerprint(tensors: list[tf.Tensor]) -> tf.Tensor:
