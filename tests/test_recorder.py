@@ -565,3 +565,38 @@ def test_a_damaged_state_changes_nothing(text):
     with pytest.raises((ValueError, KeyError)):
         recorder.restore(text)
     assert recorder.ledger == ledger
+
+
+# ------------------------------------------------------------------ several processes
+
+
+@pytest.mark.parametrize("kind", [POISSON, SHUFFLED])
+def test_processes_agree_on_one_training(kind):
+    """Their journals know of three steps and of two; the next life counts on."""
+    first, second = LedgerRecorder(), LedgerRecorder()
+    states = []
+    for recorder, steps in ((first, 3), (second, 2)):
+        recorder.begin(kind)
+        recorder.agree([recorder.state()] * 2, "the training")
+        record(recorder, *[1.0] * steps)
+        states.append(recorder.state())
+    for recorder in (first, second):
+        recorder.agree(states, "its next life")
+        recorder.begin(kind)
+        record(recorder, 2.0)
+        assert recorder.run == "its next life"
+        assert int(recorder.steps) == 4
+        assert recorder.ledger.segments == segments(kind, z1=3, z2=1)
+    assert json.loads(first.state()) == json.loads(second.state())
+    agreed = first.state()
+    first.agree([agreed, second.state()], "its next life")
+    assert first.state() == agreed
+
+
+def test_trainings_apart_are_added_up_by_agreement():
+    first, second = recorded(POISSON, 1.0), recorded(POISSON, 1.0, 1.0)
+    states = [first.state(), second.state()]
+    for recorder in (first, second):
+        recorder.agree(states, "together")
+        assert recorder.ledger.segments == segments(POISSON, z1=3)
+        assert int(recorder.steps) == 3
