@@ -31,7 +31,7 @@ from sklearn.model_selection import train_test_split
 
 import tfdp
 from tfdp.accounting import Ledger, PoissonSteps
-from tfdp.noise import NoiseSource
+from tfdp.noise import NoiseSource, add_noise
 
 # Poisson batches differ in size: TensorFlow traces a graph for the first one, and in
 # the second step one for all sizes.
@@ -153,8 +153,10 @@ def normal_numbers(
         l2_norm_clip=tf.constant(1.0),
         examples_per_unit=1,
     )
-    return source.noised(
-        zeros, noise_multiplier=tf.constant(1.0), step=tf.constant(step, tf.int64)
+    return add_noise(
+        zeros,
+        noise_multiplier=tf.constant(1.0),
+        stream=source.stream(tf.constant(step, tf.int64)),
     )
 
 

@@ -13,7 +13,13 @@ from scipy import stats
 from tests.problems import PROBLEMS
 from tfdp import clipped_gradients
 from tfdp.clipping import ClippedSum
-from tfdp.noise import NoiseSource, long_normal, standard_normal
+from tfdp.noise import (
+    NoiseSource,
+    add_noise,
+    long_normal,
+    noise_of_query,
+    standard_normal,
+)
 from tfdp.optimizers import DPSGD
 
 MODES = ("eager", "graph", "xla")
@@ -39,7 +45,7 @@ def zeros(*shapes, clip=1.0, dtypes=("float32",), examples_per_unit=1):
 
 
 def draw(noise, clipped_sum, step=0, noise_multiplier=1.0):
-    noised = noise.noised(
+    noised = add_noise(
         clipped_sum,
         noise_multiplier=tf.constant(noise_multiplier, tf.float64),
         stream=noise.stream(tf.constant(step, tf.int64)),
@@ -257,7 +263,7 @@ def test_the_noise_of_each_adds_up(mode):
     noise, clipped_sum = source(), zeros([100_000], [50_000], clip=2.0)
 
     def draw_nine(step):
-        return noise.noised_by_each(
+        return noise.add_noise_of_each(
             clipped_sum,
             noise_multiplier=tf.constant(1.5, tf.float64),
             contributors=9,
@@ -337,7 +343,7 @@ def test_every_call_of_a_traced_step_draws_anew():
 
     @tf.function
     def one_step():
-        noised = noise.noised(
+        noised = add_noise(
             zeros([20_000]),
             noise_multiplier=tf.constant(1.0),
             stream=noise.stream(step.read_value()),
@@ -369,7 +375,7 @@ def test_steps_in_a_loop_of_the_graph_draw_anew():
 def test_a_new_key_acts_on_a_traced_step(fixed_entropy):
     noise = source(None)
     step = tf.function(
-        lambda: noise.noised(
+        lambda: add_noise(
             zeros([20_000]),
             noise_multiplier=tf.constant(1.0),
             stream=noise.stream(tf.constant(0, tf.int64)),
@@ -409,7 +415,7 @@ def test_global_seeds_do_not_change_seeded_noise(mode):
             seed_everything()
         noise = source(3)
         noised = run(
-            lambda noise=noise: noise.noised(
+            lambda noise=noise: add_noise(
                 zeros([1000]),
                 noise_multiplier=tf.constant(1.0),
                 stream=noise.stream(tf.constant(5, tf.int64)),
@@ -437,7 +443,7 @@ def test_key_is_no_constant_of_the_graph(monkeypatch):
     monkeypatch.setattr(secrets, "token_bytes", lambda _: key)
     noise = source(None)
     step = tf.function(
-        lambda: noise.noised(
+        lambda: add_noise(
             zeros([4]),
             noise_multiplier=tf.constant(1.0),
             stream=noise.stream(tf.constant(0, tf.int64)),
@@ -584,14 +590,14 @@ def test_rows_that_were_looked_up_get_no_other_noise_than_the_rest():
 @pytest.mark.filterwarnings("ignore:The privacy noise is reproducible")
 def test_queries_have_noise_of_their_own():
     """Independent of that of the gradients, of other steps, and of other queries."""
-    source, shape = NoiseSource(seed=3), tf.TensorShape([4000])
+    source, shape = NoiseSource(seed=3), (4000,)
     zeros = ClippedSum([tf.zeros(shape)] * 3, tf.zeros([0]), tf.constant(1.0), 1)
     draws = []
     for number in range(3):
         stream = source.stream(tf.constant(number, tf.int64))
-        draws += source.noised(
+        draws += add_noise(
             zeros, noise_multiplier=tf.constant(1.0, tf.float64), stream=stream
         )
-        draws.append(source.of_query(shape, stream=stream))
+        draws.append(noise_of_query(shape, stream=stream))
     correlations = np.corrcoef(np.stack(draws))
     assert np.abs(correlations - np.eye(len(draws))).max() < 0.1

@@ -34,7 +34,7 @@ class Step:
         clipped_sum: What was clipped, on all replicas, not noised, with the C that
             clipped. Noise is drawn with that one, whatever callbacks do to the
             optimizer's.
-        stream: Of the step's noise; see `DPOptimizer.query_noise`.
+        stream: Of the step's noise; see `tfdp.noise.noise_of_query`.
         clip: Clips the gradients of the plain loss with a C, under the dropout masks
             of the step, for callbacks that set `clips_again`: those of the step's
             batch or, as second argument, of ``(x, y, sample_weight)``.

@@ -76,33 +76,7 @@ class NoiseSource:
         """
         return self._key + tf.stack([step, tf.zeros_like(step)])
 
-    @staticmethod
-    def noised(
-        clipped_sum: ClippedSum, *, noise_multiplier: tf.Tensor, stream: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """Add to each sum Gaussian noise of ``noise_multiplier * C``.
-
-        Args:
-            clipped_sum: What to noise; its own C is the one that counts.
-            noise_multiplier: Scalar tensor; 0 adds nothing.
-            stream: Of the step.
-
-        Returns:
-            The noised sums, in order, of the sums' shapes; float64 where the sum
-            is, float32 otherwise.
-        """
-        clip = clipped_sum.l2_norm_clip
-        stddev = tf.cast(noise_multiplier, clip.dtype) * clip
-        noised = []
-        for number, gradient in enumerate(map(at_least_float32, clipped_sum.gradients)):
-            noise = standard_normal(gradient.shape, _seed(stream, number))
-            noised.append(
-                gradient
-                + tf.cast(noise, gradient.dtype) * tf.cast(stddev, gradient.dtype)
-            )
-        return noised
-
-    def noised_by_each(
+    def add_noise_of_each(
         self,
         clipped_sum: ClippedSum,
         *,
@@ -115,17 +89,17 @@ class NoiseSource:
         The same distribution as one draw of ``sqrt(contributors)`` times the noise.
 
         Args:
-            clipped_sum: See `noised`.
+            clipped_sum: See `add_noise`.
             noise_multiplier: Of each one's own noise, a scalar tensor.
             contributors: How many there are.
             step: As in `stream`; not to be used with the same key there.
 
         Returns:
-            See `noised`.
+            See `add_noise`.
         """
 
         def add_one(number: tf.Tensor, sums: list[tf.Tensor]) -> Any:
-            noised = self.noised(
+            noised = add_noise(
                 clipped_sum._replace(gradients=sums),
                 noise_multiplier=noise_multiplier,
                 stream=self.stream(step * contributors + number),
@@ -140,67 +114,92 @@ class NoiseSource:
         )
         return sums
 
-    @staticmethod
-    def noised_reply(
-        clipped_sum: ClippedSum, *, noise_multiplier: tf.Tensor, stream: tf.Tensor
-    ) -> list[tf.Tensor]:
-        """Add noise to what others will see in full, number by number.
 
-        Sum and noise are first brought on one grid, which depends on C and the noise
-        multiplier alone, the sum towards zero, so that it stays clipped. Noise on a
-        grid plus a number off it would show which numbers were zero [1]_. The noise
-        reaches to 12 standard deviations.
+def add_noise(
+    clipped_sum: ClippedSum, *, noise_multiplier: tf.Tensor, stream: tf.Tensor
+) -> list[tf.Tensor]:
+    """Add to each sum Gaussian noise of ``noise_multiplier * C``.
 
-        Args:
-            clipped_sum: See `noised`.
-            noise_multiplier: See `noised`.
-            stream: See `noised`; not to be used there.
+    Args:
+        clipped_sum: What to noise; its own C is the one that counts.
+        noise_multiplier: Scalar tensor; 0 adds nothing.
+        stream: Of the step.
 
-        Returns:
-            See `noised`.
-
-        References:
-            .. [1] Mironov, "On Significance of the Least Significant Bits for
-               Differential Privacy", CCS 2012.
-               https://doi.org/10.1145/2382196.2382264
-        """
-        stddev = tf.cast(noise_multiplier, tf.float64) * tf.cast(
-            clipped_sum.l2_norm_clip, tf.float64
+    Returns:
+        The noised sums, in order, of the sums' shapes; float64 where the sum
+        is, float32 otherwise.
+    """
+    clip = clipped_sum.l2_norm_clip
+    stddev = tf.cast(noise_multiplier, clip.dtype) * clip
+    noised = []
+    for number, gradient in enumerate(map(at_least_float32, clipped_sum.gradients)):
+        noise = standard_normal(gradient.shape, _seed(stream, number))
+        noised.append(
+            gradient + tf.cast(noise, gradient.dtype) * tf.cast(stddev, gradient.dtype)
         )
-        exponent = tf.math.ceil(tf.math.log(stddev) / math.log(2.0))
-        grid = tf.pow(tf.constant(2.0, tf.float64), exponent - _GRID_BITS)
-        noised = []
-        for number, gradient in enumerate(map(at_least_float32, clipped_sum.gradients)):
-            noise = long_normal(gradient.shape, _seed(stream, number))
-            steps = tf.round(noise * (stddev / grid))
-            wide = tf.cast(gradient, tf.float64)
-            towards_zero = tf.sign(wide) * tf.floor(tf.abs(wide) / grid)
-            # Without noise there is no grid.
-            reply = tf.where(stddev > 0, (towards_zero + steps) * grid, wide)
-            noised.append(tf.cast(reply, gradient.dtype))
-        return noised
+    return noised
 
-    @staticmethod
-    def of_query(shape: tf.TensorShape, *, stream: tf.Tensor) -> tf.Tensor:
-        """Draw noise for what a step releases beside its gradients.
 
-        Args:
-            shape: A fully defined shape.
-            stream: See `noised`; asked once for each step.
+# Grid of replies: its spacing in standard deviations is 2**-18 or half of that.
+_GRID_BITS = 18
 
-        Returns:
-            Standard normal numbers, float32, independent of the gradients' noise.
-        """
-        return standard_normal(shape, _seed(stream, -1))
+
+def add_reply_noise(
+    clipped_sum: ClippedSum, *, noise_multiplier: tf.Tensor, stream: tf.Tensor
+) -> list[tf.Tensor]:
+    """Add noise to what others will see in full, number by number.
+
+    Sum and noise are first brought on one grid, which depends on C and the noise
+    multiplier alone, the sum towards zero, so that it stays clipped. Noise on a
+    grid plus a number off it would show which numbers were zero [1]_. The noise
+    reaches to 12 standard deviations.
+
+    Args:
+        clipped_sum: See `add_noise`.
+        noise_multiplier: See `add_noise`.
+        stream: See `add_noise`; not to be used there.
+
+    Returns:
+        See `add_noise`.
+
+    References:
+        .. [1] Mironov, "On Significance of the Least Significant Bits for
+           Differential Privacy", CCS 2012.
+           https://doi.org/10.1145/2382196.2382264
+    """
+    stddev = tf.cast(noise_multiplier, tf.float64) * tf.cast(
+        clipped_sum.l2_norm_clip, tf.float64
+    )
+    exponent = tf.math.ceil(tf.math.log(stddev) / math.log(2.0))
+    grid = tf.pow(tf.constant(2.0, tf.float64), exponent - _GRID_BITS)
+    noised = []
+    for number, gradient in enumerate(map(at_least_float32, clipped_sum.gradients)):
+        noise = long_normal(gradient.shape, _seed(stream, number))
+        steps = tf.round(noise * (stddev / grid))
+        wide = tf.cast(gradient, tf.float64)
+        towards_zero = tf.sign(wide) * tf.floor(tf.abs(wide) / grid)
+        # Without noise there is no grid.
+        reply = tf.where(stddev > 0, (towards_zero + steps) * grid, wide)
+        noised.append(tf.cast(reply, gradient.dtype))
+    return noised
+
+
+def noise_of_query(shape: tuple[int, ...], *, stream: tf.Tensor) -> tf.Tensor:
+    """Draw noise for what a step releases beside its gradients.
+
+    Args:
+        shape: Of the release.
+        stream: See `add_noise`; asked once for each step.
+
+    Returns:
+        Standard normal numbers, float32, independent of the gradients' noise.
+    """
+    return standard_normal(tf.TensorShape(shape), _seed(stream, -1))
 
 
 def _seed(stream: tf.Tensor, number: int) -> tf.Tensor:
     """Return the seed of one variable's noise, or of a query's, in a step."""
     return stream + tf.constant([0, number], tf.int64)
-
-
-# Grid of replies: its spacing in standard deviations is 2**-18 or half of that.
-_GRID_BITS = 18
 
 
 def long_normal(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:

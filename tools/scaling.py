@@ -24,7 +24,7 @@ from absl import app, flags
 
 import tfdp
 from tfdp.clipping import ClippedSum
-from tfdp.noise import NoiseSource
+from tfdp.noise import NoiseSource, add_noise
 from tfdp.sampling import fresh_key, poisson_indices
 
 _REPLICAS = flags.DEFINE_multi_integer(
@@ -124,7 +124,7 @@ def noise_of(shapes: list[Any]) -> float:
 
     @tf.function(autograph=False)
     def noise() -> list[tf.Tensor]:
-        return source.noised(
+        return add_noise(
             clipped_sum,
             noise_multiplier=tf.constant(1.0),
             stream=source.stream(tf.constant(0, tf.int64)),

@@ -13,6 +13,7 @@ from tfdp import _validate
 from tfdp._fit_callbacks import PrivacyCallback, Step
 from tfdp.accounting.levels import folded
 from tfdp.model import DPModel
+from tfdp.noise import noise_of_query
 from tfdp.optimizers.dp_optimizer import LEAST_CLIP
 
 
@@ -67,7 +68,7 @@ class AdaptiveClip(PrivacyCallback, abc.ABC):
                 step.optimizer.l2_norm_clip.value,
                 step.clipped_sum.norms,
                 expected_units=step.expected_units,
-                noise=step.optimizer.query_noise(self.query_shape, step.stream),
+                noise=noise_of_query(self.query_shape, stream=step.stream),
             )
             step.optimizer.l2_norm_clip.assign(next_clip)
             return True

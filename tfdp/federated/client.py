@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdp.clipping import ClippedSum, clip_and_sum
 from tfdp.errors import NotPrivateError
 from tfdp.gradients import clipped_gradients
-from tfdp.noise import NoiseSource
+from tfdp.noise import NoiseSource, add_reply_noise
 from tfdp.optimizers.dp_optimizer import checked_clip, checked_noise_multiplier
 
 
@@ -160,7 +160,7 @@ def _noised(clipped_sum: ClippedSum, noise_multiplier: float) -> list[tf.Tensor]
             "Call `client_update` or `privatize` outside of `tf.function`."
         )
     source = NoiseSource()
-    return source.noised_reply(
+    return add_reply_noise(
         clipped_sum,
         noise_multiplier=tf.constant(noise_multiplier, tf.float64),
         stream=source.stream(tf.constant(0, tf.int64)),

@@ -32,7 +32,7 @@ from tfdp.federated.run_folder import State, read_state, write_state
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.virtual_clients import VirtualClients
 from tfdp.gradients import clipped_gradients
-from tfdp.noise import NoiseSource
+from tfdp.noise import NoiseSource, add_noise, noise_of_query
 from tfdp.optimizers.dp_optimizer import checked_clip
 
 
@@ -371,8 +371,8 @@ class Simulation:
                 clip,
                 clipped_sum.norms,
                 expected_units=tf.constant(contributors, tf.float64),
-                noise=self._noise.of_query(
-                    tf.TensorShape(policy.query_shape),
+                noise=noise_of_query(
+                    policy.query_shape,
                     stream=self._noise.stream(number),
                 ),
             )
@@ -384,13 +384,13 @@ class Simulation:
         contributors = self._clients.clients_per_round
         noise_multiplier = tf.constant(self._noise_multiplier, tf.float64)
         if self._each_draws:
-            return self._noise.noised_by_each(
+            return self._noise.add_noise_of_each(
                 clipped_sum,
                 noise_multiplier=noise_multiplier,
                 contributors=contributors,
                 step=number,
             )
-        return self._noise.noised(
+        return add_noise(
             clipped_sum,
             noise_multiplier=noise_multiplier * contributors**0.5,
             stream=self._noise.stream(number),

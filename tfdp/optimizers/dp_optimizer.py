@@ -13,7 +13,7 @@ from tfdp.accounting import Ledger
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
 from tfdp.losses.regularizers import gradient_of
-from tfdp.noise import NoiseSource
+from tfdp.noise import NoiseSource, add_noise
 from tfdp.recorder import LedgerRecorder, recorder_of_variables
 
 # Far below it noise is flushed to zero, far above its reciprocal it is infinite.
@@ -307,7 +307,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         recorder.note_update(trainable_variables, of_first.l2_norm_clip)
 
         def update(clipped_sum: ClippedSum) -> list[tf.Tensor]:
-            noised = self._noise.noised(
+            noised = add_noise(
                 clipped_sum,
                 noise_multiplier=self._noise_multiplier.value,
                 stream=stream,
@@ -339,18 +339,6 @@ class DPOptimizer(keras.optimizers.Optimizer):
             int64, shape ``(2,)``.
         """
         return self._noise.stream(step)
-
-    def query_noise(self, shape: tuple[int, ...], stream: tf.Tensor) -> tf.Tensor:
-        """Draw noise for what a step releases beside its gradients.
-
-        Args:
-            shape: Of the release.
-            stream: Of the step, from `noise_stream`.
-
-        Returns:
-            Standard normal numbers, float32.
-        """
-        return self._noise.of_query(tf.TensorShape(shape), stream=stream)
 
     def _check(self, clipped_sum: ClippedSum, variables: list[Any]) -> None:
         if not isinstance(clipped_sum, ClippedSum):
