@@ -84,7 +84,7 @@ class Journal(PrivacyCallback):
             # Another callback has trained on data of its own.
             self._begin()
         recorder, steps = self._recorder, self.model.steps_per_execution
-        noise = recorder.counted(self.model.noise_to_come()[:steps].min())
+        noise = recorder.counted(self.model.noise_plan.to_come()[:steps].min())
         self._least_noise = min(self._least_noise, noise)
         line = [
             int(recorder.steps) - self._steps + steps,

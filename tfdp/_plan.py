@@ -4,27 +4,8 @@ import dataclasses
 import math
 from typing import NamedTuple, Self
 
-import numpy as np
-
 from tfdp.accounting import PoissonSteps, Segment
 from tfdp.optimizers import DPOptimizer
-
-
-class NoisePlan(NamedTuple):
-    """What the noise of the coming steps counts as, where callbacks change it.
-
-    Attributes:
-        noise_multiplier: The optimizer's when this was worked out.
-        first: The optimizer's `iterations` then.
-        steps: How many steps `fit` will take; None if it cannot know.
-        counted: Multiples of the clip norm, shape ``(steps,)``; the least of them alone
-            if their number is not known, and none if no callback changes them.
-    """
-
-    noise_multiplier: float
-    first: int
-    steps: int | None
-    counted: np.ndarray
 
 
 class Plan(NamedTuple):

@@ -2,17 +2,17 @@
 
 import contextlib
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable
 from typing import Any, Self
 
 import keras
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
 from tfdp import _keras, _tree, _validate, engines, validation
 from tfdp._augmentation import Augmentation
+from tfdp._batch_clipper import BatchClipper
 from tfdp._fit_callbacks import (
     LedgerCallback,
     PrivacyCallback,
@@ -21,9 +21,10 @@ from tfdp._fit_callbacks import (
     sorted_callbacks,
 )
 from tfdp._journal import journals
-from tfdp._plan import NoisePlan, Plan
+from tfdp._noise_plan import NoisePlan
+from tfdp._plan import Plan
 from tfdp._released import ReleasedGradient
-from tfdp._replicas import function_of_batches, summed
+from tfdp._replicas import function_of_batches
 from tfdp._workers import (
     agree_on_training,
     check_distribution,
@@ -32,8 +33,6 @@ from tfdp._workers import (
     replicas_of,
 )
 from tfdp.accounting import Ledger, Segment, privacy_statement
-from tfdp.accounting.levels import folded
-from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data import PoissonDataset
 from tfdp.data.shares import Share, agreed_stream, check_shareable, shared_out
 from tfdp.data.training_data import (
@@ -47,12 +46,6 @@ from tfdp.data.training_data import (
 )
 from tfdp.engines import explanation
 from tfdp.engines.choice import choose
-from tfdp.engines.passes import (
-    OnOutputs,
-    number_of_rows,
-    run_in_passes,
-    run_whole,
-)
 from tfdp.errors import (
     NotPrivateError,
     PrivacyBudgetError,
@@ -60,13 +53,10 @@ from tfdp.errors import (
 )
 from tfdp.losses import regularizers
 from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.objective import Objective
 from tfdp.losses.per_example import PerExampleLoss
 from tfdp.optimizers import DPOptimizer
 from tfdp.recorder import UNDECLARED, is_of_a_model, recorder_of
-
-# How far ahead the noise is looked at where the data do not tell the steps.
-_STEPS_WITHOUT_A_PLAN = 1_000_000
 
 # How names of saved arrays begin that hold the gradient that was released last.
 _RELEASED = "released_gradient_"
@@ -185,12 +175,11 @@ class DPModel(_keras.ReplicatedModel):
         self.recorder = recorder_of(model)
         self._plan = Plan()
         self._checked: tuple[bool, ...] | None = None
-        self.train_function: Callable[[Any], Any] | None = None
-        self.test_function: Callable[[Any], Any] | None = None
+        self.train_function: Any = None
+        self.test_function: Any = None
         self._jit_compile_passes = False
         self._chosen_engine: engines.Engine | None = None
         self._in_graph: list[PrivacyCallback] = []
-        self._planned_noise = NoisePlan(0.0, 0, None, np.array([]))
         self._ascent: AscentLoss | None = None
         self._released = ReleasedGradient()
         self._augmentation = views
@@ -376,6 +365,7 @@ class DPModel(_keras.ReplicatedModel):
             optimizer.recorder = self.recorder
         self.recorder.note_seeds(noise=optimizer.noise_is_seeded, sampling=False)
         self._bound = weakref.ref(optimizer)
+        self.noise_plan = NoisePlan(optimizer)
 
     def get_compile_config(self) -> dict[str, Any]:
         """Return the arguments of `compile`."""
@@ -493,7 +483,7 @@ class DPModel(_keras.ReplicatedModel):
             self.optimizer.renew_noise_key()
             try:
                 self._take_callbacks(private)
-                self._plan_noise(steps)
+                self.noise_plan = NoisePlan(self.optimizer, self._in_graph, steps)
                 self._begin(data, epochs - initial_epoch)
                 if self._replicas.strategy is not None:
                     data = shared_out(
@@ -524,7 +514,7 @@ class DPModel(_keras.ReplicatedModel):
             finally:
                 self._released.put_back()
                 self._take_callbacks([])
-                self._plan_noise(None)
+                self.noise_plan = NoisePlan(self.optimizer)
                 self.recorder.begin(self._plan.in_units(UNDECLARED))
                 with contextlib.suppress(PrivacyBudgetError):
                     self.enforce_budget()
@@ -645,7 +635,7 @@ class DPModel(_keras.ReplicatedModel):
         data = keras.utils.unpack_x_y_sample_weight(data)
         for callback in self._in_graph:
             callback.before_step(self.optimizer)
-        noise_multiplier = self._accounted_noise(self.optimizer.iterations.value)
+        noise_multiplier = self.noise_plan.counted(self.optimizer.iterations.value)
         has_room = self.recorder.has_room(noise_multiplier)
         stream = agreed_stream(
             self._replicas,
@@ -659,16 +649,25 @@ class DPModel(_keras.ReplicatedModel):
                 has_room,
             ],
         )
-        clip = self._clip_with_state_of_step(data)
+        clipper = self._clipper()
+        clips_again = any(callback.clips_again for callback in self._in_graph)
+        clip = clipper.later(
+            data, self._objective(), clipper.states() if clips_again else []
+        )
         with self._uphill():
-            clipped_sum = self._clip_and_log(data, has_room)
+            clipped_sum = clipper.clip(
+                data,
+                self.optimizer.l2_norm_clip.value,
+                self._objective_uphill(),
+                functools.partial(self._update_metrics, has_room),
+            )
 
         def apply() -> bool:
             learning = [each for each in self._in_graph if each.has_own("during_step")]
             if learning:
                 step = Step(
                     self.optimizer,
-                    self._joined(clipped_sum),
+                    clipper.joined(clipped_sum),
                     stream,
                     clip,
                     self._ascent,
@@ -700,177 +699,34 @@ class DPModel(_keras.ReplicatedModel):
         iteration = self.optimizer.iterations.value
         return self._released.uphill(self._ascent.radius_at(iteration))
 
-    def _accounted_noise(self, iteration: tf.Tensor) -> tf.Tensor:
-        """Return what the noise of steps counts as, with what callbacks release.
-
-        Args:
-            iteration: The optimizer's `iterations`, of any shape.
-
-        Returns:
-            Multiples of the clip norm, float64, of that shape.
-        """
-        noise_multiplier = self.optimizer.noise_multiplier.value
-        noise_multiplier = tf.broadcast_to(noise_multiplier, tf.shape(iteration))
-        for callback in self._in_graph:
-            scheduled = callback.scheduled_noise_multiplier(iteration)
-            if scheduled is not None:
-                noise_multiplier = scheduled
-        for callback in self._in_graph:
-            of_query = callback.query_noise_multiplier(iteration)
-            if of_query is not None:
-                noise_multiplier = tf.where(
-                    tf.math.is_finite(of_query),
-                    folded(noise_multiplier, of_query),
-                    noise_multiplier,
-                )
-        return noise_multiplier
-
-    def _clip_with_state_of_step(self, data: Any) -> Callable[..., ClippedSum]:
-        """Return a function that clips as the step that begins, but not uphill.
-
-        Args:
-            data: Of the step.
-
-        Returns:
-            See `Step.clip`.
-        """
-        if not any(callback.clips_again for callback in self._in_graph):
-            states = []
-        else:
-            states = _keras.states(self.model)
-            if self._augmentation is not None:
-                states += self._augmentation.seed_states()
-
-        def read() -> list[tf.Tensor]:
-            return [tf.identity(state.value) for state in states]
-
-        at_begin = self._replicas.run(read)
-
-        def clip(clip_norm: tf.Tensor, whole: Any = None) -> ClippedSum:
-            def of_replica(at_begin: list[tf.Tensor], rows: Any) -> ClippedSum:
-                now = read()
-                for state, value in zip(states, at_begin, strict=True):
-                    state.assign(value)
-                if whole is not None:
-                    rows = self._replicas.share_of(
-                        whole, rows_per_unit=self._plan.examples_per_unit
-                    )
-                clipped_sum = self._clip(rows, clip_norm, self._objective())
-                for state, value in zip(states, now, strict=True):
-                    state.assign(value)
-                return clipped_sum
-
-            return self._joined(self._on_all(of_replica, at_begin, data))
-
-        return clip
-
-    def _clip_and_log(self, data: Any, has_room: tf.Tensor) -> ClippedSum:
-        """Clip and sum the units of a logical batch, and update the metrics."""
-
-        def update_metrics(data: Any, rows: tf.Tensor, y_pred: Any) -> None:
-            tf.cond(
-                has_room & (rows > 0),
-                lambda: self._update_metrics(data, rows, y_pred),
-                lambda: False,
-            )
-
-        def of_replica(rows: Any) -> ClippedSum:
-            return self._clip(
-                rows,
-                self.optimizer.l2_norm_clip.value,
-                self._objective_uphill(),
-                update_metrics,
-            )
-
-        clipped_sum: ClippedSum = self._on_all(of_replica, data)
-        return clipped_sum
-
-    def _joined(self, clipped_sum: ClippedSum) -> ClippedSum:
-        """Return what callbacks see of what each replica has: the norms of all."""
-        first: ClippedSum = self._replicas.first(clipped_sum)
-        return first._replace(norms=self._replicas.joined(clipped_sum.norms))
-
-    def _on_all(self, clip: Callable[..., ClippedSum], *args: Any) -> ClippedSum:
-        """Add up what all replicas have clipped; each gets the sum."""
-
-        def of_replica(*args: Any) -> ClippedSum:
-            own = clip(*args)
-            return own._replace(gradients=summed(own.gradients))
-
-        with _keras.losses_of_one_replica():
-            clipped_sum: ClippedSum = self._replicas.run(of_replica, *args)
-        return clipped_sum
-
-    def _clip(
-        self,
-        data: Any,
-        l2_norm_clip: tf.Tensor,
-        objective: Objective,
-        on_outputs: OnOutputs | None = None,
-    ) -> ClippedSum:
-        """Clip and sum the units of any number of rows, on one replica."""
-        examples_per_unit, physical_batch_size = self._plan
-        rows_per_unit = examples_per_unit
-        augmentation = self._augmentation
-        if augmentation is not None:
-            rows_per_unit *= augmentation.multiplicity
-            objective = dataclasses.replace(objective, views=augmentation.multiplicity)
-        clip = clip_as_tensor(l2_norm_clip, objective.variables)
-        engine = self._chosen_engine or engines.get(self.engine)
-
-        def run_pass(batch: Batch, clip: tf.Tensor) -> Any:
-            options = {"l2_norm_clip": clip, "rows_per_unit": rows_per_unit}
-            try:
-                return engine.clip_and_sum(objective, batch, **options)
-            except UnsupportedLayerError as error:
-                # The data may have axes of unknown length, where the sample had not.
-                if self.engine != "auto":
-                    raise
-                logging.warning(
-                    "tfdp takes whole gradients of each example of model `%s`, which "
-                    "needs more time and memory: %s",
-                    self.model.name,
-                    error,
-                )
-            return engines.get("vectorized").clip_and_sum(objective, batch, **options)
-
-        if self._jit_compile_passes:
-            run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
-
-        def run_views(batch: Batch) -> Any:
-            if augmentation is None:
-                return run_pass(batch, clip)
-            sums, norms, y_pred = run_pass(augmentation.views(batch), clip)
-            return sums, norms, augmentation.first(y_pred)
-
-        if physical_batch_size is None:
-            sums, norms, y_pred = run_whole(
-                run_views,
-                data,
-                rows_per_unit=examples_per_unit,
-            )
-            if on_outputs is not None:
-                on_outputs(data, tf.convert_to_tensor(number_of_rows(data)), y_pred)
-        else:
-            sums, norms = run_in_passes(
-                run_views,
-                data,
-                rows_per_unit=examples_per_unit,
-                physical_batch_size=physical_batch_size,
-                on_outputs=on_outputs,
-                shared_states=_keras.shared_seed_states(self.model),
-            )
-        return ClippedSum(sums, norms, clip, examples_per_unit)
-
-    def _update_metrics(self, data: Any, rows: tf.Tensor, y_pred: Any) -> bool:
-        """Log the ordinary loss and metrics of the first `rows` rows."""
-        x, y, sample_weight, y_pred = _tree.map_tensors(
-            lambda tensor: tensor[:rows], (*data, y_pred)
+    def _clipper(self) -> BatchClipper:
+        return BatchClipper(
+            self.model,
+            self._chosen_engine or engines.get(self.engine),
+            may_change_engine=self.engine == "auto",
+            plan=self._plan,
+            replicas=self._replicas,
+            augmentation=self._augmentation,
+            jit_compile=self._jit_compile_passes,
         )
-        loss = self.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
-        _keras.loss_tracker(self).update_state(loss, sample_weight=rows)
-        self.compute_metrics(x, y, y_pred, sample_weight)
-        return True
+
+    def _update_metrics(
+        self, has_room: tf.Tensor, data: Any, rows: tf.Tensor, y_pred: Any
+    ) -> None:
+        """Log the ordinary loss and metrics of the first `rows` rows."""
+
+        def update() -> bool:
+            x, y, sample_weight, predicted = _tree.map_tensors(
+                lambda tensor: tensor[:rows], (*data, y_pred)
+            )
+            loss = self.compute_loss(
+                x=x, y=y, y_pred=predicted, sample_weight=sample_weight
+            )
+            _keras.loss_tracker(self).update_state(loss, sample_weight=rows)
+            self.compute_metrics(x, y, predicted, sample_weight)
+            return True
+
+        tf.cond(has_room & (rows > 0), update, lambda: False)
 
     def compute_loss(
         self,
@@ -919,57 +775,8 @@ class DPModel(_keras.ReplicatedModel):
         self.optimizer.check_dials()
         if self.recorder.budget is None:
             return
-        noise = self.noise_to_come()
-        plan: Any = float(noise[0])
-        if self._changes_noise:
-            # The same steps, as long as each has its own number.
-            shift = int(self.optimizer.iterations.numpy()) - int(self.recorder.steps)
-            plan = (self._planned_noise[:3], shift)
-        self.recorder.enforce_budget(noise, plan)
-
-    def noise_to_come(self) -> np.ndarray:
-        """Return what the noise of the coming steps counts as.
-
-        Returns:
-            Multiples of the clip norm, of at least one step; the last one is that of
-            all that follow.
-        """
-        noise_multiplier = float(self.optimizer.noise_multiplier.numpy())
-        if not self._changes_noise:
-            return np.array([noise_multiplier])
-        iteration = int(self.optimizer.iterations.numpy())
-        is_other_noise = not any(
-            callback.sets == "noise_multiplier" for callback in self._in_graph
-        ) and (noise_multiplier != self._planned_noise.noise_multiplier)
-        if is_other_noise or iteration < self._planned_noise.first:
-            self._plan_noise(self._planned_noise.steps)
-        _, first, _, planned = self._planned_noise
-        return np.array(planned[min(iteration - first, len(planned) - 1) :])
-
-    @property
-    def _changes_noise(self) -> bool:
-        """Whether callbacks change what the noise of steps counts as."""
-        return any(
-            callback.has_own("scheduled_noise_multiplier", "query_noise_multiplier")
-            for callback in self._in_graph
-        )
-
-    def _plan_noise(self, planned_steps: int | None) -> None:
-        """Work out what the noise of steps will count as, where callbacks change it."""
-        first = int(self.optimizer.iterations.numpy())
-        noise_multipliers = np.array([])
-        if self._changes_noise:
-            steps = _STEPS_WITHOUT_A_PLAN if planned_steps is None else planned_steps
-            iterations = first + tf.range(max(steps, 1), dtype=tf.int64)
-            noise_multipliers = self._accounted_noise(iterations).numpy()
-            if any(each.has_own("query_noise_multiplier") for each in self._in_graph):
-                # The graph may round the other way.
-                noise_multipliers *= 1 - 1e-12
-            if planned_steps is None:
-                noise_multipliers = noise_multipliers.min(keepdims=True)
-        noise_multiplier = float(self.optimizer.noise_multiplier.numpy())
-        self._planned_noise = NoisePlan(
-            noise_multiplier, first, planned_steps, noise_multipliers
+        self.recorder.enforce_budget(
+            self.noise_plan.to_come(), self.noise_plan.name(int(self.recorder.steps))
         )
 
     def _get_ready(self) -> None:
@@ -1064,7 +871,7 @@ class DPModel(_keras.ReplicatedModel):
             self._plan.in_units(data.segment),
             steps_per_item=data.batches_per_pass,
             planned_items=planned_items(data, epochs),
-            noise_multipliers=self._planned_noise.counted,
+            noise_multipliers=self.noise_plan.planned,
         )
         self.enforce_budget()
         is_seeded = isinstance(data.x, PoissonDataset) and data.x.seeded

@@ -11,6 +11,7 @@ from keras import layers
 import tfdp
 from tests.problems import cases, precision, scale_outlier
 from tests.reference import clipped_sum, problem_gradients
+from tfdp._batch_clipper import BatchClipper
 from tfdp.callbacks import BiasLogger, ClipNormScheduler
 
 NAMES = (
@@ -226,8 +227,10 @@ def test_other_state_of_layers_is_put_back(engine):
 @pytest.mark.slow
 def test_steps_that_are_not_logged_cost_nothing(monkeypatch):
     model, calls = private(run_eagerly=True), []
-    clip = model._clip
-    monkeypatch.setattr(model, "_clip", lambda *args: (calls.append(1), clip(*args))[1])
+    clip = BatchClipper._on_one
+    monkeypatch.setattr(
+        BatchClipper, "_on_one", lambda *args: (calls.append(1), clip(*args))[1]
+    )
     fit(model, BiasLogger(every=3), batch_size=2)
     assert len(calls) == 10 + 4
 
