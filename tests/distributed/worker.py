@@ -286,10 +286,15 @@ def data_of_another_worker(what, index, folder):
     }.get(what, arrays)
 
 
-def different(folder, what):
-    """Return the error where the workers do not do the same."""
+def different(folder, *whats):
+    """Return the errors where the workers do not do the same."""
+    return {what: refusal(folder, what) for what in whats}
+
+
+def refusal(folder, what):
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     with STRATEGY.scope():
+        keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
         optimizer = tfdp.optimizers.DPAdam(0.01, l2_norm_clip=0.5, noise_multiplier=0.8)
     private = tfdp.DPModel(model)
