@@ -50,12 +50,6 @@ FEW = [
 ]
 
 
-RECURRENT = [
-    "simple_rnn",
-    *map(slow, ["gru_reset_before_masked", "embedding_lstm"]),
-]
-
-
 def those(names):
     return pytest.mark.parametrize(
         "problem",
@@ -79,7 +73,7 @@ def test_engines_equal_one_unit_at_a_time(problem):
 
 @pytest.mark.slow
 @those(["cnn"])
-@kinds
+@pytest.mark.parametrize("ascent", [SAM, EXACT], ids=["sam", "exact"])
 def test_what_has_no_gradient_adds_nothing(problem, ascent):
     run = runner(problem, ENGINES[:3], ascent=ascent)
     for rows in (NAN, [0], []):
@@ -88,7 +82,7 @@ def test_what_has_no_gradient_adds_nothing(problem, ascent):
 
 @pytest.mark.slow
 @those(["conv_called_twice"])
-@kinds
+@pytest.mark.parametrize("ascent", [MIXED, EXACT], ids=["mixed", "exact"])
 def test_units_of_two_examples(problem, ascent):
     run = runner(problem, ENGINES, unit_size=2, ascent=ascent)
     check(problem, run, OUTLIER, tolerance(problem), unit_size=2, ascent=ascent)
@@ -109,23 +103,25 @@ def test_eager_and_xla(problem, mode, ascent):
 
 
 @pytest.mark.slow
-@those(RECURRENT)
-@pytest.mark.parametrize("ascent", [SAM, EXACT], ids=["sam", "exact"])
-def test_recurrent_cells_move_their_matrices(problem, ascent):
+@pytest.mark.parametrize(
+    ("name", "ascent"),
+    [("gru_reset_before_masked", SAM), ("simple_rnn", SAM), ("embedding_lstm", EXACT)],
+)
+def test_recurrent_cells_move_their_matrices(name, ascent):
+    problem = PROBLEMS[name]
     run = runner(problem, [BookkeepingEngine()], ascent=ascent)
     check(problem, run, OUTLIER, tolerance(problem), ascent=ascent)
 
 
 @pytest.mark.slow
 @those(["simple_rnn"])
-@pytest.mark.parametrize("ascent", [SAM, EXACT], ids=["sam", "exact"])
-def test_recurrent_cells_with_xla(problem, ascent):
-    run = runner(problem, [BookkeepingEngine()], "xla", "float32", ascent=ascent)
-    check(problem, run, OUTLIER, 1e-4, ascent=ascent)
+def test_recurrent_cells_with_xla(problem):
+    run = runner(problem, [BookkeepingEngine()], "xla", "float32", ascent=EXACT)
+    check(problem, run, OUTLIER, 1e-4, ascent=EXACT)
 
 
 @pytest.mark.slow
-@those(["ws_conv_called_twice", slow("conv_called_twice")])
+@those(["ws_conv_called_twice"])
 def test_slices_of_xla_are_differentiated_twice(problem):
     run = runner(problem, ENGINES[3:4], "xla", "float32", ascent=EXACT)
     # Norms by Gram matrices are rounded up.
@@ -133,9 +129,11 @@ def test_slices_of_xla_are_differentiated_twice(problem):
 
 
 @pytest.mark.slow
-@those(["ws_conv", "ws_conv_called_twice", "ws_conv_grouped"])
-@pytest.mark.parametrize("ascent", [MIXED, EXACT], ids=["mixed", "exact"])
-def test_standardised_kernels_have_lengths_of_their_own(problem, ascent):
+@pytest.mark.parametrize(
+    ("name", "ascent"), [("ws_conv_grouped", MIXED), ("ws_conv_called_twice", EXACT)]
+)
+def test_standardised_kernels_have_lengths_of_their_own(name, ascent):
+    problem = PROBLEMS[name]
     run = runner(problem, ENGINES[1:], unit_size=2, ascent=ascent)
     check(problem, run, OUTLIER, 1e-8, unit_size=2, ascent=ascent)
 

@@ -113,19 +113,6 @@ class TestMultiWorker:
         for index in (0, 1):
             assert (tmp_path / f"worker_{index}" / "digits.keras").is_file()
 
-    @pytest.mark.slow
-    def test_workers_that_never_come_back_end_in_an_error(self, tmp_path):
-        process = start(
-            "multi_worker",
-            "--epochs=2",
-            "--kill_in_epoch=1",
-            "--restarts=0",
-            f"--output_dir={tmp_path}",
-        )
-        assert process.returncode == 1
-        assert "workers failed 1 times" in process.stderr
-        assert "Traceback" not in process.stderr
-
     @pytest.mark.parametrize(
         ("argument", "message"),
         [
@@ -143,43 +130,23 @@ class TestMultiWorker:
 
 
 class TestTrainDigits:
-    def check_files(self, folder, epochs):
+    def check_files(self, folder):
         assert (folder / "history.png").read_bytes().startswith(PNG)
         rows = history(folder / "history.csv")
-        assert len(rows) == epochs
+        assert len(rows) == 60
         epsilons = [float(row["epsilon"]) for row in rows]
         assert epsilons == sorted(epsilons)
         assert {"accuracy", "val_accuracy"} <= set(rows[0])
         for name in ("digits.keras", "digits_private.keras"):
             assert (folder / name).is_file()
-        assert (folder / "digits" / "1" / "saved_model.pb").is_file()
-        report = folder / "digits" / "1" / "assets.extra" / "privacy_report.json"
+        exported = folder / "digits" / "10"  # There is a version 9.
+        assert (exported / "saved_model.pb").is_file()
+        report = exported / "assets.extra" / "privacy_report.json"
         assert json.loads(report.read_text())["epsilon"] <= epsilons[-1] + 1e-3
 
     @pytest.mark.slow
-    def test_quick(self, tmp_path):
-        text = run("train_digits", "--epochs=2", f"--output_dir={tmp_path}")
-        percentages("Test accuracy: % private, % without privacy", text)
-        assert number(r"Epsilon: ([\d.]+) at delta 0.0001", text) <= 3.5
-        assert "differentially private" in text
-        assert str(tmp_path) in text
-        self.check_files(tmp_path, epochs=2)
-        program = (
-            "import sys, keras\n"
-            f"model = keras.saving.load_model({str(tmp_path / 'digits.keras')!r})\n"
-            "assert model.output_shape == (None, 10)\n"
-            "assert 'tfdp' not in sys.modules\n"
-        )
-        subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
-
-    @pytest.mark.slow
-    def test_every_run_exports_another_version(self, tmp_path):
-        (tmp_path / "digits" / "9").mkdir(parents=True)
-        run("train_digits", "--epochs=1", f"--output_dir={tmp_path}")
-        assert (tmp_path / "digits" / "10" / "saved_model.pb").is_file()
-
-    @pytest.mark.slow
     def test_full(self, tmp_path):
+        (tmp_path / "digits" / "9").mkdir(parents=True)
         text = run("train_digits", f"--output_dir={tmp_path}")
         private, plain = percentages(
             "Test accuracy: % private, % without privacy", text
@@ -188,7 +155,16 @@ class TestTrainDigits:
         assert plain > 0.96
         epsilon = number(r"Epsilon: ([\d.]+) at delta", text)
         assert 3.45 < epsilon <= 3.5
-        self.check_files(tmp_path, epochs=60)
+        assert "differentially private" in text
+        assert str(tmp_path) in text
+        self.check_files(tmp_path)
+        program = (
+            "import sys, keras\n"
+            f"model = keras.saving.load_model({str(tmp_path / 'digits.keras')!r})\n"
+            "assert model.output_shape == (None, 10)\n"
+            "assert 'tfdp' not in sys.modules\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
 
     @pytest.mark.parametrize(
         ("flag", "message"),
@@ -215,28 +191,15 @@ class TestFromScratch:
     def test_digits(self):
         self.check(run("from_scratch", "--textbook_steps=2", "--epochs=1"))
 
-    @pytest.mark.slow
-    def test_mnist(self, small_mnist):
-        self.check(
-            run(
-                "from_scratch",
-                "--dataset=mnist",
-                f"--data_dir={small_mnist}",
-                "--textbook_steps=2",
-                "--epochs=1",
-            )
-        )
-
 
 class TestFinetuneText:
     small = ("--pretrain_steps=4", "--epochs=1", "--width=8", "--blocks=2")
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("method", ["last", "lora"])
-    def test_generated(self, tmp_path, method):
+    def test_generated(self, tmp_path):
         text = run(
             "finetune_text",
-            *(*self.small, f"--method={method}", f"--output_dir={tmp_path}"),
+            *(*self.small, "--method=lora", f"--output_dir={tmp_path}"),
         )
         percentages("Test accuracy: % private, % without privacy", text)
         assert number(r"Epsilon: ([\d.]+) at delta 1e-05", text) <= 3
@@ -258,8 +221,8 @@ class TestFinetuneText:
         assert any("embeddings" in name for name in found["not_trained"])
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("dataset", ["sst2", "imdb"])
-    def test_data_of_a_folder(self, tmp_path, dataset):
+    def test_data_of_a_folder(self, tmp_path):
+        """Private reviews of one kind, public ones of the other."""
         (tmp_path / "sst2").mkdir()
         for split in ("train", "dev"):
             lines = "".join(
@@ -280,7 +243,7 @@ class TestFinetuneText:
                 file.write("\n".join(rows))
         text = run(
             "finetune_text",
-            *(*self.small, f"--dataset={dataset}", f"--data_dir={tmp_path}"),
+            *(*self.small, "--method=last", "--dataset=sst2", f"--data_dir={tmp_path}"),
             *("--batch_size=10", f"--output_dir={tmp_path / 'runs'}"),
         )
         percentages("Test accuracy: % private, % without privacy", text)
@@ -360,19 +323,6 @@ class TestClipSchedules:
             assert all(float(row["epsilon"]) <= target_epsilon for row in rows)
             assert float(rows[-1]["l2_norm_clip"]) == pytest.approx(clip, rel=0.01)
         return table
-
-    @pytest.mark.slow
-    def test_quick(self, tmp_path):
-        text = run(
-            "clip_schedules",
-            "--epochs=1",
-            "--schedules=quantile",
-            f"--output_dir={tmp_path}",
-        )
-        table = self.check(text, tmp_path, 3.0, epochs=1, names=("quantile",))
-        # More noise in the gradient pays for the count, not a larger epsilon.
-        assert table["quantile"][1] > 2.99
-        assert not (tmp_path / "small.csv").exists()
 
     @pytest.mark.slow
     def test_all(self, tmp_path):

@@ -167,18 +167,28 @@ every_problem = pytest.mark.parametrize(
 )
 
 
-@every_problem
-@pytest.mark.parametrize(
-    "mode", ["eager", pytest.param("graph", marks=pytest.mark.slow)]
+one_of_each_layer = pytest.mark.parametrize(
+    "problem",
+    [PROBLEMS[-1], pytest.param(MASKED[0], marks=needs_reversible)],
+    ids=lambda problem: problem.name,
 )
-def test_gradients_are_those_of_single_examples(problem, mode):
-    run = runner(problem, ENGINES, mode)
+
+
+@every_problem
+def test_gradients_are_those_of_single_examples(problem):
+    run = runner(problem, ENGINES, "eager")
     for rows in (OUTLIER, (2,), ()):
         check(problem, run, rows)
 
 
 @pytest.mark.slow
-@every_problem
+@one_of_each_layer
+def test_gradients_in_a_graph(problem):
+    check(problem, runner(problem, ENGINES, "graph"), OUTLIER)
+
+
+@pytest.mark.slow
+@one_of_each_layer
 def test_units_can_have_variables_of_their_own(problem):
     """Both layers are linear in their variables, as `tfdp.losses.BAM` needs."""
     ascent = Uphill(0.3, 0.7, is_exact=False)
