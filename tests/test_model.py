@@ -209,7 +209,7 @@ def test_a_nan_row_contributes_nothing():
     assert_weights(model.model, step_of_reference(x[others], y[others], ROWS))
 
 
-@pytest.mark.parametrize("problem", cases(having={"structure"}, is_slow=True))
+@pytest.mark.parametrize("problem", cases(having={"structure"}, is_few=True))
 def test_structures_train_under_fit(problem):
     batch = problem.batch(6)
     model = tfdp.DPModel(problem.build())

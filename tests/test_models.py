@@ -51,9 +51,8 @@ def test_every_layer_has_a_rule(make):
 
 
 @pytest.mark.slow
-@models
-def test_trains_with_bam_and_an_average_of_the_weights(make, caplog):
-    model = make()
+def test_trains_with_bam_and_an_average_of_the_weights(caplog):
+    model = MODELS["resnet9"]()
     private = tfdp.DPModel(model, engine="bookkeeping")
     optimizer = tfdp.optimizers.DPOptimizer(
         keras.optimizers.Nadam(1e-3, use_ema=True, ema_momentum=0.9),
