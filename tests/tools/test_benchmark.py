@@ -36,15 +36,21 @@ def rows(process):
 
 
 @pytest.mark.slow
-def test_steps_are_timed_and_weighed():
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [
+        ("mlp:8", ["ordinary", "bookkeeping"]),
+        ("cnn", ["federated_aggregate:1000000000", "federated_per_client:10000"]),
+    ],
+)
+def test_steps_are_timed_and_weighed(model, rows):
     process = start(
-        *("--model=mlp:8", "--batch_size=4", "--steps=2"),
-        *("--rows", "ordinary", "bookkeeping"),
+        *(f"--model={model}", "--batch_size=5", "--steps=2", "--rows", *rows),
         script="peers/tfdp_steps.py",
     )
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout)
-    assert list(found["milliseconds"]) == ["ordinary", "bookkeeping"]
+    assert list(found["milliseconds"]) == rows
     assert all(
         len(times) == 2 and min(times) > 0 for times in found["milliseconds"].values()
     )
@@ -53,32 +59,19 @@ def test_steps_are_timed_and_weighed():
 
 
 @pytest.mark.slow
-def test_prints_times_and_memory_and_ratios():
-    process = small("--rows=bookkeeping")
+@pytest.mark.parametrize(
+    ("engines", "option"),
+    [(["bookkeeping"], "--poisson"), (["vectorized", "bam_exact"], "--jit_compile")],
+)
+def test_prints_times_and_memory_and_ratios(engines, option):
+    process = small(*(f"--rows={engine}" for engine in engines), option)
     table = rows(process)
-    assert list(table) == ["ordinary", "bookkeeping"]
+    assert list(table) == ["ordinary", *engines]
     for numbers in table.values():
         assert all(number > 0 for number in numbers)
     assert table["ordinary"][1::2] == [1, 1, 1]
     assert re.search(r"TensorFlow [\d.]+", process.stdout)
     assert re.search(r"\d+ cores", process.stdout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [["--poisson"], ["--jit_compile"]])
-def test_every_engine_runs(options):
-    table = rows(small(*options))
-    assert list(table) == [
-        "ordinary",
-        "vectorized",
-        "fast_gradient_clipping",
-        "ghost",
-        "bookkeeping",
-        "sat",
-        "bam_sam",
-        "bam_exact",
-        "vectorized_bam_sam",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -101,10 +94,10 @@ def test_a_failure_is_explained_and_is_no_result(tmp_path):
 
 @pytest.mark.slow
 def test_memory_over_batch_sizes():
-    process = start("--passes", "--batch_size=8", "--batch_size=300")
+    process = start("--passes", "--batch_size=8")
     assert process.returncode == 0, process.stderr
     table = re.findall(r"^(\d+)((?: +\d+, \d+){3})$", process.stdout, re.M)
-    assert [int(size) for size, _ in table] == [8, 300]
+    assert [int(size) for size, _ in table] == [8]
 
 
 @pytest.mark.slow
@@ -135,26 +128,8 @@ def test_wrong_flag_is_explained():
 @pytest.mark.slow
 def test_time_over_depth(tmp_path):
     path = tmp_path / "bam.png"
-    process = start(*(
-        "--bam",
-        "--batch_size=4",
-        "--depth=2",
-        "--depth=3",
-        f"--bam_plot={path}",
-    ))
+    process = start("--bam", "--batch_size=4", "--depth=2", f"--bam_plot={path}")
     assert process.returncode == 0, process.stderr
     table = re.findall(r"^(\d+)((?: +[\d.]+ \+- [\d.]+){5})$", process.stdout, re.M)
-    assert [int(depth) for depth, _ in table] == [2, 3]
+    assert [int(depth) for depth, _ in table] == [2]
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_rounds_of_clients():
-    process = start("--federated", "--batch_size=50", "--steps=2")
-    assert process.returncode == 0, process.stdout + process.stderr
-    for row in (
-        "ordinary",
-        *(f"federated_aggregate:{clients}" for clients in (10**4, 10**7, 10**9)),
-        "federated_per_client:10000000",
-    ):
-        assert re.search(rf"^{row}{NUMBERS}", process.stdout, re.M), process.stdout
