@@ -193,6 +193,7 @@ def test_workers_with_different_arguments_are_refused(tmp_path):
             assert_refused(found[what], error)
 
 
+@pytest.mark.slow
 def test_workers_that_read_in_another_order_are_refused(tmp_path):
     for found in run_workers(tmp_path, "different", tmp_path, "order"):
         assert_refused(

@@ -117,13 +117,19 @@ def test_every_tag_with_xla(problem):
     check(problem, with_outlier(problem), "xla", "float32", 2e-5)
 
 
-@few
+@pytest.mark.parametrize(
+    "problem", [PROBLEMS["mlp_logits"], PROBLEMS["attention"]], ids=["mlp", "attention"]
+)
 @pytest.mark.parametrize("rows", [0, 1])
 def test_no_row_and_one_row(problem, rows):
     check(problem, problem.batch(rows), "graph", "float64", TOLERANCE)
 
 
-@few
+@pytest.mark.parametrize(
+    "problem",
+    [PROBLEMS["conv2d_grouped"], PROBLEMS["attention"]],
+    ids=["conv", "attention"],
+)
 def test_a_row_of_nan_contributes_nothing(problem):
     check(problem, nan_row(problem.batch(5), 1), "graph", "float64", TOLERANCE)
 
