@@ -183,7 +183,7 @@ def test_sum_of_no_units():
 # -------------------------------------------------------------------- every problem
 
 
-@pytest.mark.parametrize("problem", cases(lacking={"coupled", "random"}, is_slow=True))
+@pytest.mark.parametrize("problem", cases(lacking={"coupled", "random"}, is_few=True))
 def test_unclipped_sum_is_the_gradient_of_the_batch(problem):
     batch = problem.batch(5, "float64")
     total, _ = clipped_sum(problem_gradients(problem, batch), 1e9)
