@@ -60,27 +60,40 @@ def public_rows() -> tuple[np.ndarray, np.ndarray]:
     return x[:7], y[:7]
 
 
+def bias() -> callbacks.BiasLogger:
+    return callbacks.BiasLogger(every=3)
+
+
 CASES = {
     "plain": Case(),
     "noised": Case(noise_multiplier=0.6, optimizer=lambda: keras.optimizers.SGD(0.1)),
-    "passes": Case(model={"physical_batch_size": 2}),
-    "ghost": Case(model={"engine": "ghost"}),
-    "vectorized": Case(model={"engine": "vectorized"}),
-    "jit": Case(compile={"jit_compile": True}),
-    "jit_vectorized": Case(
-        model={"engine": "vectorized"}, compile={"jit_compile": True}
+    "passes": Case(
+        noise_multiplier=0.6,
+        model={"physical_batch_size": 2},
+        callbacks=lambda: [callbacks.PrivacyBudget(1e-3, target_epsilon=30.0)],
     ),
-    "eager": Case(compile={"run_eagerly": True}),
-    "moving_average": Case(
-        optimizer=lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9)
+    "ghost": Case(
+        model={"engine": "ghost"},
+        optimizer=lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9),
+        callbacks=lambda: [
+            callbacks.ClipNormScheduler(
+                keras.optimizers.schedules.PolynomialDecay(1.0, STEPS, 0.1)
+            )
+        ],
     ),
-    "sam": Case(loss=lambda loss: losses.BAM(loss, radius=0.05)),
-    "exact": Case(loss=lambda loss: losses.BAM(loss, radius=0.05, ascent="exact")),
-    "sam_vectorized": Case(
+    "vectorized": Case(
         loss=lambda loss: losses.BAM(loss, radius=0.05),
         model={"engine": "vectorized", "physical_batch_size": 3},
     ),
-    "sat": Case(loss=lambda loss: losses.SAT(loss, radius=0.05)),
+    "jit": Case(compile={"jit_compile": True}),
+    "eager": Case(compile={"run_eagerly": True}),
+    "sam": Case(
+        loss=lambda loss: losses.BAM(loss, radius=0.05), callbacks=lambda: [bias()]
+    ),
+    "exact": Case(loss=lambda loss: losses.BAM(loss, radius=0.05, ascent="exact")),
+    "sat": Case(
+        loss=lambda loss: losses.SAT(loss, radius=0.05), callbacks=lambda: [bias()]
+    ),
     "quantile": Case(
         noise_multiplier=0.6,
         callbacks=lambda: [callbacks.AdaptiveQuantileClip(target_quantile=0.5)],
@@ -90,34 +103,11 @@ CASES = {
         callbacks=lambda: [
             callbacks.AdaptiveMedianClip(
                 [0, 0.1, 0.2, 0.4, 1.0], histogram_noise_multiplier=1.0, every=3
-            )
+            ),
+            callbacks.BiasLogger(every=3, public_data=public_rows()),
         ],
     ),
-    "scheduled": Case(
-        callbacks=lambda: [
-            callbacks.ClipNormScheduler(
-                keras.optimizers.schedules.PolynomialDecay(1.0, STEPS, 0.1)
-            )
-        ]
-    ),
-    "bias": Case(callbacks=lambda: [callbacks.BiasLogger(every=3)]),
-    "public_bias": Case(
-        callbacks=lambda: [callbacks.BiasLogger(every=3, public_data=public_rows())]
-    ),
-    "bias_sat": Case(
-        loss=lambda loss: losses.SAT(loss, radius=0.05),
-        callbacks=lambda: [callbacks.BiasLogger(every=3)],
-    ),
-    "bias_sam": Case(
-        loss=lambda loss: losses.BAM(loss, radius=0.05),
-        callbacks=lambda: [callbacks.BiasLogger(every=3)],
-    ),
-    "budget": Case(
-        noise_multiplier=0.6,
-        callbacks=lambda: [callbacks.PrivacyBudget(1e-3, target_epsilon=30.0)],
-    ),
-    "own_loss": Case(has_own_loss=True),
-    "declared": Case(data="declared"),
+    "declared": Case(data="declared", has_own_loss=True),
     "microbatches": Case(data="declared", num_microbatches=2),
 }
 
