@@ -235,6 +235,33 @@ def test_a_really_large_image_is_not_laid_out_in_patches(mode, rng, monkeypatch)
     np.testing.assert_allclose(run(mode, x, g, options), expected, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("case", sorted(PLANE.intersection(ONE_GROUP)))
+def test_gradients_of_patches(case, rng):
+    """Linear maps: the gradient is the transpose, and that of the gradient the map."""
+    x, _, options = problem(case, rng)
+
+    def transposed(x, other, taken):
+        with tf.GradientTape() as second:
+            second.watch(taken)
+            with tf.GradientTape() as first:
+                first.watch(x)
+                seen = filters.patches(x, **options)
+            gradient = first.gradient(seen, x, output_gradients=taken)
+        return gradient, second.gradient(gradient, taken, output_gradients=other)
+
+    x, other = x[:, 0], rng.normal(size=x[:, 0].shape).astype("float32")
+    of_other = filters.patches(tf.constant(other), **options).numpy()
+    taken = rng.normal(size=of_other.shape).astype("float32")
+    gradient, back = in_mode("graph", transposed, x, other, taken)
+    np.testing.assert_allclose(
+        np.sum(gradient * other, axis=(1, 2, 3)),
+        np.sum(of_other * taken, axis=(1, 2, 3)),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    np.testing.assert_allclose(back, of_other, rtol=1e-6)
+
+
 @pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize("case", ["same", "one_channel", "line", "box", "grouped"])
 @pytest.mark.parametrize("n", [0, 1, 4])

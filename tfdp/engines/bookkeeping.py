@@ -326,30 +326,27 @@ class _PassUphill(_Pass):
             if term is not None
         }
         norms_here = self._norms_here = norms_of_squares(squares)
-        step = tf.zeros_like(norms_here)
-        if not ascent.is_exact:
-            step += ascent.radius
         # Both passes draw the same masks.
         for state, value in zip(states, at_begin, strict=True):
             state.assign(value)
-        self._step = step
+        self._step = tf.zeros([], tf.float64) if ascent.is_exact else None
         self._step_tape = tf.GradientTape(
             persistent=True, watch_accessed_variables=False
         )
         with self._recording_step():
             moves = Moves(
                 directions,
-                step / norms_here,
+                (1 if ascent.is_exact else ascent.radius) / norms_here,
                 here.units,
-                are_differentiated=ascent.is_exact,
+                step=self._step,
             )
             super().__init__(objective, batch, rows_per_unit, norms=norms, moves=moves)
         self.y_pred = here.y_pred
 
     @contextlib.contextmanager
     def _recording_step(self) -> Iterator[None]:
-        """Record what the length of the step does, if it is to be differentiated by."""
-        if not self._ascent.is_exact:
+        """Record what the step does, if there is one to differentiate by."""
+        if self._step is None:
             yield
             return
         with self._step_tape as tape:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -438,5 +439,40 @@ def patches(
     )
     seen = rows[:, None, :, None] * spatial[1] + columns[None, :, None, :]
     pixels = tf.reshape(padded, [-1, math.prod(spatial), channels])
-    found = tf.gather(pixels, seen.ravel(), axis=1)
+    found = _taken(pixels, seen.ravel())
     return tf.reshape(found, [-1, len(rows), len(columns), size])
+
+
+def _taken(pixels: tf.Tensor, places: np.ndarray) -> tf.Tensor:
+    """Gather along axis 1; unlike that of `tf.gather`, its gradient gathers too.
+
+    Args:
+        pixels: Shape ``(R, P, C)``, static P.
+        places: Numbers in ``[0, P)``, shape ``(S,)``.
+
+    Returns:
+        Shape ``(R, S, C)``.
+    """
+    # For each pixel all the places that name it, one by one.
+    count = pixels.shape[1]
+    order = np.argsort(places, kind="stable")
+    uses = np.bincount(places, minlength=count)
+    before = np.cumsum(uses) - uses
+
+    @tf.custom_gradient
+    def take(pixels: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        return tf.gather(pixels, places, axis=1), give_back
+
+    @tf.custom_gradient
+    def give_back(taken: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        parts = []
+        for use in range(uses.max()):
+            is_used = use < uses
+            at = order[np.where(is_used, before + use, 0)]
+            part = tf.gather(taken, at, axis=1)
+            if not is_used.all():
+                part *= tf.constant(is_used[:, None], part.dtype)
+            parts.append(part)
+        return tf.add_n(parts), take
+
+    return take(pixels)

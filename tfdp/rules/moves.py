@@ -45,7 +45,8 @@ class Moves:
         directions: What each variable moves along, by its `id`; the others stay.
         lengths: How far each unit moves, shape ``(U,)``.
         units: How rows are grouped.
-        are_differentiated: Whether gradients will be differentiated by `lengths`.
+        step: What the lengths are multiplied by: a scalar 0, by which gradients will
+            be differentiated; None for 1.
     """
 
     def __init__(
@@ -54,12 +55,34 @@ class Moves:
         lengths: tf.Tensor,
         units: Units,
         *,
-        are_differentiated: bool,
+        step: tf.Tensor | None,
     ) -> None:
         self._directions = directions
         self._lengths = lengths
+        self._stepped = lengths if step is None else step * lengths
         self._units = units
-        self.are_differentiated = are_differentiated
+        self._step = step
+
+    @property
+    def are_differentiated(self) -> bool:
+        """Whether gradients will be differentiated by the step."""
+        return self._step is not None
+
+    def moved(self, tensor: tf.Tensor, shift: tf.Tensor) -> tf.Tensor:
+        """Add to a tensor what it gains.
+
+        Args:
+            tensor: Where its unit has not moved.
+            shift: What `shifts` returns for it.
+
+        Returns:
+            Where its unit has moved: if there is a step to differentiate by, the same
+            numbers.
+        """
+        shift = tf.cast(shift, tensor.dtype)
+        if self._step is None:
+            return tensor + shift
+        return _along(tensor, shift, self._step)
 
     def shifts(
         self, tensors: list[tf.Tensor], terms: Callable[..., list[Term]]
@@ -75,7 +98,7 @@ class Moves:
             terms: From their gradients to the terms.
 
         Returns:
-            One for each tensor, None for zeros.
+            One for each tensor, for `moved`; None for zeros.
         """
         zeros = [at_least_float32(tf.zeros_like(tensor)) for tensor in tensors]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -85,7 +108,9 @@ class Moves:
                 for term in terms(*zeros)
                 if id(term.variable) in self._directions
             ]
-            moved = [product * self._lengths_as(product) for product in products]
+            moved = [
+                product * tf.cast(self._lengths, product.dtype) for product in products
+            ]
         shifts: list[tf.Tensor | None] = tape.gradient(moved, zeros)
         return shifts
 
@@ -94,7 +119,7 @@ class Moves:
         direction = self._directions.get(id(variable))
         if direction is None:
             return None
-        return Move(direction, self._lengths, self._units)
+        return Move(direction, self._stepped, self._units)
 
     def product(self, variable: Any) -> Product | None:
         """Return what a product with a matrix gains; None if the matrix stays.
@@ -109,7 +134,7 @@ class Moves:
         def multiply(rows: tf.Tensor, times: Any) -> tf.Tensor:
             units = self._units.view(at_least_float32(rows), [rows.shape[-1]])
             products = times(units, self._units)
-            products *= self._lengths_as(products)[:, None, None]
+            products *= tf.cast(self._stepped, products.dtype)[:, None, None]
             products = tf.reshape(products, [-1, products.shape[-1]])
             return tf.cast(products, rows.dtype)
 
@@ -118,5 +143,29 @@ class Moves:
             lambda rows: multiply(rows, direction.applied_back),
         )
 
-    def _lengths_as(self, tensor: tf.Tensor) -> tf.Tensor:
-        return tf.cast(self._lengths, tensor.dtype)
+
+# A product with a step of 0 would be computed to its end, and so would all that its
+# derivatives multiply by 0. These leave out what is known to be 0.
+
+
+@tf.custom_gradient
+def _along(
+    tensor: tf.Tensor, shift: tf.Tensor, step: tf.Tensor
+) -> tuple[tf.Tensor, Any]:
+    """Compute ``tensor + step shift`` for a step of 0."""
+
+    def gradient(g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        by_step = tf.cast(tf.reduce_sum(g * shift), step.dtype)
+        return g, _nothing(g, step), by_step
+
+    return tf.identity(tensor), gradient
+
+
+@tf.custom_gradient
+def _nothing(tensor: tf.Tensor, step: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    """Compute ``step tensor`` for a step of 0, to be differentiated once."""
+
+    def gradient(g: tf.Tensor) -> tuple[None, tf.Tensor]:
+        return None, tf.cast(tf.reduce_sum(g * tensor), step.dtype)
+
+    return tf.zeros_like(tensor), gradient

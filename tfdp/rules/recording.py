@@ -212,8 +212,8 @@ class Recording:
         tensors = []
         for tensor, shift in zip(watched.tensors, shifts, strict=True):
             own = tf.identity(self._with_rows(watched.path, tensor))
-            if shift is not None:
-                own += tf.cast(shift, own.dtype)
+            if self.moves is not None and shift is not None:
+                own = self.moves.moved(own, shift)
             self._tape.watch(own)
             # Some layers attach a mask in their own code.
             tensors.append(_keras.with_mask_of(own, tensor))

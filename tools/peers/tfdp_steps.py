@@ -130,10 +130,11 @@ def _bert(blocks: int) -> keras.Model:
 
 
 def dataset(options: argparse.Namespace) -> tf.data.Dataset:
-    """Make an endless pipeline of batches, views of the first rows of one tensor."""
-    sizes = np.full(_NUMBER_OF_BATCHES, options.batch_size)
-    if options.poisson:
-        sizes = np.random.default_rng(0).poisson(sizes)
+    """Make an endless pipeline of batches, of static size unless it varies."""
+    if not options.poisson:
+        batch = map(tf.constant, steps.examples(options.model, options.batch_size))
+        return tf.data.Dataset.from_tensors(tuple(batch)).repeat()
+    sizes = np.random.default_rng(0).poisson(options.batch_size, _NUMBER_OF_BATCHES)
     x, y = map(tf.constant, steps.examples(options.model, sizes.max()))
     slices = tf.data.Dataset.from_tensor_slices(sizes)
     return slices.map(lambda size: (x[:size], y[:size])).repeat()
