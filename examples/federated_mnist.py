@@ -9,8 +9,8 @@ of 1.404 C itself, for epsilon 8 at delta 1e-7 against everybody, the server inc
     python examples/federated_mnist.py --full --data_dir=path/to/folder/with/mnist.npz
 
 The default is a hundred rounds of every run. --full has 10,000 rounds and five trials of
-each, which are days on two cores, and goes on where it was stopped. Without --data_dir (or the environment variable TFDP_DATA) Keras downloads the
-images.
+each, which are days on two cores, and goes on where it was stopped. Without --data_dir
+(or the environment variable TFDP_DATA) Keras downloads the images.
 
 Runs: `fixed-C` keeps C. `switch-s` begins with 0.05 and takes 0.01 after a share s of
 the rounds. `polynomial-C-p` decays like C (1 - t/T)^p. `quantile-q` begins with 0.01
