@@ -99,7 +99,7 @@ FULL = {
         0.07,
     )),
 }
-REDUCED = Setting("small", 10_000, 512, 5, 1e-2, 1, (2.0,), 1e-5, 0.01, 0.086)
+REDUCED = Setting("small", 10_000, 512, 4, 1e-2, 1, (2.0,), 1e-5, 0.01, 0.086)
 CLASSES = {"cifar10": 10, "cifar100": 100, "imagenet32": 1000}
 # Test accuracy in percent that the paper reports, by epsilon.
 PUBLISHED = {
