@@ -198,6 +198,19 @@ def check(
         )
 
 
+def check_clipped(
+    problem: Problem, run: Callable[..., Any], clips: Sequence[float]
+) -> None:
+    """One unit's clipped sum is as long as its norm allows, and no longer."""
+    for row in range(5):
+        batch = take(pool(problem).batch, [row])
+        for clip in clips:
+            for sums, (norm,) in run(batch, clip):
+                assert np.isfinite(norm)
+                assert length(sums) <= clip * (1 + 1e-7)
+                assert length(sums) >= min(norm, clip) * (1 - 2e-5)
+
+
 def _uphill(
     problem: Problem, rows: list[int], ascent: Uphill, unit_size: int
 ) -> list[np.ndarray]:

@@ -5,7 +5,7 @@ import pytest
 from keras import layers, ops
 
 import tfdp
-from tests.engine_checks import NAN, OUTLIER, check, length, pool, runner
+from tests.engine_checks import NAN, OUTLIER, check, check_clipped, length, runner
 from tests.problems import PROBLEMS, Batch, Problem, cases, floats, sequential, take
 from tests.reference import assert_all_close, clipped_sum, problem_gradients
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
@@ -93,17 +93,6 @@ def test_float32_with_xla(problem):
 
 
 # ------------------------------------------------------------------ what must hold
-
-
-def check_clipped(problem, run, clips):
-    """One unit's clipped sum is as long as its norm allows, and no longer."""
-    for row in range(5):
-        batch = take(pool(problem).batch, [row])
-        for clip in clips:
-            for sums, (norm,) in run(batch, clip):
-                assert np.isfinite(norm)
-                assert length(sums) <= clip * (1 + 1e-7)
-                assert length(sums) >= min(norm, clip) * (1 - 2e-5)
 
 
 @those([

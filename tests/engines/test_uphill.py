@@ -8,7 +8,15 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.engine_checks import NAN, OUTLIER, Uphill, check, pool, runner
+from tests.engine_checks import (
+    NAN,
+    OUTLIER,
+    Uphill,
+    check,
+    check_clipped,
+    pool,
+    runner,
+)
 from tests.problems import PROBLEMS, precision, take
 from tests.reference import uphill_gradients
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
@@ -136,6 +144,13 @@ def test_standardised_kernels_have_lengths_of_their_own(name, ascent):
     problem = PROBLEMS[name]
     run = runner(problem, ENGINES[1:], unit_size=2, ascent=ascent)
     check(problem, run, OUTLIER, 1e-8, unit_size=2, ascent=ascent)
+
+
+@those(["cnn", slow("attention"), slow("layer_norm")])
+@pytest.mark.parametrize("ascent", [pytest.param(SAM, marks=pytest.mark.slow), EXACT])
+def test_half_precision_does_not_exceed_the_clip_norm(problem, ascent):
+    run = runner(problem, ENGINES[1:3], dtype="mixed_float16", ascent=ascent)
+    check_clipped(problem, run, (0.1, 0.033))
 
 
 def test_exact_is_the_slope_of_the_penalised_loss():

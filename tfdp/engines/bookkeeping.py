@@ -384,7 +384,7 @@ class _PassUphill(_Pass):
         ]
 
     def _jvp(self, terms: list[list[Term]]) -> Jvp:
-        """Return the derivatives of what the terms are made of, by the step's length.
+        """Return the derivatives of what the terms are made of, by the step.
 
         What reverse mode makes of some weights is linear in them: its derivative by the
         weights is forward mode.

@@ -87,7 +87,7 @@ class Moves:
     def shifts(
         self, tensors: list[tf.Tensor], terms: Callable[..., list[Term]]
     ) -> list[tf.Tensor | None]:
-        """Return what tensors gain that are linear in the variables.
+        """Return what tensors gain, by a step of 1, that are linear in the variables.
 
         The terms say how gradients of the tensors become those of the variables. That
         is a linear map, and its transpose takes a change of the variables to that of
@@ -163,7 +163,7 @@ def _along(
 
 @tf.custom_gradient
 def _nothing(tensor: tf.Tensor, step: tf.Tensor) -> tuple[tf.Tensor, Any]:
-    """Compute ``step tensor`` for a step of 0, to be differentiated once."""
+    """Compute ``step tensor`` for a step of 0, to be differentiated by it, once."""
 
     def gradient(g: tf.Tensor) -> tuple[None, tf.Tensor]:
         return None, tf.cast(tf.reduce_sum(g * tensor), step.dtype)
