@@ -159,8 +159,8 @@ class BAM(AscentLoss):
         radius: How far to go uphill, at least 0, in units of the weights; or a
             `keras.optimizers.schedules` object of the optimizer's `iterations`.
         mix: Weight of the gradient found there, from 0 to 1.
-        ascent: `"sam"` or `"exact"`. Exact steps are a third faster with batches of a
-            static size, as `drop_remainder=True` makes them.
+        ascent: `"sam"` or `"exact"`. Without XLA, `"exact"` is faster where the size of
+            the batches is static, as after `Dataset.batch(n, drop_remainder=True)`.
 
     Raises:
         TypeError: If a number is no number.
