@@ -101,11 +101,12 @@ def test_units_of_two_examples(problem, ascent):
     ("mode", "ascent"),
     [
         pytest.param("eager", EXACT, id="eager-exact"),
+        pytest.param("graph", EXACT, id="graph-exact"),
         pytest.param("xla", SAM, id="xla-sam"),
         pytest.param("xla", EXACT, id="xla-exact", marks=pytest.mark.slow),
     ],
 )
-def test_eager_and_xla(problem, mode, ascent):
+def test_in_every_mode(problem, mode, ascent):
     run = runner(problem, ENGINES[:2], mode, "float32", ascent=ascent)
     check(problem, run, OUTLIER, 1e-4, ascent=ascent)
 

@@ -1,48 +1,14 @@
 """Kernel gradients of single examples, in all ways of computing them."""
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.rules import filters
-from tfdp.rules.filters import (
-    Geometry,
-    depthwise_gradients,
-    filter_gradient,
-    filter_gradients,
-    patch_gram,
-)
-
-
-def padding_of(size, kernel, stride, dilation, padding):
-    """Zeros before, zeros behind, length of the output."""
-    reach = (kernel - 1) * dilation + 1
-    if padding == "VALID":
-        return 0, 0, (size - reach) // stride + 1
-    outputs = math.ceil(size / stride)
-    missing = max((outputs - 1) * stride + reach - size, 0)
-    return missing // 2, missing - missing // 2, outputs
-
-
-def seen_by(x, kernel, geometry):
-    """What each number of a kernel sees: pairs of its place and ``(..., *spatial, C)``."""
-    axes = [
-        padding_of(x.shape[2 + i], kernel[i], stride, dilation, geometry.padding)
-        for i, (stride, dilation) in enumerate(
-            zip(geometry.strides, geometry.dilations, strict=True)
-        )
-    ]
-    x = np.pad(x, [(0, 0), (0, 0), *[axis[:2] for axis in axes], (0, 0)])
-    for place in itertools.product(*map(range, kernel)):
-        seen = x
-        for i, (at, axis) in enumerate(zip(place, axes, strict=True)):
-            first, step = at * geometry.dilations[i], geometry.strides[i]
-            picked = first + step * np.arange(axis[2])
-            seen = np.take(seen, picked, axis=2 + i)
-        yield place, seen
+from tests.convolutions import CASES, LIMITED, PLANE, in_mode, problem, seen_by
+from tfdp.rules import patches
+from tfdp.rules.filters import depthwise_gradients, filter_gradient, filter_gradients
 
 
 def one_by_one(x, g, kernel_shape, geometry):
@@ -63,69 +29,6 @@ def one_by_one(x, g, kernel_shape, geometry):
     return result
 
 
-# Spatial axes and channels; kernel; strides; dilations; padding; groups; filters.
-CASES = {
-    "valid": ((6, 5, 2), (3, 2), (1, 1), (1, 1), "VALID", 1, 4),
-    "same": ((6, 5, 2), (3, 2), (1, 1), (1, 1), "SAME", 1, 4),
-    "strided": ((7, 6, 2), (3, 3), (2, 2), (1, 1), "VALID", 1, 3),
-    "strided_same": ((7, 6, 2), (3, 3), (2, 2), (1, 1), "SAME", 1, 3),
-    "stride_beyond_kernel": ((8, 8, 2), (2, 1), (3, 3), (1, 1), "SAME", 1, 2),
-    "dilated": ((7, 9, 2), (3, 3), (1, 1), (2, 2), "VALID", 1, 3),
-    "dilated_same": ((7, 9, 2), (3, 2), (1, 1), (2, 2), "SAME", 1, 3),
-    "grouped": ((5, 5, 4), (2, 2), (1, 1), (1, 1), "VALID", 2, 6),
-    "depthwise": ((5, 4, 3), (3, 3), (1, 1), (1, 1), "SAME", 3, 6),
-    "grouped_strided": ((6, 7, 4), (3, 2), (2, 2), (1, 1), "SAME", 2, 4),
-    "one_channel": ((6, 5, 1), (3, 2), (1, 1), (1, 1), "SAME", 1, 4),
-    "one_channel_strided": ((7, 8, 1), (4, 4), (2, 2), (1, 1), "SAME", 1, 3),
-    "one_channel_valid": ((7, 8, 1), (2, 3), (2, 2), (1, 1), "VALID", 1, 3),
-    "one_channel_dilated": ((9, 8, 1), (3, 2), (1, 1), (2, 2), "VALID", 1, 3),
-    "one_channel_large_kernel": ((13, 13, 1), (12, 12), (1, 1), (1, 1), "SAME", 1, 2),
-    "many_channels": ((4, 3, 64), (2, 2), (1, 1), (1, 1), "SAME", 1, 2),
-    "whole_image": ((4, 3, 2), (4, 3), (1, 1), (1, 1), "VALID", 1, 5),
-    "pointwise": ((4, 3, 5), (1, 1), (1, 1), (1, 1), "SAME", 1, 2),
-    "one_row": ((1, 8, 2), (1, 3), (1, 1), (1, 1), "SAME", 1, 2),
-    "line": ((8, 2), (3,), (1,), (1,), "SAME", 1, 3),
-    "line_strided": ((9, 2), (4,), (3,), (1,), "SAME", 1, 3),
-    "line_dilated": ((9, 2), (3,), (1,), (2,), "VALID", 1, 3),
-    "line_grouped": ((6, 4), (3,), (2,), (1,), "SAME", 2, 4),
-    "box": ((4, 3, 5, 2), (2, 1, 3), (1, 1, 1), (1, 1, 1), "VALID", 1, 3),
-    "box_strided": ((4, 3, 5, 2), (2, 2, 3), (2, 1, 2), (1, 1, 1), "SAME", 1, 3),
-    "box_dilated": ((4, 3, 5, 2), (2, 2, 2), (1, 1, 1), (2, 1, 2), "VALID", 1, 3),
-    "box_grouped": ((3, 3, 2, 4), (2, 2, 2), (1, 1, 1), (1, 1, 1), "SAME", 2, 2),
-}
-
-# TensorFlow's own operation knows neither dilations nor groups on a CPU, except
-# through XLA.
-LIMITED = {name for name, case in CASES.items() if set(case[3]) != {1} or case[5] > 1}
-ONE_GROUP = sorted(name for name, case in CASES.items() if case[5] == 1)
-PLANE = {name for name, case in CASES.items() if len(case[1]) == 2}
-
-
-def problem(case, rng, n=3, rows=1):
-    image, kernel, strides, dilations, padding, groups, filters = CASES[case]
-    outputs = [
-        padding_of(image[i], kernel[i], strides[i], dilations[i], padding)[2]
-        for i in range(len(kernel))
-    ]
-    x = rng.normal(size=[n, rows, *image]).astype("float32")
-    g = rng.normal(size=[n, rows, *outputs, filters]).astype("float32")
-    options = {
-        "kernel_shape": (*kernel, image[-1] // groups, filters),
-        "geometry": Geometry(strides, dilations, padding),
-    }
-    return x, g, options
-
-
-def in_mode(mode, function, *arrays):
-    """Call a function of arrays whose leading axis is not known while tracing."""
-    if mode == "eager":
-        return function(*map(tf.constant, arrays))
-    specs = [tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in arrays]
-    if mode == "xla":
-        return tf.function(function, jit_compile=True)(*arrays)
-    return tf.function(function, input_signature=specs)(*arrays)
-
-
 def run(mode, x, g, options):
     return in_mode(mode, lambda x, g: filter_gradients(x, g, **options), x, g)
 
@@ -133,7 +36,7 @@ def run(mode, x, g, options):
 @pytest.fixture
 def no_patches(monkeypatch):
     """Take the ways of large images for small ones."""
-    monkeypatch.setattr(filters, "_LARGEST_PATCHES", 0)
+    monkeypatch.setattr(patches, "_LARGEST_PATCHES", 0)
 
 
 def check(mode, case, rng, **sizes):
@@ -225,7 +128,7 @@ def test_large_images_under_xla(case, rng):
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_a_really_large_image_is_not_laid_out_in_patches(mode, rng, monkeypatch):
-    monkeypatch.setattr(filters, "patches", None)
+    monkeypatch.setattr("tfdp.rules.filters.patches", None)
     monkeypatch.setitem(
         CASES, "large", ((80, 80, 2), (3, 3), (1, 1), (1, 1), "SAME", 1, 2)
     )
@@ -235,40 +138,13 @@ def test_a_really_large_image_is_not_laid_out_in_patches(mode, rng, monkeypatch)
     np.testing.assert_allclose(run(mode, x, g, options), expected, rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("case", sorted(PLANE.intersection(ONE_GROUP)))
-def test_gradients_of_patches(case, rng):
-    """Linear maps: the gradient is the transpose, and that of the gradient the map."""
-    x, _, options = problem(case, rng)
-
-    def transposed(x, other, taken):
-        with tf.GradientTape() as second:
-            second.watch(taken)
-            with tf.GradientTape() as first:
-                first.watch(x)
-                seen = filters.patches(x, **options)
-            gradient = first.gradient(seen, x, output_gradients=taken)
-        return gradient, second.gradient(gradient, taken, output_gradients=other)
-
-    x, other = x[:, 0], rng.normal(size=x[:, 0].shape).astype("float32")
-    of_other = filters.patches(tf.constant(other), **options).numpy()
-    taken = rng.normal(size=of_other.shape).astype("float32")
-    gradient, back = in_mode("graph", transposed, x, other, taken)
-    np.testing.assert_allclose(
-        np.sum(gradient * other, axis=(1, 2, 3)),
-        np.sum(of_other * taken, axis=(1, 2, 3)),
-        rtol=1e-4,
-        atol=1e-4,
-    )
-    np.testing.assert_allclose(back, of_other, rtol=1e-6)
-
-
 @pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize("case", ["same", "one_channel", "line", "box", "grouped"])
 @pytest.mark.parametrize("n", [0, 1, 4])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rows_of_an_example_are_summed(case, n, rows, is_large, rng, monkeypatch):
     if is_large:
-        monkeypatch.setattr(filters, "_LARGEST_PATCHES", 0)
+        monkeypatch.setattr(patches, "_LARGEST_PATCHES", 0)
     check("graph", case, rng, n=n, rows=rows)
 
 
@@ -317,18 +193,3 @@ def test_depthwise_gradients_are_those_of_as_many_groups_as_channels(
     np.testing.assert_allclose(
         actual, expected.reshape(actual.shape), rtol=1e-4, atol=1e-4
     )
-
-
-@pytest.mark.parametrize("case", ONE_GROUP)
-def test_inner_products_of_patches(case, rng):
-    x, g, options = problem(case, rng)
-    geometry, kernel = options["geometry"], options["kernel_shape"][:-2]
-    seen = [part for _, part in seen_by(x.astype("float64"), kernel, geometry)]
-    patches = np.stack(seen, -2).reshape(len(x), math.prod(g.shape[2:-1]), -1)
-    actual = in_mode(
-        "graph",
-        lambda x: patch_gram(x, x, positions=g.shape[2:-1], **options),
-        x,
-    )
-    expected = patches @ patches.transpose(0, 2, 1)
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp.rules import filters
+from tfdp.rules.geometry import Geometry
 
 
 def efficient_vectorization() -> contextlib.AbstractContextManager[None]:
@@ -117,8 +118,8 @@ def _convolved(
     )
 
 
-def _geometry(pfor_input: Any) -> filters.Geometry:
-    return filters.Geometry(
+def _geometry(pfor_input: Any) -> Geometry:
+    return Geometry(
         strides=tuple(pfor_input.get_attr("strides")[1:3]),
         dilations=tuple(pfor_input.get_attr("dilations")[1:3]),
         padding=pfor_input.get_attr("padding").decode(),

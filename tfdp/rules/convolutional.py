@@ -9,9 +9,10 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules import filters
 from tfdp.rules.dense import lora_factors, watch_preactivation
-from tfdp.rules.filters import Geometry, depthwise_gradients
+from tfdp.rules.filters import depthwise_gradients
+from tfdp.rules.geometry import Geometry
+from tfdp.rules.patches import has_few_patches, patches
 from tfdp.rules.recording import Call
 from tfdp.rules.terms import Convolution, OuterProducts, PerRow, Term
 
@@ -108,8 +109,8 @@ def kernel_term(
             strides = (slice(None, None, stride) for stride in geometry.strides)
             return OuterProducts(variable, x[(slice(None), *strides)], g)
         is_flat = len(geometry.strides) == 2 and not _keras.inside_xla()
-        if is_flat and filters.has_few_patches(g.shape[1:-1], variable.shape):
-            seen = filters.patches(x, tuple(variable.shape), geometry)
+        if is_flat and has_few_patches(g.shape[1:-1], variable.shape):
+            seen = patches(x, tuple(variable.shape), geometry)
             return OuterProducts(variable, seen, g)
     return Convolution(variable, x, g, geometry)
 

@@ -7,7 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.clipping import at_least_float32
-from tfdp.rules import filters
+from tfdp.rules import filters, patches
+from tfdp.rules.geometry import Geometry
 from tfdp.rules.products import inner_products, roundoff, squares_from_grams
 from tfdp.rules.terms.factors import (
     FEW_NUMBERS,
@@ -44,7 +45,7 @@ class Convolution(Term):
         variable: Any,
         inputs: tf.Tensor,
         g: tf.Tensor,
-        geometry: filters.Geometry,
+        geometry: Geometry,
     ) -> None:
         self.variable = variable
         self.calls = [(inputs, g)]
@@ -105,7 +106,7 @@ class Convolution(Term):
         is_large = size > max(_KEPT_FOR_AN_ACTIVATION * activations, FEW_NUMBERS)
         if not can_gram:
             return "drop" if is_large else "keep"
-        slices = filters.SLICED * math.prod(kernel) * outputs**2
+        slices = patches.SLICED * math.prod(kernel) * outputs**2
         gram = inputs**2 * channels + outputs**2 * outer + slices
         # The sum takes one ordinary gradient more than where gradients are kept.
         kept = (_SQUARED_AND_SUMMED + 0.2 * outputs) * size
@@ -148,7 +149,7 @@ class Convolution(Term):
         return tf.concat(factors[::2], 1), tf.concat(factors[1::2], 1)
 
     def _gram(self, x: tf.Tensor, y: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
-        return filters.patch_gram(
+        return patches.patch_gram(
             x,
             y,
             positions=g.shape[2:-1],
@@ -174,7 +175,7 @@ class Convolution(Term):
         return tf.add_n([
             summed_products(
                 tf.sqrt(
-                    filters.patch_sums(
+                    patches.patch_sums(
                         tf.reduce_sum(tf.square(x), -1, keepdims=True),
                         g.shape[2:-1],
                         shape,
@@ -229,7 +230,7 @@ class Convolution(Term):
         shape = tuple(self.variable.shape)
         sums = []
         for x, g in in_pairs(self.factors(units)):
-            seen = filters.patch_sums(x, g.shape[2:-1], shape, self.geometry)
+            seen = patches.patch_sums(x, g.shape[2:-1], shape, self.geometry)
             seen = units.view(seen, [seen.shape[-1], 1])
             grouped = units.view(g, [seen.shape[-2], g.shape[-1] // seen.shape[-2]])
             product = tf.reduce_sum(seen * grouped, 1)

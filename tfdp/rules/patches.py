@@ -1,0 +1,197 @@
+"""What the kernel of a convolution sees at each position."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _keras
+from tfdp.rules.geometry import Geometry
+from tfdp.rules.products import inner_products
+
+# Above this many numbers of patches per example other ways are faster and need far
+# less memory; below it their overhead dominates.
+_LARGEST_PATCHES = 1 << 16
+
+# Times of a number that is moved, in those of a multiplication in a matrix product:
+# in slices of Gram matrices, and in patches.
+SLICED, PATCHED = 100, 40
+
+
+def has_few_patches(positions: Sequence[int], kernel_shape: Sequence[int]) -> bool:
+    """Tell whether to write out what a 2-D kernel sees at each position."""
+    return math.prod(positions) * math.prod(kernel_shape[:-1]) <= _LARGEST_PATCHES
+
+
+def patches(
+    inputs: tf.Tensor, kernel_shape: tuple[int, ...], geometry: Geometry
+) -> tf.Tensor:
+    """Lay out what a 2-D kernel sees at each position.
+
+    Args:
+        inputs: Shape ``(R, H, W, C)``; static but for ``R``.
+        kernel_shape: ``(height, width, C, O)``; one group.
+        geometry: Strides, dilations and padding.
+
+    Returns:
+        Shape ``(R, H', W', height * width * C)``.
+    """
+    height, width, channels, _ = kernel_shape
+    size = height * width * channels
+    if channels == 1 and size <= 128 and not _keras.inside_xla():
+        # A convolution with the identity is three times faster than the patch
+        # operation here, which copies one number at a time.
+        identity = tf.reshape(
+            tf.eye(size, dtype=inputs.dtype), [height, width, channels, size]
+        )
+        return tf.nn.conv2d(
+            inputs,
+            identity,
+            geometry.strides,
+            geometry.padding,
+            dilations=geometry.dilations,
+        )
+    if _keras.inside_xla():
+        return tf.image.extract_patches(
+            inputs,
+            [1, height, width, 1],
+            [1, *geometry.strides, 1],
+            [1, *geometry.dilations, 1],
+            geometry.padding,
+        )
+    # Whole pixels are copied, which is 2-8 times faster.
+    padded = geometry.padded(inputs[:, None], kernel_shape)[:, 0]
+    spatial = padded.shape[1:-1].as_list()
+    rows, columns = (
+        np.arange(0, size - dilation * (extent - 1), stride)[:, None]
+        + dilation * np.arange(extent)
+        for size, extent, stride, dilation in zip(
+            spatial,
+            (height, width),
+            geometry.strides,
+            geometry.dilations,
+            strict=True,
+        )
+    )
+    seen = rows[:, None, :, None] * spatial[1] + columns[None, :, None, :]
+    pixels = tf.reshape(padded, [-1, math.prod(spatial), channels])
+    found = _taken(pixels, seen.ravel())
+    return tf.reshape(found, [-1, len(rows), len(columns), size])
+
+
+def _taken(pixels: tf.Tensor, places: np.ndarray) -> tf.Tensor:
+    """Gather along axis 1; unlike that of `tf.gather`, its gradient gathers too.
+
+    Args:
+        pixels: Shape ``(R, P, C)``, static P.
+        places: Numbers in ``[0, P)``, shape ``(S,)``.
+
+    Returns:
+        Shape ``(R, S, C)``.
+    """
+    # For each pixel all the places that name it, one by one.
+    count = pixels.shape[1]
+    order = np.argsort(places, kind="stable")
+    uses = np.bincount(places, minlength=count)
+    before = np.cumsum(uses) - uses
+
+    @tf.custom_gradient
+    def take(pixels: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        return tf.gather(pixels, places, axis=1), give_back
+
+    @tf.custom_gradient
+    def give_back(taken: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        parts = []
+        for use in range(uses.max()):
+            is_used = use < uses
+            at = order[np.where(is_used, before + use, 0)]
+            part = tf.gather(taken, at, axis=1)
+            if not is_used.all():
+                part *= tf.constant(is_used[:, None], part.dtype)
+            parts.append(part)
+        return tf.add_n(parts), take
+
+    return take(pixels)
+
+
+def patch_gram(
+    inputs: tf.Tensor,
+    others: tf.Tensor,
+    *,
+    positions: Sequence[int],
+    kernel_shape: tuple[int, ...],
+    geometry: Geometry,
+) -> tf.Tensor:
+    """Compute the inner products of all pairs of patches that a kernel sees.
+
+    They are sums of inner products of pixels, which are fewer and shorter: for each
+    number of the kernel one shifted part of the pixels' Gram matrix.
+
+    Args:
+        inputs: Shape ``(U, K, *spatial, C)``, static but for ``U`` and ``K``; one
+            group.
+        others: Shape ``(U, L, *spatial, C)``.
+        positions: ``spatial'`` of the outputs.
+        kernel_shape: ``(*kernel size, C, O)``.
+        geometry: Strides, dilations and padding.
+
+    Returns:
+        Shape ``(U, K T, L T)`` for the T positions of the outputs.
+    """
+    sides = [geometry.padded(side, kernel_shape) for side in (inputs, others)]
+    spatial = sides[0].shape[2:-1].as_list()
+    patches, pixels = (math.prod(sizes) for sizes in (positions, spatial))
+    seen = math.prod(kernel_shape[:-1])
+    of_pixels = pixels**2 * kernel_shape[-2]
+    of_pixels += SLICED * math.prod(kernel_shape[:-2]) * patches**2
+    windows = list(geometry.windows(positions, kernel_shape))
+    units = tf.shape(inputs)[0]
+    if patches**2 * seen + PATCHED * patches * seen < of_pixels:
+        rows = [
+            tf.reshape(
+                tf.concat([side[:, :, *window] for window in windows], -1),
+                [units, tf.shape(side)[1] * patches, seen],
+            )
+            for side in sides
+        ]
+        return inner_products(*rows)
+    lengths = [tf.shape(side)[1] for side in sides]
+    rows = [
+        tf.reshape(side, [units, length * pixels, side.shape[-1]])
+        for side, length in zip(sides, lengths, strict=True)
+    ]
+    shape = [[units, lengths[0]], spatial, [lengths[1]], spatial]
+    gram = tf.reshape(inner_products(*rows), tf.concat(shape, 0))
+    every = slice(None)
+    parts = [gram[:, :, *window, every, *window] for window in windows]
+    return tf.reshape(
+        tf.add_n(parts), [units, lengths[0] * patches, lengths[1] * patches]
+    )
+
+
+def patch_sums(
+    inputs: tf.Tensor,
+    positions: Sequence[int],
+    kernel_shape: tuple[int, ...],
+    geometry: Geometry,
+) -> tf.Tensor:
+    """Add up what a kernel sees at each position.
+
+    Args:
+        inputs: Shape ``(U, K, *spatial, C)``, static but for ``U`` and ``K``.
+        positions: ``spatial'`` of the outputs.
+        kernel_shape: ``(*kernel size, C / groups, O)``.
+        geometry: Strides, dilations and padding.
+
+    Returns:
+        Shape ``(U, K, *spatial', groups)``.
+    """
+    groups = geometry.groups(inputs.shape, kernel_shape)
+    shape = tf.concat([tf.shape(inputs)[:-1], [groups, kernel_shape[-2]]], 0)
+    sums = tf.reduce_sum(tf.reshape(inputs, shape), -1)
+    sums = tf.ensure_shape(sums, [*inputs.shape[:-1], groups])
+    padded = geometry.padded(sums, (*kernel_shape[:-2], 1, groups))
+    windows = geometry.windows(positions, kernel_shape)
+    return tf.add_n([padded[:, :, *window] for window in windows])
