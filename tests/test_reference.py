@@ -183,6 +183,7 @@ def test_sum_of_no_units():
 # -------------------------------------------------------------------- every problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", cases(lacking={"coupled", "random"}, is_few=True))
 def test_unclipped_sum_is_the_gradient_of_the_batch(problem):
     batch = problem.batch(5, "float64")
@@ -192,6 +193,7 @@ def test_unclipped_sum_is_the_gradient_of_the_batch(problem):
     assert_all_close(total, expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", cases({"coupled"}))
 def test_coupled_losses_need_the_reference(problem):
     batch = problem.batch(5, "float64")
@@ -205,6 +207,7 @@ def test_coupled_losses_need_the_reference(problem):
         assert not all(map(np.allclose, plain, total))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", cases(lacking={"lora", "random"}, is_few=True))
 def test_gradients_are_slopes_of_the_losses(problem, rng):
     batch, step = problem.batch(3, "float64"), 1e-6
@@ -219,6 +222,7 @@ def test_gradients_are_slopes_of_the_losses(problem, rng):
     np.testing.assert_allclose((up - down) / (2 * step), slopes, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", cases(lacking={"random"}, is_few=True))
 def test_changed_row_changes_alone(problem):
     batch = problem.batch(2)
@@ -230,6 +234,7 @@ def test_changed_row_changes_alone(problem):
         np.testing.assert_array_equal(np.isfinite(norms), [True, change != nan_row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", cases(is_few=True))
 def test_empty_batch_has_empty_gradients(problem):
     batch = problem.batch(0)
@@ -241,6 +246,7 @@ def test_empty_batch_has_empty_gradients(problem):
 # ------------------------------------------------------------------------- problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", cases(is_few=True))
 def test_problems_are_deterministic(problem):
     first, second = problem.build().get_weights(), problem.build().get_weights()
@@ -256,7 +262,8 @@ def test_problems_are_deterministic(problem):
             assert left.dtype in {np.dtype("float32"), np.dtype("int32")}
 
 
-@pytest.mark.parametrize("problem", cases(is_slow=True))
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", cases(is_few=True))
 def test_tags_are_true(problem):
     model, batch = problem.build("float64"), problem.batch(5)
     assert problem.tags <= TAGS.keys()
@@ -307,7 +314,7 @@ def test_cases_select_by_tags():
     slow = [parameter.id for parameter in cases(is_slow=True) if parameter.marks]
     assert len(cases(is_few=True)) == len(cases()) - len(slow)
     assert "mlp_softmax" in slow
-    assert not {"linear_regression", "cnn", "embedding_lstm", "lora"} & set(slow)
+    assert not {"linear_regression", "cnn", "lstm_bidirectional"} & set(slow)
 
 
 def test_precision_is_restored():

@@ -20,9 +20,10 @@ def efficient_vectorization() -> contextlib.AbstractContextManager[None]:
     memory when the ranks differ by two. And it leaves the sums of gradients over
     broadcast axes in place where there are no such axes, which copies every
     activation unless the graph optimizer folds them: in branches and loops it does
-    not. Convolutions whose kernels differ between examples it takes in a loop too. Of
-    a single example it squeezes away what holds the examples. And the gradient of max
-    pooling is only fast beside its own forward pass.
+    not. Convolutions whose kernels differ between examples it takes in a loop too, and
+    where oneDNN is off it has no input gradient for groups and dilations. Of a single
+    example it squeezes away what holds the examples. And the gradient of max pooling
+    is only fast beside its own forward pass.
 
     Returns:
         A context within which the better conversions are in force.
@@ -68,7 +69,8 @@ def _convert_filter_gradient(pfor_input: Any) -> tf.Tensor | None:
 
 
 def _convert_convolution(pfor_input: Any) -> tf.Tensor | None:
-    if not _has_kernels_of_its_own(pfor_input):
+    _, is_stacked, _ = pfor_input.input(1)
+    if not is_stacked or not _is_known(pfor_input):
         return None
     pfor_input.stack_inputs([0, 1])
     inputs, kernels = (pfor_input.stacked_input(index) for index in range(2))
@@ -76,28 +78,39 @@ def _convert_convolution(pfor_input: Any) -> tf.Tensor | None:
 
 
 def _convert_input_gradient(pfor_input: Any) -> tf.Tensor | None:
-    if not _has_kernels_of_its_own(pfor_input):
-        return None
-    pfor_input.stack_inputs([1, 2])
-    kernels, output_gradients = (pfor_input.stacked_input(i) for i in (1, 2))
+    kernels, is_stacked, _ = pfor_input.input(1)
     shape = pfor_input.op.outputs[0].shape[1:]
-    # A linear map, of which this is the transpose.
+    # On CPUs these are beyond TensorFlow's own operation where oneDNN is off.
+    is_special = shape[-1] != kernels.shape[-2] or {1} != set(
+        pfor_input.get_attr("dilations")
+    )
+    if not (is_stacked or is_special) or not _is_known(pfor_input):
+        return None
+    pfor_input.stack_inputs([2])
+    output_gradients = pfor_input.stacked_input(2)
     leading = tf.shape(output_gradients)[:2]
-    zeros = tf.zeros(tf.concat([leading, shape], 0), output_gradients.dtype)
+    if not is_stacked:
+        # All examples are rows of one.
+        kernels = kernels[None]
+        output_gradients = tf.reshape(
+            output_gradients, tf.concat([[1, -1], tf.shape(output_gradients)[2:]], 0)
+        )
+    # A linear map, of which this is the transpose.
+    size = tf.concat([tf.shape(output_gradients)[:2], shape], 0)
+    zeros = tf.zeros(size, output_gradients.dtype)
     zeros = tf.ensure_shape(zeros, [None, None, *shape])
     with tf.GradientTape() as tape:
         tape.watch(zeros)
         outputs = _convolved(zeros, kernels, pfor_input.op.inputs[2], pfor_input)
-    return tape.gradient(outputs, zeros, output_gradients=output_gradients)
+    gradients = tape.gradient(outputs, zeros, output_gradients=output_gradients)
+    return tf.reshape(gradients, tf.concat([leading, shape], 0))
 
 
-def _has_kernels_of_its_own(pfor_input: Any) -> bool:
-    """Tell whether each example convolves with a kernel of its own, in a known way."""
-    _, is_stacked, _ = pfor_input.input(1)
+def _is_known(pfor_input: Any) -> bool:
+    """Tell whether a convolution is one that can be written as matrix products."""
     tensors = [*pfor_input.op.inputs, *pfor_input.op.outputs]
     return (
-        is_stacked
-        and pfor_input.get_attr("padding") in {b"SAME", b"VALID"}
+        pfor_input.get_attr("padding") in {b"SAME", b"VALID"}
         and pfor_input.get_attr("data_format") == b"NHWC"
         and all(
             tensor.shape[1:].is_fully_defined()

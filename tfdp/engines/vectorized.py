@@ -15,6 +15,8 @@ from tfdp.engines.explanation import Explanation
 from tfdp.engines.vectorization import efficient_vectorization
 from tfdp.losses.objective import Batch, Objective
 
+_CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+
 
 @dataclasses.dataclass(frozen=True)
 class VectorizedEngine:
@@ -66,7 +68,7 @@ class VectorizedEngine:
         gradients, y_pred = _map(
             of_one_unit,
             (numbers, _tree.tensors(units)),
-            is_loop=_has_loop_over_time(objective.model),
+            must_rehearse=_may_fail(objective.model),
         )
         advance_seeds[0]()
         trained = [
@@ -219,7 +221,7 @@ def _weighted_sum(
 
 
 def _map(
-    function: Callable[[Any], Any], elements: Any, *, is_loop: bool
+    function: Callable[[Any], Any], elements: Any, *, must_rehearse: bool
 ) -> tuple[list[tf.Tensor], Any]:
     """Apply a function to every element, all at once where TensorFlow can."""
 
@@ -230,10 +232,8 @@ def _map(
     if not tf.executing_eagerly():
         # A function of its own: what a failed attempt leaves behind must not run.
         vectorized = tf.function(vectorized, autograph=False)
-    # Vectorized loops over time may be traced but not run: none with XLA, and
-    # without XLA not those with masks.
-    if is_loop and not _rehearse(vectorized, elements):
-        reason = "its loop over time cannot be vectorized"
+    if must_rehearse and not _rehearse(vectorized, elements):
+        reason = "a loop over time or a convolution in groups cannot be vectorized"
     else:
         try:
             mapped: tuple[list[tf.Tensor], Any] = vectorized(elements)
@@ -275,11 +275,18 @@ def _rehearse(vectorized: Callable[[Any], Any], elements: Any) -> bool:
     return True
 
 
-def _has_loop_over_time(model: keras.Model) -> bool:
-    return any(
-        isinstance(layer, keras.layers.RNN) and not layer.unroll
-        for layer in _keras.flatten_layers(model)
+def _may_fail(model: keras.Model) -> bool:
+    """Tell whether the vectorized model may be traced, and then fail when it runs."""
+    # Loops over time do with XLA, and those with masks without; convolutions in groups
+    # may without XLA.
+    layers = _keras.flatten_layers(model)
+    has_loop = any(
+        isinstance(layer, keras.layers.RNN) and not layer.unroll for layer in layers
     )
+    has_groups = any(
+        isinstance(layer, _CONVOLUTIONS) and layer.groups != 1 for layer in layers
+    )
+    return has_loop or (has_groups and not _keras.inside_xla())
 
 
 def _stack(rows: tf.Tensor, rows_per_unit: int | tf.Tensor) -> tf.Tensor:
