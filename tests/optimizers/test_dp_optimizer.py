@@ -712,3 +712,19 @@ def test_restored_weights_meet_no_noise_twice():
         moves.append(weight.numpy())
     assert not np.isin(moves[0], moves[1]).all()
     assert np.std(moves[0] - moves[1]) > 1
+
+
+def test_weights_of_another_history_meet_no_noise_twice():
+    """With one seed: steps of both histories count before the next one."""
+    first, second = variable(np.zeros(50)), variable(np.zeros(50))
+    optimizer = quiet(DPSGD, 1.0, **PRIVATE, expected_batch_size=1, noise_seed=1)
+    optimizer.build([first, second])
+    other = DPSGD(1.0, **PRIVATE, expected_batch_size=1)
+    other.apply_clipped_sum(given(np.zeros(50)), [second])
+    moves = []
+    for weight in (first, first, first, second, second):
+        before = weight.numpy()
+        optimizer.apply_clipped_sum(given(np.zeros(50)), [weight])
+        moves.append(weight.numpy() - before)
+    assert len(np.unique(np.round(moves, 4), axis=0)) == len(moves)
+    assert optimizer.ledger.steps == 6
