@@ -199,8 +199,9 @@ def test_of_many_planned_noise_multipliers_some_stand_for_all():
 
 def test_planned_noise_of_shared_gradients_counts_by_the_half():
     kind = dataclasses.replace(SHUFFLED, examples_per_unit=3)
-    recorder = recorded(kind, 1.0, 0.5, noise_multipliers=np.array([2.0, 1.0]))
-    assert counts(recorder) == {1.0: 1, 0.5: 1}
+    planned = np.array([2.0, 1.0])
+    recorder = recorded(kind, 1.0, 0.5, 0.7, noise_multipliers=planned)
+    assert counts(recorder) == {1.0: 1, 0.5: 2}
 
 
 @pytest.mark.slow

@@ -17,10 +17,12 @@ from tests.reference import (
     problem_gradients,
     uphill_gradients,
 )
+from tfdp.accounting import PoissonSteps, UnamplifiedSteps
+from tfdp.clipping import ClippedSum
 from tfdp.losses import BAM, SAT
+from tfdp.noise import add_noise
 
 CROSSENTROPY = "sparse_categorical_crossentropy"
-ENGINES = ("bookkeeping", "ghost", "vectorized")
 LOSSES = {
     "sam": lambda loss: BAM(loss, radius=0.1),
     "mixed": lambda loss: BAM(loss, radius=0.1, mix=0.6),
@@ -29,20 +31,15 @@ LOSSES = {
 }
 
 
-def each_loss(*, quick):
-    """One loss of each kind, of which only some are for the quick tests."""
+def losses(*names):
+    """The makers of these losses, as a parameter of tests."""
     return pytest.mark.parametrize(
-        "make_loss",
-        [
-            pytest.param(
-                LOSSES[name], id=name, marks=[pytest.mark.slow] * (name not in quick)
-            )
-            for name in ("sam", "exact", "sat")
-        ],
+        "make_loss", [LOSSES[name] for name in names], ids=names
     )
 
 
-every_loss = pytest.mark.parametrize("make_loss", LOSSES.values(), ids=LOSSES)
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def data(rows=24):
@@ -137,20 +134,8 @@ def test_a_schedule_never_leads_downhill(radius):
     assert float(SAT("mse", radius=schedule).radius_at(5)) == 0
 
 
-@every_loss
-def test_an_unwrapped_model_has_the_plain_loss(make_loss):
-    model = keras.Sequential([keras.Input((5,)), layers.Dense(3, "softmax")])
-    weights = np.arange(24.0)
-    found = []
-    for loss in (CROSSENTROPY, make_loss(CROSSENTROPY)):
-        model.compile(loss=loss)
-        found.append(model.evaluate(*data(), verbose=0))
-        found.append(model.evaluate(*data(), sample_weight=weights, verbose=0))
-    assert found[2:] == [pytest.approx(value) for value in found[:2]]
-    model.fit(*data(), verbose=0)
-
-
-def test_an_unwrapped_model_has_the_masks_of_the_plain_loss():
+def test_an_unwrapped_model_has_the_plain_loss():
+    """With masks and weights."""
     model = keras.Sequential([
         keras.Input((4, 2)),
         layers.Masking(),
@@ -159,17 +144,22 @@ def test_an_unwrapped_model_has_the_masks_of_the_plain_loss():
     x = np.random.default_rng(0).normal(size=(3, 4, 2))
     x[1, 2:] = 0
     found = []
-    for loss in ("mse", BAM("mse")):
+    for loss in ("mse", BAM("mse"), SAT("mse")):
         model.compile(loss=loss)
-        found.append(model.evaluate(x, np.ones((3, 4, 1)), verbose=0))
-    assert found[0] == pytest.approx(found[1])
+        weights = np.arange(12.0).reshape(3, 4)
+        found.append(
+            model.evaluate(x, np.ones((3, 4, 1)), sample_weight=weights, verbose=0)
+        )
+    assert found == [pytest.approx(found[0])] * 3
+    model.fit(x, np.ones((3, 4, 1)), verbose=0)
 
 
-@every_loss
-def test_evaluation_has_the_plain_loss(make_loss):
-    assert private(make_loss(CROSSENTROPY)).evaluate(*data(), verbose=0) == private(
-        CROSSENTROPY
-    ).evaluate(*data(), verbose=0)
+def test_evaluation_has_the_plain_loss():
+    found = [
+        private(loss).evaluate(*data(), verbose=0)
+        for loss in (CROSSENTROPY, BAM(CROSSENTROPY), SAT(CROSSENTROPY))
+    ]
+    assert found == [found[0]] * 3
 
 
 @pytest.mark.parametrize(
@@ -191,30 +181,32 @@ def test_config_round_trip(loss):
 # ------------------------------------------------------------------- clipped gradients
 
 
-@pytest.mark.parametrize("ascent", ["sam", "exact"])
-@pytest.mark.parametrize("num_microbatches", [None, 3])
-def test_loops_of_ones_own_have_bam(ascent, num_microbatches):
+def bam_by_hand(ascent, unit_size=1):
+    """A clip norm for six rows, the clipped sum and the norms."""
     problem = PROBLEMS["mlp_logits"]
-    batch, unit_size = problem.batch(6), 2 if num_microbatches else 1
     gradients = uphill_gradients(
         problem,
-        batch,
+        problem.batch(6),
         radius=0.2,
         mix=0.7,
         is_exact=ascent == "exact",
         unit_size=unit_size,
     )
     clip = float(np.median(clipped_sum(gradients, 1.0)[1]))
-    expected, norms = clipped_sum(gradients, clip)
-    model, loss = problem.build(), problem.loss()
+    return clip, *clipped_sum(gradients, clip)
+
+
+def test_loops_of_ones_own_have_bam():
+    problem = PROBLEMS["mlp_logits"]
+    batch, model, loss = problem.batch(6), problem.build(), problem.loss()
+    clip, expected, norms = bam_by_hand("exact")
     # The engine that was chosen for the plain loss is not taken for granted.
     tfdp.clipped_gradients(model, loss, *batch, l2_norm_clip=clip)
     found = tfdp.clipped_gradients(
         model,
-        BAM(loss, radius=0.2, mix=0.7, ascent=ascent),
+        BAM(loss, radius=0.2, mix=0.7, ascent="exact"),
         *batch,
         l2_norm_clip=clip,
-        num_microbatches=num_microbatches,
     )
     np.testing.assert_allclose(found.norms, norms, rtol=1e-4)
     assert_all_close(found.gradients, expected, rtol=1e-4, atol=1e-5 * clip)
@@ -234,84 +226,104 @@ def test_loops_of_ones_own_refuse_what_they_cannot_know():
 # ----------------------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize(
-    ("loss", "engine"),
-    [
-        (BAM(CROSSENTROPY, 0), "bookkeeping"),
-        (SAT(CROSSENTROPY, 0), "ghost"),
-        (BAM(CROSSENTROPY, 0), "vectorized"),
-    ],
-)
-def test_without_radius_it_is_dp_sgd_bit_for_bit(loss, engine):
-    plain, other = private(CROSSENTROPY, engine=engine), private(loss, engine=engine)
-    for model in (plain, other):
-        train(model)
-    for left, right in zip(values(plain), values(other), strict=True):
-        np.testing.assert_array_equal(left, right)
-
-
-@each_loss(quick=["sam"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"engine": "ghost"},
-        {"engine": "vectorized", "compiled": {"steps_per_execution": 3}},
-        {"physical_batch_size": 10, "compiled": {"jit_compile": True}},
-        {"compiled": {"run_eagerly": True}},
-    ],
-    ids=lambda options: " ".join(map(str, options.values())),
-)
-def test_however_it_runs_it_trains_the_same(make_loss, options):
-    expected, plain = private(make_loss(CROSSENTROPY)), private(CROSSENTROPY)
-    model = private(make_loss(CROSSENTROPY), **options)
-    for each in (expected, plain, model):
-        train(each, epochs=1)
-        train(each, epochs=2)
-    assert_all_close(values(model), values(expected), rtol=1e-4, atol=1e-5)
-    assert np.abs(values(model)[0] - values(plain)[0]).max() > 1e-4
-
-
-@pytest.mark.slow
-@each_loss(quick=["sat"])
-def test_epsilon_is_that_of_dp_sgd(make_loss):
-    models = private(CROSSENTROPY), private(make_loss(CROSSENTROPY))
+def test_without_radius_it_is_dp_sgd_bit_for_bit():
+    models = [
+        private(loss, compiled={"run_eagerly": True})
+        for loss in (CROSSENTROPY, BAM(CROSSENTROPY, 0), SAT(CROSSENTROPY, 0))
+    ]
     for model in models:
-        train(model)
-    assert models[0].epsilon(1e-3) == models[1].epsilon(1e-3)
-    assert models[0].ledger == models[1].ledger
+        train(model, epochs=2)
+        for left, right in zip(values(model), values(models[0]), strict=True):
+            np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.parametrize("physical_batch_size", [None, 5])
-def test_steps_of_sat_without_noise(physical_batch_size):
-    """Three steps against gradients of single examples at weights really moved."""
+@pytest.mark.parametrize(
+    ("ascent", "unit_size", "wrap", "compiled"),
+    [
+        pytest.param("sam", 2, {}, {}, marks=pytest.mark.smoke),
+        slow("exact", 1, {"engine": "ghost"}, {}),
+        slow("exact", 2, {"physical_batch_size": 4}, {"jit_compile": True}),
+        slow("sam", 1, {"engine": "vectorized"}, {"run_eagerly": True}),
+    ],
+    ids=str,
+)
+def test_a_step_of_bam_without_noise(ascent, unit_size, wrap, compiled):
+    """Against gradients of single units at weights really moved."""
+    problem = PROBLEMS["mlp_logits"]
+    clip, expected, _ = bam_by_hand(ascent, unit_size)
+    model = tfdp.DPModel(problem.build(), **wrap)
+    with pytest.warns():
+        optimizer = tfdp.optimizers.DPSGD(
+            1.0,
+            l2_norm_clip=clip,
+            noise_multiplier=0.0,
+            num_microbatches=6 // unit_size,
+            expected_batch_size=6,
+        )
+    loss = BAM(problem.loss(), radius=0.2, mix=0.7, ascent=ascent)
+    model.compile(optimizer, loss, **compiled)
+    before, batch = values(model), problem.batch(6)
+    model.fit(tf.data.Dataset.from_tensors((batch.x, batch.y)), verbose=0)
+    units = 6 // unit_size
+    moves = [
+        (old - new) * units for old, new in zip(before, values(model), strict=True)
+    ]
+    assert_all_close(moves, expected, rtol=1e-4, atol=1e-5 * clip)
+    assert model.ledger.segments == (UnamplifiedSteps(1, 0.0, unit_size),)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "compiled"),
+    [
+        ({}, {"steps_per_execution": 3}),
+        slow({"physical_batch_size": 5}, {"jit_compile": True}),
+        slow({"engine": "vectorized"}, {"run_eagerly": True}),
+    ],
+    ids=str,
+)
+def test_steps_of_sat(wrap, compiled):
+    """Three steps against gradients of single examples at weights really moved.
+
+    Uphill along the gradient with its noise, which alone was released.
+    """
     problem, radius, rate, rows = PROBLEMS["mlp_logits"], 0.3, 0.25, 8
     batch = problem.batch(rows, "float64")
     reference, loss = problem.build("float64"), problem.loss("float64")
     _, norms = clipped_sum(problem_gradients(problem, batch), 1.0)
     clip = float(np.median(norms))
-    model = tfdp.DPModel(problem.build(), physical_batch_size=physical_batch_size)
+    model = tfdp.DPModel(problem.build(), **wrap)
     with pytest.warns():
-        optimizer = tfdp.optimizers.DPSGD(rate, l2_norm_clip=clip, noise_multiplier=0.0)
-    model.compile(optimizer, SAT(problem.loss(), radius=radius))
+        optimizer = tfdp.optimizers.DPSGD(
+            rate, l2_norm_clip=clip, noise_multiplier=0.5, noise_seed=1
+        )
+    model.compile(optimizer, SAT(problem.loss(), radius=radius), **compiled)
     single = problem.batch(rows)
-    model.fit(single.x, single.y, batch_size=rows, epochs=3, verbose=0)
+    model.fit(single.x, single.y, batch_size=rows, steps_per_epoch=3, verbose=0)
 
     released = [np.zeros(v.shape) for v in reference.trainable_variables]
-    for _ in range(3):
+    for step in range(3):
         start = values(reference)
         norm = np.sqrt(sum(np.sum(g**2) for g in released)) or 1.0
         for v, w, g in zip(reference.trainable_variables, start, released, strict=True):
             v.assign(w + radius * g / norm)
         gradients = per_example_gradients(reference, loss, *batch)
-        total, _ = clipped_sum(gradients, clip)
-        released = [part / rows for part in total]
+        total, norms = clipped_sum(gradients, clip)
+        noised = add_noise(
+            ClippedSum(
+                list(map(tf.constant, total)), norms, tf.constant(clip, tf.float64), 1
+            ),
+            noise_multiplier=0.5,
+            stream=optimizer.noise_stream(tf.constant(step, tf.int64)),
+        )
+        released = [part.numpy() / rows for part in noised]
         for v, w, g in zip(reference.trainable_variables, start, released, strict=True):
             v.assign(w - rate * g)
     assert_all_close(values(model), values(reference), rtol=1e-4, atol=1e-5)
+    assert model.ledger.segments == (PoissonSteps(3, 0.5, rows, rows),)
 
 
 @pytest.mark.slow
-@each_loss(quick=["sat"])
+@losses("sam", "sat")
 def test_a_saved_model_goes_on_as_if_nothing_had_happened(make_loss, tmp_path):
     whole, first = private(make_loss(CROSSENTROPY)), private(make_loss(CROSSENTROPY))
     train(whole, epochs=2)
@@ -345,7 +357,7 @@ def test_a_backup_holds_the_gradient_released_last(tmp_path):
 
 
 @pytest.mark.slow
-@each_loss(quick=["sam", "sat"])
+@losses("sam", "sat")
 def test_a_schedule_of_the_radius_goes_by_steps(make_loss):
     schedule = optimizers.schedules.PiecewiseConstantDecay([1], [0.1, 0.0])
     scheduled = private(type(make_loss("mse"))(CROSSENTROPY, radius=schedule))
@@ -359,7 +371,7 @@ def test_a_schedule_of_the_radius_goes_by_steps(make_loss):
 
 
 @pytest.mark.slow
-@each_loss(quick=["sam"])
+@losses("sam", "sat")
 def test_the_bias_logger_shows_the_ascent(make_loss):
     model = private(make_loss(CROSSENTROPY), 0.0)
     logger = tfdp.callbacks.BiasLogger(every=1)
@@ -411,6 +423,7 @@ def test_what_is_not_linear_is_vectorized_with_one_line(caplog):
     model.compile(
         tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0),
         BAM("mse"),
+        run_eagerly=True,
     )
     x, _ = data()
     with caplog.at_level("WARNING", "absl"):
@@ -432,7 +445,7 @@ def test_weights_come_back_from_uphill_after_an_error():
     )
     optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
     model.compile(optimizer, SAT(CROSSENTROPY, radius=1.0))
-    train(model)
+    train(model, epochs=1)
     before, (x, y) = values(model), data()
     x[-1] = 100.0
     with pytest.raises(tf.errors.InvalidArgumentError):
@@ -464,7 +477,7 @@ def test_a_gradient_of_other_weights_is_forgotten(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["bookkeeping", "vectorized"])
 def test_state_moves_once_in_a_step(engine):
     class Counting(layers.Layer):
         def build(self, shape):

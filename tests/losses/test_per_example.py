@@ -1,5 +1,7 @@
 """The loss of each example is what Keras gives for that example alone."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -58,8 +60,16 @@ def expected_of(problem, batch):
     )
 
 
-# Dropout and LoRA are no matter of the loss; LoRA stays in float32.
-@pytest.mark.parametrize("problem", cases(lacking={"lora", "rnn"}, is_slow=True))
+SPECIAL = {"coupled", "mask", "scalar", "structure", "sum"}
+
+
+def special_cases(**options):
+    """Problems in which the loss is more than a mean."""
+    found = cases(lacking={"conv", "lora", "rnn"}, **options)
+    return [case for case in found if case.values[0].tags & SPECIAL]
+
+
+@pytest.mark.parametrize("problem", special_cases(is_slow=True))
 def test_equals_each_example_alone(problem, float64):
     batch = problem.batch(4, "float64")
     values = of_problem(problem, batch)
@@ -67,13 +77,7 @@ def test_equals_each_example_alone(problem, float64):
     np.testing.assert_allclose(values, expected_of(problem, batch), rtol=1e-9)
 
 
-SPECIAL = ("coupled", "mask", "scalar", "structure", "sum")
-
-
-@pytest.mark.parametrize(
-    "problem",
-    [case for case in cases(lacking={"conv"}) if case.values[0].tags & set(SPECIAL)],
-)
+@pytest.mark.parametrize("problem", special_cases(is_few=True))
 def test_equals_each_example_alone_in_the_graph(problem, float64):
     batch = problem.batch(3, "float64")
     values = of_problem(problem, batch, run_in_graph=True)
@@ -81,7 +85,14 @@ def test_equals_each_example_alone_in_the_graph(problem, float64):
 
 
 @pytest.mark.parametrize(
-    "name", ["masked", "ignored_class", "weighted_mean", "dice", "positions_weighted"]
+    "name",
+    [
+        pytest.param("masked", marks=pytest.mark.smoke),
+        "ignored_class",
+        "weighted_mean",
+        "dice",
+        "positions_weighted",
+    ],
 )
 def test_mates_do_not_change_a_loss(name, float64):
     problem = PROBLEMS[name]
@@ -127,10 +138,19 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("weights", [None, "example", "position", "column"])
-@pytest.mark.parametrize("has_mask", [False, True])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("loss", LOSSES)
+WEIGHTS = (None, "example", "position", "column")
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction", "has_mask", "weights"),
+    [
+        *itertools.product(["mse"], REDUCTIONS, [False, True], WEIGHTS),
+        *itertools.product(["ignored"], REDUCTIONS, [True], WEIGHTS),
+        *itertools.product(
+            ["huber", "cosine", "labels"], REDUCTIONS[:1], [True], ["position"]
+        ),
+    ],
+)
 def test_masks_weights_and_reductions(loss, reduction, has_mask, weights, float64, rng):
     make, kind = LOSSES[loss]
     n, positions, classes = 4, 3, 3
