@@ -90,11 +90,15 @@ def problem(case, rng, n=3, rows=1):
     return x, g, options
 
 
-def in_mode(mode, function, *arrays):
-    """Call a function of arrays whose leading axis is not known while tracing."""
-    if mode == "eager":
-        return function(*map(tf.constant, arrays))
+def in_graph(function, *arrays):
+    """Trace a function of arrays like these, whose leading axis is not known."""
     specs = [tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in arrays]
+    return tf.function(function, input_signature=specs)
+
+
+def in_mode(mode, function, *arrays):
+    """Call a function of arrays; in a graph their leading axis is not known."""
     if mode == "xla":
         return tf.function(function, jit_compile=True)(*arrays)
-    return tf.function(function, input_signature=specs)(*arrays)
+    traced = in_graph(function, *arrays) if mode == "graph" else function
+    return traced(*map(tf.constant, arrays))

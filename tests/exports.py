@@ -148,13 +148,14 @@ EXPORTS = {
 }
 
 
-def trained(name, *, sampling="poisson", rows=40, **options):
+def trained(name, *, sampling="poisson", rows=20, **options):
     """Return a private model after two epochs, and the inputs that it saw."""
     export, rng = EXPORTS[name], np.random.default_rng(0)
-    private = tfdp.DPModel(export.model(), sampling=sampling)
+    private = tfdp.DPModel(export.model(), sampling=sampling, engine="bookkeeping")
     private.compile(
         tfdp.optimizers.DPAdam(0.1, l2_norm_clip=1.0, noise_multiplier=1.1, **options),
         loss=export.loss,
+        run_eagerly=True,
     )
     x, y = export.x(rng, rows), export.y(rng, rows)
     private.fit(x, y, batch_size=10, epochs=2, verbose=0)

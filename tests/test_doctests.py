@@ -13,10 +13,17 @@ import tensorflow as tf
 import tfdp
 
 NAMES = [module.name for module in pkgutil.walk_packages(tfdp.__path__, prefix="tfdp.")]
+QUICK = {"tfdp.clipping", "tfdp.accounting.segments"}
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+    ],
+)
 def test_examples(name):
     if name == "tfdp.federated.flower":
         pytest.importorskip("flwr")

@@ -116,19 +116,20 @@ def masked(norm):
         keras.Input((6,), dtype="int32"),
         layers.Embedding(10, 8, mask_zero=True),
         norm("norm"),
-        layers.LSTM(4),
+        layers.GlobalAveragePooling1D(),
     ])
 
 
 def masked_functional(norm):
     inputs = keras.Input((6,), dtype="int32")
     x = layers.Embedding(10, 8, mask_zero=True)(inputs)
-    return keras.Model(inputs, layers.LSTM(4)(norm("norm")(x, training=False)))
+    x = norm("norm")(x, training=False)
+    return keras.Model(inputs, layers.GlobalAveragePooling1D()(x))
 
 
 def of_each_step(norm):
     return keras.Sequential([
-        keras.Input((6, 16)),
+        keras.Input((2, 16)),
         layers.TimeDistributed(norm("inner"), name="steps"),
         layers.TimeDistributed(keras.Sequential([layers.Dense(32), norm("deep")])),
     ])
@@ -186,7 +187,7 @@ MODELS = {
     ),
     "masked": (masked, ids, {"norm": 2}),
     "masked, functional": (masked_functional, ids, {"norm": 2}),
-    "time steps": (of_each_step, lambda: numbers(5, 6, 16), {"inner": 1, "deep": 2}),
+    "time steps": (of_each_step, lambda: numbers(5, 2, 16), {"inner": 1, "deep": 2}),
     "channels first": (channels_first, lambda: numbers(5, 6, 4, 4), {"norm": 6}),
     "options": (options, lambda: numbers(5, 32), {"norm": 2, "plain": 2}),
     "function": (a_function, lambda: numbers(5, 16), {"norm": 1}),
@@ -218,12 +219,15 @@ def test_equals_the_model_that_has_groups_from_the_start(make, make_x, groups):
     expected.set_weights(fixed.get_weights())
     x = make_x()
     assert_same(outputs(fixed, x), outputs(expected, x))
-    assert validate_model(fixed, x) == []
+    kinds = {type(layer) for _, layer in layers_by_path(fixed)}
+    assert layers.BatchNormalization not in kinds
 
 
 @every
-def test_keeps_what_is_not_replaced(make, make_x, groups):
+def test_keeps_what_is_not_replaced_and_leaves_the_given_model(make, make_x, groups):
     model = shuffle_weights(make(batch_norm))
+    before, config = outputs(model, make_x()), str(model.get_config())
+    weights = model.get_weights()
     fixed = fix_model(model)
     assert fixed.name == model.name
     names = [
@@ -242,14 +246,6 @@ def test_keeps_what_is_not_replaced(make, make_x, groups):
     for old, new in zip(kept, fixed.weights, strict=True):
         assert (old.name, old.dtype) == (new.name, new.dtype)
         np.testing.assert_array_equal(old, new)
-
-
-@every
-def test_the_given_model_stays_as_it_is(make, make_x, groups):
-    model = shuffle_weights(make(batch_norm))
-    before, config = outputs(model, make_x()), str(model.get_config())
-    weights = model.get_weights()
-    fixed = fix_model(model)
     for weight in fixed.variables:
         weight.assign(ops.zeros_like(weight))
     fixed.trainable = False
@@ -259,6 +255,7 @@ def test_the_given_model_stays_as_it_is(make, make_x, groups):
     assert model.trainable
 
 
+@pytest.mark.smoke
 def test_carries_over_what_a_layer_was_made_with():
     fixed = fix_model(options(batch_norm)).get_layer("norm")
     expected = options(group_norm({"norm": 2, "plain": 2})).get_layer("norm")
@@ -404,7 +401,7 @@ def frozen_norm():
 def attention():
     inputs = keras.Input((6, 4))
     x = layers.MultiHeadAttention(2, 3, dropout=0.5)(inputs, inputs)
-    return keras.Model(inputs, layers.Bidirectional(layers.GRU(3))(x))
+    return keras.Model(inputs, layers.Bidirectional(layers.SimpleRNN(3))(x))
 
 
 COPIED = {
@@ -441,7 +438,13 @@ COPIED = {
 }
 
 
-@pytest.mark.parametrize(("make", "make_x"), COPIED.values(), ids=COPIED)
+@pytest.mark.parametrize(
+    ("make", "make_x"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name == "quantized"))
+        for name, case in COPIED.items()
+    ],
+)
 def test_copies_do_what_the_originals_do(make, make_x):
     model = make()
     copy = fix_model(model)
@@ -594,7 +597,7 @@ def test_a_compiled_model_stays_compiled_and_the_new_one_is_not():
         return ops.mean(ops.square(y - y_pred), axis=-1)
 
     model = sequential(batch_norm)
-    model.compile("sgd", loss_of_ones_own)
+    model.compile("sgd", loss_of_ones_own, run_eagerly=True)
     fixed = fix_model(model)
     assert model.compiled
     assert not fixed.compiled
@@ -605,12 +608,6 @@ def test_a_compiled_model_stays_compiled_and_the_new_one_is_not():
 
 
 LOSS = "sparse_categorical_crossentropy"
-ENGINES = ("bookkeeping", "vectorized")
-
-
-def fixed_in(dtype, make):
-    with precision(dtype):
-        return fix_model(make())
 
 
 def classifier():
@@ -618,33 +615,32 @@ def classifier():
     return keras.Sequential([keras.Input((8, 8, 3)), model, layers.Softmax()])
 
 
-def clipped(model, dtype, x, y, clip, engine):
-    with precision(dtype):
+def clipped(model, x, y, clip, engine):
+    with precision("float64"):
         return tfdp.clipped_gradients(
-            model, LOSS, x.astype(dtype), y, l2_norm_clip=clip, engine=engine
+            model, LOSS, x.astype("float64"), y, l2_norm_clip=clip, engine=engine
         )
 
 
-def check_clipping(make, x, y, dtype, tolerance):
+def check_clipping(make, x, y, tolerance, engines):
     """Engines clip as one example at a time; no example exceeds the clip norm."""
-    wide = fixed_in("float64", make)
+    with precision("float64"):
+        wide = fix_model(make())
     gradients = per_example_gradients(
         wide, keras.losses.get(LOSS), x.astype("float64"), y
     )
     _, norms = clipped_sum(gradients, 1.0)
     clip = float(np.median(norms))
     expected, _ = clipped_sum(gradients, clip)
-    model = fixed_in(dtype, make)
-    model.set_weights(wide.get_weights())
     longest = np.argsort(norms)[-1:]
     others = np.delete(np.arange(len(x)), longest)
-    for engine in ENGINES:
-        found = clipped(model, dtype, x, y, clip, engine)
+    for engine in engines:
+        found = clipped(wide, x, y, clip, engine)
         np.testing.assert_allclose(found.norms, norms, rtol=tolerance)
         assert_all_close(found.gradients, expected, rtol=0, atol=tolerance * clip)
-        alone = clipped(model, dtype, x[longest], y[longest], clip, engine)
+        alone = clipped(wide, x[longest], y[longest], clip, engine)
         assert length(alone.gradients) <= clip * (1 + 1e-7)
-        without = clipped(model, dtype, x[others], y[others], clip, engine)
+        without = clipped(wide, x[others], y[others], clip, engine)
         change = [
             np.asarray(a) - np.asarray(b)
             for a, b in zip(found.gradients, without.gradients, strict=True)
@@ -668,9 +664,9 @@ def check_training(make, x, y):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-4)])
-def test_small_network_is_clipped_as_one_example_at_a_time(dtype, tolerance):
-    check_clipping(classifier, images(), np.arange(5) % 3, dtype, tolerance)
+def test_small_network_is_clipped_as_one_example_at_a_time():
+    engines = ("bookkeeping", "vectorized")
+    check_clipping(classifier, images(), np.arange(5) % 3, 1e-9, engines)
 
 
 @pytest.mark.slow
@@ -685,8 +681,8 @@ def test_an_application_is_clipped_as_one_example_at_a_time():
         lambda: keras.applications.MobileNetV2((32, 32, 3), weights=None, classes=10),
         numbers(3, 32, 32, 3),
         np.arange(3),
-        "float64",
         1e-8,
+        ["bookkeeping"],
     )
 
 

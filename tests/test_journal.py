@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -15,10 +16,223 @@ from keras import layers
 
 import tfdp
 from tfdp._journal import Journal, journals
-from tfdp.accounting import PoissonSteps
+from tfdp._noise_plan import NoisePlan
+from tfdp.accounting import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.recorder import UNDECLARED, LedgerRecorder
 
 ROOT = Path(__file__).parents[1]
 ROWS = 40
+
+POISSON = PoissonSteps(0, 1.0, ROWS, 4)
+SHUFFLED = ShuffledPasses(0, 1.0, ROWS, 4)
+
+
+# ------------------------------------------------------------------- what is written
+
+
+class Run:
+    """Steps of a recorder, each written down before it is counted."""
+
+    def __init__(self, folder, segment=POISSON, steps_per_execution=1, **options):
+        self.recorder = LedgerRecorder()
+        self.recorder.begin(segment, **options)
+        self.optimizer = tfdp.optimizers.DPSGD(
+            0.1, l2_norm_clip=1.0, noise_multiplier=1.5
+        )
+        self.journal = Journal(self.recorder, folder)
+        self.journal.set_model(
+            SimpleNamespace(
+                noise_plan=NoisePlan(self.optimizer),
+                steps_per_execution=steps_per_execution,
+            )
+        )
+
+    def restore(self):
+        """What a run that is killed now leaves behind, as any other run finds it."""
+        found = LedgerRecorder()
+        Journal(found, self.journal.path.parent).restore()
+        return found
+
+    def begin_epoch(self):
+        self.journal.on_epoch_begin(0)
+
+    def step(self, noise_multiplier=1.5):
+        self.optimizer.noise_multiplier = noise_multiplier
+        self.journal.on_train_batch_begin(0)
+        # The last moment before the step counts.
+        killed = self.restore()
+        for _ in range(self.journal.model.steps_per_execution):
+            self.count(noise_multiplier)
+        return killed
+
+    def count(self, noise_multiplier):
+        counted = self.recorder.counted(noise_multiplier)
+        self.recorder.record(tf.constant(counted, tf.float64))
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def test_steps_are_written_down_before_they_run(tmp_path, steps_per_execution):
+    run = Run(tmp_path, steps_per_execution=steps_per_execution)
+    assert run.restore().ledger.steps == 0
+    for epoch in range(2):
+        run.begin_epoch()
+        for step in range(2):
+            killed = run.step()
+            steps = (2 * epoch + step + 1) * steps_per_execution
+            assert killed.ledger.segments == (PoissonSteps(steps, 1.5, ROWS, 4),)
+            assert int(killed.steps) == steps
+    assert killed.ledger == run.recorder.ledger
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    run = Run(tmp_path)
+    run.begin_epoch()
+    for _ in range(3):
+        run.step()
+    path = run.journal.path
+    path.write_text(path.read_text() + "[4, 4")
+    assert run.restore().ledger.segments == (PoissonSteps(3, 1.5, ROWS, 4),)
+
+
+@pytest.mark.parametrize("segment", [POISSON, SHUFFLED])
+def test_the_least_noise_of_an_epoch_counts(tmp_path, segment):
+    run = Run(tmp_path, segment)
+    run.begin_epoch()
+    for noise_multiplier in (1.5, 1.1, 1.3):
+        killed = run.step(noise_multiplier)
+    assert killed.ledger.segments == (type(segment)(3, 1.1, ROWS, 4),)
+
+
+def test_steps_of_one_execution_begin_several_passes(tmp_path):
+    run = Run(tmp_path, SHUFFLED, steps_per_execution=3, steps_per_item=5)
+    run.begin_epoch()
+    for passes in (1, 2, 2, 3):
+        expected = (ShuffledPasses(passes, 1.5, ROWS, 4),)
+        assert run.step().ledger.segments == expected
+        assert run.recorder.ledger.segments == expected
+
+
+def test_a_unit_of_several_examples_halves_what_is_written(tmp_path):
+    segment = ShuffledPasses(0, 1.0, ROWS, 4, examples_per_unit=2)
+    run = Run(tmp_path, segment)
+    run.begin_epoch()
+    (found,) = run.step(1.5).ledger.segments
+    assert found.noise_multiplier == 0.75
+
+
+def test_a_pass_that_is_open_counts_again(tmp_path):
+    """Less noise in later steps of a pass counts for all of it."""
+    run = Run(tmp_path, SHUFFLED, steps_per_item=10)
+    for noise_multiplier in (1.5, 0.5):
+        run.begin_epoch()
+        for _ in range(5):
+            killed = run.step(noise_multiplier)
+    assert run.recorder.ledger.segments == (ShuffledPasses(1, 0.5, ROWS, 4),)
+    first = ShuffledPasses(1, 1.5, ROWS, 4)
+    assert killed.ledger.segments == (first, ShuffledPasses(1, 0.5, ROWS, 4))
+    # The eleventh step begins another.
+    assert run.step(0.5).ledger.segments == (first, ShuffledPasses(2, 0.5, ROWS, 4))
+
+
+def test_other_trainings_of_a_callback_are_written_down(tmp_path):
+    run = Run(tmp_path)
+    run.begin_epoch()
+    run.step()
+    run.recorder.begin(UNDECLARED)
+    run.count(1.5)
+    killed = run.step()
+    assert killed.ledger.segments == (
+        PoissonSteps(1, 1.5, ROWS, 4),
+        UnamplifiedSteps(2, 1.5),
+    )
+    assert killed.ledger == run.recorder.ledger
+
+
+def test_a_run_that_goes_on_and_is_killed_again_counts_in_all(tmp_path):
+    run = Run(tmp_path)
+    run.begin_epoch()
+    for _ in range(3):
+        run.step()
+    again = Run(tmp_path)
+    for _ in range(2):  # Restoring twice counts once.
+        again.journal.restore()
+    assert again.recorder.ledger.steps == 3
+    again.begin_epoch()
+    for _ in range(2):
+        killed = again.step()
+    assert killed.ledger.segments == (PoissonSteps(5, 1.5, ROWS, 4),)
+    assert int(killed.steps) == int(again.recorder.steps) == 5
+
+
+def test_only_backups_have_journals(tmp_path, caplog):
+    recorder = private().recorder
+    others = [
+        keras.callbacks.ModelCheckpoint(tmp_path / "model.keras"),
+        tfdp.callbacks.PrivacyBudget(1e-3),
+    ]
+    assert journals(others, recorder) == []
+    with caplog.at_level("WARNING", "absl"):
+        remote = keras.callbacks.BackupAndRestore("gs://bucket/folder")
+        assert journals([remote], recorder) == []
+    assert "no journal in gs://bucket/folder" in caplog.text
+
+
+# ------------------------------------------------------------------------- under fit
+
+
+def private(noise_multiplier=1.5, **options):
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+    wrapped = tfdp.DPModel(model)
+    wrapped.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=noise_multiplier),
+        "mse",
+        **options,
+    )
+    return wrapped
+
+
+def fit(model, *callbacks, batch_size=4, epochs=1):
+    x = np.ones((ROWS, 3), "float32")
+    model.fit(
+        x,
+        x[:, :1],
+        batch_size=batch_size,
+        epochs=epochs,
+        callbacks=[*callbacks],
+        verbose=0,
+    )
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends a run with an exception, as a crash does."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.after = after
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.after -= 1
+        if not self.after:
+            raise RuntimeError("stop")
+
+
+def test_a_fit_that_stops_goes_on_with_all_that_ran(tmp_path):
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(private(run_eagerly=True), backup, Stop(3), batch_size=10)
+    other = private(run_eagerly=True)
+    seen = []
+    sees = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(other.ledger.steps)
+    )
+    fit(other, sees, backup, batch_size=10)
+    assert seen == [4, 5, 6, 7]
+    assert other.ledger.segments == (PoissonSteps(7, 1.5, ROWS, 10),)
+    # A run that ends leaves no file.
+    assert not Path(backup.backup_dir).exists()
+
+
+# ------------------------------------------------------------------- real processes
 
 # Trains 10 steps an epoch and is killed after some steps; prints what there is at
 # the end.
@@ -29,11 +243,9 @@ import keras, numpy as np, tfdp
 folder, last_step, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 x = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-private = tfdp.DPModel(model, sampling=options["sampling"])
+private = tfdp.DPModel(model)
 private.compile(
-    tfdp.optimizers.DPAdam(0.1, l2_norm_clip=9.0, noise_multiplier=4.0),
-    "mse",
-    steps_per_execution=options["steps_per_execution"],
+    tfdp.optimizers.DPAdam(0.1, l2_norm_clip=9.0, noise_multiplier=4.0), "mse"
 )
 ran = []
 
@@ -48,7 +260,7 @@ callbacks = [
     tfdp.callbacks.PrivacyBudget(1e-3, options.get("target")),
     Kill(),
 ]
-if options["callback"] == "schedules":
+if options.get("callback") == "schedules":
     callbacks += [
         tfdp.callbacks.ClipNormScheduler(lambda step: 1 / (1 + step)),
         tfdp.callbacks.NoiseMultiplierScheduler(lambda step: 4.0 - 0.1 * (step // 10)),
@@ -66,10 +278,8 @@ print(json.dumps({
 """
 
 
-def run(folder, last_step, callback="none", sampling="poisson", **options):
+def run(folder, last_step, **options):
     """Return what a process printed, or nothing if it was killed."""
-    options = {"steps_per_execution": 1} | options
-    options |= {"callback": callback, "sampling": sampling}
     process = subprocess.run(
         [sys.executable, "-c", SCRIPT, folder, str(last_step), json.dumps(options)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -83,208 +293,31 @@ def run(folder, last_step, callback="none", sampling="poisson", **options):
     return json.loads(process.stdout)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_all_that_ran(tmp_path):
-    assert run(tmp_path, 27) is None
-    found = run(tmp_path, 1000)
+    assert run(tmp_path, 27, callback="schedules") is None
+    found = run(tmp_path, 1000, callback="schedules")
     assert found["iterations"] == 40
-    # 27 steps, then those of the third epoch again and the fourth.
-    assert found["segments"] == [[47, 4.0]]
     assert found["first"] == 28
     assert found["cut_short"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "counts"),
-    [
-        ({"callback": "schedules"}, None),
-        ({"sampling": "shuffle", "steps_per_execution": 5}, [5]),
-    ],
-    ids=str,
-)
-def test_whatever_is_trained(tmp_path, options, counts):
-    whole = run(tmp_path / "whole", 1000, **options)
-    assert run(tmp_path / "killed", 27, **options) is None
-    found = run(tmp_path / "killed", 1000, **options)
-    assert found["iterations"] == 40
-    assert found["noise"] == whole["noise"]
-    assert found["epsilon"] >= whole["epsilon"]
-    if counts is not None:
-        assert [count for count, _ in found["segments"]] == counts
-    if options.get("callback") == "schedules":
-        assert found["clip"] == whole["clip"] == 1 / 40
-        # The seven steps that were lost had at least this noise.
-        assert found["segments"] == [[10, 4.0], [10, 3.9], [17, 3.8], [10, 3.7]]
+    assert found["noise"] == 3.7
+    assert found["clip"] == 1 / 40
+    # 27 steps, then those of the third epoch again and the fourth; the seven that
+    # were lost had at least this noise.
+    assert found["segments"] == [[10, 4.0], [10, 3.9], [17, 3.8], [10, 3.7]]
 
 
 @pytest.mark.slow
 def test_killed_twice_and_in_the_first_epoch(tmp_path):
-    assert run(tmp_path, 4) is None
-    # Nothing was saved: another four steps, then twelve of 20.
-    assert run(tmp_path, 12) is None
-    found = run(tmp_path, 1000)
-    assert sum(count for count, _ in found["segments"]) == 4 + 12 + 30
-
-
-@pytest.mark.slow
-def test_a_budget_knows_of_the_steps_that_were_lost(tmp_path):
     target = tfdp.accounting.Ledger((PoissonSteps(37, 4.0, ROWS, 4),)).epsilon(1e-3)
-    assert run(tmp_path, 27, target=target) is None
+    assert run(tmp_path, 4, target=target) is None
+    # Nothing was saved: another four steps, then twelve of 20.
+    assert run(tmp_path, 12, target=target) is None
+    # A budget knows of the steps that were lost.
     found = run(tmp_path, 1000, target=target)
     assert found["segments"] == [[37, 4.0]]
     assert found["epsilon"] <= target
-    assert found["iterations"] == 30
-
-
-def private(sampling="poisson", noise_multiplier=1.5):
-    model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
-    wrapped = tfdp.DPModel(model, sampling=sampling)
-    wrapped.compile(
-        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=noise_multiplier),
-        "mse",
-    )
-    return wrapped
-
-
-def fit(model, *callbacks, epochs=2):
-    x = np.ones((ROWS, 3), "float32")
-    model.fit(
-        x, x[:, :1], batch_size=4, epochs=epochs, callbacks=[*callbacks], verbose=0
-    )
-
-
-class Stop(keras.callbacks.Callback):
-    """Ends a run with an exception, as a crash does."""
-
-    def __init__(self, after):
-        super().__init__()
-        self.after = after
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.after -= 1
-        if not self.after:
-            raise RuntimeError("stop")
-
-
-@pytest.fixture
-def backup(tmp_path):
-    return keras.callbacks.BackupAndRestore(tmp_path / "backup")
-
-
-@pytest.mark.slow
-def test_a_run_that_ends_leaves_no_file(backup):
-    fit(private(), backup)
-    assert not Path(backup.backup_dir).exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
-def test_less_noise_set_by_a_callback_is_written_down(backup, sampling):
-    model = private(sampling)
-    lower = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: setattr(
-            model.optimizer, "noise_multiplier", 1.5 - 0.1 * batch
-        )
-    )
-    with pytest.raises(RuntimeError, match="stop"):
-        fit(model, Stop(5), backup, lower)
-    other = private(sampling)
-    Journal(other.recorder, backup.backup_dir).restore()
-    least = min(segment.noise_multiplier for segment in other.ledger.segments)
-    assert least == pytest.approx(1.1)
-    assert other.epsilon(1e-3) >= model.epsilon(1e-3)
-
-
-def test_the_line_is_there_before_the_step(backup):
-    counts = []
-
-    class Reads(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            other = private()
-            Journal(other.recorder, backup.backup_dir).restore()
-            counts.append((other.ledger.steps, self.model.ledger.steps))
-
-    fit(private(), backup, Reads(), epochs=1)
-    assert counts == [(n, n) for n in range(1, 11)]
-
-
-def test_a_line_that_was_cut_off_is_left_out(backup):
-    with pytest.raises(RuntimeError, match="stop"):
-        fit(private(), backup, Stop(3))
-    path = next(Path(backup.backup_dir).glob("*.jsonl"))
-    path.write_text(path.read_text() + "[4, 4")
-    other = private()
-    Journal(other.recorder, backup.backup_dir).restore()
-    assert other.ledger.segments == (PoissonSteps(3, 1.5, ROWS, 4),)
-
-
-@pytest.mark.slow
-def test_a_pass_that_is_open_counts_again(backup):
-    """Less noise in later steps of a pass counts for all of it."""
-    model = private("shuffle")
-    x = np.ones((ROWS, 3), "float32")
-    lower = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: setattr(
-            model.optimizer, "noise_multiplier", 1.5 - epoch
-        )
-    )
-    data = tfdp.data.declare(
-        tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(ROWS).batch(4),
-        number_of_examples=ROWS,
-        expected_batch_size=4,
-        sampling="shuffle",
-    )
-    with pytest.raises(RuntimeError, match="stop"):
-        model.fit(
-            data,
-            steps_per_epoch=5,
-            epochs=2,
-            callbacks=[Stop(7), backup, lower],
-            verbose=0,
-        )
-    other = private("shuffle")
-    Journal(other.recorder, backup.backup_dir).restore()
-    assert other.ledger.segments[-1].noise_multiplier == 0.5
-    assert other.epsilon(1e-3) >= model.epsilon(1e-3)
-
-
-@pytest.mark.slow
-def test_other_trainings_of_a_callback_are_written_down(backup):
-    model, x = private(), np.ones((4, 3), "float32")
-    model.optimizer.expect_batch_size(4)
-    also = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: (
-            batch == 3 and model.train_on_batch(x, x[:, :1])
-        )
-    )
-    with pytest.raises(RuntimeError, match="stop"):
-        fit(model, also, backup, Stop(6))
-    other = private()
-    Journal(other.recorder, backup.backup_dir).restore()
-    assert other.ledger.merged() == model.ledger.merged()
-
-
-@pytest.mark.slow
-def test_restoring_twice_counts_once(backup):
-    with pytest.raises(RuntimeError, match="stop"):
-        fit(private(), backup, Stop(3))
-    other = private()
-    for _ in range(2):
-        Journal(other.recorder, backup.backup_dir).restore()
-    assert other.ledger.steps == 3
-
-
-def test_only_backups_have_journals(tmp_path, caplog):
-    recorder = private().recorder
-    others = [
-        keras.callbacks.ModelCheckpoint(tmp_path / "model.keras"),
-        tfdp.callbacks.PrivacyBudget(1e-3),
-    ]
-    assert journals(others, recorder) == []
-    with caplog.at_level("WARNING", "absl"):
-        remote = keras.callbacks.BackupAndRestore("gs://bucket/folder")
-        assert journals([remote], recorder) == []
-    assert "no journal in gs://bucket/folder" in caplog.text
+    assert found["iterations"] == 31
 
 
 @pytest.mark.slow
@@ -295,6 +328,7 @@ def test_a_checkpoint_brings_everything_back(tmp_path):
         keras.callbacks.ModelCheckpoint(path),
         tfdp.callbacks.NoiseMultiplierScheduler(lambda step: 2.0 - 0.05 * step),
         tfdp.callbacks.AdaptiveQuantileClip(0.5),
+        epochs=2,
     )
     loaded = keras.models.load_model(path)
     assert int(loaded.optimizer.iterations) == 20
@@ -309,7 +343,6 @@ def test_a_checkpoint_brings_everything_back(tmp_path):
         keras.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs: seen.append(logs["noise_multiplier"])
         ),
-        epochs=1,
     )
     assert seen[0] == 1.0
     assert loaded.ledger.steps == 30

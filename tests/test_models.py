@@ -60,10 +60,10 @@ def test_trains_with_bam_and_an_average_of_the_weights(caplog):
         noise_multiplier=1.0,
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    private.compile(optimizer, tfdp.losses.BAM(loss, radius=0.02))
+    private.compile(optimizer, tfdp.losses.BAM(loss, radius=0.02), run_eagerly=True)
     x = np.random.default_rng(0).random((8, *model.input_shape[1:]), "float32")
     before = model.get_weights()
-    private.fit(x, np.arange(8) % 4, batch_size=4, verbose=0)
+    private.fit(x, np.arange(8) % 4, batch_size=8, verbose=0)
     for old, new in zip(before, model.get_weights(), strict=True):
         assert np.any(old != new)
     assert not [record for record in caplog.records if record.name == "absl"]
@@ -101,11 +101,6 @@ def test_wrong_arguments_are_explained(make, arguments, problem):
 
 def small_bert():
     return bert(20, 6, width=8, heads=2, blocks=2)
-
-
-def last_block(encoder):
-    for layer in encoder.layers:
-        layer.trainable = layer.name.startswith("block_1_")
 
 
 def low_rank(encoder):
@@ -150,7 +145,7 @@ def test_bert_does_not_see_padding():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prepare", [lambda _: None, last_block, low_rank])
+@pytest.mark.parametrize("prepare", [lambda _: None, low_rank])
 def test_bert_is_clipped_by_rules_as_by_its_gradients(prepare, rng):
     model = classifier(prepare)
     table = tfdp.DPModel(model, engine="bookkeeping").explain()

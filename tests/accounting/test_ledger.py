@@ -2,7 +2,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tfdp.accounting.ledger import Ledger, compose
@@ -20,6 +20,11 @@ parts = st.lists(
         st.integers(0, 50),
     ),
     max_size=8,
+)
+quick = settings(
+    max_examples=25,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
 
 
@@ -105,14 +110,14 @@ def test_only_ledgers_compose():
         compose(FULL, POISSON)
 
 
-@settings(deadline=None, max_examples=50)
+@quick
 @given(parts, parts, st.booleans(), st.booleans())
 def test_json_gives_the_ledger_back(run, cut_short, noise, sampling):
     ledger = Ledger(tuple(run), tuple(cut_short), noise, sampling)
     assert Ledger.from_json(ledger.to_json()) == ledger
 
 
-@settings(deadline=None, max_examples=50)
+@quick
 @given(parts)
 def test_merging_keeps_the_totals(run):
     ledger = Ledger(tuple(run))

@@ -28,6 +28,7 @@ def figures(text):
     return [float(row) for row in rows]
 
 
+@pytest.mark.smoke
 def test_known_value():
     result, order = compute_dp_sgd_privacy(60_000, 150, 1.3, 15, 1e-5)
     assert result == pytest.approx(0.7242234, rel=2e-3)

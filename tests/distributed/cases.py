@@ -19,7 +19,7 @@ STEPS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One training of 20 steps, its draws and its noise with known seeds.
+    """One training, its draws and its noise with known seeds.
 
     Batches have 4 rows on average: shares are uneven, and often empty.
     """
@@ -32,6 +32,7 @@ class Case:
     compile: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_microbatches: int | None = None
     data: str = "poisson"
+    steps: int = STEPS
     has_own_loss: bool = False
 
 
@@ -60,39 +61,33 @@ def public_rows() -> tuple[np.ndarray, np.ndarray]:
     return x[:7], y[:7]
 
 
-def bias() -> callbacks.BiasLogger:
-    return callbacks.BiasLogger(every=3)
-
-
 CASES = {
-    "plain": Case(),
+    "eager": Case(
+        noise_multiplier=0.6,
+        optimizer=lambda: keras.optimizers.SGD(0.1),
+        compile={"run_eagerly": True},
+        steps=4,
+    ),
     "noised": Case(noise_multiplier=0.6, optimizer=lambda: keras.optimizers.SGD(0.1)),
     "passes": Case(
         noise_multiplier=0.6,
-        model={"physical_batch_size": 2},
-        callbacks=lambda: [callbacks.PrivacyBudget(1e-3, target_epsilon=30.0)],
-    ),
-    "ghost": Case(
-        model={"engine": "ghost"},
         optimizer=lambda: keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9),
+        model={"engine": "ghost", "physical_batch_size": 2},
         callbacks=lambda: [
+            callbacks.PrivacyBudget(1e-3, target_epsilon=30.0),
             callbacks.ClipNormScheduler(
                 keras.optimizers.schedules.PolynomialDecay(1.0, STEPS, 0.1)
-            )
+            ),
         ],
     ),
     "vectorized": Case(
-        loss=lambda loss: losses.BAM(loss, radius=0.05),
+        loss=lambda loss: losses.BAM(loss, radius=0.05, ascent="exact"),
         model={"engine": "vectorized", "physical_batch_size": 3},
     ),
     "jit": Case(compile={"jit_compile": True}),
-    "eager": Case(compile={"run_eagerly": True}),
-    "sam": Case(
-        loss=lambda loss: losses.BAM(loss, radius=0.05), callbacks=lambda: [bias()]
-    ),
-    "exact": Case(loss=lambda loss: losses.BAM(loss, radius=0.05, ascent="exact")),
     "sat": Case(
-        loss=lambda loss: losses.SAT(loss, radius=0.05), callbacks=lambda: [bias()]
+        loss=lambda loss: losses.SAT(loss, radius=0.05),
+        callbacks=lambda: [callbacks.BiasLogger(every=3)],
     ),
     "quantile": Case(
         noise_multiplier=0.6,
@@ -100,6 +95,7 @@ CASES = {
     ),
     "median": Case(
         noise_multiplier=0.6,
+        loss=lambda loss: losses.BAM(loss, radius=0.05),
         callbacks=lambda: [
             callbacks.AdaptiveMedianClip(
                 [0, 0.1, 0.2, 0.4, 1.0], histogram_noise_multiplier=1.0, every=3
@@ -107,8 +103,7 @@ CASES = {
             callbacks.BiasLogger(every=3, public_data=public_rows()),
         ],
     ),
-    "declared": Case(data="declared", has_own_loss=True),
-    "microbatches": Case(data="declared", num_microbatches=2),
+    "declared": Case(data="declared", has_own_loss=True, num_microbatches=2),
 }
 
 
@@ -142,7 +137,7 @@ def fit(case: Case, strategy: tf.distribute.Strategy | None = None) -> tuple[Any
     private.compile(optimizer, loss, metrics=["accuracy"], **case.compile)
     if case.data == "poisson":
         data = tfdp.data.PoissonDataset(
-            x, y, expected_batch_size=BATCH, seed=5, steps_per_epoch=STEPS // 2
+            x, y, expected_batch_size=BATCH, seed=5, steps_per_epoch=case.steps // 2
         )
     else:
         data = tfdp.data.declare(

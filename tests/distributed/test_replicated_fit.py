@@ -24,7 +24,6 @@ def assert_as_on_one_device(found, name):
     np.testing.assert_allclose(
         found["weights"], weights_of(private), rtol=0, atol=1e-5, err_msg=name
     )
-    assert found["epsilon"] == private.epsilon(1e-3), name
     assert found["ledger"] == private.ledger.to_json(), name
     assert found["copies_agree"], name
     assert found["history"].keys() == history.keys(), name
@@ -41,9 +40,8 @@ def slow(names):
 @pytest.mark.parametrize(
     "names",
     [
-        ["plain", "noised"],
-        slow("passes ghost vectorized jit eager exact"),
-        slow("sam sat quantile median declared microbatches"),
+        ["eager"],
+        slow("passes vectorized jit sat median declared"),
     ],
     ids=lambda names: f"{names[0]}_to_{names[-1]}",
 )
@@ -79,19 +77,14 @@ def test_what_draws_is_saved_and_exported(tmp_path):
 
 @pytest.mark.slow
 def test_three_mirrored_devices_train_as_one(tmp_path):
-    found = run_mirrored(tmp_path, "train", "plain", "microbatches", replicas=3)
-    for name, each in found.items():
-        assert_as_on_one_device(each, name)
+    found = run_mirrored(tmp_path, "train", "declared", replicas=3)
+    assert_as_on_one_device(found["declared"], "declared")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "workers", "replicas"),
-    [
-        (["noised"], 2, 1),
-        pytest.param(["plain", "quantile"], 3, 1, marks=pytest.mark.slow),
-        pytest.param(["noised"], 2, 2, marks=pytest.mark.slow),
-        pytest.param(["sat", "median", "declared"], 2, 1, marks=pytest.mark.slow),
-    ],
+    [(["noised"], 2, 2), (["quantile"], 3, 1), (["sat", "declared"], 2, 1)],
 )
 def test_workers_train_as_one(names, workers, replicas, tmp_path):
     of_workers = run_workers(
@@ -117,10 +110,6 @@ def assert_noise_is_found_wrong(found, ratio):
     np.testing.assert_allclose(found["ratio"], ratio, rtol=0.01)
 
 
-def test_mirrored_devices_have_one_noise(tmp_path):
-    assert_one_noise(run_mirrored(tmp_path, "noise", "none")["none"])
-
-
 @pytest.mark.slow
 def test_workers_have_one_noise(tmp_path):
     first, second = run_workers(tmp_path, "noise", "none")
@@ -129,14 +118,16 @@ def test_workers_have_one_noise(tmp_path):
 
 
 @pytest.mark.slow
-def test_wrong_noise_would_be_found(tmp_path):
+def test_mirrored_devices_have_one_noise_and_wrong_noise_would_be_found(tmp_path):
     found = run_mirrored(
         tmp_path,
         "noise",
+        "none",
         "each_adds_all",
         "each_adds_a_part",
         "all_add_the_same_share",
     )
+    assert_one_noise(found["none"])
     assert_noise_is_found_wrong(found["each_adds_all"], math.sqrt(2))
     assert_noise_is_found_wrong(found["each_adds_a_part"], math.sqrt(1 / 2))
     assert_noise_is_found_wrong(found["all_add_the_same_share"], math.sqrt(2))
@@ -302,13 +293,9 @@ def test_a_mirrored_device_alone(rng):
         private = tfdp.DPModel(network())
         private.compile(optimizer(), "mse", metrics=["mae"])
     x, y = rng.normal(size=(40, 2)), rng.normal(size=(40, 1))
-    history = private.fit(
-        x, y, batch_size=8, epochs=2, verbose=0, validation_data=(x, y)
-    )
+    history = private.fit(x, y, batch_size=20, verbose=0, validation_data=(x, y))
     assert set(history.history) == {"loss", "mae", "val_loss", "val_mae"}
-    assert private.ledger.segments[0].steps == 10
-    before = private.epsilon(1e-3)
-    optimizer_of_model = private.optimizer
-    optimizer_of_model.expect_batch_size(8)
+    assert private.ledger.segments[0].steps == 2
+    private.optimizer.expect_batch_size(8)
     private.train_on_batch(x[:8], y[:8])
-    assert private.epsilon(1e-3) > before
+    assert private.ledger.steps == 3

@@ -53,7 +53,6 @@ def train(*names):
         found[name] = {
             "weights": cases.weights_of(private).tolist(),
             "history": {key: list(map(float, found)) for key, found in history.items()},
-            "epsilon": private.epsilon(1e-3),
             "ledger": private.ledger.to_json(),
             "copies_agree": copies_agree(private),
         }

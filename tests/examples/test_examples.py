@@ -170,7 +170,6 @@ class TestTrainDigits:
         ("flag", "message"),
         [
             ("--target_epsilon=-1", "`target_epsilon` must be positive"),
-            ("--l2_norm_clip=0", "`l2_norm_clip` must be positive"),
             ("surplus", "surplus"),
         ],
     )
@@ -263,6 +262,7 @@ class TestFinetuneText:
 
 
 class TestMnist:
+    @pytest.mark.slow
     def test_quick(self, small_mnist, tmp_path):
         text = run(
             "mnist",
@@ -290,10 +290,7 @@ class TestMnist:
         assert number(r"([\d.]+) \(PLD\)", text) == pytest.approx(0.866, abs=0.005)
 
     def test_missing_data_are_explained(self, tmp_path):
-        process = start("mnist", f"--data_dir={tmp_path}")
-        assert process.returncode
-        assert "there is no" in process.stderr
-        assert "Traceback" not in process.stderr
+        check_refusal("mnist", f"--data_dir={tmp_path}", message="there is no")
 
 
 class TestClipSchedules:
@@ -369,11 +366,11 @@ class TestFederatedMnist:
     @pytest.mark.slow
     def test_runs_are_compared_and_go_on(self, small_mnist, tmp_path):
         arguments = [
-            *(f"--runs={name}" for name in self.RUNS),
             *("--rounds=10", "--evaluate_every=5", f"--data_dir={small_mnist}"),
             f"--output_dir={tmp_path}",
         ]
-        text = run("federated_mnist", *arguments)
+        runs = [f"--runs={name}" for name in self.RUNS]
+        text = run("federated_mnist", *runs, *arguments)
         for name in self.RUNS:
             assert number(rf"(?m)^{name} +([\d.]+) ", text) >= 0
             rows = history(tmp_path / "compact-10" / name / "0" / "history.csv")
@@ -384,7 +381,7 @@ class TestFederatedMnist:
         for figure in ("fixed", "scheduled", "adaptive", "norms"):
             assert (tmp_path / f"{figure}.png").read_bytes().startswith(PNG)
         # The first trial is not run again.
-        more = run("federated_mnist", *arguments, "--trials=2")
+        more = run("federated_mnist", "--runs=switch-0.2", *arguments, "--trials=2")
         assert " ± " in more
         assert (tmp_path / "compact-10" / "switch-0.2" / "1" / "state.npz").is_file()
 
@@ -436,11 +433,11 @@ class TestBatchSizes:
         assert large[3] > small[3]
         assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
 
-    def test_more_images_than_there_are(self, tmp_path):
-        process = start("batch_sizes", "--batch_size=5000", "--epochs=1")
-        assert process.returncode == 1
-        assert "there are 1797 images only. Received: batch_size=5000" in process.stderr
-        assert "Traceback" not in process.stderr
+    def test_more_images_than_there_are(self):
+        check_refusal(
+            *("batch_sizes", "--batch_size=5000", "--epochs=1"),
+            message="there are 1797 images only. Received: batch_size=5000",
+        )
 
 
 class TestCifar10Bam:

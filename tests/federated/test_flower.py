@@ -799,14 +799,6 @@ def test_without_flower_it_says_what_to_install(monkeypatch):
         importlib.import_module("tfdp.federated.flower")
 
 
-@pytest.mark.slow
-def test_tfdp_does_without_flower():
-    code = "import sys, tfdp.federated; sys.exit('flwr' in sys.modules)"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    assert subprocess.run(command, env=environment, check=False).returncode == 0
-
-
 PROJECT = """
 [project]
 name = "privately"

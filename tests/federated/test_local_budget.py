@@ -26,8 +26,9 @@ def budget_at(path, epsilon=8.0, **options):
     return LocalBudget(path, epsilon=epsilon, delta=DELTA, **options)
 
 
-@pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0, 100.0, 1e12])
-@pytest.mark.parametrize("participations", [1, 3, 7, 10])
+@pytest.mark.parametrize(
+    ("epsilon", "participations"), [(0.1, 1), (1.0, 3), (8.0, 7), (100.0, 3), (1e12, 1)]
+)
 def test_a_budget_pays_for_what_was_planned_and_no_more(epsilon, participations, path):
     budget = budget_at(path, epsilon, max_participations=participations)
     assert budget.noise_multiplier == tfdp.federated.calibrate_local_noise_multiplier(
@@ -98,24 +99,23 @@ def test_cheap_replies_count_too(path):
 
 def test_threads_share_a_ledger(path):
     barrier, outcomes = threading.Barrier(8), []
+    budgets = [budget_at(path, max_participations=5) for _ in range(8)]
 
-    def spend():
-        budget = budget_at(path, max_participations=5)
+    def spend(budget):
         barrier.wait()
-        for _ in range(2):
-            try:
-                budget.spend()
-            except PrivacyBudgetError:
-                outcomes.append("refused")
-            else:
-                outcomes.append("spent")
+        try:
+            budget.spend()
+        except PrivacyBudgetError:
+            outcomes.append("refused")
+        else:
+            outcomes.append("spent")
 
-    threads = [threading.Thread(target=spend) for _ in range(8)]
+    threads = [threading.Thread(target=spend, args=(each,)) for each in budgets]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert sorted(outcomes) == 11 * ["refused"] + 5 * ["spent"]
+    assert sorted(outcomes) == 3 * ["refused"] + 5 * ["spent"]
     assert budget_at(path, max_participations=5).participations == 5
 
 

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.convolutions import CASES, LIMITED, PLANE, in_mode, problem, seen_by
+from tests.convolutions import (
+    CASES,
+    LIMITED,
+    ONE_GROUP,
+    PLANE,
+    in_graph,
+    in_mode,
+    problem,
+    seen_by,
+)
 from tfdp.rules import patches
 from tfdp.rules.filters import depthwise_gradients, filter_gradient, filter_gradients
 
@@ -39,12 +48,15 @@ def no_patches(monkeypatch):
     monkeypatch.setattr(patches, "_LARGEST_PATCHES", 0)
 
 
-def check(mode, case, rng, **sizes):
-    x, g, options = problem(case, rng, **sizes)
-    actual = run(mode, x, g, options)
+def compare(actual, x, g, options):
     expected = one_by_one(x.astype("float64"), g.astype("float64"), **options)
     assert actual.shape == expected.shape
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def check(mode, case, rng):
+    x, g, options = problem(case, rng)
+    compare(run(mode, x, g, options), x, g, options)
 
 
 # -------------------------------------------------------------------- the definition
@@ -92,41 +104,45 @@ def test_the_definition_is_what_gradient_tape_gives_under_xla(case, rng):
 
 
 # XLA takes a second or more to compile each.
-QUICK = {"strided_same", "grouped", "one_channel_dilated", "line", "box"}
-compiled = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if case in QUICK else [pytest.mark.slow])
-        for case in CASES
-    ],
-)
+def compiled(cases, quick):
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(case, marks=[] if case in quick else [pytest.mark.slow])
+            for case in cases
+        ],
+    )
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+# Others are computed in one way, however large they are.
+TWO_WAYS = [case for case in ONE_GROUP if not case.startswith("box")]
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_small_images(case, mode, rng):
-    check(mode, case, rng)
+def test_small_images(case, rng):
+    check("eager", case, rng)
 
 
-@compiled
+@compiled(CASES, quick=())
 def test_small_images_under_xla(case, rng):
     check("xla", case, rng)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TWO_WAYS)
 @pytest.mark.usefixtures("no_patches")
-def test_large_images(case, mode, rng):
-    check(mode, case, rng)
+def test_large_images(case, rng):
+    check("eager", case, rng)
 
 
-@compiled
+@compiled(TWO_WAYS, quick={"strided_same"})
 @pytest.mark.usefixtures("no_patches")
 def test_large_images_under_xla(case, rng):
     check("xla", case, rng)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+@pytest.mark.parametrize(
+    "mode", ["eager", "graph", pytest.param("xla", marks=pytest.mark.slow)]
+)
 def test_a_really_large_image_is_not_laid_out_in_patches(mode, rng, monkeypatch):
     monkeypatch.setattr("tfdp.rules.filters.patches", None)
     monkeypatch.setitem(
@@ -139,13 +155,16 @@ def test_a_really_large_image_is_not_laid_out_in_patches(mode, rng, monkeypatch)
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-@pytest.mark.parametrize("case", ["same", "one_channel", "line", "box", "grouped"])
-@pytest.mark.parametrize("n", [0, 1, 4])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_rows_of_an_example_are_summed(case, n, rows, is_large, rng, monkeypatch):
+@pytest.mark.parametrize(
+    "case", ["same", "strided", "one_channel", "line", "box", "grouped"]
+)
+def test_one_graph_takes_any_number_of_examples(case, is_large, rng, monkeypatch):
     if is_large:
         monkeypatch.setattr(patches, "_LARGEST_PATCHES", 0)
-    check("graph", case, rng, n=n, rows=rows)
+    x, g, options = problem(case, rng, n=4, rows=3)
+    traced = in_graph(lambda x, g: filter_gradients(x, g, **options), x, g)
+    for n in (0, 1, 4):
+        compare(traced(x[:n], g[:n]), x[:n], g[:n], options)
 
 
 @pytest.mark.parametrize("case", ["valid", "one_channel", "grouped"])
@@ -169,9 +188,7 @@ def test_a_bad_example_spoils_no_other(case, rng):
 @pytest.mark.parametrize("case", CASES)
 def test_the_ordinary_gradient_is_the_sum_over_all_rows(case, rng):
     x, g, options = problem(case, rng, n=3)
-    actual = in_mode(
-        "graph", lambda x, g: filter_gradient(x, g, **options), x[:, 0], g[:, 0]
-    )
+    actual = filter_gradient(tf.constant(x[:, 0]), tf.constant(g[:, 0]), **options)
     expected = one_by_one(x.astype("float64"), g.astype("float64"), **options).sum(0)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
@@ -185,9 +202,7 @@ def test_depthwise_gradients_are_those_of_as_many_groups_as_channels(
     *kernel, channels, _ = options["kernel_shape"]
     g = rng.normal(size=[*g.shape[:-1], channels * multiplier]).astype("float32")
     options["kernel_shape"] = (*kernel, channels, multiplier)
-    actual = in_mode(
-        "graph", lambda x, g: depthwise_gradients(x, g, **options), x[:, 0], g[:, 0]
-    )
+    actual = depthwise_gradients(tf.constant(x[:, 0]), tf.constant(g[:, 0]), **options)
     options["kernel_shape"] = (*kernel, 1, channels * multiplier)
     expected = one_by_one(x.astype("float64"), g.astype("float64"), **options)
     np.testing.assert_allclose(

@@ -124,6 +124,7 @@ def check(problem, engine):
         pytest.param(
             problem_of(lambda: sequential((3, 2), Loop(), layers.Dense(2)), 2),
             id="loop",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -10,8 +10,14 @@ from tests.convolutions import ONE_GROUP, PLANE, in_mode, problem, seen_by
 from tfdp.rules.patches import patch_gram, patches
 
 
-@pytest.mark.parametrize("case", sorted(PLANE.intersection(ONE_GROUP)))
-def test_gradients_of_patches(case, rng):
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [
+        *((case, "eager") for case in sorted(PLANE.intersection(ONE_GROUP))),
+        ("strided_same", "graph"),
+    ],
+)
+def test_gradients_of_patches(case, mode, rng):
     """Linear maps: the gradient is the transpose, and that of the gradient the map."""
     x, _, options = problem(case, rng)
 
@@ -27,7 +33,7 @@ def test_gradients_of_patches(case, rng):
     x, other = x[:, 0], rng.normal(size=x[:, 0].shape).astype("float32")
     of_other = patches(tf.constant(other), **options).numpy()
     taken = rng.normal(size=of_other.shape).astype("float32")
-    gradient, back = in_mode("graph", transposed, x, other, taken)
+    gradient, back = in_mode(mode, transposed, x, other, taken)
     np.testing.assert_allclose(
         np.sum(gradient * other, axis=(1, 2, 3)),
         np.sum(of_other * taken, axis=(1, 2, 3)),
@@ -37,14 +43,17 @@ def test_gradients_of_patches(case, rng):
     np.testing.assert_allclose(back, of_other, rtol=1e-6)
 
 
-@pytest.mark.parametrize("case", ONE_GROUP)
-def test_inner_products_of_patches(case, rng):
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [*((case, "eager") for case in ONE_GROUP), ("line", "graph"), ("same", "graph")],
+)
+def test_inner_products_of_patches(case, mode, rng):
     x, g, options = problem(case, rng)
     geometry, kernel = options["geometry"], options["kernel_shape"][:-2]
     seen = [part for _, part in seen_by(x.astype("float64"), kernel, geometry)]
     rows = np.stack(seen, -2).reshape(len(x), math.prod(g.shape[2:-1]), -1)
     actual = in_mode(
-        "graph",
+        mode,
         lambda x: patch_gram(x, x, positions=g.shape[2:-1], **options),
         x,
     )

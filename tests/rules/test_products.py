@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tfdp.rules.products import inner_products, roundoff, squares_from_grams
@@ -51,7 +51,11 @@ def compare(a, g, bound=bound):
 sizes = st.integers(1, 700)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(
+    max_examples=25,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 40),
@@ -71,8 +75,10 @@ def test_cancelling_sums_are_not_below_the_truth(seed, positions, d, p, kind, no
     assert squares <= truth * (1 + 1e-3) + 5e-5 * without_signs
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("size", [64, 600, 4096])
+@pytest.mark.parametrize(
+    ("size", "jit_compile"),
+    [(64, True), (600, False), pytest.param(4096, True, marks=pytest.mark.slow)],
+)
 def test_neither_are_they_in_graphs(size, jit_compile):
     in_graph = tf.function(bound, jit_compile=jit_compile)
     for seed in range(30):
@@ -89,8 +95,17 @@ def test_inner_products_in_parts(size, rng):
     )
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("size", [1, 64, 256, 700, 4096])
+@pytest.mark.parametrize(
+    ("size", "jit_compile"),
+    [
+        (1, False),
+        (64, True),
+        (256, False),
+        (700, True),
+        (4096, False),
+        pytest.param(4096, True, marks=pytest.mark.slow),
+    ],
+)
 def test_alike_numbers_round_by_no_more_than_is_said(size, jit_compile):
     @tf.function(jit_compile=jit_compile)
     def product(a):

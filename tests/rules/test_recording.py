@@ -126,6 +126,26 @@ def test_rows_must_be_those_of_the_batch_where_only_the_data_tell():
         run(tf.ones([4, 3]), 2)
 
 
+@register
+class Borrowing(layers.Layer):
+    """Multiplies by the matrix of another layer, and by nothing of its own."""
+
+    def __init__(self, lender):
+        super().__init__()
+        # Keras must not find it, or it would be a layer of this one.
+        self.lender = lambda: lender
+
+    def call(self, x):
+        return ops.matmul(x, ops.transpose(self.lender().kernel))
+
+
+def test_weights_that_another_layer_uses_are_refused():
+    lender = layers.Dense(2, name="lender")
+    model = sequential((3,), lender, Borrowing(lender))
+    with pytest.raises(UnsupportedLayerError, match="lender/kernel`, used elsewhere"):
+        recorded(model, np.ones((2, 3), "float32"))
+
+
 # ---------------------------------------------------------------- frozen trunks
 
 

@@ -20,15 +20,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
-# Imports of these raise from here on.
-sys.modules |= {"tfdp": None, "keras": None}
+if __name__ == "__main__":
+    # Imports of these raise from here on.
+    sys.modules |= {"tfdp": None, "keras": None}
 
-import grpc  # noqa: E402
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-from google.protobuf import json_format  # noqa: E402
-from tensorflow.core.protobuf import saved_model_pb2  # noqa: E402
-from tensorflow_serving.apis import (  # noqa: E402
+import grpc
+import numpy as np
+import tensorflow as tf
+from google.protobuf import json_format
+from tensorflow.core.protobuf import saved_model_pb2
+from tensorflow_serving.apis import (
     get_model_metadata_pb2,
     predict_pb2,
     prediction_log_pb2,

@@ -26,7 +26,9 @@ from tensorflow_serving.apis import (
     prediction_service_pb2_grpc,
 )
 
+import tfdp
 from tests.exports import EXPORTS, by_name, predictions, trained
+from tests.serving import stand_in
 from tfdp.export import export_private_model
 
 HERE = Path(__file__).parent
@@ -105,12 +107,32 @@ def rest(url, body=None):
         return json.load(response)
 
 
-def refusal(call):
-    with pytest.raises(grpc.RpcError) as raised:
-        call()
-    return raised.value.code(), raised.value.details()
+def test_requests_are_answered_in_this_process(tmp_path, rng):
+    """Without sockets, by the newest of two versions."""
+    name = "two_heads"
+    private = tfdp.DPModel(EXPORTS[name].model())
+    for version in (1, LATEST):
+        export_private_model(private, tmp_path / name / str(version), delta=1e-3)
+    servable = stand_in.Models(tmp_path).find(name)
+    x = EXPORTS[name].x(rng, 5)
+    arrays, wanted = by_name(name, x), predictions(private.model, name, x)
+    response = servable.predict(request_of(name, arrays))
+    assert response.model_spec.version.value == LATEST
+    assert set(response.outputs) == set(wanted)
+    columns = {key: array.tolist() for key, array in arrays.items()}
+    outputs = stand_in.predict_json(servable, {"inputs": columns})["outputs"]
+    for key, value in wanted.items():
+        got = tf.make_ndarray(response.outputs[key])
+        np.testing.assert_allclose(got, value, atol=1e-5)
+        np.testing.assert_allclose(outputs[key], value, atol=1e-5)
+    with pytest.raises(stand_in.RefusedError, match="inputs must be"):
+        servable.predict(request_of(name, {"age": arrays["age"]}))
 
 
+# -------------------------------------------------------------------- over sockets
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTS)
 def test_grpc_predict(served, name):
     request = request_of(name, served.inputs[name])
@@ -122,6 +144,7 @@ def test_grpc_predict(served, name):
         np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_grpc_predict_of_a_version_a_signature_and_some_outputs(served):
     request = request_of("two_heads", served.inputs["two_heads"])
     request.model_spec.version.value = LATEST
@@ -131,12 +154,15 @@ def test_grpc_predict_of_a_version_a_signature_and_some_outputs(served):
     assert list(response.outputs) == ["risk"]
 
 
+@pytest.mark.slow
 def test_grpc_refusals(served):
     arrays = served.inputs["digits"]
     invalid, missing = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 
     def code(request):
-        return refusal(lambda: served.stub.Predict(request, timeout=SECONDS))[0]
+        with pytest.raises(grpc.RpcError) as raised:
+            served.stub.Predict(request, timeout=SECONDS)
+        return raised.value.code()
 
     assert code(request_of("nobody", arrays)) == missing
     request = request_of("digits", arrays)
@@ -151,6 +177,7 @@ def test_grpc_refusals(served):
     assert code(request_of("digits", {"image": whole})) == invalid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTS)
 def test_grpc_metadata(served, name):
     request = get_model_metadata_pb2.GetModelMetadataRequest()
@@ -168,6 +195,7 @@ def test_grpc_metadata(served, name):
         assert tensor.tensor_shape.dim[0].size == -1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTS)
 def test_rest_predict_by_columns(served, name):
     columns = {key: array.tolist() for key, array in served.inputs[name].items()}
@@ -178,6 +206,7 @@ def test_rest_predict_by_columns(served, name):
         np.testing.assert_allclose(outputs[key], wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "two_heads"])
 def test_rest_predict_by_rows(served, name):
     arrays = served.inputs[name]
@@ -194,6 +223,7 @@ def test_rest_predict_by_rows(served, name):
         np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rest_status_metadata_and_refusals(served):
     status = rest(f"{served.rest}digits")["model_version_status"]
     assert status == [{"version": str(LATEST), "state": "AVAILABLE"}]
@@ -234,6 +264,7 @@ def predict(tmp_path_factory):
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "scores", "called_twice"])
 def test_a_c_program_predicts_the_same(exported, predict, tmp_path, name):
     folder, inputs, wanted = exported

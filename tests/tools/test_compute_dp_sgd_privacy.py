@@ -38,11 +38,11 @@ def test_delta_and_epochs_may_be_left_and_fractional(run):
 @pytest.mark.parametrize("accountant", ["RDP", "PLD"])
 def test_the_noise_for_an_epsilon(run, accountant):
     noise = accounting.calibrate_noise_multiplier(
-        1.0, n=60_000, batch_size=256, epochs=60, delta=1e-5, accountant=accountant
+        0.2, n=60_000, batch_size=256, epochs=60, delta=1e-5, accountant=accountant
     )
-    output = run(*MNIST, "--target_epsilon=1", f"--accountant_type={accountant}")
+    output = run(*MNIST, "--target_epsilon=0.2", f"--accountant_type={accountant}")
     assert output.startswith(f"Noise multiplier: {noise}\n")
-    assert f"epsilon = 1 at delta = 1e-05 by {accountant} accounting" in output
+    assert f"epsilon = 0.2 at delta = 1e-05 by {accountant} accounting" in output
 
 
 @pytest.mark.parametrize(
@@ -86,22 +86,13 @@ def test_wrong_flags_are_refused(run, arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("noise", "status", "output", "errors"),
-    [
-        ("8", 0, "Poisson-sampled batches:", ""),
-        ("much", 1, "", "noise_multiplier=much"),
-    ],
-)
-def test_the_script_runs_from_a_shell(noise, status, output, errors):
+def test_the_script_runs_from_a_shell():
     process = subprocess.run(
-        [sys.executable, SCRIPT, *MNIST, f"--noise_multiplier={noise}"],
+        [sys.executable, SCRIPT, *MNIST, "--noise_multiplier=8"],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert process.returncode == status
-    assert output in process.stdout
-    assert errors in process.stderr
-    assert "Traceback" not in process.stderr
+    assert process.returncode == 0, process.stderr
+    assert "Poisson-sampled batches:" in process.stdout

@@ -25,8 +25,8 @@ def write(tmp_path):
     return write
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["", "validated"])
-def keras_logs(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def keras_logs(tmp_path_factory):
     """What Keras writes of two short trainings, the second appended to the first."""
     folder = tmp_path_factory.mktemp("keras")
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -36,29 +36,26 @@ def keras_logs(request, tmp_path_factory):
         history = model.fit(
             *data,
             epochs=epochs,
-            validation_data=data if request.param else None,
+            validation_data=data,
             callbacks=[keras.callbacks.CSVLogger(folder / "log.csv", append=True)],
             verbose=0,
         )
     (folder / "log.json").write_text(json.dumps(history.history))
-    return folder, request.param
+    return folder
 
 
 @pytest.mark.parametrize(("name", "rows"), [("log.csv", 5), ("log.json", 3)])
 def test_logs_that_keras_wrote(tool, run, keras_logs, name, rows):
-    folder, validated = keras_logs
-    table = tool.read(folder / name)
+    table = tool.read(keras_logs / name)
     found = tool.panels(table)
     assert {label: set(curves) for label, curves in found.items()} == {
-        "loss": {"loss", "val_loss"} if validated else {"loss"},
-        "accuracy": {"binary_accuracy", "val_binary_accuracy"}
-        if validated
-        else {"binary_accuracy"},
+        "loss": {"loss", "val_loss"},
+        "accuracy": {"binary_accuracy", "val_binary_accuracy"},
     }
     assert np.isfinite(found["loss"]["loss"]).all()
     np.testing.assert_array_equal(tool.epochs(table), np.arange(1, rows + 1))
-    run(folder / name)
-    assert (folder / "log.png").read_bytes().startswith(PNG)
+    run(keras_logs / name)
+    assert (keras_logs / "log.png").read_bytes().startswith(PNG)
 
 
 def table(*names):
@@ -260,6 +257,7 @@ def test_wrong_paths_end_in_a_sentence(run, write, tmp_path, arguments, message)
     assert stop.value.code.startswith("plot_run: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "status", "output", "errors"),
     [("loss\n1\n", 0, "Plot: ", ""), ("loss\nmuch\n", 1, "", "Received: 'much'")],
@@ -276,6 +274,7 @@ def test_the_script_runs_from_a_shell(write, content, status, output, errors):
     assert log.with_suffix(".png").exists() == (status == 0)
 
 
+@pytest.mark.slow
 def test_it_starts_without_tensorflow():
     code = """
 import sys, plot_run

@@ -26,19 +26,25 @@ def nothing_drawn(monkeypatch):
 
 
 @pytest.fixture
+def few_proposals(monkeypatch):
+    """At a time: most draws take few, and hundreds of draws most of the time."""
+    monkeypatch.setattr(scaled_posteriors, "_PROPOSALS", 128)
+
+
+@pytest.fixture
 def rows(rng):
     x = rng.normal(size=(60, 1))
     return x, (x[:, 0] + 0.3 * rng.normal(size=60) > 0)
 
 
-def p_values(draws, problem, prior):
+def p_values(draws, problem, prior, points_of_axis=201):
     """Kolmogorov and Smirnov's test of each of two parameters."""
-    grid = np.linspace(-prior.radius, prior.radius, 601)
+    grid = np.linspace(-prior.radius, prior.radius, points_of_axis)
     points = np.stack(np.meshgrid(grid, grid, indexing="ij"), -1).reshape(-1, 2)
     log = problem.log_likelihoods(points)
     log -= np.square(points).sum(1) / (2 * prior.scale**2)
     log[~prior.allows(points)] = -np.inf
-    density = np.exp(log - log.max()).reshape(601, 601)
+    density = np.exp(log - log.max()).reshape(points_of_axis, -1)
     for axis in (0, 1):
         cumulative = np.cumsum(density.sum(1 - axis))
         cumulative /= cumulative[-1]
@@ -52,6 +58,7 @@ def p_values(draws, problem, prior):
     [(1.0, 4.0, 5.0), (1.0, 1.0, 5.0), (3.0, 0.5, 5.0), (5.0, 2.0, 50.0)],
     ids=["inside", "at the edge", "beyond the edge", "sharp"],
 )
+@pytest.mark.usefixtures("few_proposals")
 def test_exact_draws_are_distributed_as_the_posterior(
     rows, scale, radius, epsilon, monkeypatch
 ):
@@ -67,6 +74,7 @@ def test_exact_draws_are_distributed_as_the_posterior(
     assert min(p_values(draws, problem, prior)) > 1e-3
 
 
+@pytest.mark.usefixtures("few_proposals")
 def test_any_point_makes_exact_draws(rows, monkeypatch):
     """The mode decides how many proposals it takes, not what is accepted."""
     prior = Prior(1.0, 2.0)
@@ -119,7 +127,10 @@ def test_more_is_accepted_than_the_bound_says(rows, scale, radius, epsilon):
     ],
     ids=str,
 )
-def test_balls_that_hold_next_to_nothing_of_the_prior_end_in_a_chain(rng, options):
+def test_balls_that_hold_next_to_nothing_of_the_prior_end_in_a_chain(
+    rng, options, monkeypatch
+):
+    monkeypatch.setattr(scaled_posteriors, "_STEPS_OF_CHAIN", 500)
     d, records = options.pop("d"), options.pop("records")
     x = rng.normal(size=(records, d))
     sample = one_posterior_sample("logistic_regression", x, x[:, 0] > 0, **options)
@@ -148,7 +159,7 @@ def test_functions_are_drawn_from_too(rng, is_exact, monkeypatch):
     prior = Prior(1.0, 3.0)
     x = clipped(rng.normal(size=(10, 2)), 2.0)
     problem = of_function(
-        normal, (x, None), likelihood_weight=(0.04, 1.0), bound=5.0, prior=prior,
+        lambda *of: normal(*of) + 4.0, (x, None), likelihood_weight=(0.04, 1.0), bound=5.0, prior=prior,
         parameters=2,
     )  # fmt: skip
     rng = np.random.default_rng(1)
@@ -157,7 +168,7 @@ def test_functions_are_drawn_from_too(rng, is_exact, monkeypatch):
     else:
         monkeypatch.setattr(scaled_posteriors, "_STEPS_OF_CHAIN", 30)
         draws = np.array([end_of_chain(problem, prior, rng) for _ in range(400)])
-    assert min(p_values(draws, problem, prior)) > 1e-3
+    assert min(p_values(draws, problem, prior, 51)) > 1e-3
 
 
 @pytest.mark.parametrize(("epsilon", "cost"), [(1.0, 1.0), (8.0, 8.0), (1e3, 20.0)])

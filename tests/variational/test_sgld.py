@@ -28,8 +28,7 @@ def test_the_noise_is_that_of_the_temperature():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [1.0, 0.25])
-def test_it_samples_a_gaussian_posterior(temperature, rng):
+def test_it_samples_a_gaussian_posterior(rng):
     """Many chains at once: each column of y has a mean of its own to find."""
     y = rng.normal(size=(100, 400)).astype("float32")
     model = keras.Sequential([
@@ -44,7 +43,7 @@ def test_it_samples_a_gaussian_posterior(temperature, rng):
         return keras.ops.sum(keras.ops.square(y - outputs), axis=-1) / 2
 
     private.compile(
-        dp_sgld(5e-4, temperature=temperature, **OPTIONS),
+        dp_sgld(5e-4, temperature=0.25, **OPTIONS),
         loss=half_squares,
         steps_per_execution=50,
     )
@@ -53,7 +52,7 @@ def test_it_samples_a_gaussian_posterior(temperature, rng):
     # A precision of one for each row and of one for the prior.
     difference = kernel - y.sum(0) / 101
     # Of the steps as they are, which are not infinitely small.
-    variance = temperature / 101 / (1 - 5e-4 * 101 / 2)
+    variance = 0.25 / 101 / (1 - 5e-4 * 101 / 2)
     np.testing.assert_allclose(np.mean(np.square(difference)), variance, rtol=0.25)
     assert abs(difference.mean()) < 5 * np.sqrt(variance / 400)
 
