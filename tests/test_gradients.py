@@ -1,6 +1,7 @@
 """Clipped gradients in loops of one's own equal one example at a time."""
 
 import functools
+import logging
 
 import keras
 import numpy as np
@@ -436,3 +437,22 @@ def test_weights_that_cancel_are_refused():
     # Inside a traced function TensorFlow may wrap the `UnsupportedLossError`.
     with pytest.raises(Exception, match=r"cancels.*Use `reduction="):
         refused(loss=loss, sample_weight=np.ones(5, "float32"))()
+
+
+def test_autograph_has_nothing_to_say_of_a_traced_loop(caplog):
+    model, batch = PROBLEM.build(), PROBLEM.batch(4)
+    optimizer = tfdp.optimizers.DPSGD(
+        0.1, l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=4
+    )
+
+    @tf.function
+    def step(x, y):
+        clipped_sum = tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0)
+        optimizer.apply_clipped_sum(clipped_sum, model.trainable_variables)
+
+    # TensorFlow's logger does not hand on what it prints.
+    logger = logging.getLogger("tensorflow")
+    logger.addHandler(caplog.handler)
+    step(batch.x, batch.y)
+    logger.removeHandler(caplog.handler)
+    assert "AutoGraph" not in caplog.text

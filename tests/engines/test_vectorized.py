@@ -36,7 +36,7 @@ QUICK = {
     [
         pytest.param(problem, id=name, marks=QUICK.get(name, [pytest.mark.slow]))
         for name, problem in PROBLEMS.items()
-        if name in LOOPS
+        if name in QUICK.keys() | LOOPS
         or problem in OF_ALL_TAGS
         or (problem.tags & KINDS and problem.tags.isdisjoint({"random", "rnn"}))
     ],
