@@ -40,9 +40,11 @@ def patches(
     """
     height, width, channels, _ = kernel_shape
     size = height * width * channels
-    if channels == 1 and size <= 128 and not _keras.inside_xla():
+    is_plain = channels == 1 and set(geometry.dilations) == {1}
+    if is_plain and size <= 128 and not _keras.inside_xla():
         # A convolution with the identity is three times faster than the patch
-        # operation here, which copies one number at a time.
+        # operation here, which copies one number at a time. (Where oneDNN is off, that
+        # of a dilated one has no gradient.)
         identity = tf.reshape(
             tf.eye(size, dtype=inputs.dtype), [height, width, channels, size]
         )
@@ -51,7 +53,6 @@ def patches(
             identity,
             geometry.strides,
             geometry.padding,
-            dilations=geometry.dilations,
         )
     if _keras.inside_xla():
         return tf.image.extract_patches(
