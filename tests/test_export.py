@@ -20,6 +20,8 @@ from tfdp import export
 from tfdp.errors import NotPrivateError
 from tfdp.export import export_private_model
 
+pytestmark = pytest.mark.keras_private
+
 DELTA = 1e-3
 
 

@@ -16,6 +16,8 @@ from tfdp._keras import layers_by_path
 from tfdp.errors import UnsupportedLayerError
 from tfdp.validation import validate_model
 
+pytestmark = pytest.mark.keras_private
+
 
 def batch_norm(name, **options):
     return layers.BatchNormalization(name=name, **options)

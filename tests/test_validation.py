@@ -12,6 +12,8 @@ from keras import layers, ops
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.validation import Problem, check_loss, check_model, validate_model
 
+pytestmark = pytest.mark.keras_private
+
 STATISTICS = "its batch statistics mix"
 SPECTRAL = "it overwrites the kernel"
 ACTIVITY = "its `activity_regularizer`"

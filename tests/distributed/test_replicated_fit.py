@@ -13,6 +13,7 @@ from tests.distributed.cases import CASES, fit, rows, weights_of
 from tests.distributed.processes import run_mirrored, run_workers
 
 pytestmark = [
+    pytest.mark.keras_private,
     pytest.mark.filterwarnings("ignore:The privacy noise is reproducible"),
     pytest.mark.filterwarnings("ignore:Training without noise"),
     pytest.mark.filterwarnings("ignore:Draws made with a `seed`"),

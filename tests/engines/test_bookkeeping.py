@@ -22,6 +22,8 @@ from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.losses.objective import Objective
 from tfdp.losses.regularizers import GaussianDivergence
 
+pytestmark = pytest.mark.keras_private
+
 ENGINES = [
     engine(norms=norms)
     for engine in (BookkeepingEngine, GhostEngine)

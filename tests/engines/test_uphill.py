@@ -27,6 +27,8 @@ from tfdp.losses.ascent import Ascent
 from tfdp.losses.objective import Batch as RowsOfBatch
 from tfdp.losses.objective import Objective
 
+pytestmark = pytest.mark.keras_private
+
 SAM = Uphill(radius=0.3, mix=1.0, is_exact=False)
 MIXED = Uphill(radius=0.3, mix=0.7, is_exact=False)
 EXACT = Uphill(radius=0.3, mix=0.8, is_exact=True)

@@ -10,6 +10,8 @@ from tfdp import _keras
 from tfdp.engines import vectorization
 from tfdp.engines.vectorization import efficient_vectorization
 
+pytestmark = pytest.mark.keras_private
+
 # What is known of the shapes while tracing: all, all but the number of elements,
 # or nothing but the ranks.
 SHAPES = ("static", "open", "dynamic")

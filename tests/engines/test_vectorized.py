@@ -15,6 +15,8 @@ from tfdp.engines.passes import run_whole
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.losses.objective import Objective
 
+pytestmark = pytest.mark.keras_private
+
 ENGINES = [VectorizedEngine()]
 
 # What is vectorized in ways of its own. Loops over time run one example after the

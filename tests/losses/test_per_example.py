@@ -14,6 +14,8 @@ from tfdp.errors import UnsupportedLossError
 from tfdp.losses import PerExampleLoss
 from tfdp.losses.per_example import each_row_alone
 
+pytestmark = pytest.mark.keras_private
+
 REDUCTIONS = ("sum_over_batch_size", "mean", "sum", "mean_with_sample_weight", None)
 
 

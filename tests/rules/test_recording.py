@@ -15,6 +15,8 @@ from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Objective
 from tfdp.rules.recording import Recording
 
+pytestmark = pytest.mark.keras_private
+
 
 def recorded(model, x, rows=None):
     """Call a model while recording."""
