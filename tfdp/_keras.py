@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -24,6 +24,8 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.ops import control_flow_util, resource_variable_ops
 from tensorflow.python.ops.parallel_for import pfor
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _NoMetrics:
@@ -76,6 +78,16 @@ def outside_of_graphs() -> Iterator[None]:
         finally:
             if stopped:
                 pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+
+def without_autograph(function: _Function) -> _Function:
+    """Let a public function be called as it is inside of `tf.function`.
+
+    AutoGraph would read and rewrite all that it calls, which takes seconds, and print
+    warnings of what it cannot read.
+    """
+    unconverted: _Function = tf.autograph.experimental.do_not_convert(function)
+    return unconverted
 
 
 def inside_xla() -> bool:

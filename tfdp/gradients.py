@@ -18,8 +18,7 @@ from tfdp.losses.ascent import BAM, SAT, check_plain
 from tfdp.losses.objective import Batch, Objective
 
 
-# There is nothing for AutoGraph in here: it would read and rewrite all that this calls.
-@tf.autograph.experimental.do_not_convert
+@_keras.without_autograph
 def clipped_gradients(
     model: keras.Model,
     loss: Any,

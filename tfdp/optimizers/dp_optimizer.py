@@ -234,7 +234,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         """Whether the noise can be reproduced by someone who knows the seed."""
         return self._noise.seed is not None
 
-    @tf.autograph.experimental.do_not_convert
+    @_keras.without_autograph
     def apply_clipped_sum(
         self, clipped_sum: ClippedSum, trainable_variables: list[Any]
     ) -> None:
