@@ -81,11 +81,9 @@ def outside_of_graphs() -> Iterator[None]:
 
 
 def without_autograph(function: _Function) -> _Function:
-    """Let a public function be called as it is inside of `tf.function`.
-
-    AutoGraph would read and rewrite all that it calls, which takes seconds, and print
-    warnings of what it cannot read.
-    """
+    """Let a function be called as it is inside of a `tf.function`."""
+    # AutoGraph would read and rewrite all that it calls, which takes seconds, and print
+    # warnings of what it cannot read.
     unconverted: _Function = tf.autograph.experimental.do_not_convert(function)
     return unconverted
 
