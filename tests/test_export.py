@@ -109,6 +109,7 @@ def test_no_number_of_the_training_data_is_in_any_file(tmp_path):
     marker = np.float32(1234.5678)
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
     private = untrained(model)
+    private.run_eagerly = False
     x = np.full((50, 3), marker)
     private.fit(x, np.full((50, 2), marker), batch_size=50, verbose=0)
     export_private_model(private, tmp_path / "model" / "1", delta=DELTA)

@@ -453,6 +453,8 @@ def test_autograph_has_nothing_to_say_of_a_traced_loop(caplog):
     # TensorFlow's logger does not hand on what it prints.
     logger = logging.getLogger("tensorflow")
     logger.addHandler(caplog.handler)
-    step(batch.x, batch.y)
-    logger.removeHandler(caplog.handler)
+    try:
+        step(batch.x, batch.y)
+    finally:
+        logger.removeHandler(caplog.handler)
     assert "AutoGraph" not in caplog.text

@@ -218,8 +218,18 @@ class Stop(keras.callbacks.Callback):
 
 def test_a_fit_that_stops_goes_on_with_all_that_ran(tmp_path):
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    model = private(run_eagerly=True)
+    less_noise = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: setattr(
+            model.optimizer, "noise_multiplier", 1.75 - 0.125 * batch
+        )
+    )
     with pytest.raises(RuntimeError, match="stop"):
-        fit(private(run_eagerly=True), backup, Stop(3), batch_size=10)
+        fit(model, backup, less_noise, Stop(3), batch_size=10)
+    # What callbacks behind the backup have set is in the line of the step.
+    killed = LedgerRecorder()
+    Journal(killed, backup.backup_dir).restore()
+    assert killed.ledger.segments == (PoissonSteps(3, 1.5, ROWS, 10),)
     other = private(run_eagerly=True)
     seen = []
     sees = keras.callbacks.LambdaCallback(

@@ -22,6 +22,8 @@ from tfdp.noise import (
 )
 from tfdp.optimizers import DPSGD
 
+pytestmark = pytest.mark.keras_private
+
 MODES = ("eager", "graph", "xla")
 KEY = tf.constant([0x0123456789ABCDEF, -0x0FEDCBA987654321], tf.int64)
 LARGEST_RADIUS = math.sqrt(-2 * math.log(2.0**-39))

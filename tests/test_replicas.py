@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from tfdp._replicas import ALONE, Replicas, share_bounds
 
+pytestmark = pytest.mark.keras_private
+
 
 @given(
     rows=st.integers(0, 200),

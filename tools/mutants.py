@@ -45,8 +45,12 @@ _ALL = flags.DEFINE_boolean(
 _QUICK = "not slow"
 # What a copy does without: environments, caches, results.
 _LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "runs", "build", "dist"
+    *(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "runs", "build"),
+    # It sees that a patch is in, not what is wrong with it.
+    *("dist", "test_mutants.py"),
 )
+# A mutant that never ends has been noticed.
+_LONGEST_SECONDS = 3600
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +136,7 @@ def fate(mutant: Mutant) -> Result:
     if _ALL.value:
         stages.append(("quick", [], _QUICK))
     if _SLOW.value:
-        stages += [("named, slow", mutant.tests, "slow")]
+        stages += [("named, slow", mutant.tests, "slow"), ("slow", [], "slow")]
     with copy() as folder:
         subprocess.run(
             ["git", "apply", mutant.path], cwd=folder, check=True, capture_output=True
@@ -154,15 +158,19 @@ def copy() -> tempfile.TemporaryDirectory:
 def first_failure(folder: Path, tests: list[str], marks: str) -> str | None:
     """Run tests in a folder up to the first one that fails; return its name."""
     command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-rfE"]
-    run = subprocess.run(
-        [sys.executable, *command, "-m", marks, *tests],
-        cwd=folder,
-        # Processes that tests start import this copy, too.
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        run = subprocess.run(
+            [sys.executable, *command, "-m", marks, *tests],
+            cwd=folder,
+            # Processes that tests start import this copy, too.
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_LONGEST_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{' '.join(tests) or 'tests'} (not through after {_LONGEST_SECONDS} s)"
     # 5: there was nothing to run.
     if run.returncode in {0, 5}:
         return None

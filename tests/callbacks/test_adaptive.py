@@ -94,7 +94,7 @@ def next_clip(callback, clip, norms, noise=0.0):
         tf.constant(clip, tf.float64),
         tf.constant(norms, tf.float64),
         expected_units=tf.constant(len(norms)),
-        noise=tf.fill(callback.query_shape, tf.constant(noise)),
+        noise=tf.broadcast_to(tf.constant(noise), callback.query_shape),
     )
     return float(found)
 
@@ -215,6 +215,13 @@ class TestAdaptiveMedianClip:
     )
     def test_is_the_middle_of_the_bin_of_the_median(self, norms, expected):
         assert next_clip(median(), 77.0, norms) == pytest.approx(expected)
+
+    @pytest.mark.parametrize(("noise", "expected"), [(-0.49, 0.5), (-0.51, 1.5)])
+    def test_the_noise_of_a_count_is_its_multiplier(self, noise, expected):
+        """10 more in the first bin than in the second, of which noise takes 20 z."""
+        callback, norms = median(noise=20.0, edges=[0, 1, 2]), [0.5] * 55 + [1.5] * 45
+        found = next_clip(callback, 77.0, norms, noise=[noise, 0.0])
+        assert found == expected
 
     def test_a_pass_with_a_histogram_counts_with_it(self):
         model = private(noise_multiplier=1.5)

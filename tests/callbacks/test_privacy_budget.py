@@ -128,8 +128,8 @@ def test_less_noise_inside_a_pass_does_not_overspend(rows):
 def test_less_noise_in_several_steps_at_once_does_not_overspend(rows):
     model = private("poisson", steps_per_execution=5)
     change = change_noise(model, "on_train_batch_begin", lambda batch: 32.0)
-    steps = PoissonSteps(2, 32.0, ROWS, ROWS)
-    fit(model, rows, change, budget_of(steps), batch_size=ROWS, steps_per_epoch=5)
+    steps = PoissonSteps(2, 32.0, ROWS, 4)
+    fit(model, rows, change, budget_of(steps), batch_size=4, steps_per_epoch=5)
     assert model.ledger.segments == (steps,)
 
 

@@ -25,6 +25,8 @@ from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Objective
 
+pytestmark = pytest.mark.keras_private
+
 ROWS = 4
 
 

@@ -6,6 +6,8 @@ import tensorflow as tf
 
 from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
 
+pytestmark = pytest.mark.keras_private
+
 SIZES = (0, 1, 5, 6, 13)
 
 

@@ -447,6 +447,47 @@ def test_convolutions_with_a_kernel_for_each(rng, conversions, known, channels):
     assert sorted(conversions) == [*["Conv2D"] * 2, *["Conv2DBackpropInput"] * 2]
 
 
+@pytest.mark.parametrize("options", [{"strides": 2}, {"dilations": (1, 2)}], ids=str)
+@pytest.mark.parametrize("channels", [2, 4])
+def test_input_gradients_of_shared_kernels(rng, channels, options):
+    """In groups, and dilated: not every CPU has them in TensorFlow."""
+    kernel = tf.constant(rng.normal(size=(3, 2, 2, 4)), tf.float32)
+    g = of_normals(
+        rng,
+        1,
+        *tf.nn.conv2d(
+            np.zeros((1, 7, 6, channels)),
+            kernel.numpy().astype("f8"),
+            padding="VALID",
+            **{"strides": 1, **options},
+        ).shape[1:],
+    )
+
+    def gradient(elements):
+        with tf.GradientTape() as tape:
+            tape.watch(elements["x"])
+            outputs = tf.nn.conv2d(
+                elements["x"], kernel, padding="VALID", **{"strides": 1, **options}
+            )
+        return {"x": tape.gradient(outputs, elements["x"], elements["g"])}
+
+    def by_definition(elements):
+        """The convolution is linear: column by column of its matrix."""
+        size = elements["x"].shape.num_elements()
+        basis = tf.reshape(tf.eye(size), [size, *elements["x"].shape[1:]])
+        columns = tf.nn.conv2d(
+            basis, kernel, padding="VALID", **{"strides": 1, **options}
+        )
+        found = tf.reduce_sum(columns * elements["g"], [1, 2, 3])
+        return {"x": tf.reshape(found, elements["x"].shape)}
+
+    check(
+        gradient,
+        {"x": of_normals(rng, 1, 7, 6, channels), "g": g},
+        alone=by_definition,
+    )
+
+
 @pytest.mark.parametrize("elements", [1, 3])
 def test_squeezing_leaves_the_axis_of_the_elements(rng, elements):
     x = rng.normal(size=(elements, 1, 3, 1)).astype("float32")

@@ -14,6 +14,8 @@ from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
 from tfdp.optimizers import DPSGD, DPAdam, DPAdamW, DPOptimizer
 
+pytestmark = pytest.mark.keras_private
+
 PRIVATE = {"l2_norm_clip": 1.0, "noise_multiplier": 1.1}
 
 

@@ -80,11 +80,12 @@ def _convert_convolution(pfor_input: Any) -> tf.Tensor | None:
 def _convert_input_gradient(pfor_input: Any) -> tf.Tensor | None:
     kernels, is_stacked, _ = pfor_input.input(1)
     shape = pfor_input.op.outputs[0].shape[1:]
-    # On CPUs these are beyond TensorFlow's own operation where oneDNN is off.
-    is_special = shape[-1] != kernels.shape[-2] or {1} != set(
+    # Where oneDNN is off, TensorFlow has no such gradient on CPUs.
+    is_plain = shape[-1] == kernels.shape[-2] and set(
         pfor_input.get_attr("dilations")
-    )
-    if not (is_stacked or is_special) or not _is_known(pfor_input):
+    ) == {1}
+    has_none = not (is_plain or _keras.inside_xla() or _has_gpu())
+    if not (is_stacked or has_none) or not _is_known(pfor_input):
         return None
     pfor_input.stack_inputs([2])
     output_gradients = pfor_input.stacked_input(2)
@@ -104,6 +105,10 @@ def _convert_input_gradient(pfor_input: Any) -> tf.Tensor | None:
         outputs = _convolved(zeros, kernels, pfor_input.op.inputs[2], pfor_input)
     gradients = tape.gradient(outputs, zeros, output_gradients=output_gradients)
     return tf.reshape(gradients, tf.concat([leading, shape], 0))
+
+
+def _has_gpu() -> bool:
+    return bool(tf.config.list_physical_devices("GPU"))
 
 
 def _is_known(pfor_input: Any) -> bool:
