@@ -771,6 +771,7 @@ def test_a_loss_that_couples_examples_is_refused():
         private(loss=coupled).fit(*data())
 
 
+@pytest.mark.smoke
 def test_poisson_with_microbatches_of_several_examples_is_refused():
     model = private(opt=optimizer(num_microbatches=2))
     with pytest.raises(ValueError, match="fixed size"):

@@ -205,6 +205,7 @@ def test_update_of_a_model_without_gradient_is_one_draw_of_noise():
     assert scale == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.smoke
 def test_steps_add_independent_noise():
     once = zeros([200_000])
     (moved,) = apply_noise(optimizer(), once, once, once, once)

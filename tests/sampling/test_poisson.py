@@ -26,6 +26,7 @@ def draws(number, *, n, q, key=KEY):
     ]
 
 
+@pytest.mark.smoke
 def test_indices_are_distinct_sorted_and_in_range():
     for indices in draws(200, n=50, q=0.3):
         assert indices.dtype == np.int64
