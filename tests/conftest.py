@@ -11,6 +11,26 @@ import numpy as np
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def pipelines_without_tuner():
+    """Turn off the tuner of TensorFlow's input pipelines, which `fit` prefetches from.
+
+    An iterator sometimes waits for its tuner when it is freed, up to a minute (seen
+    with TensorFlow 2.18 and 2.21), in whichever test that happens.
+    """
+    tf = sys.modules.get("tensorflow")
+    if tf is None:
+        return
+    prefetch = tf.data.Dataset.prefetch
+    options = tf.data.Options()
+    options.autotune.enabled = False
+
+    def untuned(self, *args, **kwargs):
+        return prefetch(self, *args, **kwargs).with_options(options)
+
+    tf.data.Dataset.prefetch = untuned
+
+
 @pytest.fixture(autouse=True)
 def keras_defaults():
     """Undo what a test did to Keras's global state: floatx, dtype policy, names.
