@@ -69,17 +69,18 @@ class Augmentation:
         return _tree.map_tensors(lambda rows: rows[:: self.multiplicity], outputs)
 
     def check(self, x: Any) -> None:
-        """Refuse a function that mixes examples, or whose views cannot be repeated.
+        """Refuse a function of which it is not proven that it keeps examples apart.
 
         Args:
             x: A few rows of inputs.
 
         Raises:
-            UnsupportedLayerError: If it does.
+            UnsupportedLayerError: If it is not.
             ValueError: If views have other shapes than their rows.
         """
-        validation.check_model(self._model, x)
-        views = self._model(_tree.map_tensors(tf.convert_to_tensor, x), training=True)
+        validation.check_model(self._model, x, views=self.multiplicity)
+        x = _tree.map_tensors(lambda rows: tf.repeat(rows, self.multiplicity, 0), x)
+        views = self._model(x, training=True)
         shapes, wanted = (
             [tuple(tensor.shape) for tensor in _tree.tensors(nest)]
             for nest in (views, x)

@@ -540,3 +540,37 @@ def gradients_are_summed(optimizer: keras.optimizers.Optimizer) -> Iterator[None
 def with_class_weights(class_weight: dict[int, float], x: Any, y: Any) -> Any:
     """Return ``(x, y, sample_weight)`` with the weight of each row's class."""
     return tf_dataset_adapter.make_class_weight_map_fn(class_weight)(x, y)
+
+
+def function_graph(graph: Any, name: str) -> Any:
+    """Return the graph of a function that a graph calls.
+
+    Args:
+        graph: The calling graph.
+        name: The name of the function.
+
+    Returns:
+        The graph of its body.
+
+    Raises:
+        LookupError: If there is no such function.
+    """
+    while graph is not None:
+        function = graph._get_function(name)
+        if function is not None:
+            return function.graph
+        graph = getattr(graph, "outer_graph", None)
+    raise LookupError(name)
+
+
+def metrics_handles(model: keras.Model | None) -> list[Any]:
+    """List the handles of the variables of all metrics in a model and its layers."""
+    if model is None:
+        return []
+    return [
+        known.handle
+        for layer in flatten_layers(model)
+        for metric in layer._metrics
+        for variable in metric.variables
+        for known in tensorflow_variables(variable)
+    ]

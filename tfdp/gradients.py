@@ -8,12 +8,11 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras, _tree, _validate, engines, validation
+from tfdp import _keras, _tree, _validate, engines
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.engines.choice import choose
 from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
-from tfdp.losses import regularizers
 from tfdp.losses.ascent import BAM, SAT, check_plain
 from tfdp.losses.objective import Batch, Objective
 
@@ -181,11 +180,6 @@ def _checked_once(engine: Any, objective: Objective, data: Any) -> engines.Engin
     has_rows = tf.executing_eagerly() and number_of_examples(data)
     with _keras.outside_of_graphs():
         rows = first_rows(data) if has_rows else made_up_rows(data)
-        validation.check_model(model, rows[0])
-        if regularizers.has_posterior(objective.variables):
-            y_pred = model(rows[0])
-            with regularizers.unread(objective.variables, "`loss`"):
-                objective.losses(rows[0], rows[1], y_pred, rows[2])
         chosen = choose(engine, objective, rows)
     known[key] = trained, chosen
     return chosen

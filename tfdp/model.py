@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _keras, _tree, _validate, engines, validation
+from tfdp import _keras, _tree, _validate, engines
 from tfdp._augmentation import Augmentation
 from tfdp._batch_clipper import BatchClipper
 from tfdp._fit_callbacks import (
@@ -33,6 +33,7 @@ from tfdp._workers import (
     replicas_of,
 )
 from tfdp.accounting import Ledger, Segment, privacy_statement
+from tfdp.checks.tracing import signature_of
 from tfdp.data import PoissonDataset
 from tfdp.data.shares import Share, agreed_stream, check_shareable, shared_out
 from tfdp.data.training_data import (
@@ -40,7 +41,6 @@ from tfdp.data.training_data import (
     first_rows,
     made_up_rows,
     number_of_examples,
-    some_rows,
     split_for_validation,
     training_data,
 )
@@ -54,7 +54,6 @@ from tfdp.errors import (
 from tfdp.losses import regularizers
 from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
 from tfdp.losses.objective import Objective
-from tfdp.losses.per_example import PerExampleLoss
 from tfdp.optimizers import DPOptimizer
 from tfdp.recorder import UNDECLARED, is_of_a_model, recorder_of
 
@@ -821,34 +820,18 @@ class DPModel(_keras.ReplicatedModel):
         self._bind(self.optimizer)
 
     def _check_rows(self, x: Any, y: Any, sample_weight: Any) -> None:
-        validation.check_model(self.model, some_rows(x))
-        if self._augmentation is not None:
-            self._augmentation.check(some_rows(x))
-        if self._has_own_loss:
-            if number_of_examples(x):
-                objective = Objective.of_compute_loss(self.model)
-
-                def evaluate() -> None:
-                    y_pred = objective.predict(x)
-                    with regularizers.unread(objective.variables, "`compute_loss`"):
-                        objective.losses(x, y, y_pred, sample_weight)
-
-                validation.check_state(self.model, evaluate)
-        elif y is not None and number_of_examples(x):
-            losses = PerExampleLoss(self.loss, self._loss_weights, self.output_names)
-            y_pred = self.model(x)
-            with regularizers.unread(self.model.trainable_variables, "`loss`"):
-                validation.check_loss(losses, y, y_pred, sample_weight)
-        self.built = True
-        self._checked = self._trainable_state()
-        # Of attributes Keras replaces the dicts, by some that models do not expect.
-        self.__dict__["fitted_signature"] = _tree.map_tensors(
-            lambda rows: tf.TensorSpec([None, *rows.shape[1:]], rows.dtype), x
-        )
         rows = (x, y, sample_weight)
         if not number_of_examples(x):
             rows = made_up_rows(rows)
+        if self._augmentation is not None:
+            self._augmentation.check(rows[0])
+        if not self.model.built:
+            self.model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
         engine = choose(self.engine, self._objective_uphill(), rows)
+        self.built = True
+        self._checked = self._trainable_state()
+        # Of attributes Keras replaces the dicts, by some that models do not expect.
+        self.__dict__["fitted_signature"] = signature_of(x)
         if engine != self._chosen_engine:
             self._chosen_engine, self.train_function = engine, None
 

@@ -84,11 +84,6 @@ class Residual(layers.Layer):
         return x + self.gain * self.inner(x)
 
 
-def checkpointed():
-    with keras.RematScope(mode="full"):
-        return sequential((4,), layers.Dense(3, "tanh"), layers.Dense(2))
-
-
 @register
 class Looping(layers.Layer):
     """Calls a layer for one position after the other."""
@@ -209,7 +204,6 @@ UNSUPPORTED = {
         logits,
         ["embedding/embeddings"],
     ),
-    "checkpointed": (checkpointed, floats(4, 2), "mse", ["dense"]),
     "map": (
         lambda: sequential((3, 2), Looping()),
         floats((3, 2), (3, 2)),

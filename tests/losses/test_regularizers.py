@@ -151,7 +151,7 @@ def test_a_compute_loss_with_the_divergence_in_it_is_refused(rows):
             return likelihood + whole(self.logit.kernel_mean)
 
     model = Bound(number_of_examples=40)
-    with pytest.raises(ValueError, match="`compute_loss` must depend on outputs"):
+    with pytest.raises(ValueError, match="The loss must depend on outputs"):
         private(model, None).fit(*rows, batch_size=10, verbose=0)
 
 

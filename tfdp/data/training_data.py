@@ -88,18 +88,6 @@ def first_rows(data: Any) -> Any:
     return _tree.map_tensors(lambda array: array[:_SAMPLE], data)
 
 
-def some_rows(x: Any) -> Any:
-    """Return `x` if it has rows, and made-up rows if it has none.
-
-    Args:
-        x: Nested arrays.
-
-    Returns:
-        Nested arrays that have rows.
-    """
-    return x if number_of_examples(x) else made_up_rows(x)
-
-
 def made_up_rows(x: Any) -> Any:
     """Make rows up, so that layers can be checked where there are none to look at.
 

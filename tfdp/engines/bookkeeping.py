@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _validate, rules
+from tfdp.checks.tracing import part_of_trace
 from tfdp.clipping import (
     at_least_float32,
     clip_factors,
@@ -90,6 +91,25 @@ class BookkeepingEngine:
             tf.cast(norms, l2_norm_clip.dtype),
             step.y_pred,
         )
+
+    def read(self, objective: Objective, batch: Batch) -> list[tf.Tensor]:
+        """Compute all that norms and sums are made of, each example a unit.
+
+        Args:
+            objective: What to differentiate.
+            batch: Its rows.
+
+        Returns:
+            The losses, and tensors with one entry on the first axis for each row. That
+            the entry depends on its row alone is what the engine believes.
+        """
+        step = _recorded(objective, batch, 1, norms=self.norms)
+        found = [step.losses]
+        for terms in step.terms_by_variable():
+            for term in terms:
+                with part_of_trace(term.variable.path):
+                    found += [_by_rows(each, step.units, term) for each in term.read()]
+        return found
 
     def explain(self, model: keras.Model, signature: Any) -> list[Explanation]:
         """Say how each layer's norm is computed; see `DPModel.explain`."""
@@ -203,7 +223,7 @@ class _Pass:
                 losses = objective.losses(
                     batch.x, batch.y, self.y_pred, batch.sample_weight
                 )
-        self._losses = losses
+        self.losses = losses
         self._watched = recording.watched
 
     def terms_by_variable(self, weights: tf.Tensor | None = None) -> list[list[Term]]:
@@ -219,9 +239,9 @@ class _Pass:
             of_rows *= tf.ensure_shape(repeated, of_rows.shape)
         tensors = [watched.tensors for watched in self._watched]
         gradients = self._tape.gradient(
-            self._losses,
+            self.losses,
             tensors,
-            output_gradients=tf.cast(of_rows, self._losses.dtype),
+            output_gradients=tf.cast(of_rows, self.losses.dtype),
         )
         found: dict[int, list[Term]] = {id(v): [] for v in self._objective.variables}
         for watched, of_call in zip(self._watched, gradients, strict=True):
@@ -467,6 +487,12 @@ def _squares(
         kept = term.kept(units)
         return squares_rounded_up(kept.gradients), kept
     return term.squares_of_dropped(units), term
+
+
+def _by_rows(tensor: tf.Tensor, units: Units, term: Term) -> tf.Tensor:
+    """(rows of the calls, ...) -> (rows of the batch, those of each, ...)."""
+    shape = [units.number, term.repeats, *tf.unstack(tf.shape(tensor)[1:])]
+    return tf.reshape(tensor, shape)
 
 
 def _selected(units: tf.Tensor, chosen: tf.Tensor) -> tf.Tensor:

@@ -1,8 +1,7 @@
-"""Chooses the engine of a model, and tries it on a few rows before it is trusted."""
+"""Proves that rows do not meet in a model, and chooses its engine."""
 
 import contextlib
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Iterator
@@ -14,12 +13,21 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree, engines, rules
-from tfdp._comparison import moved_from_zero
+from tfdp.checks.tracing import LOSS, Trace, signature_of
+from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.engines.passes import number_of_rows, run_whole
 from tfdp.engines.vectorized import VectorizedEngine, unit_gradients
-from tfdp.errors import UnsupportedLayerError
+from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
+from tfdp.losses import regularizers
 from tfdp.losses.objective import Batch, Objective
 from tfdp.rules.generic import generic
+from tfdp.validation import (
+    Problem,
+    layer_problems,
+    loss_problems,
+    of_each_row,
+    raise_if,
+)
 
 # Relative differences that rounding explains, by what the layers compute in.
 _TOLERANCES = {"float16": 5e-2, "bfloat16": 1e-1}
@@ -30,37 +38,41 @@ _RADIUS = 0.3
 
 
 def choose(engine: Any, objective: Objective, data: Any) -> engines.Engine:
-    """Return the engine to use for a model.
+    """Prove that rows do not meet in a model, and return the engine to use for it.
 
-    Book-keeping is compared with the ordinary gradients of single rows: a layer that
-    puts examples elsewhere than on the leading axis, or a registered rule that is
-    wrong, would lead to wrong norms.
+    The graph of a pass is followed through model, losses, and the backward pass up to
+    what the engine reads. What is proven any engine may clip. What is not, the
+    vectorized engine runs row by row.
 
     Args:
         engine: As in `tfdp.DPModel`.
         objective: What will be differentiated.
-        data: ``(x, y, sample_weight)``, nested arrays of a few rows.
+        data: ``(x, y, sample_weight)``, nested arrays of a few rows. Only shapes and
+            dtypes matter, but where somebody has registered a rule.
 
     Returns:
         `engine`, or the vectorized one if `engine` is `"auto"` and book-keeping is
         out of question, which a log line says.
 
     Raises:
-        UnsupportedLayerError: If the engine was asked for and cannot be used.
+        UnsupportedLayerError: If the model mixes rows for certain or keeps data, or if
+            the engine was asked for and cannot be used.
+        UnsupportedLossError: If the losses do so.
     """
     chosen = engines.get(engine)
+    signature = signature_of(data)
     if isinstance(chosen, VectorizedEngine):
+        check_objective(objective, signature)
         return chosen
-    data = _tree.map_tensors(tf.convert_to_tensor, data)
-    if objective.ascent is not None:
-        # Far enough uphill to tell a wrong way from rounding.
-        radius = tf.constant(_RADIUS, tf.float64)
-        ascent = objective.ascent._replace(radius=radius, mix=1.0)
-        objective = dataclasses.replace(objective, ascent=ascent)
     try:
-        _compare(chosen, objective, data)
-        _trace(chosen, objective, data)
+        problems = _problems_of_pass(chosen, objective, signature)
+        if problems:
+            check_objective(objective, signature)
+            raise UnsupportedLayerError(str(problems[0]))
+        if not _has_only_own_rules(objective.model):
+            _compare_on_rows(chosen, objective, data)
     except UnsupportedLayerError as error:
+        check_objective(objective, signature)
         if engine != "auto":
             raise UnsupportedLayerError(
                 f"Engine '{chosen.name}' cannot clip the gradients of model "
@@ -75,6 +87,78 @@ def choose(engine: Any, objective: Objective, data: Any) -> engines.Engine:
         return VectorizedEngine()
     _log_layers_without_rule(objective.model)
     return chosen
+
+
+def check_objective(objective: Objective, signature: Any) -> None:
+    """Refuse a model or losses that mix rows for certain, or that keep data.
+
+    Args:
+        objective: The model and its losses.
+        signature: Nest of `tf.TensorSpec` of ``(x, y, sample_weight)``.
+
+    Raises:
+        UnsupportedLayerError: If the model does.
+        UnsupportedLossError: If the losses do.
+    """
+    trace = Trace(objective.model)
+
+    objective = _with_checked_losses(objective, trace)
+
+    def run(x: Any, y: Any, sample_weight: Any) -> Any:
+        return objective.losses(x, y, objective.predict(x), sample_weight)
+
+    found = trace.found(run, signature)
+    problems = layer_problems(objective.model, trace, found)
+    raise_if(objective.model, [each for each in problems if each.is_certain])
+    for problem in loss_problems(found):
+        if problem.is_certain:
+            raise UnsupportedLossError(problem.reason)
+
+
+def _problems_of_pass(
+    engine: BookkeepingEngine, objective: Objective, signature: Any
+) -> list[Problem]:
+    """Follow the rows through all that an engine reads."""
+    trace = Trace(objective.model)
+    objective = _with_checked_losses(objective, trace)
+
+    def run(x: Any, y: Any, sample_weight: Any, is_padding: tf.Tensor) -> Any:
+        return engine.read(objective, Batch(x, y, sample_weight, is_padding))
+
+    padding = tf.TensorSpec([None], tf.bool)
+    found = trace.found(run, (*signature, padding))
+    problems = layer_problems(objective.model, trace, found)
+    return problems + loss_problems(found)
+
+
+def _with_checked_losses(objective: Objective, trace: Trace) -> Objective:
+    """Return an objective whose losses are known as such in a trace."""
+
+    def losses(*batch: Any) -> tf.Tensor:
+        with trace.part(LOSS), regularizers.unread(objective.variables, "The loss"):
+            return of_each_row(objective.losses(*batch), objective.losses)
+
+    return dataclasses.replace(objective, losses=losses)
+
+
+def _has_only_own_rules(model: keras.Model) -> bool:
+    """Tell whether all rules that a model needs are tfdp's, for the layers' own code."""
+    return all(
+        rules.is_own(layer) and "call" not in vars(layer)
+        for layer in _keras.flatten_layers(model)
+        if layer.trainable_variables
+    )
+
+
+def _compare_on_rows(engine: engines.Engine, objective: Objective, data: Any) -> None:
+    """Compare what rules lead to that nobody has proven, on a few rows."""
+    data = _tree.map_tensors(tf.convert_to_tensor, data)
+    if objective.ascent is not None:
+        # Far enough uphill to tell a wrong way from rounding.
+        radius = tf.constant(_RADIUS, tf.float64)
+        ascent = objective.ascent._replace(radius=radius, mix=1.0)
+        objective = dataclasses.replace(objective, ascent=ascent)
+    _compare(engine, objective, data)
 
 
 def _log_layers_without_rule(model: keras.Model) -> None:
@@ -104,15 +188,6 @@ def _log_layers_without_rule(model: keras.Model) -> None:
         numbers,
         type(found[0][1]).__name__,
     )
-
-
-def _trace(engine: engines.Engine, objective: Objective, data: Any) -> None:
-    """Trace a pass as training will, to see whether all layers can be recorded."""
-    signature = _tree.map_tensors(
-        lambda tensor: tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype), data
-    )
-    run = tf.function(functools.partial(_run, engine, objective), autograph=False)
-    run.get_concrete_function(signature)
 
 
 def _run(engine: engines.Engine, objective: Objective, data: Any) -> Any:
@@ -218,3 +293,17 @@ def _away_from_zero(model: keras.Model) -> Iterator[None]:
         finally:
             for variable, value in zip(held, values, strict=True):
                 variable.assign(value)
+
+
+def moved_from_zero(value: Any, rng: np.random.Generator) -> Any:
+    """Add some noise of the same sign to a variable's value, small for its shape."""
+    if "float" not in value.dtype.name:  # NumPy does not count bfloat16.
+        return value
+    # In place: there may be hardly room for a second copy of the weights.
+    wide = np.float64 if value.dtype == np.float64 else np.float32
+    noise = np.atleast_1d(rng.standard_normal(value.shape, wide))
+    np.abs(noise, out=noise)
+    noise *= 0.1 / max(1.0, float(np.prod(value.shape[:-1]))) ** 0.5
+    np.copysign(noise, value.astype(wide, copy=False), out=noise)
+    noise += value.astype(wide, copy=False)
+    return noise.astype(value.dtype, copy=False).reshape(value.shape)

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _tree
+from tfdp.checks.tracing import tracing
 from tfdp.errors import UnsupportedLossError
 
 
@@ -83,13 +84,17 @@ class _RowwiseLoss(keras.losses.Loss):
 def each_row_alone(function: Callable[..., Any], rows: tuple[Any, ...]) -> tf.Tensor:
     """Evaluate a function that returns a scalar on one row after the other."""
     leaves = _tree.tensors(rows)
-    if leaves[0].shape[0] == 1:
+    trace = tracing()
+    if leaves[0].shape[0] == 1 and trace is None:
         return tf.reshape(function(*rows), [1])
 
     def of_one(row_leaves: list[tf.Tensor]) -> tf.Tensor:
         row = _tree.pack([leaf[None] for leaf in row_leaves], like=rows)
         return tf.reshape(tf.cast(function(*row), keras.config.floatx()), [])
 
+    if trace is not None:
+        losses: tf.Tensor = trace.alone(of_one, leaves)
+        return losses
     return tf.map_fn(
         of_one, leaves, fn_output_signature=tf.as_dtype(keras.config.floatx())
     )
@@ -114,7 +119,7 @@ def _reduce_rows(
     if mask is not None:
         kept = tf.cast(mask, values.dtype)
         if is_mean:
-            elements = tf.cast(tf.size(kept[:1]), values.dtype)
+            elements = tf.cast(tf.reduce_prod(tf.shape(kept)[1:]), values.dtype)
             kept *= _column(
                 tf.math.divide_no_nan(elements, _sum_rows(kept)), kept.shape.rank
             )

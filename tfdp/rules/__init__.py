@@ -117,3 +117,9 @@ def find(layer: keras.layers.Layer) -> Rule | None:
         return rule
     is_leaf = len(_keras.flatten_layers(layer)) == 1
     return generic if is_leaf else None
+
+
+def is_own(layer: keras.layers.Layer) -> bool:
+    """Tell whether the rule of a layer is tfdp's, not one that somebody registered."""
+    rule = find(layer)
+    return rule is None or rule.__module__.startswith("tfdp.")

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp.checks.tracing import tracing
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
 from tfdp.rules.terms import PerRow, Term
@@ -64,9 +65,9 @@ def generic(call: Call) -> Any:
         )
     variables = layer.trainable_variables
 
-    def of_row(row: tuple[list[tf.Tensor], list[tf.Tensor]]) -> list[tf.Tensor]:
-        row_inputs, row_gradients = row
-        remaining = iter(row_inputs)
+    def of_row(row: list[tf.Tensor]) -> list[tf.Tensor]:
+        row_gradients = row[len(inputs) :]
+        remaining = iter(row)
         args, kwargs = keras.tree.map_structure(
             lambda leaf: next(remaining)[None] if has_rows(leaf) else leaf, arguments
         )
@@ -83,8 +84,13 @@ def generic(call: Call) -> Any:
         return [tf.convert_to_tensor(gradient) for gradient in found]
 
     def terms(*gradients: tf.Tensor) -> list[Term]:
+        trace = tracing()
+        rows = [*inputs, *gradients]
         try:
-            of_rows = tf.vectorized_map(of_row, (inputs, list(gradients)), warn=False)
+            if trace is not None:
+                of_rows = trace.alone(of_row, rows)
+            else:
+                of_rows = tf.vectorized_map(of_row, rows, warn=False)
         # Whatever stops the tracing: an error of the layer itself came before.
         except Exception as error:
             raise UnsupportedLayerError(

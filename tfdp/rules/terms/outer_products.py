@@ -224,6 +224,10 @@ class OuterProducts(Term):
         """Both factors of each use, but for ids."""
         return [each for pair in self.pairs for each in pair if each.dtype.is_floating]
 
+    def read(self) -> list[tf.Tensor]:
+        """Both factors of each use."""
+        return [each for pair in self.pairs for each in pair]
+
     def moved(self, jvp: Jvp, rate: tf.Tensor) -> "OuterProducts":
         """Move one factor, then the other."""
         moved = OuterProducts(self.variable, *self.pairs[0])

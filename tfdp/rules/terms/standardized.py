@@ -195,6 +195,10 @@ class Standardized(Term):
             *(each for use in self.uses for each in use),
         ]
 
+    def read(self) -> list[tf.Tensor]:
+        """The factors of D, and the numbers."""
+        return [*self.products.read(), *(each for use in self.uses for each in use)]
+
     def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Standardized":
         """Move D, and the numbers."""
         uses = [

@@ -200,6 +200,10 @@ class Term(abc.ABC):
     def tensors(self) -> list[tf.Tensor]:
         """List the floating-point tensors that `moved` needs the derivatives of."""
 
+    def read(self) -> list[tf.Tensor]:
+        """List all tensors that the gradients are made of, rows on the first axis."""
+        return self.tensors()
+
     @abc.abstractmethod
     def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Term":
         """Return the term with its derivative added.

@@ -1,0 +1,544 @@
+"""Rows that meet are found, whatever the batch; what is proven never lets them meet."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import layers, ops
+
+import tfdp
+from tests.problems import PROBLEMS, recurrent
+from tfdp.checks.tracing import Trace
+from tfdp.engines.bookkeeping import BookkeepingEngine
+from tfdp.engines.choice import choose
+from tfdp.engines.vectorized import VectorizedEngine
+from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
+from tfdp.losses.objective import Objective
+
+pytestmark = pytest.mark.keras_private
+
+D = 3
+
+
+def found(function, *shapes, dtype=tf.float64, rows=None):
+    """What is found in a function of tensors with these shapes of a row."""
+    specs = [tf.TensorSpec([rows, *shape], dtype) for shape in shapes]
+    return Trace(None).found(function, specs, rows)
+
+
+def is_proven(function, *shapes, **options):
+    return not found(function, *shapes, **options)
+
+
+# ------------------------------------------------------------ what lets rows meet
+
+
+def global_norm(x):
+    return tf.clip_by_global_norm([x], 1.0)[0]
+
+
+def mean_for_nan(x):
+    return tf.where(tf.math.is_nan(x), tf.reduce_mean(x, 0), x)
+
+
+def capacity(x):
+    place = tf.cumsum(tf.cast(x[:, :1] > 0, x.dtype), axis=0)
+    return x * tf.cast(place <= 4, x.dtype)
+
+
+@tf.custom_gradient
+def mixing_gradient(x):
+    return tf.identity(x), lambda g: g - tf.reduce_mean(g, axis=0)
+
+
+def gradient_of(function):
+    def run(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x)
+        return tape.gradient(y, x)
+
+    return run
+
+
+def inside_function(x):
+    return tf.function(lambda x: x - tf.reduce_max(x), autograph=False)(x)
+
+
+def inside_loop(x):
+    return tf.while_loop(
+        lambda n, _: n < 3, lambda n, h: (n + 1, h + tf.reduce_mean(h, 0)), (0, x)
+    )[1]
+
+
+def as_long_as_a_row_asks(x):
+    return tf.while_loop(lambda h: tf.reduce_max(h) > 1.0, lambda h: (h / 2.0,), (x,))[
+        0
+    ]
+
+
+def if_there_are_many(x):
+    return tf.cond(tf.shape(x)[0] > 5, lambda: x * 2.0, lambda: x * 3.0)
+
+
+def if_a_row_is_large(x):
+    return tf.cond(tf.reduce_max(x) > 5.0, lambda: x * 2.0, lambda: x)
+
+
+def late_mean_after(x, steps):
+    return tf.cond(steps > 100.0, lambda: x - tf.reduce_mean(x, 0), lambda: x)
+
+
+STEPS = tf.Variable(0.0, dtype=tf.float64)
+
+MEETING = {
+    "mean": lambda x: x - tf.reduce_mean(x, 0),
+    "mean for nan": mean_for_nan,
+    "global norm": global_norm,
+    "capacity": capacity,
+    "gradient": gradient_of(mixing_gradient),
+    "function": inside_function,
+    "loop": inside_loop,
+    "loop until": as_long_as_a_row_asks,
+    "late": lambda x: late_mean_after(x, STEPS),
+    "number of rows": lambda x: x / tf.cast(tf.shape(x)[0], x.dtype),
+    "number of ones": lambda x: x / tf.reduce_sum(tf.ones_like(x[:, 0])),
+    "parity": lambda x: x * tf.cast(tf.shape(x)[0] % 2, x.dtype),
+    "if many": if_there_are_many,
+    "if large": if_a_row_is_large,
+    "reversed": lambda x: x + tf.reverse(x, [0]),
+    "shifted": lambda x: tf.roll(x, 1, 0),
+    "first row": lambda x: x - x[:1],
+    "last row": lambda x: x - x[-1],
+    "own place": lambda x: x * tf.cast(tf.range(tf.shape(x)[0]), x.dtype)[:, None],
+    "place in a table": lambda x: (
+        x + tf.range(100.0, dtype=x.dtype)[: tf.shape(x)[0], None]
+    ),
+    "pairs": lambda x: tf.reshape(
+        tf.reshape(x, [-1, 2, D]) - tf.reduce_mean(tf.reshape(x, [-1, 2, D]), 1, True),
+        tf.shape(x),
+    ),
+    "half of a row": lambda x: tf.reshape(
+        tf.reshape(tf.transpose(x), [-1, D]), tf.shape(x)
+    ),
+    "gram": lambda x: x @ tf.transpose(x) @ x,
+    "softmax": lambda x: tf.nn.softmax(x, 0),
+    "sort": lambda x: tf.sort(x, 0),
+    "top": lambda x: x - tf.math.top_k(tf.transpose(x), 1).values[:, 0],
+    "unique": lambda x: x * tf.cast(tf.size(tf.unique(x[:, 0]).y), x.dtype),
+    "where": lambda x: x * tf.cast(tf.shape(tf.where(x[:, 0] > 0))[0], x.dtype),
+    "mask": lambda x: x + tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0)),
+    "gather": lambda x: tf.gather(x, [0, 0, 1]),
+    "gather by rows": lambda x: tf.gather(x, tf.cast(x[:, 0] > 0, tf.int32)),
+    "segments": lambda x: tf.math.unsorted_segment_sum(
+        x, tf.cast(x[:, 0] > 0, tf.int32), 2
+    ),
+    "broadcast": lambda x: x[:, 0] * x[:, :1],
+    "doubled": lambda x: tf.concat([x, x], 0),
+    "permutation": tf.random.shuffle,
+    "normalization": lambda x: tf.nn.batch_normalization(
+        x, *tf.nn.moments(x, 0), None, None, 1e-3
+    ),
+    "norm": lambda x: x / tf.norm(x),
+    "python": lambda x: tf.numpy_function(lambda a: a - a.mean(0), [x], x.dtype),
+    "einsum": lambda x: tf.einsum("ni,mi->mi", x, x),
+    "bins": lambda x: (
+        x * tf.cast(tf.math.bincount(tf.cast(x[:, 0] > 0, tf.int32))[0], x.dtype)
+    ),
+    "argmax": lambda x: x * tf.cast(tf.argmax(x, 0), x.dtype),
+}
+
+
+def of_neighbours(x):
+    """Sums over four entries that belong to one row if they are in their order."""
+    flat = tf.reshape(tf.transpose(x, [1, 0, 2]), [-1, D])
+    return tf.reduce_sum(tf.reshape(flat, [-1, 4, D]), 1)
+
+
+MEETING_POSITIONS = {
+    "neighbours": of_neighbours,
+    "other order": lambda x: tf.reshape(tf.transpose(x, [1, 0, 2]), tf.shape(x)),
+    "flat softmax": lambda x: tf.nn.softmax(tf.reshape(x, [-1, D]), 0),
+    "same position": lambda x: x - tf.reduce_mean(x, 0),
+}
+
+
+@pytest.mark.parametrize("name", [*MEETING, *MEETING_POSITIONS])
+def test_rows_that_meet_are_found(name):
+    if name in MEETING:
+        assert found(MEETING[name], (D,))
+    else:
+        assert found(MEETING_POSITIONS[name], (4, D))
+
+
+APART = {
+    "dense": (lambda x: tf.nn.relu(x @ tf.ones([D, 2], x.dtype)), (D,)),
+    "softmax": (tf.nn.softmax, (D,)),
+    "attention": (
+        lambda x: tf.nn.softmax(tf.matmul(x, x, transpose_b=True)) @ x,
+        (4, D),
+    ),
+    "positions as rows": (
+        lambda x: tf.reshape(
+            tf.reshape(x, [-1, D]) @ tf.ones([D, D], x.dtype), tf.shape(x)
+        ),
+        (4, D),
+    ),
+    "time first": (
+        lambda x: tf.transpose(tf.cumsum(tf.transpose(x, [1, 0, 2])), [1, 0, 2]),
+        (4, D),
+    ),
+    "flat, time first": (
+        lambda x: tf.transpose(
+            tf.reshape(
+                2.0 * tf.reshape(tf.transpose(x, [1, 0, 2]), [-1, D]),
+                [4, -1, D],
+            ),
+            [1, 0, 2],
+        ),
+        (4, D),
+    ),
+    "positions": (lambda x: x + tf.range(4.0, dtype=x.dtype)[:, None], (4, D)),
+    "noise": (lambda x: x + keras.random.normal(tf.shape(x), dtype=x.dtype), (D,)),
+    "one draw for all": (lambda x: x * keras.random.normal([], dtype=x.dtype), (D,)),
+    "loop over time": (
+        lambda x: tf.scan(lambda h, t: h + t, tf.transpose(x, [1, 0, 2]))[-1],
+        (4, D),
+    ),
+    "map over time": (
+        lambda x: tf.transpose(
+            tf.map_fn(tf.square, tf.transpose(x, [1, 0, 2])), [1, 0, 2]
+        ),
+        (4, D),
+    ),
+    "top": (lambda x: tf.math.top_k(x, 2).values, (D,)),
+    "own places": (
+        lambda x: tf.gather(x, tf.argsort(x), batch_dims=1),
+        (D,),
+    ),
+    "branch": (lambda x: tf.cond(STEPS > 1.0, lambda: 2.0 * x, lambda: x), (D,)),
+    "dilated": (
+        lambda x: tf.nn.conv2d(
+            x, tf.ones([2, 2, 2, 3], x.dtype), 1, "VALID", dilations=2
+        ),
+        (6, 6, 2),
+    ),
+    "ends": (lambda x: tf.concat([tf.zeros_like(x), x], -1), (D,)),
+    "padded": (lambda x: tf.pad(x, [[0, 0], [1, 1]]), (D,)),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_rows_that_stay_apart_are_proven(name, with_gradient):
+    function, shape = APART[name]
+    if with_gradient and name in {"top", "own places"}:
+        pytest.skip("Their gradients put numbers where flat indices say.")
+    if with_gradient:
+        function = gradient_of(function)
+    assert [str(each.operation) for each in found(function, shape)] == []
+
+
+# ------------------------------------------------------------- the check of the check
+
+# Functions of (rows, 4, 3): some keep the rows apart, others do not.
+LINKS = [
+    tf.identity,
+    tf.tanh,
+    lambda x: x * tf.ones([3], x.dtype),
+    lambda x: x + tf.reduce_mean(x, 0, keepdims=True),
+    lambda x: x + tf.reduce_mean(x, 1, keepdims=True),
+    lambda x: x + tf.reduce_max(x, -1, keepdims=True),
+    lambda x: tf.cumsum(x, 0),
+    lambda x: tf.cumsum(x, 1, reverse=True),
+    lambda x: tf.reverse(x, [0]),
+    lambda x: tf.reverse(x, [2]),
+    lambda x: tf.roll(x, 1, 0),
+    lambda x: tf.roll(x, [1, 2], [1, 2]),
+    lambda x: tf.transpose(tf.cumsum(tf.transpose(x, [1, 0, 2]), 0), [1, 0, 2]),
+    lambda x: tf.transpose(tf.cumsum(tf.transpose(x, [1, 0, 2]), 1), [1, 0, 2]),
+    lambda x: tf.reshape(tf.cumsum(tf.reshape(x, [-1, 3]), 1), tf.shape(x)),
+    lambda x: tf.reshape(tf.cumsum(tf.reshape(x, [-1, 3]), 0), tf.shape(x)),
+    lambda x: tf.reshape(tf.cumsum(tf.reshape(x, [-1, 2, 3]), 1), tf.shape(x)),
+    lambda x: tf.reshape(tf.cumsum(tf.reshape(x, [-1, 8, 3]), 1), tf.shape(x)),
+    lambda x: tf.reshape(tf.cumsum(tf.reshape(x, [4, -1, 3]), 0), tf.shape(x)),
+    lambda x: tf.reshape(tf.cumsum(tf.reshape(x, [4, -1, 3]), 1), tf.shape(x)),
+    lambda x: tf.reshape(tf.transpose(x, [1, 0, 2]), tf.shape(x)),
+    lambda x: tf.reshape(tf.transpose(x, [0, 2, 1]), tf.shape(x)),
+    lambda x: tf.stack(tf.unstack(x, axis=1)[::-1], axis=1),
+    lambda x: tf.concat([x[:, 1:], x[:, :1]], 1),
+    lambda x: tf.concat([x[1:], x[:1]], 0),
+    lambda x: tf.gather(x, [3, 0, 0, 1], axis=1),
+    lambda x: tf.gather(x, tf.argsort(x, 1), axis=1, batch_dims=1)[:, :, 0],
+    lambda x: tf.sort(x, 0),
+    lambda x: tf.sort(x, 1),
+    lambda x: tf.nn.softmax(x, 0),
+    lambda x: tf.nn.softmax(x, 1),
+    lambda x: tf.matmul(tf.matmul(x, x, transpose_b=True), x),
+    lambda x: tf.einsum("nti,mti->nti", x, x),
+    lambda x: tf.einsum("nti,nsi->nsi", x, x),
+    lambda x: x * tf.expand_dims(x[:, 0], 1),
+    lambda x: x * tf.expand_dims(tf.transpose(x[:, 0])[:, :1], 0)[..., 0],
+    lambda x: tf.where(x > 0, x, tf.reduce_min(x, 0)),
+    lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x, lambda: -x),
+    lambda x: x / tf.cast(tf.shape(x)[0], x.dtype),
+    lambda x: x / tf.cast(tf.shape(x)[1], x.dtype),
+    lambda x: x * tf.reduce_sum(tf.ones_like(x), 0)[0],
+    lambda x: tf.pad(x[:, :, :2], [[0, 0], [0, 0], [1, 0]]),
+    lambda x: tf.tile(x[:, :1], [1, 4, 1]),
+    lambda x: tf.repeat(x[:, ::2], 2, axis=1),
+    lambda x: tf.squeeze(tf.expand_dims(x, 0), 0),
+    lambda x: tf.scan(lambda h, t: h + t, x),
+    lambda x: tf.map_fn(lambda row: row * 2, x),
+    lambda x: tf.space_to_batch(x[..., None], [2, 1], [[0, 0], [0, 0]])[:, :, :, 0],
+]
+
+
+def rows_reach(function, rows=5):
+    """For each row whether changing it changes what another one has."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 4, 3))
+
+    def run(x):
+        with tf.GradientTape() as tape:
+            x = tf.constant(x)
+            tape.watch(x)
+            y = function(x)
+        return [y, tape.gradient(y, x)]
+
+    before = run(x)
+    fewer = run(x[:-1])
+    for row in range(rows):
+        changed = x.copy()
+        changed[row] += rng.normal(size=(4, 3))
+        others = np.arange(rows) != row
+        for one, other in zip(before, run(changed), strict=True):
+            if one is not None and not np.array_equal(one[others], other[others]):
+                return True
+    return any(
+        one is not None and not np.allclose(one[:-1], other, rtol=1e-12)
+        for one, other in zip(before, fewer, strict=True)
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, len(LINKS) - 1), min_size=1, max_size=3))
+def test_what_is_proven_never_lets_rows_meet(numbers):
+    def chain(x):
+        for number in numbers:
+            x = LINKS[number](x)
+        return x
+
+    def both(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = chain(x)
+        gradient = tape.gradient(y, x)
+        return [y] if gradient is None else [y, gradient]
+
+    try:
+        chain(tf.zeros([5, 4, 3], tf.float64))
+    except (tf.errors.InvalidArgumentError, ValueError):
+        return  # Shapes that do not fit for every number of rows.
+    try:
+        proven = is_proven(both, (4, 3))
+    except (tf.errors.InvalidArgumentError, ValueError):
+        return
+    if proven:
+        assert not rows_reach(chain)
+
+
+def test_most_links_that_keep_rows_apart_are_proven():
+    """So that the test above says something."""
+    proven = sum(is_proven(link, (4, 3)) for link in LINKS)
+    assert proven >= 20
+
+
+# --------------------------------------------------------------------- state, losses
+
+
+class Keeps(layers.Layer):
+    """Assigns what `update` makes of a batch to a variable, perhaps now and then."""
+
+    def __init__(self, update, **kwargs):
+        super().__init__(**kwargs)
+        self.update = update
+        self.memory = self.add_weight(shape=(), trainable=False, name="memory")
+
+    def call(self, x):
+        self.update(self.memory, x)
+        return x
+
+
+def assign_if(memory, x):
+    tf.cond(
+        tf.reduce_max(x) > 3.0,
+        lambda: memory.value.assign(1.0),
+        lambda: tf.identity(memory.value),
+    )
+
+
+def assign_in_function(memory, x):
+    tf.function(lambda x: memory.value.assign(tf.reduce_mean(x)), autograph=False)(x)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda memory, x: memory.assign(ops.mean(x)),
+        lambda memory, x: memory.assign_add(ops.cast(ops.shape(x)[0], "float32")),
+        lambda memory, x: memory.assign(x[0, 0]),
+        assign_if,
+        assign_in_function,
+    ],
+    ids=["mean", "rows", "first", "branch", "function"],
+)
+@pytest.mark.parametrize("engine", ["auto", "vectorized"])
+def test_what_keeps_data_is_refused_by_name(update, engine):
+    model = keras.Sequential([keras.Input((D,)), Keeps(update), layers.Dense(1)])
+    objective = Objective.of(model, "mse")
+    with pytest.raises(UnsupportedLayerError, match="memory` changes with the data"):
+        choose(engine, objective, (np.ones((4, D)), np.ones((4, 1)), None))
+
+
+def test_counters_of_calls_are_free_of_data():
+    model = keras.Sequential([
+        keras.Input((D,)),
+        Keeps(lambda memory, x: memory.assign_add(1.0)),
+        layers.Dropout(0.5),
+        layers.Dense(1),
+    ])
+    assert tfdp.validate_model(model, np.ones((4, D))) == []
+
+
+@pytest.mark.parametrize("engine", ["auto", "vectorized"])
+def test_a_compute_loss_that_keeps_a_mean_is_refused(engine):
+    class Keeping(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(1)
+            self.seen = tf.Variable(0.0, trainable=False, name="seen")
+
+        def call(self, x):
+            return self.dense(x)
+
+        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+            loss = ops.mean(ops.square(y - y_pred))
+            self.seen.assign(0.9 * self.seen + 0.1 * loss)
+            return loss
+
+    private = tfdp.DPModel(Keeping(), engine=engine)
+    private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0))
+    with pytest.raises(UnsupportedLossError, match="changed `seen"):
+        private.fit(np.ones((8, D)), np.ones((8, 1)), batch_size=4, verbose=0)
+    assert not private.ledger.segments
+
+
+def test_a_compute_loss_that_reads_the_batch_is_refused():
+    """Rows that `call` leaves behind are those of the whole batch."""
+
+    class Peeking(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(1)
+            self.box = {}
+
+        def call(self, x):
+            self.box["x"] = x
+            return self.dense(x)
+
+        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+            return ops.mean(y_pred) * ops.mean(self.box["x"])
+
+    private = tfdp.DPModel(Peeking())
+    private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0))
+    with pytest.raises(UnsupportedLossError, match="as a whole"):
+        private.fit(np.ones((8, D)), np.ones((8, 1)), batch_size=4, verbose=0)
+
+
+# ----------------------------------------------------------------- which engine it is
+
+
+class Unknown(layers.Layer):
+    """Has an operation that is not in the table, and keeps the rows apart."""
+
+    def call(self, x):
+        return tf.linalg.qr(x[:, :, None] * tf.eye(D)).r[:, :, 0]
+
+
+def unknown_model():
+    return keras.Sequential([
+        keras.Input((D,)),
+        layers.Dense(D),
+        Unknown(name="unknown"),
+        layers.Dense(1),
+    ])
+
+
+def test_what_is_not_proven_runs_row_by_row_with_one_line(caplog):
+    model = unknown_model()
+    data = (np.ones((4, D)), np.ones((4, 1)), None)
+    with caplog.at_level("WARNING", "absl"):
+        engine = choose("auto", Objective.of(model, "mse"), data)
+    assert engine == VectorizedEngine()
+    (line,) = [r.getMessage() for r in caplog.records if "whole gradients" in r.msg]
+    assert "`unknown` (Unknown)" in line
+    assert "test_rows.py:" in line
+    with pytest.raises(UnsupportedLayerError, match="nobody knows whether rows"):
+        choose("bookkeeping", Objective.of(model, "mse"), data)
+    (problem,) = tfdp.validate_model(model, data[0])
+    assert not problem.is_certain
+
+
+def test_a_custom_gradient_that_mixes_is_not_book_kept():
+    model = keras.Sequential([
+        keras.Input((D,)),
+        layers.Dense(D),
+        layers.Lambda(mixing_gradient),
+        layers.Dense(1),
+    ])
+    data = (np.ones((4, D)), np.ones((4, 1)), None)
+    assert choose("auto", Objective.of(model, "mse"), data) == VectorizedEngine()
+    with pytest.raises(UnsupportedLayerError, match="over the rows"):
+        choose("ghost", Objective.of(model, "mse"), data)
+
+
+def test_an_ordinary_model_is_proven():
+    model = keras.Sequential([
+        keras.Input((8, 8, 3)),
+        layers.Conv2D(4, 3, padding="same", activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Flatten(),
+        layers.Dropout(0.5),
+        layers.Dense(10),
+    ])
+    data = (np.ones((4, 8, 8, 3)), np.zeros(4, int), None)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    engine = choose("auto", Objective.of(model, loss), data)
+    assert engine == BookkeepingEngine()
+
+
+# --------------------------------------------------------------- layers that have rules
+
+# A layer's matrix is used by another one; gates have masks of their own.
+NOT_RECORDED = {"tied_embedding", "lstm_dropout"}
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(
+            problem,
+            id=name,
+            marks=[pytest.mark.slow] if problem in recurrent.PROBLEMS else [],
+        )
+        for name, problem in PROBLEMS.items()
+        if name not in NOT_RECORDED
+    ],
+)
+def test_every_problem_is_proven_without_running_it(problem):
+    objective = Objective.of(problem.build(), problem.loss(), problem.loss_weights)
+    data = tuple(problem.batch(2))
+    assert choose("bookkeeping", objective, data) == BookkeepingEngine()

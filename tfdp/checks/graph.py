@@ -1,0 +1,289 @@
+"""Follows rows through the graph of a function, and through the functions it calls."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _keras
+from tfdp.checks.operations import apply
+from tfdp.checks.sizes import CONSTANTS, constant, is_fixed, same
+from tfdp.checks.step import Step, has_effect, of_numbers, static_lengths
+from tfdp.checks.values import NO_NUMBERS, PLAIN, WITHIN, Cause, Value
+
+_MOST_NUMBERS = 256
+_MOST_ROUNDS = 12
+
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+_BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
+_LOOPS = ("While", "StatelessWhile")
+
+# In place of a variable's name: that of a metric, whose numbers nobody calls private.
+METRIC = "metric"
+
+# What only stops the step.
+_MESSAGES = ("Assert", "CheckNumerics", "CheckNumericsV2")
+
+
+class Analysis:
+    """What is known of the tensors of a graph, and of what it does.
+
+    Args:
+        rows: How many rows a batch has; None if that is not static.
+
+    Attributes:
+        effects: What changes state that outlives the step by what rows hold.
+    """
+
+    def __init__(self, rows: int | None) -> None:
+        """Begin with nothing."""
+        self.effects: set[Cause] = set()
+        self._rows = rows
+        self._outer: Any = None
+        # Whether what is looked at runs or not by what is in the rows.
+        self._is_hidden = False
+
+    def values(
+        self, graph: Any, known: Mapping[str, Value], wanted: Sequence[Any]
+    ) -> list[Value]:
+        """Return what is known of tensors of a graph.
+
+        Args:
+            graph: The `tf.Graph`.
+            known: What is known of its inputs, by the names of their operations.
+            wanted: The tensors to tell of.
+        """
+        values: dict[str, list[Value]] = {}
+        for op in _needed(graph, wanted):
+            name = op.name
+            if name in known:
+                values[name] = [known[name]]
+                continue
+            inputs = [values[t.op.name][t.value_index] for t in op.inputs]
+            is_outermost = self._outer is None
+            if is_outermost:
+                self._outer = op
+            values[name] = self._outputs(op, inputs)
+            if is_outermost:
+                self._outer = None
+        return [values[tensor.op.name][tensor.value_index] for tensor in wanted]
+
+    def _outputs(self, op: Any, inputs: list[Value]) -> list[Value]:
+        kind = op.type
+        if kind == "Const":
+            return [_constant(op)]
+        if kind in _CALLS:
+            return self._called(op, op.get_attr("f"), inputs)
+        if kind in _BRANCHES:
+            return self._branches(op, inputs)
+        if kind in _LOOPS:
+            return self._loop(op, inputs)
+        step = self._step(op, inputs)
+        evaluate = CONSTANTS.get(kind)
+        if evaluate is not None and inputs:
+            result = _evaluated(step, evaluate)
+            if result is not None:
+                return [result]
+        if has_effect(op):
+            self._note_effect(step)
+        return apply(step)
+
+    def _step(self, op: Any, inputs: Sequence[Value]) -> Step:
+        return Step(op, inputs, self._rows, self._outer)
+
+    def _note_effect(self, step: Step) -> None:
+        """Note what an operation keeps, if that depends on data."""
+        if step.op.type in _MESSAGES:
+            return
+        holds = any(each.axis is not None for each in step.inputs)
+        if not (holds or step.causes or self._is_hidden):
+            return
+        names = [each.variable for each in step.inputs if each.variable]
+        if METRIC in names:
+            return
+        if names:
+            why = "keeps what depends on the data"
+            self.effects.add(step.cause(why, variable=names[0]))
+        else:
+            why = "may keep what depends on the data"
+            self.effects.add(step.cause(why, is_certain=False))
+
+    def _called(self, op: Any, function: Any, inputs: Sequence[Value]) -> list[Value]:
+        graph = _keras.function_graph(op.graph, function.name)
+        known = {
+            tensor.op.name: value
+            for tensor, value in zip(graph.inputs, inputs, strict=True)
+        }
+        return self.values(graph, known, graph.outputs)
+
+    def _called_hidden(
+        self, op: Any, function: Any, inputs: Sequence[Value]
+    ) -> list[Value]:
+        was_hidden, self._is_hidden = self._is_hidden, True
+        try:
+            return self._called(op, function, inputs)
+        finally:
+            self._is_hidden = was_hidden
+
+    def _branches(self, op: Any, inputs: list[Value]) -> list[Value]:
+        predicate, *arguments = inputs
+        functions = (
+            op.get_attr("branches")
+            if "Case" in op.type
+            else [op.get_attr("then_branch"), op.get_attr("else_branch")]
+        )
+        depends = predicate.axis is not None or bool(predicate.causes)
+        call = self._called_hidden if depends else self._called
+        results = [call(op, function, arguments) for function in functions]
+        joined = []
+        for values in zip(*results, strict=True):
+            value = values[0]
+            for other in values[1:]:
+                value = self._join(op, value, other)
+            if predicate.axis == WITHIN:
+                value = value._replace(axis=WITHIN)
+            elif depends and value.numbers is None:
+                value = self._decided(op, value, predicate, "chooses")
+            joined.append(value)
+        return joined
+
+    def _decided(self, op: Any, value: Value, predicate: Value, does: str) -> Value:
+        """Note that all rows, or how many there are, decide about a tensor."""
+        what = "how many there are" if predicate.axis is None else "what is in them"
+        cause = self._step(op, []).cause(f"{does} for all rows by {what}")
+        return value._replace(causes=value.causes | predicate.causes | {cause})
+
+    def _loop(self, op: Any, inputs: list[Value]) -> list[Value]:
+        body, condition = op.get_attr("body"), op.get_attr("cond")
+        state = list(inputs)
+        effects = set(self.effects)
+        for _ in range(_MOST_ROUNDS):
+            self.effects = set(effects)
+            after = self._called(op, body, state)
+            joined = [
+                self._join(op, before, result)
+                for before, result in zip(state, after, strict=True)
+            ]
+            is_settled = all(_equal(*pair) for pair in zip(joined, state, strict=True))
+            state = joined
+            if is_settled:
+                break
+        else:
+            why = "is a loop of which nothing is known"
+            cause = self._step(op, inputs).cause(why, is_certain=False)
+            state = [each._replace(causes=each.causes | {cause}) for each in state]
+        [goes_on] = self._called(op, condition, state)
+        if goes_on.axis is None and not goes_on.causes:
+            return state
+        self._called_hidden(op, body, state)
+        if goes_on.axis == WITHIN:
+            return [each._replace(axis=WITHIN) for each in state]
+        passed_on = _passed_on(_keras.function_graph(op.graph, body.name))
+        return [
+            value if n in passed_on else self._decided(op, value, goes_on, "goes on")
+            for n, value in enumerate(state)
+        ]
+
+    def _join(self, op: Any, first: Value, second: Value) -> Value:
+        """Return what holds for a tensor that is one or the other."""
+        causes = first.causes | second.causes
+        numbers = _joined_numbers(first.numbers, second.numbers)
+        main = second if first.axis is None else first
+        if WITHIN in (first.axis, second.axis):
+            return main._replace(axis=WITHIN, numbers=None, causes=causes)
+        if (
+            first.axis is not None
+            and second.axis is not None
+            and first[:2] != second[:2]
+        ):
+            why = "has rows on another axis from one time to the next"
+            causes |= {self._step(op, []).cause(why)}
+        lengths = main.lengths
+        if first.lengths is not None and second.lengths is not None:
+            if len(first.lengths) == len(second.lengths):
+                pairs = zip(first.lengths, second.lengths, strict=True)
+                lengths = tuple(
+                    main.lengths[n]  # type: ignore[index]
+                    if a == b or n == main.axis
+                    else None
+                    for n, (a, b) in enumerate(pairs)
+                )
+            elif main.axis is None:
+                lengths = None
+        return main._replace(lengths=lengths, numbers=numbers, causes=causes)
+
+
+def _joined_numbers(first: Any, second: Any) -> Any:
+    if first is NO_NUMBERS or second is NO_NUMBERS:
+        return second if first is NO_NUMBERS else first
+    return first if same(first, second) else None
+
+
+def _passed_on(body: Any) -> set[int]:
+    """Return which variables of a loop its body hands on as they are."""
+    found = set()
+    for n, (before, after) in enumerate(zip(body.inputs, body.outputs, strict=True)):
+        while after.op.type == "Identity":
+            after = after.op.inputs[0]  # noqa: PLW2901
+        if after is before:
+            found.add(n)
+    return found
+
+
+def _needed(graph: Any, wanted: Sequence[Any]) -> list[Any]:
+    """List what tensors are computed from, and all that has an effect, in order."""
+    ends = [
+        op
+        for op in graph.get_operations()
+        if has_effect(op) or op.type in _CALLS + _BRANCHES + _LOOPS
+    ]
+    ordered: list[Any] = []
+    seen: set[str] = set()
+    # Operations do not always come after those that they take their inputs from.
+    stack = [(op, False) for op in [*(tensor.op for tensor in wanted), *ends[::-1]]]
+    while stack:
+        op, is_ready = stack.pop()
+        if is_ready:
+            ordered.append(op)
+        elif op.name not in seen:
+            seen.add(op.name)
+            stack.append((op, True))
+            stack.extend((t.op, False) for t in op.inputs if t.op.name not in seen)
+    return ordered
+
+
+def _constant(op: Any) -> Value:
+    tensor = op.outputs[0]
+    lengths = static_lengths(tensor) or []
+    numbers = None
+    if tensor.dtype.is_integer or tensor.dtype.is_bool:
+        values = tf.make_ndarray(op.get_attr("value"))
+        if values.size <= _MOST_NUMBERS:
+            numbers = constant(values)
+    return Value(None, PLAIN, tuple(lengths), numbers)
+
+
+def _evaluated(step: Step, evaluate: Any) -> Value | None:
+    """Compute a small tensor of sizes; None if its numbers are not known."""
+    dtype = step.op.outputs[0].dtype
+    arrays = [each.numbers for each in step.inputs]
+    if not (dtype.is_integer or dtype.is_bool) or any(each is None for each in arrays):
+        return None
+    try:
+        result = evaluate(step.op, *arrays)
+    except (IndexError, TypeError, ValueError):
+        return None
+    if result is None or np.size(result) > _MOST_NUMBERS:
+        return None
+    return of_numbers(step, np.asarray(result, object))
+
+
+def _equal(first: Value, second: Value) -> bool:
+    if first[:3] != second[:3] or first.causes != second.causes:
+        return False
+    if first.numbers is second.numbers:
+        return True
+    return same(first.numbers, second.numbers) and is_fixed(first.numbers) == is_fixed(
+        second.numbers
+    )

@@ -1,0 +1,13 @@
+"""What each TensorFlow operation does to the rows of its inputs.
+
+An operation that is in none of these tables is one of which nothing is known.
+"""
+
+from tfdp.checks.operations import axes as axes
+from tfdp.checks.operations import chance as chance
+from tfdp.checks.operations import contractions as contractions
+from tfdp.checks.operations import elementwise as elementwise
+from tfdp.checks.operations import lists as lists
+from tfdp.checks.operations import parts as parts
+from tfdp.checks.operations import shapes as shapes
+from tfdp.checks.step import apply as apply

@@ -1,0 +1,65 @@
+"""Random numbers."""
+
+from tfdp.checks.operations.axes import within_last
+from tfdp.checks.step import Step, lengths_from, rule
+from tfdp.checks.values import Cause, Value
+
+_DRAWS = [
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "TruncatedNormal",
+    "StatelessRandomNormal",
+    "StatelessRandomNormalV2",
+    "StatelessRandomUniform",
+    "StatelessRandomUniformV2",
+    "StatelessRandomUniformInt",
+    "StatelessRandomUniformIntV2",
+    "StatelessRandomUniformFullInt",
+    "StatelessRandomUniformFullIntV2",
+    "StatelessTruncatedNormal",
+    "StatelessTruncatedNormalV2",
+    "StatefulStandardNormalV2",
+    "StatefulUniform",
+    "StatefulUniformInt",
+    "StatefulUniformFullInt",
+    "StatefulTruncatedNormal",
+]
+
+
+@rule(*_DRAWS)
+def _draw(step: Step) -> Value:
+    """Describe random numbers: which ones they are depends on no data."""
+    place = 1 if step.op.type.startswith("Stateful") else 0
+    shape, others = step.inputs[place], step.inputs
+    if any(each.axis is not None for each in others):
+        return step.unknown()
+    causes = frozenset[Cause]().union(
+        *(each.causes for each in others if each is not shape)
+    )
+    lengths = lengths_from(shape)
+    if lengths is None and shape.causes:
+        causes |= shape.causes
+    return step.output(None, lengths=lengths, causes=causes)
+
+
+@rule("StatelessMultinomial", "Multinomial")
+def _draw_of_each(step: Step) -> Value:
+    return within_last(step, 1)
+
+
+@rule("StatelessRandomGammaV3", "StatelessRandomGammaV2", "RandomGamma")
+def _draw_gamma(step: Step) -> Value:
+    if any(each.axis is not None for each in step.inputs):
+        return step.unknown()
+    shape = step.inputs[0]
+    causes = frozenset[Cause]().union(*(each.causes for each in step.inputs[1:]))
+    return step.output(None, lengths=lengths_from(shape), causes=causes)
+
+
+@rule("RandomShuffle", "RandomIndexShuffle")
+def _shuffle(step: Step) -> Value:
+    value = step.inputs[0]
+    if value.axis == 0:
+        return step.mixed("puts rows to others")
+    return step.output(value.axis, value.layout, lengths=value.lengths)

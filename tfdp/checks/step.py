@@ -1,0 +1,291 @@
+"""One operation of a graph, and what is known of its inputs and outputs."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdp.checks.sizes import (
+    Length,
+    Size,
+    is_fixed,
+    product,
+)
+from tfdp.checks.values import PLAIN, WITHIN, Cause, Layout, Value
+
+_MOST_NUMBERS = 64
+
+
+class Step:
+    """One operation, and what is known of its inputs.
+
+    Attributes:
+        op: The `tf.Operation`.
+        inputs: What is known of its inputs.
+        rows: How many rows a batch has; None if that is not static.
+        outer: The operation of the outermost graph that this is part of.
+    """
+
+    def __init__(
+        self, op: Any, inputs: Sequence[Value], rows: int | None, outer: Any
+    ) -> None:
+        self.op = op
+        self.outer = outer
+        self.inputs = inputs
+        self.rows = rows
+        self.causes = frozenset[Cause]().union(*(each.causes for each in inputs))
+
+    def attr(self, name: str) -> Any:
+        """Return an attribute of the operation."""
+        return self.op.get_attr(name)
+
+    def of_rows(self, layout: Layout) -> Length:
+        """Return the length of an axis along which rows lie."""
+        block = layout.times * layout.entries
+        return Size(block) if self.rows is None else block * self.rows
+
+    def entries_of(self, length: Length | None) -> int | None:
+        """Return how many entries of an axis belong to a row; None if not whole."""
+        if self.rows is None:
+            return length.block if isinstance(length, Size) else None
+        if length is None or isinstance(length, Size) or length % self.rows:
+            return None
+        return length // self.rows
+
+    def cause(
+        self, why: str, *, is_certain: bool = True, variable: str | None = None
+    ) -> Cause:
+        """Say what is the matter with this operation."""
+        return Cause(self.op, self.outer, is_certain, why, variable)
+
+    def mixed(
+        self, why: str, *, is_certain: bool = True, number: int = 0, causes: Any = None
+    ) -> Value:
+        """Note that rows meet here; what follows is looked at as if they had not."""
+        cause = self.cause(why, is_certain=is_certain)
+        known = self.causes if causes is None else causes
+        lengths = static_lengths(self.op.outputs[number])
+        axis = None
+        if lengths is not None and self.rows is None:
+            # As if whatever has a length that is not static were rows.
+            for position, length in enumerate(lengths):
+                if length is None:
+                    axis = position
+                    break
+        shape = None if lengths is None else tuple(lengths)
+        value = Value(axis, PLAIN, shape, None, known | {cause})
+        return value if axis is None else self._with_rows(value)
+
+    def unknown(self, number: int = 0) -> Value:
+        """Note that nothing is known of this operation."""
+        return self.mixed(
+            "is not known to keep the rows of a batch apart",
+            is_certain=False,
+            number=number,
+        )
+
+    def _with_rows(self, value: Value) -> Value:
+        assert value.lengths is not None and value.axis is not None  # noqa: PT018, S101
+        lengths = list(value.lengths)
+        lengths[value.axis] = self.of_rows(value.layout)
+        return value._replace(lengths=tuple(lengths))
+
+    def output(
+        self,
+        axis: int | None,
+        layout: Layout = PLAIN,
+        *,
+        lengths: Iterable[Length | None] | None = None,
+        number: int = 0,
+        numbers: Any = None,
+        causes: Any = None,
+    ) -> Value:
+        """Describe an output.
+
+        Args:
+            axis: Where its rows are; None if it has none.
+            layout: How they lie along it.
+            lengths: Of its axes, where the graph does not have them.
+            number: Which output.
+            numbers: What is in it.
+            causes: What is the matter with it; default that of all inputs.
+
+        Returns:
+            The description. What has one entry for each row has rows, though they be
+            all alike.
+        """
+        tensor = self.op.outputs[number]
+        known = static_lengths(tensor)
+        hints = None if lengths is None else list(lengths)
+        if known is None:
+            known = hints
+        elif hints is not None and len(hints) == len(known):
+            known = [
+                hint if length is None else length
+                for length, hint in zip(known, hints, strict=True)
+            ]
+        causes = self.causes if causes is None else causes
+        if known is None:
+            return Value(axis, layout, None, numbers, causes)
+        known = list(known)
+        if axis is not None and axis != WITHIN:
+            known[axis] = self.of_rows(layout)
+        counted = [
+            position
+            for position, length in enumerate(known)
+            if isinstance(length, Size) and position != axis
+        ]
+        value = Value(axis, layout, tuple(known), numbers, causes)
+        if not counted or axis == WITHIN:
+            return value
+        position = counted[0]
+        length = known[position]
+        if (
+            axis is None
+            and len(counted) == 1
+            and isinstance(length, Size)
+            and length.block is not None
+        ):
+            # As many entries as there are rows: one for each.
+            layout = Layout(1, length.block)
+            return value._replace(axis=position, layout=layout)
+        why = "has a shape that depends on how many rows there are"
+        return value._replace(causes=causes | {self.cause(why)})
+
+
+def static_lengths(tensor: Any) -> list[Length | None] | None:
+    """Return the lengths of a tensor that the graph has."""
+    shape = tensor.shape
+    return None if shape.rank is None else list(shape.as_list())
+
+
+Rule = Callable[[Step], Value | list[Value]]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*types: str) -> Callable[[Rule], Rule]:
+    """Set what operations do to the rows of their inputs.
+
+    Args:
+        *types: Names of the operations.
+
+    Returns:
+        A decorator of a function of a `Step` that describes the outputs.
+    """
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(types, function))
+        return function
+
+    return register
+
+
+def apply(step: Step) -> list[Value]:
+    """Return what is known of the outputs of an operation.
+
+    Args:
+        step: The operation, with what is known of its inputs.
+
+    Returns:
+        One description for each output.
+    """
+    outputs = len(step.op.outputs)
+    axes = {each.axis for each in step.inputs}
+    if WITHIN in axes:
+        return [step.output(WITHIN, number=n) for n in range(outputs)]
+    rule = RULES.get(step.op.type)
+    if rule is None:
+        if axes <= {None} and not has_effect(step.op):
+            # What is made of nothing but what is free of data, whatever it does.
+            return [step.output(None, number=n) for n in range(outputs)]
+        return [step.unknown(n) for n in range(outputs)]
+    result = rule(step)
+    return result if isinstance(result, list) else [result]
+
+
+def has_effect(op: Any) -> bool:
+    """Tell whether an operation may do more than compute its outputs."""
+    return bool(op.op_def.is_stateful) and not op.type.startswith(_HARMLESS)
+
+
+# Operations that TensorFlow counts as stateful, but that keep nothing of their inputs.
+_HARMLESS = (
+    "Random",
+    "Stateful",
+    "Truncated",
+    "Rng",
+    "VarHandle",
+    "ReadVariable",
+    "Placeholder",
+    "VarIsInitialized",
+    "TensorArray",
+    "TensorList",
+    "EmptyTensorList",
+    "Parameterized",
+    "Anonymous",
+    "HashTable",
+    "LookupTable",
+    "ResourceGather",
+    "Stack",
+)
+
+
+def broadcast(shapes: Sequence[Any]) -> list[Length | None] | None:
+    """Return the lengths of what tensors are broadcast to; None if not known."""
+    if any(shape is None for shape in shapes):
+        return None
+    rank = max((len(shape) for shape in shapes), default=0)
+    result: list[Length | None] = []
+    for position in range(-rank, 0):
+        here = [shape[position] for shape in shapes if len(shape) >= -position]
+        longer = [n for n in here if isinstance(n, Size) or n != 1]
+        known = [n for n in longer if n is not None]
+        result.append(known[0] if known else (None if longer else 1))
+    return result
+
+
+def counting(step: Step) -> frozenset[Cause]:
+    """Say that an operation counts rows, which must not enter a value."""
+    return frozenset({step.cause("counts the rows of a batch")})
+
+
+def of_numbers(step: Step, numbers: np.ndarray, number: int = 0) -> Value:
+    """Describe a small tensor whose numbers are known."""
+    causes = frozenset[Cause]() if is_fixed(numbers) else counting(step)
+    return Value(None, PLAIN, tuple(numbers.shape), numbers, causes)
+
+
+def product_before(value: Value, axis: int) -> Length | None:
+    """Multiply the lengths before an axis; None where one is not known."""
+    return known_product((value.lengths or ())[:axis])
+
+
+def known_product(lengths: Sequence[Length | None]) -> Length | None:
+    """Multiply lengths; None where one is not known."""
+    if any(length is None for length in lengths):
+        return None
+    return product([length for length in lengths if length is not None])
+
+
+def times_length(length: Length | None, times: int) -> Length | None:
+    """Multiply a length; None where it is not known."""
+    return None if length is None else product([length, times])
+
+
+def is_same_length(first: Length | None, second: Length | None) -> bool:
+    """Tell whether two lengths are known and equal."""
+    if first is None or second is None:
+        return False
+    return first == second
+
+
+def lengths_from(shape: Value) -> list[Length] | None:
+    """Read lengths from the numbers of a tensor; None if not known."""
+    if shape.numbers is None:
+        return None
+    return [n if isinstance(n, Size) else int(n) for n in shape.numbers.ravel()]
+
+
+def length_at(value: Value, axis: int) -> Any:
+    """Return the length of an axis; None if not known."""
+    return None if value.lengths is None else value.lengths[axis]

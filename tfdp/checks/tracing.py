@@ -1,0 +1,350 @@
+"""Builds the graph of a model's pass, and says what lets its rows meet."""
+
+import contextlib
+import contextvars
+import functools
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdp import _keras, _tree
+from tfdp.checks.graph import METRIC, Analysis
+from tfdp.checks.sizes import Size
+from tfdp.checks.values import FREE, PLAIN, WITHIN, Cause, Layout, Value
+
+# Where the rows of losses are: one entry each on the first axis. Losses may be the same
+# for all.
+_ROWS = {(0, PLAIN), (None, PLAIN)}
+
+# In place of a layer: the loss.
+LOSS = "loss"
+
+_LIBRARIES = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (keras, tf))
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+class Found(NamedTuple):
+    """Something that lets rows meet, or keeps what they hold.
+
+    Attributes:
+        layer: The innermost layer whose call does it; `LOSS`, or the path of the
+            variable whose gradient is in question; None elsewhere.
+        cause: What does it.
+    """
+
+    layer: Any
+    cause: Cause
+
+    @property
+    def operation(self) -> str:
+        """What does what, and where: words for a message."""
+        op = self.cause.op
+        line = line_of(op)
+        where = f" ({line})" if line else ""
+        return f"operation {op.type} `{op.name}`{where}"
+
+
+class Trace:
+    """A pass through a model as a graph.
+
+    Args:
+        model: The model; None for a loss alone.
+
+    Attributes:
+        layers: The model and all layers in it, with the paths that lead to them.
+        training: `id`s of the layers that were called with ``training=True``.
+        adding_loss: `id`s of the layers that called `add_loss`.
+    """
+
+    def __init__(self, model: keras.Model | None) -> None:
+        """Begin with nothing."""
+        self.layers = [] if model is None else _keras.layers_by_path(model)
+        self.training: set[int] = set()
+        self.adding_loss: set[int] = set()
+        self._model = model
+        # Where the operations of each call are: graph, first, past the last, layer.
+        self._calls: list[tuple[Any, int, int, Any]] = []
+        # What gets one row at a time: graph, its arguments, whose it is.
+        self._alone: list[tuple[Any, int, Any]] = []
+        self._owners: list[Any] = [None]
+
+    def found(
+        self,
+        run: Callable[..., Any],
+        signature: Sequence[Any],
+        rows: int | None = None,
+        *,
+        views: int = 1,
+        ends_in_rows: bool = True,
+    ) -> list[Found]:
+        """Trace a function, and look for what lets rows meet in it.
+
+        Args:
+            run: Runs the model; returns a nest of tensors with one entry for each row.
+            signature: Nests of `tf.TensorSpec`, its arguments, with leading axis N.
+            rows: N, if that is static.
+            views: How many entries of the first axis belong to one row.
+            ends_in_rows: Whether what is returned must have one entry of the first
+                axis for each row. Otherwise rows may be anywhere in it.
+
+        Returns:
+            What was found, in the order of the operations. None means that no row has
+            a part in what is returned for another, for every batch and any data in it,
+            and that nothing is kept of the data.
+        """
+        function = tf.function(run, autograph=False)
+        token = _tracing.set(self)
+        chance = random.getstate()
+        with _keras.own_global_seed():
+            try:
+                with self._observing():
+                    graph = function.get_concrete_function(*signature).graph
+            finally:
+                random.setstate(chance)
+                _tracing.reset(token)
+            specs = [spec for spec in tf.nest.flatten(signature) if spec is not None]
+            given = [_given(spec, rows, views) for spec in specs]
+            return self._found_in(graph, given, rows, ends_in_rows)
+
+    def _found_in(
+        self, graph: Any, given: list[Value], rows: int | None, ends_in_rows: bool
+    ) -> list[Found]:
+        known = {
+            tensor.op.name: value
+            for tensor, value in zip(graph.inputs, given, strict=False)
+        }
+        known |= self._captured(graph)
+        analysis = Analysis(rows)
+        captures = [each for alone, _, _ in self._alone for each, _ in _outer(alone)]
+        values = analysis.values(graph, known, [*graph.outputs, *captures])
+        causes = set(analysis.effects)
+        for tensor, value in zip(graph.outputs, values, strict=False):
+            causes |= value.causes
+            if ends_in_rows and (value.axis, value.layout) not in _ROWS:
+                why = "ends in rows that are not on the first axis"
+                causes.add(Cause(tensor.op, tensor.op, False, why))
+        by_tensor = {
+            id(tensor): value
+            for tensor, value in zip(
+                captures, values[len(graph.outputs) :], strict=True
+            )
+        }
+        order = {op.name: n for n, op in enumerate(graph.get_operations())}
+        return [
+            Found(self._layer_of(cause, order), cause)
+            for cause in sorted(causes, key=lambda c: order[c.outer.name])
+        ] + [
+            Found(owner, cause)
+            for alone, arguments, owner in self._alone
+            for cause in self._causes_alone(alone, arguments, by_tensor)
+        ]
+
+    def _captured(self, graph: Any) -> dict[str, Value]:
+        """Name the variables that a graph reads."""
+        names: dict[int, str] = {}
+        metrics = {id(handle) for handle in _keras.metrics_handles(self._model)}
+        own = [] if self._model is None else self._model.variables
+        for variable in [*own, *graph.variables]:
+            handles = (
+                _keras.tensorflow_variables(variable)
+                if isinstance(variable, keras.Variable)
+                else [variable]
+            )
+            name = getattr(variable, "path", variable.name).removesuffix(":0")
+            for each in handles:
+                names.setdefault(id(each.handle), name)
+        known = {}
+        for outer, inner in graph.captures:
+            if outer.dtype != tf.resource:
+                continue
+            value = FREE._replace(variable=names.get(id(outer), "of an unknown name"))
+            if id(outer) in metrics:
+                why = "reads a metric, which holds data without noise"
+                cause = Cause(inner.op, inner.op, True, why)
+                value = value._replace(variable=METRIC, causes=frozenset({cause}))
+            known[inner.op.name] = value
+        return known
+
+    def _causes_alone(
+        self, graph: Any, arguments: int, outer: dict[int, Value]
+    ) -> set[Cause]:
+        """Look at a function that gets one row at a time."""
+        causes: set[Cause] = set()
+        known = self._captured(graph)
+        for tensor in graph.inputs[:arguments]:
+            known[tensor.op.name] = Value(WITHIN)
+        for tensor, inner in _outer(graph):
+            value = outer[id(tensor)]
+            causes |= value.causes
+            if value.axis is not None:
+                why = "is read as a whole where only one row is to be seen"
+                causes.add(Cause(tensor.op, tensor.op, True, why))
+            known[inner.op.name] = FREE
+        analysis = Analysis(None)
+        analysis.values(graph, known, graph.outputs)
+        return causes | analysis.effects
+
+    def alone(self, function: Callable[..., Any], rows: list[tf.Tensor]) -> Any:
+        """Look at what a function does to one row; used in place of a map over rows.
+
+        Args:
+            function: Takes a list with one row of each tensor.
+            rows: The tensors.
+
+        Returns:
+            For each output of the function, a tensor with as many rows, each of which
+            depends on the same row of all tensors.
+        """
+        specs = [tf.TensorSpec(tensor.shape[1:], tensor.dtype) for tensor in rows]
+        traced = tf.function(function, autograph=False).get_concrete_function(specs)
+        self._alone.append((traced.graph, len(rows), self._owners[-1]))
+        numbers = [
+            tf.reduce_sum(
+                tf.cast(each, tf.float32), axis=list(range(1, each.shape.rank))
+            )
+            for each in rows
+            if each.dtype not in (tf.string, tf.variant)
+        ]
+        of_row = tf.add_n(numbers)
+
+        def stand_in(output: Any) -> tf.Tensor:
+            column = tf.reshape(of_row, [-1] + [1] * output.shape.rank)
+            return tf.cast(column, output.dtype) + tf.zeros(output.shape, output.dtype)
+
+        return keras.tree.map_structure(stand_in, traced.structured_outputs)
+
+    @contextlib.contextmanager
+    def _observing(self) -> Iterator[None]:
+        """Note what layers are called, and which operations they make."""
+        replaced = []
+        try:
+            for _, layer in self.layers:
+                call = functools.partial(self._call, layer, layer.call)
+                for name, tap in (
+                    ("call", functools.wraps(layer.call)(call)),
+                    ("add_loss", functools.partial(self._add_loss, layer)),
+                ):
+                    # Entries of the instances, which Keras does not track.
+                    replaced.append((vars(layer), name, vars(layer).get(name)))
+                    vars(layer)[name] = tap
+            yield
+        finally:
+            for attributes, name, original in replaced:
+                del attributes[name]
+                if original is not None:
+                    attributes[name] = original
+
+    def _add_loss(self, layer: keras.layers.Layer, _: Any) -> None:
+        self.adding_loss.add(id(layer))
+
+    def _call(
+        self,
+        layer: keras.layers.Layer,
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        training = kwargs.get("training")
+        if tf.is_tensor(training) or training:
+            self.training.add(id(layer))
+        with self.part(layer):
+            return function(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def part(self, owner: Any) -> Iterator[None]:
+        """Note that the operations that are made inside belong to a layer, or loss."""
+        graph = tf.compat.v1.get_default_graph()
+        first = len(graph.get_operations())
+        self._owners.append(owner)
+        try:
+            yield
+        finally:
+            self._owners.pop()
+            self._calls.append((graph, first, len(graph.get_operations()), owner))
+
+    def _layer_of(self, cause: Cause, order: dict[str, int]) -> Any:
+        op = cause.outer
+        graph, place = op.graph, order[op.name]
+        if op.name.startswith("gradient_tape/"):
+            # Of the innermost scope of the operation that it is the gradient of.
+            scope = op.name.removeprefix("gradient_tape/")
+            near: list[int] = []
+            while scope and not near:
+                scope = scope.rpartition("/")[0]
+                near = [n for name, n in order.items() if name.startswith(scope + "/")]
+            place = near[0] if near else place
+        spans = [
+            (past - first, layer)
+            for of_graph, first, past, layer in self._calls
+            if of_graph is graph and first <= place < past
+        ]
+        return min(spans, key=lambda span: span[0])[1] if spans else None
+
+
+_tracing: contextvars.ContextVar[Trace | None] = contextvars.ContextVar(
+    "tracing", default=None
+)
+
+
+def tracing() -> Trace | None:
+    """Return the trace that is being made, if one is."""
+    return _tracing.get()
+
+
+def part_of_trace(owner: Any) -> contextlib.AbstractContextManager[None]:
+    """Note, if a trace is being made, whose operations are made inside."""
+    trace = tracing()
+    return contextlib.nullcontext() if trace is None else trace.part(owner)
+
+
+def _outer(graph: Any) -> list[tuple[Any, Any]]:
+    """List the tensors of the outer graph that a graph reads, with its own for them."""
+    return [
+        (outer, inner)
+        for outer, inner in graph.captures
+        if outer.dtype != tf.resource and hasattr(outer, "op") and not _is_eager(outer)
+    ]
+
+
+def _is_eager(tensor: Any) -> bool:
+    return hasattr(tensor, "numpy")
+
+
+def _given(spec: tf.TensorSpec, rows: int | None, views: int) -> Value:
+    lengths: list[Any] = spec.shape.as_list()
+    lengths[0] = Size(views) if rows is None else rows * views
+    return Value(0, Layout(1, views), tuple(lengths))
+
+
+def line_of(op: Any) -> str | None:
+    """Return the line of somebody's own code that made an operation, if one did."""
+    line = None
+    is_called = False
+    for frame in op.traceback or ():
+        if frame.filename.startswith(_OWN):
+            is_called = True
+        elif is_called and not frame.filename.startswith(_LIBRARIES):
+            line = f"{frame.filename}:{frame.lineno}"
+    return line
+
+
+def signature_of(tree: Any) -> Any:
+    """Describe arrays whose leading axis is that of the rows.
+
+    Args:
+        tree: Nested arrays.
+
+    Returns:
+        The same nest of `tf.TensorSpec`, for any number of rows.
+    """
+    return _tree.map_tensors(
+        lambda leaf: tf.TensorSpec(
+            [None, *leaf.shape[1:]], tf.as_dtype(getattr(leaf, "dtype", None))
+        ),
+        tree,
+    )

@@ -1,0 +1,81 @@
+"""What is known of a tensor: where its rows are, and what mixed them."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tfdp.checks.sizes import Length
+
+# In place of an axis: the tensor belongs to one row as a whole.
+WITHIN = -1
+
+
+class Cause(NamedTuple):
+    """An operation that lets rows meet, or of which nobody knows whether it does.
+
+    Attributes:
+        op: The `tf.Operation`.
+        outer: The operation of the outermost graph that it is part of: a loop, a
+            branch; or itself.
+        is_certain: Whether it does for certain.
+        why: What it does, in words that follow "which".
+        variable: Name of the variable that it changes, if that is the matter.
+    """
+
+    op: Any
+    outer: Any
+    is_certain: bool
+    why: str
+    variable: str | None = None
+
+
+class Layout(NamedTuple):
+    """How rows lie along an axis.
+
+    Attributes:
+        times: How often all rows come one after the other.
+        entries: How many entries each has in a row.
+    """
+
+    times: int = 1
+    entries: int = 1
+
+
+PLAIN = Layout()
+
+
+class Value(NamedTuple):
+    """What is known of one tensor for every batch and all data in it.
+
+    Attributes:
+        axis: Along it, each entry depends on one row alone. None if nothing in it
+            depends on the data. For a list of tensors the axes are those of its
+            tensors, stacked.
+        layout: On which one.
+        lengths: Of its axes, each None where nobody knows; None altogether if not even
+            the number of axes is known.
+        numbers: What is in it, a small array of whole numbers and sizes; None if not
+            known. Of a list: what is in each of its tensors.
+        causes: What is the matter with it.
+        variable: Name of the variable that it is the handle of.
+    """
+
+    axis: int | None = None
+    layout: Layout = PLAIN
+    lengths: tuple[Length | None, ...] | None = None
+    numbers: np.ndarray | None = None
+    causes: frozenset[Cause] = frozenset()
+    variable: str | None = None
+
+    @property
+    def from_end(self) -> int | None:
+        """Where the rows are, counted from the last axis: -1 for that one."""
+        if self.axis is None or self.lengths is None:
+            return None
+        return self.axis - len(self.lengths)
+
+
+FREE = Value()
+
+# The numbers of a list that has no tensors yet.
+NO_NUMBERS = np.empty([0], object)
