@@ -7,8 +7,23 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
 
+import hypothesis
 import numpy as np
 import pytest
+
+# A failure is shown as it was found: to shrink it would take minutes of training.
+hypothesis.settings.register_profile(
+    "tfdp",
+    max_examples=25,
+    deadline=None,
+    phases=[
+        hypothesis.Phase.explicit,
+        hypothesis.Phase.reuse,
+        hypothesis.Phase.generate,
+    ],
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("tfdp")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,6 +35,7 @@ def pipelines_without_tuner():
     """
     tf = sys.modules.get("tensorflow")
     if tf is None:
+        yield
         return
     prefetch = tf.data.Dataset.prefetch
     options = tf.data.Options()
@@ -29,6 +45,8 @@ def pipelines_without_tuner():
         return prefetch(self, *args, **kwargs).with_options(options)
 
     tf.data.Dataset.prefetch = untuned
+    yield
+    tf.data.Dataset.prefetch = prefetch
 
 
 @pytest.fixture(autouse=True)

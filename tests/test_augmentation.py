@@ -14,6 +14,8 @@ from tests.reference import assert_all_close, clipped_sum, per_example_gradients
 from tfdp._augmentation import Augmentation
 from tfdp.losses.objective import Batch
 
+pytestmark = pytest.mark.keras_private
+
 FACTORS = np.array([1.0, 0.5, -2.0])
 ROWS = 6
 

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdp import clipping
@@ -115,18 +115,9 @@ def units_of_gradients(draw, adversaries=ADVERSARIES, most_units=6):
 
 
 clips = st.floats(-12, 12).map(lambda exponent: 10.0**exponent)
-quick = settings(
-    max_examples=25,
-    deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    suppress_health_check=[HealthCheck.too_slow],
-)
-
-
 # ------------------------------------------------------------------------- norms
 
 
-@quick
 @given(units_of_gradients())
 def test_norm_is_never_too_small_and_hardly_too_large(gradients):
     norms = norms_rounded_up([tf.constant(part) for part in gradients]).numpy()
@@ -138,7 +129,6 @@ def test_norm_is_never_too_small_and_hardly_too_large(gradients):
     assert (norms <= expected * (1 + 3e-5) + lost).all()
 
 
-@quick
 @given(units_of_gradients([ordinary, equal, zero, squares_underflow]), clips)
 def test_norm_of_float64_gradients_is_never_too_small(gradients, scale):
     wide = [part.astype("float64") * scale for part in gradients]
@@ -169,7 +159,6 @@ def test_small_squares_do_not_vanish_beside_a_large_one(rng):
     assert norms_rounded_up([tf.constant(gradients)]).numpy()[0] > 1.03
 
 
-@quick
 @given(units_of_gradients(most_units=8), st.randoms())
 def test_order_and_mates_do_not_change_a_norm(gradients, random):
     norms = norms_rounded_up([tf.constant(part) for part in gradients]).numpy()
@@ -193,7 +182,6 @@ def test_norm_of_a_gradient_that_is_not_finite_is_not_finite(bad, place, rng):
 
 
 @pytest.mark.smoke
-@quick
 @given(units_of_gradients(), clips, st.sampled_from(["float32", "float64"]))
 def test_clipped_unit_is_inside_the_ball(gradients, clip, dtype):
     gradients = [part.astype(dtype) for part in gradients]
@@ -236,7 +224,6 @@ def test_a_product_in_tensor_float_32_is_inside_the_ball(
             assert 0.99 * float(clip) < np.linalg.norm(product) <= float(clip)
 
 
-@quick
 @given(units_of_gradients([ordinary, equal, one_big_and_many_tiny]), clips)
 def test_clipping_takes_hardly_more_than_it_must(gradients, clip):
     norms = norms_rounded_up([tf.constant(part) for part in gradients])
@@ -296,7 +283,6 @@ def test_a_clip_norm_that_vanishes_in_float32_lets_nothing_through(rng):
 # -------------------------------------------------------------------------- sums
 
 
-@quick
 @given(units_of_gradients(most_units=8), clips, st.data())
 def test_emptying_one_unit_moves_the_sum_by_at_most_the_sensitivity(
     gradients, clip, data
@@ -310,7 +296,6 @@ def test_emptying_one_unit_moves_the_sum_by_at_most_the_sensitivity(
     np.testing.assert_array_equal(norms, norms_without)
 
 
-@quick
 @given(units_of_gradients(most_units=8), clips, st.data())
 def test_an_empty_unit_counts_as_one_that_is_not_there(gradients, clip, data):
     units = len(gradients[0])
@@ -321,7 +306,6 @@ def test_an_empty_unit_counts_as_one_that_is_not_there(gradients, clip, data):
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=clip * 1e-5)
 
 
-@quick
 @given(
     units_of_gradients([ordinary, huge, zero], most_units=8),
     clips,

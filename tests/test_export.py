@@ -87,6 +87,7 @@ def test_it_predicts_the_same_for_batches_of_any_size(digits):
             np.testing.assert_allclose(served[key], value, atol=1e-5)
 
 
+@pytest.mark.smoke
 def test_only_weights_of_the_model_are_stored(digits):
     private, path, _ = digits
     stored = dict(tf.train.list_variables(str(path / "variables" / "variables")))
@@ -590,7 +591,7 @@ def test_a_model_whose_inputs_are_not_known_needs_rows(tmp_path):
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.text(max_size=300),
     st.dictionaries(st.text(max_size=200), st.integers(0, 70), max_size=4),

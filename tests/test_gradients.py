@@ -11,8 +11,11 @@ import tensorflow as tf
 import tfdp
 from tests.problems import PROBLEMS, Batch, nan_row, scale_outlier, take
 from tests.reference import assert_all_close, clipped_sum, problem_gradients
+from tfdp import gradients
 from tfdp.clipping import ClippedSum
 from tfdp.engines.vectorized import VectorizedEngine
+
+pytestmark = pytest.mark.keras_private
 
 PROBLEM = PROBLEMS["subclassed"]
 
@@ -458,3 +461,64 @@ def test_autograph_has_nothing_to_say_of_a_traced_loop(caplog):
     finally:
         logger.removeHandler(caplog.handler)
     assert "AutoGraph" not in caplog.text
+
+
+# ------------------------------------------------------- what is checked, and when
+
+
+def small():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    rng = np.random.default_rng(0)
+    return model, rng.normal(size=(4, 3)).astype("float32"), rng.normal(size=(4, 2))
+
+
+def coupled(y_true, y_pred):
+    return tf.reduce_sum(tf.square(y_pred - tf.reduce_mean(y_pred, 0)), -1)
+
+
+def test_each_loss_is_checked():
+    model, x, y = small()
+    tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0)
+    with pytest.raises(tfdp.errors.UnsupportedLossError, match="other examples"):
+        tfdp.clipped_gradients(model, coupled, x, y, l2_norm_clip=1.0)
+    # And one that was checked is not checked again.
+    known = len(gradients._checked[model])
+    for loss in ("mse", "mse"):
+        tfdp.clipped_gradients(model, loss, x, y, l2_norm_clip=1.0)
+    assert len(gradients._checked[model]) == known == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "received"),
+    [
+        ((3, 5, None), "x with 3 rows, y with 5 rows"),
+        ((4, 1, None), "x with 4 rows, y with 1 rows"),
+        ((4, 4, 3), "x with 4 rows, y with 4 rows, sample_weight with 3 rows"),
+    ],
+)
+def test_data_of_different_lengths_are_refused(rows, received):
+    model, _, _ = small()
+    x, y, weights = (None if n is None else np.ones((n, 3), "float32") for n in rows)
+    y = y[:, :2]
+    weights = None if weights is None else weights[:, 0]
+    with pytest.raises(ValueError, match=f"Received: {received}"):
+        tfdp.clipped_gradients(model, "mse", x, y, weights, l2_norm_clip=1.0)
+
+
+def test_tensorflows_sparse_loss_takes_whole_numbers():
+    model, x, _ = small()
+    labels = np.array([0, 1, 1, 0])
+
+    def loss(y_true, y_pred):
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(y_true, y_pred)
+
+    ours = tfdp.clipped_gradients(
+        model,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        x,
+        labels,
+        l2_norm_clip=0.1,
+    )
+    theirs = tfdp.clipped_gradients(model, loss, x, labels, l2_norm_clip=0.1)
+    for one, other in zip(ours.gradients, theirs.gradients, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -70,6 +70,7 @@ class Run:
         self.recorder.record(tf.constant(counted, tf.float64))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 def test_steps_are_written_down_before_they_run(tmp_path, steps_per_execution):
     run = Run(tmp_path, steps_per_execution=steps_per_execution)

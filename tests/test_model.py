@@ -16,6 +16,8 @@ from tests.problems import PROBLEMS, precision
 from tests.reference import clipped_sum, per_example_gradients
 from tfdp.accounting import PoissonSteps, ShuffledPasses, UnamplifiedSteps
 
+pytestmark = pytest.mark.keras_private
+
 ROWS = 12
 CLIP = 0.5
 RATE = 0.25
@@ -465,6 +467,7 @@ def test_short_epochs_share_a_pass():
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.smoke
 def test_shuffled_and_declared_data():
     x, y = data(20)
     rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(20)
@@ -959,3 +962,33 @@ def test_targets_beside_a_dataset_are_refused():
     dataset = tfdp.data.PoissonDataset(x, y, expected_batch_size=5)
     with pytest.raises(ValueError, match="belong into the dataset"):
         private().fit(dataset, y)
+
+
+def test_strings_train_beside_numbers():
+    lookup = keras.layers.StringLookup(vocabulary=["a", "b"])
+    words = keras.Input((2,), dtype="string", name="words")
+    numbers = keras.Input((3,), name="numbers")
+    embedded = keras.layers.Flatten()(keras.layers.Embedding(4, 2)(lookup(words)))
+    both = keras.layers.Concatenate()([embedded, numbers])
+    plain = keras.Model([words, numbers], keras.layers.Dense(1)(both))
+    x = {
+        "words": np.array([["a", "b"], ["b", "b"], ["a", "a"], ["b", "a"]], object),
+        "numbers": np.ones((4, 3), "float32"),
+    }
+    for inputs in (x, x | {"words": tf.constant(x["words"])}):
+        model = tfdp.DPModel(plain)
+        model.compile(optimizer(), "mse")
+        model.fit(inputs, np.ones((4, 1)), batch_size=2, epochs=1, verbose=0)
+        assert model.ledger.steps
+
+
+@pytest.mark.parametrize("is_dataset", [False, True])
+def test_targets_that_are_missing_are_asked_for(is_dataset):
+    x, _ = data()
+    if is_dataset:
+        x = tf.data.Dataset.from_tensor_slices(x).batch(4)
+    options = {"expected_batch_size": 4} if is_dataset else {}
+    model = private(opt=optimizer(**options))
+    with pytest.raises(ValueError, match=r"`y` is missing.*private\.fit\(x, y"):
+        model.fit(x, verbose=0)
+    assert not model.ledger.segments

@@ -1,7 +1,10 @@
 """The noise has the right size and shape, covers everything and never repeats."""
 
 import math
+import os
 import secrets
+import subprocess
+import sys
 import warnings
 
 import keras
@@ -604,3 +607,53 @@ def test_queries_have_noise_of_their_own():
         draws.append(noise_of_query(shape, stream=stream))
     correlations = np.corrcoef(np.stack(draws))
     assert np.abs(correlations - np.eye(len(draws))).max() < 0.1
+
+
+FORKED = """
+import os
+import sys
+import numpy as np
+import tensorflow as tf
+import tfdp
+
+seeded = sys.argv[1] == "seeded"
+variable = tf.keras.Variable(np.zeros(4), trainable=True)
+optimizer = tfdp.optimizers.DPSGD(
+    1.0, l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=1,
+    noise_seed=1 if seeded else None,
+)
+
+
+def step():
+    nothing = tfdp.ClippedSum([tf.zeros(4)], tf.zeros(1), tf.constant(1.0), 1)
+    optimizer.apply_clipped_sum(nothing, [variable])
+    return variable.numpy().tolist()
+
+
+step()
+reader, writer = os.pipe()
+child = os.fork()
+if not child:
+    os.write(writer, repr(step()).encode())
+    os._exit(0)
+os.waitpid(child, 0)
+print(os.read(reader, 4096).decode())
+print(step())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["secret", "seeded"])
+def test_a_forked_process_draws_noise_of_its_own(kind):
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED, kind],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+        timeout=120,
+    )
+    of_child, of_parent = run.stdout.splitlines()
+    # Who gives a seed wants the same noise everywhere.
+    assert (of_child == of_parent) == (kind == "seeded")

@@ -119,7 +119,6 @@ def test_asking_for_the_ledger_changes_nothing():
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5]), max_size=12))
 def test_every_noise_multiplier_gets_its_own_count(noise_multipliers):
     recorder = recorded(POISSON, *noise_multipliers)
@@ -481,7 +480,7 @@ def test_restoring_a_run_that_is_longer_here_and_shorter_there_adds_both():
 noise_lists = st.lists(st.sampled_from([1.0, 2.0]), max_size=4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from(KINDS), noise_lists, st.sampled_from(KINDS), noise_lists, st.data()
 )

@@ -2,16 +2,17 @@
 
 import dataclasses
 import weakref
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import keras
 import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree, _validate, engines
+from tfdp.checks.tracing import signature_of
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
-from tfdp.engines.choice import choose
+from tfdp.engines.choice import check_objective, choose
 from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
 from tfdp.losses.ascent import BAM, SAT, check_plain
 from tfdp.losses.objective import Batch, Objective
@@ -80,6 +81,7 @@ def clipped_gradients(
     """
     engines.get(engine)
     data = _tree.map_tensors(tf.convert_to_tensor, (x, y, sample_weight))
+    _check_lengths(data)
     if not model.built:
         model(data[0])
     ascent = None
@@ -93,7 +95,7 @@ def clipped_gradients(
         loss, ascent = loss.loss, loss.ascent_at(None)
     check_plain(loss)
     objective = dataclasses.replace(Objective.of(model, loss), ascent=ascent)
-    chosen = _checked_once(engine, objective, data)
+    chosen = _checked_once(engine, objective, loss, data)
     clip = clip_as_tensor(l2_norm_clip, objective.variables)
     rows_per_unit: int | tf.Tensor = 1
     if num_microbatches is not None:
@@ -124,6 +126,27 @@ def clipped_gradients(
     return ClippedSum(sums, norms, clip, rows_per_unit)
 
 
+def _check_lengths(data: Any) -> None:
+    """Refuse inputs, targets and weights of different numbers of rows."""
+    names = ("x", "y", "sample_weight")
+    lengths = {
+        name: {tensor.shape[0] for tensor in _tree.tensors(tree)}
+        for name, tree in zip(names, data, strict=True)
+        if tree is not None
+    }
+    known = {n for found in lengths.values() for n in found if n is not None}
+    if len(known) > 1:
+        received = ", ".join(
+            f"{name} with {' and '.join(map(str, sorted(found)))} rows"
+            for name, found in lengths.items()
+            if None not in found
+        )
+        raise ValueError(
+            "`x`, `y` and `sample_weight` must have the same number of rows, one for "
+            f"each example. Received: {received}. Use `y[:len(x)]`."
+        )
+
+
 def _whole_units(physical_batch_size: int, rows_per_unit: int | tf.Tensor) -> int:
     """Return how many rows to run at a time, of whole units."""
     rows = _validate.positive_int("physical_batch_size", physical_batch_size)
@@ -142,32 +165,71 @@ def _whole_units(physical_batch_size: int, rows_per_unit: int | tf.Tensor) -> in
     return rows
 
 
-# For each model and engine asked for: which variables trained when the model was
-# checked, and the engine to use.
-_checked: weakref.WeakKeyDictionary[
-    keras.Model, dict[Any, tuple[tuple[int, ...], engines.Engine]]
-] = weakref.WeakKeyDictionary()
+# Checks that are remembered for each model.
+_MOST_KNOWN = 16
+
+# For each model what was checked, and the engine to use: the engine asked for, the loss,
+# which variables train, and the shapes of the data. It holds the loss: another one could
+# have the same `id` later.
+_checked: weakref.WeakKeyDictionary[keras.Model, list[tuple[Any, engines.Engine]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def _checked_once(engine: Any, objective: Objective, data: Any) -> engines.Engine:
-    """Refuse layers that mix examples, and choose the engine.
+class _Asked(NamedTuple):
+    """What a check is made for; equal only for the very same objects."""
+
+    engine: Any
+    ascent: bool | None
+    loss: Any
+    trained: tuple[int, ...]
+    signature: Any
+
+    def is_same(self, other: Self) -> bool:
+        """Tell whether a check for one holds for the other."""
+        losses = zip(_leaves(self.loss), _leaves(other.loss), strict=False)
+        return (
+            self._replace(loss=None) == other._replace(loss=None)
+            and len(_leaves(self.loss)) == len(_leaves(other.loss))
+            and all(a is b or (isinstance(a, str) and a == b) for a, b in losses)
+        )
+
+
+def _leaves(tree: Any) -> list[Any]:
+    leaves: list[Any] = keras.tree.flatten(tree)
+    return leaves
+
+
+def _checked_once(
+    engine: Any, objective: Objective, loss: Any, data: Any
+) -> engines.Engine:
+    """Refuse layers and losses that mix examples, and choose the engine.
 
     Args:
         engine: As in `tfdp.DPModel`.
         objective: What will be differentiated.
+        loss: The loss in it.
         data: ``(x, y, sample_weight)``; in a graph, rows like it are made up.
 
     Returns:
         The engine to use.
     """
-    model = objective.model
-    trained = tuple(map(id, objective.variables))
-    known = _checked.setdefault(model, {})
-    ascent = objective.ascent
-    key = engine, None if ascent is None else ascent.is_exact
-    checked, chosen = known.get(key, (None, None))
-    if checked == trained and chosen is not None:
-        return chosen
+    model, ascent = objective.model, objective.ascent
+    shapes = [
+        (leaf.dtype, tuple(leaf.shape[1:].as_list()) if leaf.shape.rank else ())
+        for leaf in _tree.tensors(data)
+    ]
+    asked = _Asked(
+        engine,
+        None if ascent is None else ascent.is_exact,
+        loss,
+        tuple(map(id, objective.variables)),
+        tuple(shapes),
+    )
+    known = _checked.setdefault(model, [])
+    for other, chosen in known:
+        if asked.is_same(other):
+            return chosen
     if not all(t.shape[1:].is_fully_defined() for t in _tree.tensors(data)):
         if engine == "auto":
             logging.warning(
@@ -176,10 +238,12 @@ def _checked_once(engine: Any, objective: Objective, data: Any) -> engines.Engin
                 model.name,
             )
             engine = "vectorized"
+        check_objective(objective, signature_of(data))
         return engines.get(engine)
     has_rows = tf.executing_eagerly() and number_of_examples(data)
     with _keras.outside_of_graphs():
         rows = first_rows(data) if has_rows else made_up_rows(data)
         chosen = choose(engine, objective, rows)
-    known[key] = trained, chosen
+    del known[: max(0, len(known) - _MOST_KNOWN)]
+    known.append((asked, chosen))
     return chosen

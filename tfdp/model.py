@@ -821,6 +821,13 @@ class DPModel(_keras.ReplicatedModel):
 
     def _check_rows(self, x: Any, y: Any, sample_weight: Any) -> None:
         rows = (x, y, sample_weight)
+        if y is None and not self._has_own_loss:
+            raise ValueError(
+                "`y` is missing: the loss compares what the model predicts with it. "
+                "Received: y=None. Use `private.fit(x, y, ...)`, or a dataset of "
+                "`(x, y)`; a model that learns without targets overrides "
+                "`compute_loss`."
+            )
         if not number_of_examples(x):
             rows = made_up_rows(rows)
         if self._augmentation is not None:

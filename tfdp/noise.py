@@ -1,8 +1,10 @@
 """The privacy noise. No other module draws any."""
 
 import math
+import os
 import secrets
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,17 @@ import tensorflow as tf
 
 from tfdp import _keras, _validate
 from tfdp.clipping import ClippedSum, at_least_float32
+
+# A forked process has the keys of its parent, and must not draw the parent's noise.
+_sources: weakref.WeakSet["NoiseSource"] = weakref.WeakSet()
+
+
+def _renew_keys() -> None:
+    for source in _sources:
+        source.renew_key()
+
+
+os.register_at_fork(after_in_child=_renew_keys)
 
 
 class NoiseSource:
@@ -46,6 +59,7 @@ class NoiseSource:
                 stacklevel=3,
             )
         self.seed = seed
+        _sources.add(self)
         with tf.init_scope(), _keras.unmirrored_variables():
             self._key = tf.Variable(self._new_key(), trainable=False, name="noise_key")
 

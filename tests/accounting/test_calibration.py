@@ -93,7 +93,7 @@ def test_a_target_that_no_noise_reaches_is_refused(accountant, monkeypatch):
         ({"n": 0}, ValueError),
         ({"n": None}, TypeError),
         ({"batch_size": -1}, ValueError),
-        ({"epochs": 1.5}, ValueError),
+        ({"epochs": -1.5}, ValueError),
         ({"epochs": math.nan}, ValueError),
         ({"delta": 0}, ValueError),
         ({"delta": 1}, ValueError),
@@ -234,3 +234,22 @@ def test_bad_arguments_of_the_gaussian_mechanism(bad):
         calibrate_gaussian(bad, 1e-5)
     with pytest.raises(ValueError, match="Received: delta="):
         calibrate_gaussian(1.0, bad)
+
+
+@pytest.mark.parametrize("length", [{}, {"epochs": 1, "steps": 10}])
+def test_a_training_has_epochs_or_steps(length):
+    with pytest.raises(
+        ValueError, match=r"One of `epochs` and `steps`.*Received: epochs"
+    ):
+        calibrate_noise_multiplier(1.0, n=100, batch_size=10, delta=1e-3, **length)
+
+
+def test_steps_and_parts_of_epochs():
+    by_epochs = calibrate_noise_multiplier(2.0, **SMALL, accountant="RDP")
+    options = {key: SMALL[key] for key in ("n", "batch_size", "delta")}
+    options["accountant"] = "RDP"
+    # 34 batches of 30 for 1,000 examples.
+    assert calibrate_noise_multiplier(2.0, steps=102, **options) == by_epochs
+    assert calibrate_noise_multiplier(2.0, epochs=2.99, **options) == by_epochs
+    halves = calibrate_noise_multiplier(2.0, epochs=1.5, **options)
+    assert halves == calibrate_noise_multiplier(2.0, steps=51, **options) < by_epochs

@@ -2,7 +2,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdp.accounting.ledger import Ledger, compose
@@ -20,11 +20,6 @@ parts = st.lists(
         st.integers(0, 50),
     ),
     max_size=8,
-)
-quick = settings(
-    max_examples=25,
-    deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
 
 
@@ -110,14 +105,12 @@ def test_only_ledgers_compose():
         compose(FULL, POISSON)
 
 
-@quick
 @given(parts, parts, st.booleans(), st.booleans())
 def test_json_gives_the_ledger_back(run, cut_short, noise, sampling):
     ledger = Ledger(tuple(run), tuple(cut_short), noise, sampling)
     assert Ledger.from_json(ledger.to_json()) == ledger
 
 
-@quick
 @given(parts)
 def test_merging_keeps_the_totals(run):
     ledger = Ledger(tuple(run))

@@ -2,20 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdp.accounting.levels import folded, lowered, noise_levels
 
 NOISE = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=300)
-quick = settings(
-    max_examples=25,
-    deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-)
 
 
-@quick
 @given(NOISE)
 def test_no_step_counts_with_more_noise_than_it_had(values):
     values = np.array(values)
@@ -28,14 +22,12 @@ def test_no_step_counts_with_more_noise_than_it_had(values):
     assert (values <= counted * widest * (1 + 1e-9)).all()
 
 
-@quick
 @given(NOISE)
 def test_up_to_32_different_values_stay(values):
     values = np.unique(values)[:32]
     np.testing.assert_array_equal(lowered(values, noise_levels(values)), values)
 
 
-@quick
 @given(st.floats(1e-2, 1e2), st.floats(1e-2, 1e2))
 def test_two_releases_are_worth_one_with_less_noise(one, other):
     both = folded(one, other)

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdp.accounting import (
@@ -52,11 +52,7 @@ def test_known_cost_of_several_replies(participations, expected):
     assert found == pytest.approx(expected, abs=0.05)
 
 
-@settings(
-    max_examples=6,
-    deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-)
+@settings(max_examples=6)
 @given(
     target=st.floats(0.05, 50.0),
     delta=st.sampled_from([1e-9, 1e-7, 1e-4]),

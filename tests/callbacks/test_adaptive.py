@@ -133,7 +133,7 @@ class TestAdaptiveQuantileClip:
 
     @pytest.mark.slow
     def test_the_divisor_is_public(self):
-        """A batch of 10 rows of which 20 were expected counts 10 as half a share."""
+        """A batch of 10 rows of which 30 were expected counts 20 as half a share."""
         quantile = AdaptiveQuantileClip(0.5, 1.0, count_noise_multiplier=1e-9)
         seen = fit(private(100.0), quantile, batch_size=30, epochs=1)
         np.testing.assert_allclose(seen[0], 100 * math.exp(-0.5), rtol=1e-5)

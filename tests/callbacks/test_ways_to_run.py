@@ -157,7 +157,11 @@ def test_a_quantile_of_the_norms(options):
     assert segment.noise_multiplier <= counted
 
 
-@pytest.mark.parametrize("options", [EAGER, SEVERAL], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [EAGER, SEVERAL, pytest.param({"jit_compile": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_median_of_the_norms_now_and_then(options):
     edges = np.array([0, 0.5, 1.0, 2.0, 4.0])
     median = AdaptiveMedianClip(edges, histogram_noise_multiplier=5.0, every=4)

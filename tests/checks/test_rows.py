@@ -323,7 +323,7 @@ def rows_reach(function, rows=5):
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, len(LINKS) - 1), min_size=1, max_size=3))
 def test_what_is_proven_never_lets_rows_meet(numbers):
     def chain(x):

@@ -289,6 +289,7 @@ def test_other_strategies_are_refused():
         tfdp.DPModel(network())
 
 
+@pytest.mark.smoke
 def test_a_mirrored_device_alone(rng):
     with one_device_scope():
         private = tfdp.DPModel(network())

@@ -4,7 +4,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdp.federated import VirtualClients
@@ -18,11 +18,6 @@ def passes(clients, number):
     return np.concatenate([clients.of_round(r) for r in rounds])
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-)
 @given(
     number=st.integers(1, 400),
     seed=st.integers(0, 2**70),

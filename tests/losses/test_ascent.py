@@ -22,6 +22,8 @@ from tfdp.clipping import ClippedSum
 from tfdp.losses import BAM, SAT
 from tfdp.noise import add_noise
 
+pytestmark = pytest.mark.keras_private
+
 CROSSENTROPY = "sparse_categorical_crossentropy"
 LOSSES = {
     "sam": lambda loss: BAM(loss, radius=0.1),
@@ -134,7 +136,7 @@ def test_a_schedule_never_leads_downhill(radius):
     assert float(SAT("mse", radius=schedule).radius_at(5)) == 0
 
 
-def test_an_unwrapped_model_has_the_plain_loss():
+def test_an_unwrapped_model_has_the_plain_loss_and_is_not_trained():
     """With masks and weights."""
     model = keras.Sequential([
         keras.Input((4, 2)),
@@ -151,7 +153,13 @@ def test_an_unwrapped_model_has_the_plain_loss():
             model.evaluate(x, np.ones((3, 4, 1)), sample_weight=weights, verbose=0)
         )
     assert found == [pytest.approx(found[0])] * 3
-    model.fit(x, np.ones((3, 4, 1)), verbose=0)
+    before = model.get_weights()
+    with pytest.raises(
+        tfdp.errors.NotPrivateError, match=r"private\.compile\(optimizer"
+    ):
+        model.fit(x, np.ones((3, 4, 1)), verbose=0)
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_evaluation_has_the_plain_loss():

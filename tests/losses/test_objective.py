@@ -8,6 +8,8 @@ from keras import layers
 
 from tfdp.losses.objective import Objective
 
+pytestmark = pytest.mark.keras_private
+
 X = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], "float32")
 Y = np.array([[1.0], [0.0], [2.0]], "float32")
 

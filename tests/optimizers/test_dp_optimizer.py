@@ -491,6 +491,7 @@ NOT_PRIVATE = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", NOT_PRIVATE)
 def test_training_without_privacy_is_refused_before_any_weight_moves(case):
     model, train = NOT_PRIVATE[case]()

@@ -15,6 +15,8 @@ from tfdp.engines.choice import choose
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Objective
 
+pytestmark = pytest.mark.keras_private
+
 ROWS = 4
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import Phase, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tfdp.rules.products import inner_products, roundoff, squares_from_grams
@@ -51,11 +51,6 @@ def compare(a, g, bound=bound):
 sizes = st.integers(1, 700)
 
 
-@settings(
-    max_examples=25,
-    deadline=None,
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 40),

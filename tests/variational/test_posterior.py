@@ -101,12 +101,6 @@ def test_regression_predicts_the_mean_probability(regression, rng):
     ]
     found = special.expit(regression(x))
     np.testing.assert_allclose(np.ravel(found), expected, rtol=1e-4)
-    by_draws = predictive_mean(
-        regression, x, draws=20, activation=keras.activations.sigmoid, seed=1
-    )
-    samples = posterior_samples(regression, 20, seed=1)
-    logits = x @ samples["logit/kernel"] + samples["logit/bias"][:, None]
-    np.testing.assert_allclose(by_draws, special.expit(logits).mean(0), rtol=1e-4)
 
 
 def test_regression_draws_in_training(regression, rng):

@@ -1,6 +1,7 @@
 """From a target epsilon back to the noise, or to the number of steps."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -24,14 +25,15 @@ def calibrate_noise_multiplier(
     *,
     n: int,
     batch_size: int,
-    epochs: int,
+    epochs: float | None = None,
+    steps: int | None = None,
     delta: float,
     accountant: str = "PLD",
 ) -> float:
     """Find the least noise multiplier that keeps a training within an epsilon.
 
-    The training is ``epochs * ceil(n / batch_size)`` steps on Poisson-sampled
-    batches, which is what `fit` takes.
+    The training is ``epochs * ceil(n / batch_size)`` steps, rounded up, on
+    Poisson-sampled batches, which is what `fit` takes; or `steps` of them.
 
     Guarantees:
         The epsilon of that training with the returned noise multiplier, by the same
@@ -43,7 +45,8 @@ def calibrate_noise_multiplier(
         target_epsilon: Epsilon that the training may cost.
         n: Number of examples in the training data.
         batch_size: Expected number of examples in a batch.
-        epochs: Number of epochs.
+        epochs: Number of epochs, which need not be whole.
+        steps: Number of steps, in place of epochs.
         delta: Probability with which the bound may fail, between 0 and 1.
         accountant: ``"PLD"`` or ``"RDP"``: the one that the budget is kept by.
 
@@ -52,7 +55,8 @@ def calibrate_noise_multiplier(
 
     Raises:
         TypeError: If an argument is no number.
-        ValueError: If an argument is out of its range, or no noise is enough.
+        ValueError: If an argument is out of its range, not one of `epochs` and
+            `steps` is given, or no noise is enough.
 
     Example:
         >>> calibrate_noise_multiplier(
@@ -64,7 +68,14 @@ def calibrate_noise_multiplier(
     one_of("accountant", accountant, ACCOUNTANTS)
     n = positive_int("n", n)
     batch_size = positive_int("batch_size", batch_size)
-    steps = positive_int("epochs", epochs) * -(-n // batch_size)
+    if (epochs is None) == (steps is None):
+        raise ValueError(
+            "One of `epochs` and `steps` says how long the training is. Received: "
+            f"epochs={epochs!r}, steps={steps!r}. Use `epochs=10`, or `steps=1000`."
+        )
+    if epochs is not None:
+        steps = math.ceil(positive("epochs", epochs) * -(-n // batch_size))
+    steps = positive_int("steps", steps)
     delta = probability("delta", delta)
 
     def excess(noise: int, by: str) -> float:

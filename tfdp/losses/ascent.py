@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _validate
+from tfdp.errors import NotPrivateError
 
 _Schedule = keras.optimizers.schedules.LearningRateSchedule
 
@@ -27,7 +28,8 @@ class Ascent(NamedTuple):
 class AscentLoss(keras.losses.Loss):
     """A Keras loss, and how far `DPModel` goes uphill for its gradient.
 
-    Anywhere else, one loss is just that loss.
+    Under `evaluate` one loss is just that loss. Trained in a model that is not private it
+    raises `NotPrivateError`.
 
     Attributes:
         loss: As in `keras.Model.compile`.
@@ -57,7 +59,28 @@ class AscentLoss(keras.losses.Loss):
                 "`model.compile(optimizer, loss.loss)` for a plain model."
             )
         loss = _keras.resolve_loss(self.loss, y_true, y_pred)
-        return loss(y_true, y_pred, sample_weight)
+        return self._without_gradient(loss(y_true, y_pred, sample_weight))
+
+    def _without_gradient(self, value: Any) -> tf.Tensor:
+        """Return the loss so that whoever trains with it learns that it is plain."""
+        name = type(self).__name__
+
+        @tf.custom_gradient
+        def identity(value: tf.Tensor) -> Any:
+            def gradient(_: tf.Tensor) -> tf.Tensor:
+                raise NotPrivateError(
+                    f"`{name}` changes the gradient of each example, which a plain "
+                    "model does not have: it would train with the plain loss. "
+                    f"Received: the gradient of {self!r}. Use `private = "
+                    f"tfdp.DPModel(model); private.compile(optimizer, "
+                    f"tfdp.losses.{name}(...))`, or `model.compile(optimizer, "
+                    "loss.loss)` for the plain loss."
+                )
+
+            return tf.identity(value), gradient
+
+        without: tf.Tensor = identity(tf.convert_to_tensor(value))
+        return without
 
     def __repr__(self) -> str:
         """Return what the loss was made by."""
@@ -146,7 +169,7 @@ class BAM(AscentLoss):
 
     A unit of several examples, a microbatch or the views of an augmented example, has
     their mean loss for L_i. The loss and metrics of training are those at w. Under
-    `evaluate`, and in a model that is not private, it is just `loss`.
+    `evaluate` it is just `loss`.
 
     Guarantees:
         All of it happens before clipping and looks at one unit only: clipping, noise

@@ -68,11 +68,17 @@ class _RowwiseLoss(keras.losses.Loss):
             rows = (y_true, y_pred, sample_weight)
             return each_row_alone(lambda *row: tf.reduce_sum(loss(*row)), rows)
         mask = _keras.keras_mask(y_pred)
+        given = y_true
         y_true, y_pred = keras.tree.map_structure(
             lambda tensor: keras.ops.convert_to_tensor(tensor, dtype=loss.dtype),
             (y_true, y_pred),
         )
-        values = keras.ops.convert_to_tensor(loss.call(y_true, y_pred))
+        try:
+            values = loss.call(y_true, y_pred)
+        except (TypeError, tf.errors.InvalidArgumentError):
+            # TensorFlow's own losses take whole numbers as such.
+            values = loss.call(given, y_pred)
+        values = keras.ops.convert_to_tensor(values)
         mask = _both(mask, _keras.keras_mask(values))
         if values.shape.rank == 0:
             values, mask = each_row_alone(loss.call, (y_true, y_pred)), None

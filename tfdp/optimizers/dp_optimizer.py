@@ -432,6 +432,18 @@ class DPOptimizer(keras.optimizers.Optimizer):
         """Raise: gradients that are no clipped sum would not be private."""
         raise self._not_private("`apply_gradients`")
 
+    def minimize(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: gradients that are no clipped sum would not be private."""
+        raise self._not_private("`minimize`")
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: gradients that are no clipped sum would not be private."""
+        raise self._not_private("`compute_gradients`")
+
+    def get_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: gradients that are no clipped sum would not be private."""
+        raise self._not_private("`get_gradients`")
+
     def _not_private(self, where: str) -> NotPrivateError:
         return NotPrivateError(
             f"`{type(self).__name__}` never trains without privacy: {where} gives it "

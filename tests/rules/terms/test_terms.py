@@ -70,7 +70,7 @@ def check(term, truth, units, can_gram=True):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     SEEDS,
     st.integers(1, 4),
@@ -179,7 +179,7 @@ def test_moving_a_term_moves_its_gradients(rng):
         )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SEEDS, st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=2))
 def test_all_uses_of_a_matrix_are_one_sum(seed, uses):
     rng = np.random.default_rng(seed)
@@ -193,7 +193,7 @@ def test_all_uses_of_a_matrix_are_one_sum(seed, uses):
     check(merged, np.sum(truths, axis=0), Units(3, 1))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 4))
 def test_merging_is_concatenation(seed, first, second):
     rng = np.random.default_rng(seed)
