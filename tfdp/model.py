@@ -61,6 +61,11 @@ from tfdp.recorder import UNDECLARED, is_of_a_model, recorder_of
 _RELEASED = "released_gradient_"
 
 
+# Which layers trained when the model was checked, and with how many rows.
+_NOTHING_CHECKED: tuple[tuple[bool, ...], frozenset[int | None]] = ((), frozenset())
+_MOST_SIZES = 4
+
+
 @keras.saving.register_keras_serializable("tfdp")
 class DPModel(_keras.ReplicatedModel):
     """Wraps a Keras model so that `fit` trains it with differential privacy.
@@ -173,7 +178,7 @@ class DPModel(_keras.ReplicatedModel):
         self._has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
         self.recorder = recorder_of(model)
         self._plan = Plan()
-        self._checked: tuple[bool, ...] | None = None
+        self._checked = _NOTHING_CHECKED
         self.train_function: Any = None
         self.test_function: Any = None
         self._jit_compile_passes = False
@@ -341,7 +346,7 @@ class DPModel(_keras.ReplicatedModel):
         self._ascent = ascent if ascent is not None and ascent.has_ascent() else None
         if not isinstance(self._ascent, SAT):
             self._released = ReleasedGradient()
-        self._checked = None
+        self._checked = _NOTHING_CHECKED
         if self._has_own_loss:
             self.model.compile(
                 optimizer=None, loss=loss, loss_weights=loss_weights, jit_compile=False
@@ -556,8 +561,9 @@ class DPModel(_keras.ReplicatedModel):
                 "each a share."
             )
         self._plan_for(UNDECLARED, None)
-        if self._checked != self._trainable_state():
-            self._check_sample(*first_rows((x, y, sample_weight)))
+        sizes = self._unchecked_sizes(number_of_examples(x))
+        if sizes:
+            self._check_sample(*first_rows((x, y, sample_weight)), sizes=sizes)
         regularizers.check_number_of_examples(
             self.trainable_variables, None, rows=number_of_examples(x)
         )
@@ -800,26 +806,59 @@ class DPModel(_keras.ReplicatedModel):
 
     def _check(self, data: TrainingData) -> TrainingData:
         """Refuse layers and losses that mix examples, on a few rows of the data."""
-        if self._checked == self._trainable_state():
-            return data
-        data, sample = data.with_sample()
-        self._check_sample(*sample)
+        sizes = self._unchecked_sizes(data.static_batch_size)
+        if sizes:
+            data, sample = data.with_sample()
+            self._check_sample(*sample, sizes=sizes)
         return data
+
+    def _unchecked_sizes(self, batch_size: int | None) -> list[int | None]:
+        """Return what of `_sizes_of_passes` the model was not checked with yet."""
+        state, known = self._checked
+        sizes = self._sizes_of_passes(batch_size)
+        if state != self._trainable_state():
+            return list(sizes)
+        if len(known) >= _MOST_SIZES:
+            # By now TensorFlow traces for any number of rows.
+            return [] if None in known else [None]
+        return [size for size in sizes if size not in known]
+
+    def _sizes_of_passes(self, batch_size: int | None) -> tuple[int | None, ...]:
+        """Say how many rows go through the model at once, where that is static.
+
+        Args:
+            batch_size: Of all batches, or of some, if that is static.
+
+        Returns:
+            The sizes, None for any.
+        """
+        examples_per_unit, physical_batch_size = self._plan
+        views = 1 if self._augmentation is None else self._augmentation.multiplicity
+        if physical_batch_size is not None:
+            return (physical_batch_size * views,)
+        if not batch_size:
+            return (None,)
+        whole = -(-batch_size // examples_per_unit) * examples_per_unit
+        return (None, whole * views)
 
     def _trainable_state(self) -> tuple[bool, ...]:
         """What decides whether layers such as BatchNormalization keep data."""
         return tuple(layer.trainable for layer in _keras.flatten_layers(self.model))
 
-    def _check_sample(self, x: Any, y: Any, sample_weight: Any) -> None:
+    def _check_sample(
+        self, x: Any, y: Any, sample_weight: Any, *, sizes: list[int | None]
+    ) -> None:
         if self._replicas.strategy is not None:
             self.build_all((x, y, sample_weight))
         with self._replicas.only_first(), _keras.losses_of_one_replica():
-            self._check_rows(x, y, sample_weight)
+            self._check_rows(x, y, sample_weight, sizes)
         # Variables that were built only now may be known from elsewhere.
         self.recorder = recorder_of(self.model)
         self._bind(self.optimizer)
 
-    def _check_rows(self, x: Any, y: Any, sample_weight: Any) -> None:
+    def _check_rows(
+        self, x: Any, y: Any, sample_weight: Any, sizes: list[int | None]
+    ) -> None:
         rows = (x, y, sample_weight)
         if y is None and not self._has_own_loss:
             raise ValueError(
@@ -834,9 +873,12 @@ class DPModel(_keras.ReplicatedModel):
             self._augmentation.check(rows[0])
         if not self.model.built:
             self.model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
-        engine = choose(self.engine, self._objective_uphill(), rows)
+        engine = choose(self.engine, self._objective_uphill(), rows, sizes)
         self.built = True
-        self._checked = self._trainable_state()
+        state, known = self._trainable_state(), self._checked[1]
+        if state != self._checked[0]:
+            known = frozenset()
+        self._checked = state, known.union(sizes)
         # Of attributes Keras replaces the dicts, by some that models do not expect.
         self.__dict__["fitted_signature"] = signature_of(x)
         if engine != self._chosen_engine:

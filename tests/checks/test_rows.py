@@ -542,3 +542,57 @@ def test_every_problem_is_proven_without_running_it(problem):
     objective = Objective.of(problem.build(), problem.loss(), problem.loss_weights)
     data = tuple(problem.batch(2))
     assert choose("bookkeeping", objective, data) == BookkeepingEngine()
+
+
+# ---------------------------------------------------------------- passes of static size
+
+
+class MeanIfStatic(layers.Layer):
+    """Mixes rows only where the graph knows how many there are."""
+
+    def call(self, x):
+        return x if x.shape[0] is None else x - ops.mean(x, axis=0)
+
+
+def static_model(**options):
+    model = keras.Sequential([keras.Input((D,)), MeanIfStatic(), layers.Dense(1)])
+    private = tfdp.DPModel(model, **options)
+    private.compile(
+        tfdp.optimizers.DPSGD(
+            0.1, l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=4
+        ),
+        "mse",
+    )
+    return private
+
+
+def test_the_sizes_that_will_run_are_looked_at():
+    x, y = np.ones((8, D), "float32"), np.ones((8, 1))
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True)
+    trains = {
+        "passes": lambda: static_model(physical_batch_size=4).fit(
+            x, y, batch_size=4, verbose=0
+        ),
+        "batches": lambda: static_model().fit(batches, verbose=0),
+        "one batch": lambda: static_model().train_on_batch(x[:4], y[:4]),
+    }
+    for train in trains.values():
+        with pytest.raises(UnsupportedLayerError, match="a mean over the rows"):
+            train()
+    # Where batches vary, the layer does nothing.
+    static_model().fit(x, y, batch_size=4, verbose=0)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_rows_of_static_number_are_proven_apart(name):
+    function, shape = APART[name]
+    assert is_proven(function, shape, rows=6)
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_rows_of_static_number_that_meet_are_found(name):
+    counts = {"number of rows", "number of ones", "parity", "if many"}
+    # The gradient of a sum is the same for all rows, as long as their number is.
+    if name in counts | {"own place", "place in a table", "gradient"}:
+        pytest.skip("Where the number of rows is static, it is no secret.")
+    assert found(MEETING[name], (D,), rows=6)

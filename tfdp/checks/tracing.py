@@ -333,18 +333,19 @@ def line_of(op: Any) -> str | None:
     return line
 
 
-def signature_of(tree: Any) -> Any:
+def signature_of(tree: Any, rows: int | None = None) -> Any:
     """Describe arrays whose leading axis is that of the rows.
 
     Args:
         tree: Nested arrays.
+        rows: How many rows a batch has; None for any number.
 
     Returns:
-        The same nest of `tf.TensorSpec`, for any number of rows.
+        The same nest of `tf.TensorSpec`.
     """
     return _tree.map_tensors(
         lambda leaf: tf.TensorSpec(
-            [None, *leaf.shape[1:]], tf.as_dtype(getattr(leaf, "dtype", None))
+            [rows, *leaf.shape[1:]], tf.as_dtype(getattr(leaf, "dtype", None))
         ),
         tree,
     )

@@ -55,6 +55,14 @@ class TrainingData:
     shuffle: bool = False
     batch_size: int | None = None
 
+    @property
+    def static_batch_size(self) -> int | None:
+        """Rows of each batch, where the graph knows that; None elsewhere."""
+        if not isinstance(self.x, tf.data.Dataset):
+            return None
+        shape = tf.nest.flatten(self.x.element_spec)[0].shape
+        return shape[0] if shape.rank else None
+
     def with_sample(self) -> tuple[Self, Any]:
         """Take a few rows out for checks, without losing any of the data.
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -37,7 +37,12 @@ _TOLERANCE = 1e-2
 _RADIUS = 0.3
 
 
-def choose(engine: Any, objective: Objective, data: Any) -> engines.Engine:
+def choose(
+    engine: Any,
+    objective: Objective,
+    data: Any,
+    sizes: Sequence[int | None] = (None,),
+) -> engines.Engine:
     """Prove that rows do not meet in a model, and return the engine to use for it.
 
     The graph of a pass is followed through model, losses, and the backward pass up to
@@ -49,6 +54,8 @@ def choose(engine: Any, objective: Objective, data: Any) -> engines.Engine:
         objective: What will be differentiated.
         data: ``(x, y, sample_weight)``, nested arrays of a few rows. Only shapes and
             dtypes matter, but where somebody has registered a rule.
+        sizes: How many rows the passes will have, each None for any number: where
+            that is static, layers may do something else.
 
     Returns:
         `engine`, or the vectorized one if `engine` is `"auto"` and book-keeping is
@@ -60,19 +67,18 @@ def choose(engine: Any, objective: Objective, data: Any) -> engines.Engine:
         UnsupportedLossError: If the losses do so.
     """
     chosen = engines.get(engine)
-    signature = signature_of(data)
     if isinstance(chosen, VectorizedEngine):
-        check_objective(objective, signature)
+        _check_objective(objective, data, sizes)
         return chosen
     try:
-        problems = _problems_of_pass(chosen, objective, signature)
-        if problems:
-            check_objective(objective, signature)
-            raise UnsupportedLayerError(str(problems[0]))
+        for rows in sizes:
+            problems = _problems_of_pass(chosen, objective, data, rows)
+            if problems:
+                raise UnsupportedLayerError(str(problems[0]))
         if not _has_only_own_rules(objective.model):
             _compare_on_rows(chosen, objective, data)
     except UnsupportedLayerError as error:
-        check_objective(objective, signature)
+        _check_objective(objective, data, sizes)
         if engine != "auto":
             raise UnsupportedLayerError(
                 f"Engine '{chosen.name}' cannot clip the gradients of model "
@@ -89,12 +95,22 @@ def choose(engine: Any, objective: Objective, data: Any) -> engines.Engine:
     return chosen
 
 
-def check_objective(objective: Objective, signature: Any) -> None:
+def _check_objective(
+    objective: Objective, data: Any, sizes: Sequence[int | None]
+) -> None:
+    for rows in sizes:
+        check_objective(objective, signature_of(data, rows), rows)
+
+
+def check_objective(
+    objective: Objective, signature: Any, rows: int | None = None
+) -> None:
     """Refuse a model or losses that mix rows for certain, or that keep data.
 
     Args:
         objective: The model and its losses.
         signature: Nest of `tf.TensorSpec` of ``(x, y, sample_weight)``.
+        rows: How many rows there are, if that is static.
 
     Raises:
         UnsupportedLayerError: If the model does.
@@ -107,7 +123,7 @@ def check_objective(objective: Objective, signature: Any) -> None:
     def run(x: Any, y: Any, sample_weight: Any) -> Any:
         return objective.losses(x, y, objective.predict(x), sample_weight)
 
-    found = trace.found(run, signature)
+    found = trace.found(run, signature, rows)
     problems = layer_problems(objective.model, trace, found)
     raise_if(objective.model, [each for each in problems if each.is_certain])
     for problem in loss_problems(found):
@@ -116,7 +132,7 @@ def check_objective(objective: Objective, signature: Any) -> None:
 
 
 def _problems_of_pass(
-    engine: BookkeepingEngine, objective: Objective, signature: Any
+    engine: BookkeepingEngine, objective: Objective, data: Any, rows: int | None
 ) -> list[Problem]:
     """Follow the rows through all that an engine reads."""
     trace = Trace(objective.model)
@@ -125,8 +141,8 @@ def _problems_of_pass(
     def run(x: Any, y: Any, sample_weight: Any, is_padding: tf.Tensor) -> Any:
         return engine.read(objective, Batch(x, y, sample_weight, is_padding))
 
-    padding = tf.TensorSpec([None], tf.bool)
-    found = trace.found(run, (*signature, padding))
+    padding = tf.TensorSpec([rows], tf.bool)
+    found = trace.found(run, (*signature_of(data, rows), padding), rows)
     problems = layer_problems(objective.model, trace, found)
     return problems + loss_problems(found)
 
