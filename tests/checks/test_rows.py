@@ -403,6 +403,39 @@ def test_what_keeps_data_is_refused_by_name(update, engine):
         choose(engine, objective, (np.ones((4, D)), np.ones((4, 1)), None))
 
 
+class Table(layers.Layer):
+    """Puts rows into a table, or looks rows up in it."""
+
+    def __init__(self, writes, **kwargs):
+        super().__init__(**kwargs)
+        self.writes = writes
+        self.table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+
+    def call(self, x):
+        keys = tf.cast(x[:, 0], tf.int64)
+        if self.writes:
+            self.table.insert(keys, x[:, 0])
+        found = self.table.lookup(keys)
+        return x + tf.reshape(tf.ensure_shape(found, [None]), [-1, 1])
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_tables_that_keep_rows_are_not_proven(writes):
+    model = keras.Sequential([keras.Input((D,)), Table(writes), layers.Dense(1)])
+    assert bool(tfdp.validate_model(model, np.ones((4, D)))) == writes
+
+
+def test_a_generator_of_tensorflow_is_random():
+    generator = tf.random.Generator.from_seed(1)
+    assert is_proven(lambda x: x + generator.uniform(tf.shape(x), dtype=x.dtype), (D,))
+
+    def moved_by_a_row(x):
+        generator.uniform(tf.cast(x[0, :1], tf.int32))
+        return x
+
+    assert found(moved_by_a_row, (D,))
+
+
 def test_counters_of_calls_are_free_of_data():
     model = keras.Sequential([
         keras.Input((D,)),

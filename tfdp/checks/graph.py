@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp.checks.operations import apply
 from tfdp.checks.sizes import CONSTANTS, constant, is_fixed, same
-from tfdp.checks.step import Step, has_effect, of_numbers, static_lengths
+from tfdp.checks.step import COUNTS, Step, has_effect, of_numbers, static_lengths
 from tfdp.checks.values import NO_NUMBERS, PLAIN, WITHIN, Cause, Value
 
 _MOST_NUMBERS = 256
@@ -97,7 +97,11 @@ class Analysis:
         if step.op.type in _MESSAGES:
             return
         holds = any(each.axis is not None for each in step.inputs)
-        if not (holds or step.causes or self._is_hidden):
+        causes = step.causes
+        if step.op.type.startswith("Rng"):
+            # By how many numbers are drawn it moves, and that may be by how many rows.
+            causes = frozenset(each for each in causes if each.why != COUNTS)
+        if not (holds or causes or self._is_hidden):
             return
         names = [each.variable for each in step.inputs if each.variable]
         if METRIC in names:

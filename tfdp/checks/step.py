@@ -208,25 +208,26 @@ def has_effect(op: Any) -> bool:
     return bool(op.op_def.is_stateful) and not op.type.startswith(_HARMLESS)
 
 
+COUNTS = "counts the rows of a batch"
+
 # Operations that TensorFlow counts as stateful, but that keep nothing of their inputs.
 _HARMLESS = (
     "Random",
     "Stateful",
     "Truncated",
-    "Rng",
     "VarHandle",
     "ReadVariable",
     "Placeholder",
     "VarIsInitialized",
-    "TensorArray",
     "TensorList",
     "EmptyTensorList",
     "Parameterized",
     "Anonymous",
     "HashTable",
-    "LookupTable",
+    "MutableHashTable",
+    "LookupTableFind",
+    "LookupTableSize",
     "ResourceGather",
-    "Stack",
 )
 
 
@@ -246,7 +247,7 @@ def broadcast(shapes: Sequence[Any]) -> list[Length | None] | None:
 
 def counting(step: Step) -> frozenset[Cause]:
     """Say that an operation counts rows, which must not enter a value."""
-    return frozenset({step.cause("counts the rows of a batch")})
+    return frozenset({step.cause(COUNTS)})
 
 
 def of_numbers(step: Step, numbers: np.ndarray, number: int = 0) -> Value:

@@ -1,7 +1,7 @@
 """Random numbers."""
 
 from tfdp.checks.operations.axes import within_last
-from tfdp.checks.step import Step, lengths_from, rule
+from tfdp.checks.step import COUNTS, Step, lengths_from, rule
 from tfdp.checks.values import Cause, Value
 
 _DRAWS = [
@@ -30,7 +30,7 @@ _DRAWS = [
 @rule(*_DRAWS)
 def _draw(step: Step) -> Value:
     """Describe random numbers: which ones they are depends on no data."""
-    place = 1 if step.op.type.startswith("Stateful") else 0
+    place = 2 if step.op.type.startswith("Stateful") else 0
     shape, others = step.inputs[place], step.inputs
     if any(each.axis is not None for each in others):
         return step.unknown()
@@ -63,3 +63,13 @@ def _shuffle(step: Step) -> Value:
     if value.axis == 0:
         return step.mixed("puts rows to others")
     return step.output(value.axis, value.layout, lengths=value.lengths)
+
+
+@rule("RngReadAndSkip", "RngSkip")
+def _moved_generator(step: Step) -> list[Value]:
+    outputs = range(len(step.op.outputs))
+    if any(each.axis is not None for each in step.inputs):
+        return [step.unknown(n) for n in outputs]
+    # By how many numbers are drawn it moves, and that may be by how many rows.
+    causes = frozenset(each for each in step.causes if each.why != COUNTS)
+    return [step.output(None, number=n, causes=causes) for n in outputs]
