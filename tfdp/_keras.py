@@ -5,6 +5,7 @@ something breaks this file and nothing else.
 """
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -170,11 +171,20 @@ def _functional(model: keras.Model) -> Any:
     return model if hasattr(model, "_inputs_struct") else None
 
 
+@functools.cache
+def _own_generator() -> keras.random.SeedGenerator:
+    """Return the one generator: a graph that is traced again may make no variable."""
+    with tf.init_scope(), unmirrored_variables():
+        return keras.random.SeedGenerator(seed=0, name="tfdp_own")
+
+
 @contextlib.contextmanager
 def own_global_seed() -> Iterator[keras.random.SeedGenerator]:
     """Yield a generator that stands in for the one of unseeded random functions."""
     original = global_state.get_global_attribute(_GLOBAL_SEED)
-    generator = keras.random.SeedGenerator(seed=0, name="tfdp_probe")
+    generator = _own_generator()
+    with tf.init_scope():
+        generator.state.assign([0, 0])
     global_state.set_global_attribute(_GLOBAL_SEED, generator)
     try:
         yield generator
