@@ -21,6 +21,9 @@ from tfdp.checks.values import FREE, PLAIN, WITHIN, Cause, Layout, Value
 # for all.
 _ROWS = {(0, PLAIN), (None, PLAIN)}
 
+# Lengths for axes other than that of the rows whose length is open.
+_LENGTHS = (11, 13)
+
 # In place of a layer: the loss.
 LOSS = "loss"
 
@@ -108,8 +111,13 @@ class Trace:
                 random.setstate(chance)
                 _tracing.reset(token)
             specs = [spec for spec in tf.nest.flatten(signature) if spec is not None]
-            given = [_given(spec, rows, views) for spec in specs]
-            return self._found_in(graph, given, rows, ends_in_rows)
+            found: dict[Cause, Found] = {}
+            is_open = any(None in spec.shape.as_list()[1:] for spec in specs)
+            for length in _LENGTHS if is_open else _LENGTHS[:1]:
+                given = [_given(spec, rows, views, length) for spec in specs]
+                for each in self._found_in(graph, given, rows, ends_in_rows):
+                    found.setdefault(each.cause, each)
+            return list(found.values())
 
     def _found_in(
         self, graph: Any, given: list[Value], rows: int | None, ends_in_rows: bool
@@ -315,8 +323,8 @@ def _is_eager(tensor: Any) -> bool:
     return hasattr(tensor, "numpy")
 
 
-def _given(spec: tf.TensorSpec, rows: int | None, views: int) -> Value:
-    lengths: list[Any] = spec.shape.as_list()
+def _given(spec: tf.TensorSpec, rows: int | None, views: int, length: int) -> Value:
+    lengths: list[Any] = [length if n is None else n for n in spec.shape.as_list()]
     lengths[0] = Size(views) if rows is None else rows * views
     return Value(0, Layout(1, views), tuple(lengths))
 
