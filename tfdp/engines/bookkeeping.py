@@ -108,7 +108,10 @@ class BookkeepingEngine:
         for terms in step.terms_by_variable():
             for term in terms:
                 with part_of_trace(term.variable.path):
-                    found += [_by_rows(each, step.units, term) for each in term.read()]
+                    # Terms that have moved do not know their repeats any more.
+                    repeats = term.repeats if objective.ascent is None else -1
+                    for each in term.read():
+                        found.append(_by_rows(each, step.units, repeats))  # noqa: PERF401
         return found
 
     def explain(self, model: keras.Model, signature: Any) -> list[Explanation]:
@@ -489,9 +492,9 @@ def _squares(
     return term.squares_of_dropped(units), term
 
 
-def _by_rows(tensor: tf.Tensor, units: Units, term: Term) -> tf.Tensor:
+def _by_rows(tensor: tf.Tensor, units: Units, repeats: int | None) -> tf.Tensor:
     """(rows of the calls, ...) -> (rows of the batch, those of each, ...)."""
-    shape = [units.number, term.repeats, *tf.unstack(tf.shape(tensor)[1:])]
+    shape = [units.number, repeats, *tf.unstack(tf.shape(tensor)[1:])]
     return tf.reshape(tensor, shape)
 
 

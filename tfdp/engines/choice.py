@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -71,8 +72,11 @@ def choose(
         _check_objective(objective, data, sizes)
         return chosen
     try:
-        for rows in sizes:
-            problems = _problems_of_pass(chosen, objective, data, rows)
+        passes = [dataclasses.replace(objective, ascent=None)]
+        if objective.ascent is not None:
+            passes.append(objective)
+        for rows, of_pass in itertools.product(sizes, passes):
+            problems = _problems_of_pass(chosen, of_pass, data, rows)
             if problems:
                 raise UnsupportedLayerError(str(problems[0]))
         if not _has_only_own_rules(objective.model):

@@ -1,5 +1,6 @@
 """The rule of layers that have none: the gradients of each row, by vectorizing."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -88,6 +89,7 @@ def generic(call: Call) -> Any:
         rows = [*inputs, *gradients]
         try:
             if trace is not None:
+                _check_that_it_can_be_vectorized(of_row, rows)
                 of_rows = trace.alone(of_row, rows)
             else:
                 of_rows = tf.vectorized_map(of_row, rows, warn=False)
@@ -103,3 +105,13 @@ def generic(call: Call) -> Any:
 
     watched = call.watch_all(keras.tree.flatten(outputs), terms, linear_terms=None)
     return keras.tree.pack_sequence_as(outputs, watched)
+
+
+def _check_that_it_can_be_vectorized(
+    function: Callable[[list[tf.Tensor]], Any], rows: list[tf.Tensor]
+) -> None:
+    """Raise whatever a vectorized map raises while it is traced."""
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in rows]
+    tf.function(
+        lambda rows: tf.vectorized_map(function, rows, warn=False), autograph=False
+    ).get_concrete_function(specs)
