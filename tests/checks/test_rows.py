@@ -165,6 +165,108 @@ MEETING_POSITIONS = {
 }
 
 
+def number_of(x):
+    return tf.shape(x)[0]
+
+
+def kept(x):
+    return tf.boolean_mask(x, x[:, 0] < 7.0)
+
+
+def times(x, number):
+    return x * tf.cast(number, x.dtype)
+
+
+SOME = tf.Variable(1.0, dtype=tf.float64)
+
+
+def picked_at_the_end(x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = x[-1]
+    return x * tape.gradient(y, x)
+
+
+def filled_list(size, x):
+    return tf.TensorArray(x.dtype, size, element_shape=[]).write(0, 1.0).stack()
+
+
+# Found by people who tried to get past.
+HIDDEN = {
+    "all are kept": lambda x: tf.cond(
+        tf.equal(number_of(kept(x)), number_of(x)), lambda: x, lambda: -100.0 * x
+    ),
+    "how many are kept": lambda x: times(x, number_of(kept(x)) // number_of(x)),
+    "ones of what is kept": lambda x: (
+        x[:, 0]
+        * tf.reduce_sum(
+            tf.ones_like(tf.boolean_mask(x, tf.reduce_any(x > 1.0, 0), axis=1)),
+            1,
+        )
+    ),
+    "branches of two ranks": lambda x: (
+        x[:, 0] + tf.reduce_sum(tf.cond(SOME > 0, lambda: x, lambda: x[:, 0]), -1)
+    ),
+    "column by number": lambda x: x[:, number_of(x) % 3],
+    "columns by number": lambda x: tf.reduce_sum(x[:, : number_of(x) % 3 + 1], 1),
+    "slice by number": lambda x: tf.slice(x, [0, number_of(x) % 3], [-1, 1]),
+    "the last one": picked_at_the_end,
+    "the first of a list": lambda x: filled_list(number_of(x), x)[:, None] * x,
+    "length of a list": lambda x: times(
+        x, tf.TensorArray(x.dtype, number_of(x), dynamic_size=True).size()
+    ),
+    "spaces by number": lambda x: tf.batch_to_space(
+        tf.reshape(x, [-1, 3, 1, 1]), [1, 1], tf.stack([[number_of(x) % 2, 1], [0, 0]])
+    ),
+    "tiles by number": lambda x: times(
+        x,
+        tf.size(
+            tf.tile(tf.where(tf.range(3.0, dtype=x.dtype) < SOME), [number_of(x), 1])
+        ),
+    ),
+    "branches of two lengths": lambda x: times(
+        x,
+        number_of(
+            tf.cond(SOME > 0, lambda: tf.zeros([number_of(x)]), lambda: tf.zeros([5]))
+        )
+        // number_of(x),
+    ),
+    "negative numbers": lambda x: times(
+        x, -1 * tf.maximum(number_of(x) * -1, -5) // number_of(x)
+    ),
+    "truths": lambda x: times(
+        x, tf.cast(tf.cast(number_of(x), tf.bool), tf.int32) // number_of(x)
+    ),
+    "no place": lambda x: (
+        x + tf.reduce_sum(x, axis=tf.one_hot(-1, 1, dtype=tf.int32), keepdims=True)
+    ),
+    "overflow": lambda x: times(x, number_of(x) * -(2**31) // -(2**31) // number_of(x)),
+    "axis by number": lambda x: x * tf.reduce_sum(x, axis=number_of(x) % 2),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_hides_is_found(name):
+    assert found(HIDDEN[name], (D,))
+
+
+def test_negative_batch_dims_and_tables_of_defaults():
+    def picked(x):
+        x = tf.transpose(x, [1, 0, 2])
+        places = tf.cast(x[:, :, 0] > 0, tf.int32)
+        picked = tf.gather(x, places, axis=2, batch_dims=-1)
+        return tf.transpose(tf.reduce_sum(picked, 2))
+
+    assert found(picked, (4, D))
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+
+    def looked_up(x):
+        default = tf.cast(tf.reduce_max(x), tf.float32)
+        return table.lookup(tf.cast(x, tf.int64), dynamic_default_values=default)
+
+    assert found(looked_up, (D,))
+
+
 @pytest.mark.parametrize("name", [*MEETING, *MEETING_POSITIONS])
 def test_rows_that_meet_are_found(name):
     if name in MEETING:

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp.checks.operations import apply
-from tfdp.checks.sizes import CONSTANTS, constant, is_fixed, same
+from tfdp.checks.sizes import CONSTANTS, Size, constant, is_fixed, same
 from tfdp.checks.step import COUNTS, Step, has_effect, of_numbers, static_lengths
-from tfdp.checks.values import NO_NUMBERS, PLAIN, WITHIN, Cause, Value
+from tfdp.checks.values import NEW_LIST, NO_NUMBERS, PLAIN, WITHIN, Cause, Value
 
 _MOST_NUMBERS = 256
 _MOST_ROUNDS = 12
@@ -98,7 +98,7 @@ class Analysis:
             return
         holds = any(each.axis is not None for each in step.inputs)
         causes = step.causes
-        if step.op.type.startswith("Rng"):
+        if step.op.type.startswith(("Rng", "Stateful")):
             # By how many numbers are drawn it moves, and that may be by how many rows.
             causes = frozenset(each for each in causes if each.why != COUNTS)
         if not (holds or causes or self._is_hidden):
@@ -140,14 +140,14 @@ class Analysis:
         depends = predicate.axis is not None or bool(predicate.causes)
         call = self._called_hidden if depends else self._called
         results = [call(op, function, arguments) for function in functions]
-        joined = []
+        joined: list[Value] = []
         for values in zip(*results, strict=True):
             value = values[0]
             for other in values[1:]:
                 value = self._join(op, value, other)
             if predicate.axis == WITHIN:
                 value = value._replace(axis=WITHIN)
-            elif depends and value.numbers is None:
+            elif depends and (value.numbers is None or _is_list(op, len(joined))):
                 value = self._decided(op, value, predicate, "chooses")
             joined.append(value)
         return joined
@@ -207,15 +207,34 @@ class Analysis:
         if first.lengths is not None and second.lengths is not None:
             if len(first.lengths) == len(second.lengths):
                 pairs = zip(first.lengths, second.lengths, strict=True)
-                lengths = tuple(
-                    main.lengths[n]  # type: ignore[index]
-                    if a == b or n == main.axis
-                    else None
-                    for n, (a, b) in enumerate(pairs)
-                )
-            elif main.axis is None:
+                lengths = tuple(a if a == b else None for a, b in pairs)
+            else:
                 lengths = None
+        elif first.axis is not None or second.axis is not None:
+            lengths = main.lengths if None in (first.axis, second.axis) else None
+        if main.axis is not None and not _has_rows(lengths, main.axis):
+            known = [e.lengths for e in (first, second) if e.axis is not None]
+            if all(_has_rows(each, main.axis) for each in known):
+                if _is_open(first) or _is_open(second):
+                    # A list that is filled in the first round.
+                    lengths = main.lengths
+                else:
+                    why = "has another shape from one time to the next"
+                    causes |= {self._step(op, []).cause(why)}
         return main._replace(lengths=lengths, numbers=numbers, causes=causes)
+
+
+def _is_list(op: Any, number: int) -> bool:
+    return bool(op.outputs[number].dtype == tf.variant)
+
+
+def _has_rows(lengths: Any, axis: int) -> bool:
+    return lengths is not None and axis < len(lengths) and lengths[axis] is not None
+
+
+def _is_open(value: Value) -> bool:
+    """Tell whether a list has no tensors yet."""
+    return value.axis is None and value.variable == NEW_LIST
 
 
 def _joined_numbers(first: Any, second: Any) -> Any:
@@ -278,9 +297,17 @@ def _evaluated(step: Step, evaluate: Any) -> Value | None:
         result = evaluate(step.op, *arrays)
     except (IndexError, TypeError, ValueError):
         return None
-    if result is None or np.size(result) > _MOST_NUMBERS:
+    if result is None or np.size(result) > _MOST_NUMBERS or _may_overflow(result):
         return None
     return of_numbers(step, np.asarray(result, object))
+
+
+def _may_overflow(numbers: Any) -> bool:
+    for number in np.ravel(numbers):
+        size = number.block if isinstance(number, Size) else number
+        if size is not None and abs(size) >= 2**31:
+            return True
+    return False
 
 
 def _equal(first: Value, second: Value) -> bool:

@@ -189,7 +189,8 @@ def _larger(a: Any, b: Any) -> Any:
     for size, number in ((a, b), (b, a)):
         if isinstance(size, Size):
             # There is a row at least: without one there is nothing to tell.
-            return size if size.block is not None and number <= size.block else UNKNOWN
+            is_larger = size.block is not None and number <= size.block > 0
+            return size if is_larger else UNKNOWN
     return max(a, b)
 
 
@@ -338,8 +339,15 @@ def _stitched(op: Any, *arrays: np.ndarray) -> Any:
     return result
 
 
+def _cast(op: Any, values: np.ndarray) -> Any:
+    # Other numbers come out of narrower ones, and of truths.
+    return values if op.outputs[0].dtype.name in {"int32", "int64"} else None
+
+
 def _one_hot(op: Any, indices: np.ndarray, depth: Any, on: Any, off: Any) -> Any:
     if not is_fixed(indices) or op.get_attr("axis") not in (-1, indices.ndim):
+        return None
+    if any(not 0 <= int(n) < int(depth.item()) for n in indices.ravel()):
         return None
     table = np.where(np.eye(int(depth.item()), dtype=bool), on.item(), off.item())
     return constant(table[np.asarray(indices, np.int64)])
@@ -374,7 +382,7 @@ CONSTANTS: dict[str, Any] = {
     "SelectV2": _elementwise(_chosen),
     "Identity": lambda op, values: values,
     "StopGradient": lambda op, values: values,
-    "Cast": lambda op, values: values,
+    "Cast": _cast,
     "Pack": _packed,
     "ConcatV2": lambda op, *values: np.concatenate(
         values[:-1], axis=int(values[-1].item())

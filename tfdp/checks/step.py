@@ -199,12 +199,20 @@ def apply(step: Step) -> list[Value]:
             # What is made of nothing but what is free of data, whatever it does.
             return [step.output(None, number=n) for n in range(outputs)]
         return [step.unknown(n) for n in range(outputs)]
-    result = rule(step)
+    try:
+        result = rule(step)
+    except (IndexError, TypeError, ValueError, ZeroDivisionError):
+        # Numbers that count rows where an axis or a length should be.
+        return [step.unknown(n) for n in range(outputs)]
     return result if isinstance(result, list) else [result]
 
 
 def has_effect(op: Any) -> bool:
     """Tell whether an operation may do more than compute its outputs."""
+    if any(argument.is_ref for argument in op.op_def.input_arg):
+        return True
+    if op.type.startswith(_ON_HANDLES):
+        return True
     return bool(op.op_def.is_stateful) and not op.type.startswith(_HARMLESS)
 
 
@@ -213,7 +221,7 @@ COUNTS = "counts the rows of a batch"
 # Operations that TensorFlow counts as stateful, but that keep nothing of their inputs.
 _HARMLESS = (
     "Random",
-    "Stateful",
+    "StatefulPartitionedCall",
     "Truncated",
     "VarHandle",
     "ReadVariable",
@@ -231,6 +239,11 @@ _HARMLESS = (
 )
 
 
+# Operations that TensorFlow does not count as stateful, but that change what a handle
+# leads to.
+_ON_HANDLES = ("TensorArray", "Queue", "Stack", "Barrier")
+
+
 def broadcast(shapes: Sequence[Any]) -> list[Length | None] | None:
     """Return the lengths of what tensors are broadcast to; None if not known."""
     if any(shape is None for shape in shapes):
@@ -243,6 +256,11 @@ def broadcast(shapes: Sequence[Any]) -> list[Length | None] | None:
         known = [n for n in longer if n is not None]
         result.append(known[0] if known else (None if longer else 1))
     return result
+
+
+def has_fixed_rest(shape: Value) -> bool:
+    """Tell whether a shape counts rows on its first axis at most."""
+    return shape.numbers is not None and is_fixed(shape.numbers.ravel()[1:])
 
 
 def counting(step: Step) -> frozenset[Cause]:

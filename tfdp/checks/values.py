@@ -77,5 +77,8 @@ class Value(NamedTuple):
 
 FREE = Value()
 
+# In place of a variable's name: a list that has no tensors yet.
+NEW_LIST = "a new list"
+
 # The numbers of a list that has no tensors yet.
 NO_NUMBERS = np.empty([0], object)

@@ -494,7 +494,11 @@ def _squares(
 
 def _by_rows(tensor: tf.Tensor, units: Units, repeats: int | None) -> tf.Tensor:
     """(rows of the calls, ...) -> (rows of the batch, those of each, ...)."""
-    shape = [units.number, repeats, *tf.unstack(tf.shape(tensor)[1:])]
+    lengths = [
+        tf.shape(tensor)[axis] if length is None else length
+        for axis, length in enumerate(tensor.shape)
+    ]
+    shape = [units.number, repeats, *lengths[1:]]
     return tf.reshape(tensor, shape)
 
 

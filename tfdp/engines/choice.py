@@ -147,8 +147,13 @@ def _problems_of_pass(
 
     padding = tf.TensorSpec([rows], tf.bool)
     found = trace.found(run, (*signature_of(data, rows), padding), rows)
-    problems = layer_problems(objective.model, trace, found)
-    return problems + loss_problems(found)
+    problems = layer_problems(objective.model, trace, found) + loss_problems(found)
+    if found:
+        # What comes first in the graph is to blame for what follows.
+        names = {id(layer): path for path, layer in trace.layers}
+        first = names.get(id(found[0].layer))
+        problems.sort(key=lambda problem: problem.path != first)
+    return problems
 
 
 def _with_checked_losses(objective: Objective, trace: Trace) -> Objective:

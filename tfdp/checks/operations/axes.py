@@ -1,11 +1,12 @@
 """Reductions, and what else goes along axes."""
 
+from tfdp.checks.sizes import is_fixed
 from tfdp.checks.step import Step, rule
 from tfdp.checks.values import Value
 
 
 def _axes_of(step: Step, value: Value, axes: Value) -> list[int] | None:
-    if axes.numbers is None or value.lengths is None:
+    if axes.numbers is None or value.lengths is None or not is_fixed(axes.numbers):
         return None
     return [int(n) % max(len(value.lengths), 1) for n in axes.numbers.ravel()]
 
@@ -98,7 +99,15 @@ def within_last(step: Step, number: int) -> Value:
         return step.unknown()
     if value.from_end is not None and value.from_end >= -number:
         return step.mixed("goes along the rows")
-    return step.output(value.axis, value.layout, lengths=value.lengths)
+    lengths = value.lengths if step.op.type in _OF_ONE_SHAPE else None
+    return step.output(value.axis, value.layout, lengths=lengths)
+
+
+# Operations whose outputs have the shape of their inputs.
+_OF_ONE_SHAPE = {
+    *("Softmax", "LogSoftmax", "FFT", "IFFT", "FFT2D", "IFFT2D"),
+    *("MatrixInverse", "Cholesky", "MatrixBandPart"),
+}
 
 
 @rule("TopKV2", "TopK")

@@ -52,9 +52,7 @@ def _draw_of_each(step: Step) -> Value:
 def _draw_gamma(step: Step) -> Value:
     if any(each.axis is not None for each in step.inputs):
         return step.unknown()
-    shape = step.inputs[0]
-    causes = frozenset[Cause]().union(*(each.causes for each in step.inputs[1:]))
-    return step.output(None, lengths=lengths_from(shape), causes=causes)
+    return step.output(None)
 
 
 @rule("RandomShuffle", "RandomIndexShuffle")

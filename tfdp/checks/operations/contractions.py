@@ -4,8 +4,8 @@ import math
 import string
 from typing import Any
 
-from tfdp.checks.step import Step, rule
-from tfdp.checks.values import Cause, Layout, Value
+from tfdp.checks.step import Step, has_fixed_rest, rule
+from tfdp.checks.values import Layout, Value
 
 
 @rule("MatMul", "SparseMatMul")
@@ -157,7 +157,7 @@ def _space_and_batch(step: Step) -> Value:
         return step.mixed("takes the rows for a space")
     if value.axis != 0:
         return step.mixed("takes the rows for a space")
-    return step.output(0, Layout(times, entries), causes=value.causes)
+    return step.output(0, Layout(times, entries))
 
 
 @rule("MaxPoolWithArgmax")
@@ -188,9 +188,9 @@ def _along_first(step: Step) -> Value:
         return step.output(None)
     if any(each.axis != 0 or each.layout != rows[0].layout for each in rows):
         return step.mixed("takes the rows for a space")
-    causes = frozenset[Cause]().union(
-        *(each.causes for each in step.inputs if each.numbers is None)
-    )
+    causes = step.causes
+    if "AvgPool" in step.op.type and has_fixed_rest(step.inputs[0]):
+        causes = step.inputs[1].causes
     return step.output(0, rows[0].layout, causes=causes)
 
 
@@ -200,12 +200,14 @@ def _along_first(step: Step) -> Value:
     "DepthwiseConv2dNativeBackpropInput",
 )
 def _input_gradient(step: Step) -> Value:
-    _, kernel, value = step.inputs
+    sizes, kernel, value = step.inputs
     if kernel.axis is not None:
         return step.mixed("takes rows for a kernel")
     if value.axis not in (None, 0):
         return step.mixed("takes the rows for a space")
     causes = kernel.causes | value.causes
+    if not has_fixed_rest(sizes):
+        causes = step.causes
     return step.output(value.axis, value.layout, causes=causes)
 
 

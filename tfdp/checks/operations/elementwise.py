@@ -230,9 +230,12 @@ def _select(step: Step) -> Value:
 @rule("ZerosLike", "OnesLike", "ImmutableConst")
 def _like(step: Step) -> Value:
     like = step.inputs[0]
+    # Where something is the matter, its shape may depend on it.
+    is_known = like.lengths is not None and is_fixed(list(like.lengths))
+    causes = frozenset[Cause]() if is_known else like.causes
     if step.op.outputs[0].dtype == tf.variant:
-        return like._replace(numbers=None, causes=frozenset())
-    return step.output(like.axis, like.layout, lengths=like.lengths, causes=frozenset())
+        return like._replace(numbers=None, causes=like.causes)
+    return step.output(like.axis, like.layout, lengths=like.lengths, causes=causes)
 
 
 @rule("IdentityN")
@@ -247,7 +250,7 @@ def _ensure_shape(step: Step) -> Value:
 
 @rule("LookupTableFindV2")
 def _looked_up(step: Step) -> Value:
-    return joined(step, [step.inputs[1]])
+    return joined(step, step.inputs[1:])
 
 
 @rule("Const", "VarHandleOp", "ReadVariableOp", "VarIsInitializedOp", "NoOp")

@@ -6,22 +6,28 @@ from tfdp.checks.sizes import (
     same,
 )
 from tfdp.checks.step import (
+    COUNTS,
     Step,
+    counting,
     rule,
 )
-from tfdp.checks.values import FREE, NO_NUMBERS, Value
+from tfdp.checks.values import FREE, NEW_LIST, NO_NUMBERS, Value
 
 
 @rule("TensorListReserve")
 def _reserved(step: Step) -> Value:
-    number = step.inputs[1].numbers
+    number = step.inputs[1]
+    if number.axis is not None:
+        return step.mixed("has a length that depends on rows")
+    known = number.numbers
     # Of the axes of its tensors nothing is known yet.
-    return FREE if number is None else FREE._replace(lengths=(number.item(),))
+    lengths = None if known is None else (known.item(),)
+    return FREE._replace(lengths=lengths, causes=number.causes, variable=NEW_LIST)
 
 
 @rule("EmptyTensorList")
 def _empty_list(step: Step) -> Value:
-    return FREE._replace(numbers=NO_NUMBERS)
+    return FREE._replace(numbers=NO_NUMBERS, variable=NEW_LIST)
 
 
 @rule("TensorListFromTensor")
@@ -44,8 +50,14 @@ def _stacked(step: Step) -> Value:
 def _about_list(step: Step) -> Value:
     value = step.inputs[0]
     if value.axis == 0:
-        return step.mixed("counts the rows of a batch")
-    return step.output(None, causes=frozenset())
+        return step.mixed(COUNTS)
+    lengths = value.lengths
+    if lengths is None or not lengths:
+        return step.output(None, causes=step.causes | counting(step))
+    shown = lengths[:1] if step.op.type == "TensorListLength" else lengths[1:]
+    if any(not isinstance(length, int) for length in shown):
+        return step.output(None, causes=step.causes | counting(step))
+    return step.output(None)
 
 
 @rule("TensorListGetItem")
@@ -85,6 +97,8 @@ def _with_item(step: Step) -> Value:
 @rule("TensorListPushBack")
 def _pushed(step: Step) -> Value:
     value, item = step.inputs
+    if value.axis == 0:
+        return step.mixed("puts other entries behind the rows")
     return _grown(step, value, item)
 
 
@@ -112,24 +126,34 @@ def _grown(step: Step, value: Value, item: Value, causes: Any = frozenset()) -> 
 @rule("TensorListPopBack")
 def _popped(step: Step) -> list[Value]:
     value = step.inputs[0]
+    if value.axis == 0:
+        why = "takes the rows of a batch apart"
+        return [step.mixed(why, number=n) for n in range(2)]
     return [value, _element(step, value, 1)]
 
 
 @rule("TensorListResize")
 def _resized(step: Step) -> Value:
-    return step.inputs[0]
+    value, number = step.inputs
+    if value.axis == 0 or number.axis is not None:
+        return step.mixed("puts other entries behind the rows")
+    lengths = None if value.lengths is None else (None, *value.lengths[1:])
+    return value._replace(lengths=lengths, numbers=None, causes=step.causes)
 
 
 @rule("TensorListConcatV2", "TensorListConcat")
 def _concatenated(step: Step) -> list[Value]:
     value = step.inputs[0]
+    causes = step.causes
+    if not value.lengths or not isinstance(value.lengths[0], int):
+        causes |= counting(step)
     if value.axis is None:
-        return [step.output(None, number=n) for n in range(2)]
+        return [step.output(None, number=n, causes=causes) for n in range(2)]
     if value.axis == 1 or value.axis == 0:
         return [
             step.mixed("puts other entries behind the rows", number=n) for n in (0, 1)
         ]
     return [
-        step.output(value.axis - 1, value.layout, number=0),
-        step.output(None, number=1, causes=frozenset()),
+        step.output(value.axis - 1, value.layout, number=0, causes=causes),
+        step.output(None, number=1, causes=causes),
     ]

@@ -10,6 +10,7 @@ from tfdp.checks.sizes import (
     Length,
     Size,
     constant,
+    is_fixed,
 )
 from tfdp.checks.step import (
     Step,
@@ -161,7 +162,12 @@ def _slice(step: Step) -> Value:
         return step.output(None, lengths=lengths)
     if not is_same_length(lengths[value.axis], value.lengths[value.axis]):
         return step.mixed("takes some of the rows")
-    return step.output(value.axis, value.layout, lengths=lengths, causes=value.causes)
+    elsewhere = [
+        np.delete(numbers.ravel(), value.axis)
+        for numbers in (begin.numbers, size.numbers)
+    ]
+    causes = value.causes if all(map(is_fixed, elsewhere)) else step.causes
+    return step.output(value.axis, value.layout, lengths=lengths, causes=causes)
 
 
 def _sliced(length: Length | None, begin: Any, size: Any) -> Any:
@@ -272,6 +278,19 @@ def _about(found: list[_Index], axis: int) -> _Index:
     )
 
 
+def _are_fixed(found: list[_Index], indices: Sequence[Value], axis: int) -> bool:
+    """Tell whether no number counts rows but those for the axis of the rows."""
+    for each in indices:
+        if each.numbers is None:
+            return False
+        for number, index in zip(each.numbers.ravel(), found, strict=False):
+            if isinstance(number, Size) and (
+                index.is_new or index.number is not None or index.axis != axis
+            ):
+                return False
+    return True
+
+
 @rule("StridedSlice")
 def _strided_slice(step: Step) -> Value:
     value, *indices = step.inputs
@@ -294,9 +313,9 @@ def _strided_slice(step: Step) -> Value:
         else (index.length if index.number is None else value.lengths[axis])
         for axis, index in origins
     ]
-    knows = all(each.numbers is not None for each in indices)
-    # Of what is free of data, which part is taken may count rows.
-    causes = value.causes if knows and value.axis is not None else step.causes
+    # Of other axes than that of the rows, which part is taken may count rows.
+    is_fixed_part = value.axis is not None and _are_fixed(found, indices, value.axis)
+    causes = value.causes if is_fixed_part else step.causes
     return step.output(rows, value.layout, lengths=lengths, causes=causes)
 
 
@@ -310,13 +329,17 @@ def _strided_slice_grad(step: Step) -> Value:
     if found is None:
         return step.unknown()
     if value.axis is None:
-        return step.output(None, lengths=lengths, causes=value.causes)
+        for counted, length in enumerate(lengths):
+            if isinstance(length, Size) and not _about(found, counted).takes_all:
+                return step.mixed("puts entries to some of the rows")
+        return step.output(None, lengths=lengths)
     origins = _origins(found)
     axis, index = origins[value.axis]
     if axis is None or not index.takes_all:
         is_certain = index.takes_all is not None
         return step.mixed("puts rows to others", is_certain=is_certain)
-    return step.output(axis, value.layout, lengths=lengths, causes=value.causes)
+    causes = value.causes if _are_fixed(found, indices, axis) else step.causes
+    return step.output(axis, value.layout, lengths=lengths, causes=causes)
 
 
 @rule("Pad", "PadV2", "MirrorPad", "MirrorPadGrad")
@@ -385,7 +408,8 @@ def _gather(step: Step) -> Value:
     if params.lengths is None or indices.lengths is None:
         return step.unknown()
     axis %= len(params.lengths)
-    batch_dims %= len(indices.lengths) + 1
+    if batch_dims < 0:
+        batch_dims += len(indices.lengths)
     lengths = [
         *params.lengths[:axis],
         *indices.lengths[batch_dims:],
@@ -446,9 +470,16 @@ def _gather_nd(step: Step) -> Value:
     return step.output(indices.axis, indices.layout, lengths=lengths)
 
 
+def _is_one(diagonals: Value) -> bool:
+    return diagonals.numbers is not None and diagonals.numbers.size == 1
+
+
 @rule("MatrixDiagV3", "MatrixDiag", "MatrixDiagV2")
 def _matrix_diag(step: Step) -> Value:
     value, *others = step.inputs
-    if any(each.axis is not None for each in others) or value.from_end == -1:
+    # Several diagonals make an axis of them.
+    number = 1 if not others or _is_one(others[0]) else 2
+    is_along = value.from_end is not None and value.from_end >= -number
+    if is_along or any(each.axis is not None for each in others):
         return step.unknown()
     return step.output(value.axis, value.layout)

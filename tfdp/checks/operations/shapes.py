@@ -9,6 +9,7 @@ from tfdp.checks.sizes import (
     Length,
     Size,
     constant,
+    is_fixed,
     product,
     reduced_axes,
     settled,
@@ -36,8 +37,13 @@ def _shape(step: Step) -> list[Value]:
 def _shape_of(step: Step, value: Value, number: int) -> Value:
     lengths = value.lengths
     if lengths is None or any(length is None for length in lengths):
-        return Value(None, PLAIN, _lengths_of(step, number), None, counting(step))
-    return of_numbers(step, constant(list(lengths)) if lengths else _EMPTY, number)
+        causes = value.causes | counting(step)
+        return Value(None, PLAIN, _lengths_of(step, number), None, causes)
+    numbers = constant(list(lengths)) if lengths else _EMPTY
+    if value.causes and not is_fixed(numbers):
+        # Where something is the matter, what looks like the number of rows may not be.
+        return Value(None, PLAIN, _lengths_of(step, number), None, value.causes)
+    return of_numbers(step, numbers, number)
 
 
 _EMPTY = np.empty([0], object)
@@ -52,7 +58,9 @@ def _lengths_of(step: Step, number: int) -> Any:
 def _size(step: Step) -> Value:
     lengths = step.inputs[0].lengths
     if lengths is None or any(length is None for length in lengths):
-        return Value(None, PLAIN, (), None, counting(step))
+        return Value(None, PLAIN, (), None, step.causes | counting(step))
+    if step.causes and not is_fixed(constant(list(lengths))):
+        return Value(None, PLAIN, (), None, step.causes)
     size = np.empty([], object)
     size[()] = product([length for length in lengths if length is not None])
     return of_numbers(step, size)
@@ -232,7 +240,9 @@ def _tile(step: Step) -> Value:
         return step.mixed("repeats all rows one after the other")
     if value.axis is not None and any(isinstance(m, Size) for m in times):
         return step.mixed("repeats rows as often as there are rows")
-    return step.output(value.axis, value.layout, lengths=lengths, causes=value.causes)
+    # Of a free tensor whose length nobody knows, nobody would see the repeats.
+    causes = step.causes if None in lengths else value.causes
+    return step.output(value.axis, value.layout, lengths=lengths, causes=causes)
 
 
 @rule("Range", "LinSpace")
