@@ -494,6 +494,8 @@ def _squares(
 
 def _by_rows(tensor: tf.Tensor, units: Units, repeats: int | None) -> tf.Tensor:
     """(rows of the calls, ...) -> (rows of the batch, those of each, ...)."""
+    if tensor.shape[0] == 1:
+        return tensor  # The same for all rows, which must not depend on them.
     lengths = [
         tf.shape(tensor)[axis] if length is None else length
         for axis, length in enumerate(tensor.shape)
