@@ -157,7 +157,7 @@ class LedgerCallback(PrivacyCallback):
         if isinstance(self._data.x, PoissonDataset):
             self._recorder.sampled_epochs = self._data.x.epoch
         # What a backup restored may have spent the budget.
-        self.model.enforce_budget()
+        self.model.limit_to_budget()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Tell the other processes, which may have epochs to run, if there was none."""
@@ -167,7 +167,7 @@ class LedgerCallback(PrivacyCallback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop if the budget has no room, also where the noise has changed."""
         try:
-            self.model.enforce_budget()
+            self.model.limit_to_budget()
         except PrivacyBudgetError:
             self.model.stop_training = True
 

@@ -52,10 +52,13 @@ class Journal(PrivacyCallback):
                 segment_from_dict(begun["segment"]).with_count(items),
                 noise_multiplier=noise_multiplier,
             )
-            ledger = Ledger.from_json(state["ledger"]).add(segment).merged()
-            state["ledger"] = ledger.to_json()
-            state["steps"] += steps
-            state["runs"][run] = state["runs"].get(run, 0) + steps
+            nothing = {"ledger": Ledger().to_json(), "steps": 0}
+            counted = state["runs"].get(run, nothing)
+            ledger = Ledger.from_json(counted["ledger"]).add(segment).merged()
+            state["runs"][run] = {
+                "ledger": ledger.to_json(),
+                "steps": counted["steps"] + steps,
+            }
         self._recorder.restore(json.dumps(state))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -65,7 +68,7 @@ class Journal(PrivacyCallback):
     def _begin(self) -> None:
         recorder = self._recorder
         self._beginnings = recorder.beginnings
-        self._steps, self._items = int(recorder.steps), recorder.items_started
+        self._steps, self._items = recorder.steps, recorder.items_started
         # Less noise in the steps to come would also count for a pass that is open.
         self._open_passes = int(recorder.is_inside_item)
         self._least_noise = float("inf")
@@ -87,7 +90,7 @@ class Journal(PrivacyCallback):
         noise = recorder.counted(self.model.noise_plan.to_come()[:steps].min())
         self._least_noise = min(self._least_noise, noise)
         line = [
-            int(recorder.steps) - self._steps + steps,
+            recorder.steps - self._steps + steps,
             recorder.items_started
             - self._items
             + recorder.items_begun_by(steps)

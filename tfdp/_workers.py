@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import uuid
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -135,7 +136,9 @@ def agree_on_training(
         return
     recorder, optimizer = model.recorder, model.optimizer
     states = replicas.texts_of_all(recorder.state())
-    recorder.agree(states, replicas.texts_of_all(recorder.run)[0])
+    runs = replicas.texts_of_all(recorder.run)
+    new = replicas.texts_of_all(uuid.uuid4().hex)[0]
+    recorder.agree(states, runs[0] if len(set(runs)) == 1 else new)
     is_pipeline = isinstance(data.x, tf.data.Dataset)
     facts = {
         "data": f"{data.segment}",

@@ -19,6 +19,7 @@ import tfdp
 from tfdp import _keras, _tree, _validate
 from tfdp.accounting import privacy_report, privacy_statement
 from tfdp.errors import NotPrivateError
+from tfdp.histories import was_trained
 from tfdp.model import DPModel
 from tfdp.validation import changed_variables
 
@@ -205,16 +206,14 @@ def _report(private: DPModel, delta: float) -> dict[str, Any]:
     return {
         "report_version": 1,
         **report,
-        "steps": int(recorder.steps),
+        "steps": recorder.ledger_steps,
         "l2_norm_clip": recorder.last_clip,
         "covered": (
             "The weights that trained, after every step and in this export: every "
             "output that is computed from them and from public inputs."
         ),
         "not_trained": [
-            weight.path
-            for weight in private.model.weights
-            if not recorder.has_trained(weight)
+            weight.path for weight in private.model.weights if not was_trained(weight)
         ],
         "versions": {
             "tfdp": tfdp.__version__,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -14,6 +14,7 @@ from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.engines.choice import check_objective, choose
 from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
+from tfdp.histories import note_reads
 from tfdp.losses.ascent import BAM, SAT, check_plain
 from tfdp.losses.objective import Batch, Objective
 
@@ -95,7 +96,6 @@ def clipped_gradients(
         loss, ascent = loss.loss, loss.ascent_at(None)
     check_plain(loss)
     objective = dataclasses.replace(Objective.of(model, loss), ascent=ascent)
-    chosen = _checked_once(engine, objective, loss, data)
     clip = clip_as_tensor(l2_norm_clip, objective.variables)
     rows_per_unit: int | tf.Tensor = 1
     if num_microbatches is not None:
@@ -106,6 +106,15 @@ def clipped_gradients(
             if isinstance(rows_per_unit, int)
             else tf.maximum(rows_per_unit, 1)
         )
+
+    rows: Any = number_of_rows(data)
+    if physical_batch_size is not None:
+        physical_batch_size = _whole_units(physical_batch_size, rows_per_unit)
+        rows = physical_batch_size
+    elif isinstance(rows, int) and isinstance(rows_per_unit, int):
+        rows = max(1, -(-rows // rows_per_unit)) * rows_per_unit
+    static_rows = rows if isinstance(rows, int) else None
+    chosen = _checked_once(engine, objective, loss, data, static_rows)
 
     def run_pass(batch: Batch) -> tuple[list[tf.Tensor], tf.Tensor, Any]:
         return chosen.clip_and_sum(
@@ -119,7 +128,7 @@ def clipped_gradients(
             run_pass,
             data,
             rows_per_unit=rows_per_unit,
-            physical_batch_size=_whole_units(physical_batch_size, rows_per_unit),
+            physical_batch_size=physical_batch_size,
             on_outputs=None,
             shared_states=_keras.shared_seed_states(model),
         )
@@ -168,40 +177,15 @@ def _whole_units(physical_batch_size: int, rows_per_unit: int | tf.Tensor) -> in
 # Checks that are remembered for each model.
 _MOST_KNOWN = 16
 
-# For each model what was checked, and the engine to use: the engine asked for, the loss,
-# which variables train, and the shapes of the data. It holds the loss: another one could
-# have the same `id` later.
-_checked: weakref.WeakKeyDictionary[keras.Model, list[tuple[Any, engines.Engine]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-class _Asked(NamedTuple):
-    """What a check is made for; equal only for the very same objects."""
-
-    engine: Any
-    ascent: bool | None
-    loss: Any
-    trained: tuple[int, ...]
-    signature: Any
-
-    def is_same(self, other: Self) -> bool:
-        """Tell whether a check for one holds for the other."""
-        losses = zip(_leaves(self.loss), _leaves(other.loss), strict=False)
-        return (
-            self._replace(loss=None) == other._replace(loss=None)
-            and len(_leaves(self.loss)) == len(_leaves(other.loss))
-            and all(a is b or (isinstance(a, str) and a == b) for a, b in losses)
-        )
-
-
-def _leaves(tree: Any) -> list[Any]:
-    leaves: list[Any] = keras.tree.flatten(tree)
-    return leaves
+# For each model what was checked, the engine to use for it, and what it was checked for:
+# another object could have the same `id` later.
+_checked: weakref.WeakKeyDictionary[
+    keras.Model, dict[tuple[Any, ...], tuple[engines.Engine, Any]]
+] = weakref.WeakKeyDictionary()
 
 
 def _checked_once(
-    engine: Any, objective: Objective, loss: Any, data: Any
+    engine: Any, objective: Objective, loss: Any, data: Any, rows: int | None
 ) -> engines.Engine:
     """Refuse layers and losses that mix examples, and choose the engine.
 
@@ -210,26 +194,30 @@ def _checked_once(
         objective: What will be differentiated.
         loss: The loss in it.
         data: ``(x, y, sample_weight)``; in a graph, rows like it are made up.
+        rows: In a pass, if that is static.
 
     Returns:
         The engine to use.
     """
     model, ascent = objective.model, objective.ascent
-    shapes = [
-        (leaf.dtype, tuple(leaf.shape[1:].as_list()) if leaf.shape.rank else ())
-        for leaf in _tree.tensors(data)
-    ]
-    asked = _Asked(
-        engine,
+    key = (
+        engine if isinstance(engine, str) else id(engine),
         None if ascent is None else ascent.is_exact,
-        loss,
+        _names_of_leaves(loss),
         tuple(map(id, objective.variables)),
-        tuple(shapes),
+        # Shapes of unknown rank are all alike.
+        tuple(
+            (leaf.dtype, tuple(leaf.shape[1:].as_list()) if leaf.shape.rank else ())
+            for leaf in _tree.tensors(data)
+        ),
+        # Eagerly the first batch stands for all of them: Poisson batches differ.
+        None if tf.executing_eagerly() else rows,
     )
-    known = _checked.setdefault(model, [])
-    for other, chosen in known:
-        if asked.is_same(other):
-            return chosen
+    known = _checked.setdefault(model, {})
+    if key in known:
+        return known[key][0]
+    # What is trained comes from all that is read, also where only a part is.
+    note_reads(model.trainable_variables, model.weights)
     if not all(t.shape[1:].is_fully_defined() for t in _tree.tensors(data)):
         if engine == "auto":
             logging.warning(
@@ -242,8 +230,18 @@ def _checked_once(
         return engines.get(engine)
     has_rows = tf.executing_eagerly() and number_of_examples(data)
     with _keras.outside_of_graphs():
-        rows = first_rows(data) if has_rows else made_up_rows(data)
-        chosen = choose(engine, objective, rows)
-    del known[: max(0, len(known) - _MOST_KNOWN)]
-    known.append((asked, chosen))
+        sample = first_rows(data) if has_rows else made_up_rows(data)
+        sizes = (None,) if rows is None else (None, rows)
+        chosen = choose(engine, objective, sample, sizes)
+    if len(known) >= _MOST_KNOWN:
+        del known[next(iter(known))]
+    known[key] = chosen, (engine, loss, objective.variables)
     return chosen
+
+
+def _names_of_leaves(loss: Any) -> str:
+    """Tell a nest of losses from all others: by their names, or which objects."""
+    names = keras.tree.map_structure(
+        lambda leaf: leaf if isinstance(leaf, str) else id(leaf), loss
+    )
+    return repr(names)

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import json
+import math
 import weakref
 from typing import Any, Self
 
@@ -51,11 +53,12 @@ from tfdp.errors import (
     PrivacyBudgetError,
     UnsupportedLayerError,
 )
+from tfdp.histories import note_steps, remember_values, was_trained
 from tfdp.losses import regularizers
 from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
 from tfdp.losses.objective import Objective
 from tfdp.optimizers import DPOptimizer
-from tfdp.recorder import UNDECLARED, is_of_a_model, recorder_of
+from tfdp.recorder import UNDECLARED, LedgerRecorder, LedgerState
 
 # How names of saved arrays begin that hold the gradient that was released last.
 _RELEASED = "released_gradient_"
@@ -176,7 +179,12 @@ class DPModel(_keras.ReplicatedModel):
         self.physical_batch_size = physical_batch_size
         self.sampling = sampling
         self._has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
-        self.recorder = recorder_of(model)
+        self.recorder = LedgerRecorder()
+        self.recorder.is_of_a_model = True
+        # So `tf.train.Checkpoint` has the ledger.
+        self._ledger_state = LedgerState(self._saved_ledger, self._restore_ledger)
+        # Of a ledger that was loaded, which weights have been trained.
+        self._loaded_as_trained = b""
         self._plan = Plan()
         self._checked = _NOTHING_CHECKED
         self.train_function: Any = None
@@ -252,6 +260,9 @@ class DPModel(_keras.ReplicatedModel):
     @property
     def ledger(self) -> Ledger:
         """What was run on the wrapped model, by this object and any other."""
+        if not int(self.recorder.own_steps):
+            self.recorder.recognise_copies(self._know_weights())
+        self._know_weights()
         return self.recorder.ledger
 
     def epsilon(self, delta: float) -> float:
@@ -358,15 +369,17 @@ class DPModel(_keras.ReplicatedModel):
     def _bind(self, optimizer: DPOptimizer) -> None:
         """Let custom loops with this optimizer count in the model's ledger."""
         if optimizer.recorder is not self.recorder:
-            if is_of_a_model(optimizer.recorder):
+            if optimizer.recorder.is_of_a_model:
                 raise ValueError(
                     "`optimizer` belongs to another private model, whose ledger "
                     f"counts its steps. Received: optimizer={optimizer.name!r}. Make "
                     "one for each model: "
                     f"`{type(optimizer).__name__}.from_config(optimizer.get_config())`."
                 )
-            self.recorder.absorb(optimizer.recorder)
+            # What it has run before, also what it has loaded, stays in the ledger.
+            self.recorder.history.depend_on(optimizer.recorder.history)
             optimizer.recorder = self.recorder
+        optimizer.skip_used_noise()
         self.recorder.note_seeds(noise=optimizer.noise_is_seeded, sampling=False)
         self._bound = weakref.ref(optimizer)
         self.noise_plan = NoisePlan(optimizer)
@@ -522,6 +535,7 @@ class DPModel(_keras.ReplicatedModel):
                 self.recorder.begin(self._plan.in_units(UNDECLARED))
                 with contextlib.suppress(PrivacyBudgetError):
                     self.enforce_budget()
+                remember_values(self.recorder.history)
 
     def train_on_batch(
         self,
@@ -570,7 +584,9 @@ class DPModel(_keras.ReplicatedModel):
         segment = self._plan.in_units(UNDECLARED)
         if self.recorder.segment != segment:
             self.recorder.begin(segment)
-        self.enforce_budget()
+        self._know_weights()
+        note_steps(self.trainable_variables, self.recorder.history)
+        self.limit_to_budget()
         try:
             return super().train_on_batch(
                 x, y, sample_weight, class_weight, return_dict
@@ -644,13 +660,13 @@ class DPModel(_keras.ReplicatedModel):
         has_room = self.recorder.has_room(noise_multiplier)
         stream = agreed_stream(
             self._replicas,
-            self.optimizer.noise_stream(self.recorder.steps),
+            self.optimizer.noise_stream(self.optimizer.noise_number),
             fingerprint,
             [
                 self.optimizer.l2_norm_clip.value,
                 self.optimizer.noise_multiplier.value,
                 noise_multiplier,
-                self.recorder.steps,
+                self.recorder.own_steps,
                 has_room,
             ],
         )
@@ -774,14 +790,21 @@ class DPModel(_keras.ReplicatedModel):
     def enforce_budget(self) -> None:
         """Allow only the steps that the budget set by a `PrivacyBudget` has room for.
 
+        It binds whoever takes steps on the model's weights: other private models that
+        have some of them, and loops of one's own.
+
         Raises:
             PrivacyBudgetError: If there is no room for a single one.
         """
+        self.recorder.bind(self._know_weights())
+        self.recorder.enforce_budget_of_loops()
+        self.limit_to_budget()
+
+    def limit_to_budget(self) -> None:
+        """Do what `enforce_budget` does, for the steps of this model alone."""
         self.optimizer.check_dials()
-        if self.recorder.budget is None:
-            return
         self.recorder.enforce_budget(
-            self.noise_plan.to_come(), self.noise_plan.name(int(self.recorder.steps))
+            self.noise_plan.to_come(), self.noise_plan.name(self.recorder.steps)
         )
 
     def _get_ready(self) -> None:
@@ -805,8 +828,12 @@ class DPModel(_keras.ReplicatedModel):
             self.train_function = None
 
     def _check(self, data: TrainingData) -> TrainingData:
-        """Refuse layers and losses that mix examples, on a few rows of the data."""
-        sizes = self._unchecked_sizes(data.static_batch_size)
+        """Refuse layers and losses that mix examples."""
+        batch_size = data.static_batch_size
+        if self.run_eagerly and batch_size is None and data.expected_batch_size:
+            # Layers see how many rows there are; this stands for all numbers.
+            batch_size = math.ceil(data.expected_batch_size)
+        sizes = self._unchecked_sizes(batch_size)
         if sizes:
             data, sample = data.with_sample()
             self._check_sample(*sample, sizes=sizes)
@@ -852,9 +879,6 @@ class DPModel(_keras.ReplicatedModel):
             self.build_all((x, y, sample_weight))
         with self._replicas.only_first(), _keras.losses_of_one_replica():
             self._check_rows(x, y, sample_weight, sizes)
-        # Variables that were built only now may be known from elsewhere.
-        self.recorder = recorder_of(self.model)
-        self._bind(self.optimizer)
 
     def _check_rows(
         self, x: Any, y: Any, sample_weight: Any, sizes: list[int | None]
@@ -905,39 +929,61 @@ class DPModel(_keras.ReplicatedModel):
             planned_items=planned_items(data, epochs),
             noise_multipliers=self.noise_plan.planned,
         )
+        self.recorder.recognise_copies(self._know_weights())
+        note_steps(self.trainable_variables, self.recorder.history)
+        self.optimizer.skip_used_noise()
         self.enforce_budget()
         is_seeded = isinstance(data.x, PoissonDataset) and data.x.seeded
         self.recorder.note_seeds(
             noise=self.optimizer.noise_is_seeded, sampling=is_seeded
         )
         if is_seeded:
-            data.x.advance_to(max(data.x.epoch, self.recorder.sampled_epochs + 1))
+            data.x.advance_to(max(data.x.epoch, self.recorder.all_sampled_epochs + 1))
 
     # Saving.
+
+    def _know_weights(self) -> list[Any]:
+        """Return the weights, whose histories the ledger has from here on."""
+        weights: list[Any] = self.model.weights if self.model.built else []
+        self.recorder.note_weights(weights)
+        if len(self._loaded_as_trained) == len(weights):
+            pairs = zip(weights, self._loaded_as_trained, strict=True)
+            note_steps((each for each, was in pairs if was), self.recorder.history)
+            self._loaded_as_trained = b""
+        return weights
+
+    def _saved_ledger(self) -> str:
+        trained = [was_trained(weight) for weight in self._know_weights()]
+        remember_values(self.recorder.history)
+        return json.dumps({**json.loads(self.recorder.state()), "trained": trained})
+
+    def _restore_ledger(self, text: str) -> None:
+        self.recorder.restore(text)
+        self._loaded_as_trained = bytes(json.loads(text).get("trained", []))
+        self._know_weights()
 
     def save_own_variables(self, store: Any) -> None:
         """Save the ledger beside the weights."""
         super().save_own_variables(store)
-        store["ledger"] = np.frombuffer(self.recorder.state().encode(), np.uint8)
-        trained = [self.recorder.has_trained(each) for each in self.model.weights]
-        store["trained"] = np.array(trained, np.uint8)
+        store["ledger"] = np.frombuffer(self._saved_ledger().encode(), np.uint8)
         for number, gradient in enumerate(self._released.state()):
             store[f"{_RELEASED}{number}"] = gradient
 
     def load_own_variables(self, store: Any) -> None:
         """Take over a saved ledger; what was run here stays counted."""
         saved = {key: store[key] for key in store.keys()}  # noqa: SIM118 (HDF5)
-        ledger, trained = saved.pop("ledger", None), saved.pop("trained", ())
+        # The second of these is in files of tfdp 0.1.
+        ledger, trained = saved.pop("ledger", None), saved.pop("trained", None)
         released = [key for key in saved if key.startswith(_RELEASED)]
         released.sort(key=lambda key: int(key.removeprefix(_RELEASED)))
         gradients = [np.asarray(saved.pop(key)) for key in released]
         super().load_own_variables(saved)
         self._released.restore(gradients)
         if ledger is not None:
-            self.recorder.restore(np.asarray(ledger, np.uint8).tobytes().decode())
-        if len(trained) == len(self.model.weights):
-            pairs = zip(self.model.weights, trained, strict=True)
-            self.recorder.note_trained(weight for weight, was in pairs if was)
+            self._restore_ledger(np.asarray(ledger, np.uint8).tobytes().decode())
+        if trained is not None:
+            self._loaded_as_trained = np.asarray(trained, np.uint8).tobytes()
+            self._know_weights()
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load weights, the optimizer's state and the ledger, as Keras does."""

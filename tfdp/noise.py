@@ -62,6 +62,9 @@ class NoiseSource:
         _sources.add(self)
         with tf.init_scope(), _keras.unmirrored_variables():
             self._key = tf.Variable(self._new_key(), trainable=False, name="noise_key")
+            self._number = tf.Variable(
+                0, trainable=False, dtype=tf.int64, name="noise_number"
+            )
 
     def renew_key(self) -> None:
         """Take a fresh key from the operating system; a seeded key stays."""
@@ -76,6 +79,19 @@ class NoiseSource:
             .generate_state(2, np.uint64)
             .view(np.int64)
         )
+
+    @property
+    def number(self) -> tf.Tensor:
+        """Of the next step, a scalar int64 tensor."""
+        return self._number.read_value()
+
+    def count(self) -> None:
+        """Count one step, as an operation of the graph."""
+        self._number.assign_add(1)
+
+    def skip_to(self, number: int) -> None:
+        """Leave out the numbers before this one: a seeded key may have used them."""
+        self._number.assign(max(int(self._number.numpy()), number))
 
     def stream(self, step: tf.Tensor) -> tf.Tensor:
         """Return what all the noise of a step is a function of, with this key.

@@ -1,14 +1,16 @@
 """Counts, inside the graph, what a model's training really runs."""
 
+import contextlib
 import dataclasses
+import functools
 import json
 import math
+import os
 import uuid
 import weakref
-from collections.abc import Hashable, Iterable
-from typing import Any, Self
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -19,11 +21,12 @@ from tfdp.accounting import (
     Segment,
     UnamplifiedSteps,
     affordable_count,
-    compose,
 )
 from tfdp.accounting.calibration import MOST_COUNT
 from tfdp.accounting.levels import lowered, noise_levels
+from tfdp.accounting.runs import Run, ledger_of, runs_from_state, runs_to_dict, union
 from tfdp.errors import PrivacyBudgetError
+from tfdp.histories import History, history_of, note_steps, runs_of_copies
 
 _NO_LIMIT = np.iinfo(np.int64).max
 _NO_LEVELS = np.array([math.inf])
@@ -51,7 +54,10 @@ class Budget:
 
 
 class LedgerRecorder:
-    """The ledger of one model, written where the steps happen.
+    """Counts one training where its steps happen: a *run*.
+
+    Its ledger is that of all runs that its history knows, read when it is asked for.
+    What files bring is kept beside, each run by its name, so nothing counts twice.
 
     An *item* is what the accountant counts: a step, or for shuffled data a pass.
     Items are counted by variables that the training graph updates, whatever calls
@@ -71,11 +77,16 @@ class LedgerRecorder:
         self._limited_by: Hashable = None
         # How many segments have begun.
         self.beginnings = 0
-        # Trainings that the ledger covers, and how many steps of each.
-        self._run = uuid.uuid4().hex
-        self._runs: dict[str, int] = {}
-        # Variables that steps updated.
-        self._trained: dict[int, weakref.ref[Any]] = {}
+        # The name of the training that is counted here, unlike any other.
+        self.run = uuid.uuid4().hex
+        # Others, which files or copied weights brought, up to where they had come.
+        self._loaded: dict[str, Run] = {}
+        self.history = History(self)
+        _recorders.add(self)
+        # Whether it is that of a model, not of an optimizer alone.
+        self.is_of_a_model = False
+        # Whether a graph that a user has traced takes its steps.
+        self.is_in_a_graph = False
         with (
             tf.init_scope(),
             _keras.unmirrored_variables(),
@@ -97,29 +108,39 @@ class LedgerRecorder:
             self._steps_per_item = _counter(1)
             self._items_started = _counter(0)
             self._item_limit = _counter(_NO_LIMIT)
+            # Steps of all others when the limit was worked out.
+            self._others_steps = _counter(0)
             self._limited_for = tf.Variable(tf.zeros([], tf.float64), trainable=False)
             self._last_clip = tf.Variable(math.nan, dtype=tf.float64, trainable=False)
 
     @property
-    def steps(self) -> tf.Tensor:
-        """Steps ever recorded, a scalar int64 tensor that never falls."""
+    def own_steps(self) -> tf.Tensor:
+        """Steps of this run, a scalar int64 tensor."""
         return self._steps.read_value()
 
     @property
-    def last_clip(self) -> float | None:
-        """The clip norm of the last step; None if there was none."""
-        value = float(self._last_clip.numpy())
-        return None if math.isnan(value) else value
-
-    def has_trained(self, variable: Any) -> bool:
-        """Tell whether private steps updated a Keras variable."""
-        known = self._trained.get(id(variable))
-        return known is not None and known() is variable
+    def runs(self) -> dict[str, Run]:
+        """This run and those that were loaded, by name."""
+        own = Run(self._own_ledger(math.inf), int(self._steps.numpy()))
+        is_empty = own == Run(Ledger(), 0)
+        return union(self._loaded, {} if is_empty else {self.run: own})
 
     @property
-    def run(self) -> str:
-        """The name of the training that this recorder counts, unlike any other."""
-        return self._run
+    def steps(self) -> int:
+        """How many steps those are."""
+        loaded = {**self._loaded, self.run: Run(Ledger(), int(self._steps.numpy()))}
+        return sum(run.steps for run in union(self._loaded, loaded).values())
+
+    @property
+    def last_clip(self) -> float | None:
+        """The clip norm of the last step, here or where values came from, or None."""
+        clips = [each.own_last_clip for each in self._all()]
+        return next((clip for clip in clips if not math.isnan(clip)), None)
+
+    @property
+    def own_last_clip(self) -> float:
+        """The clip norm of the last step of this run; NaN if there was none."""
+        return float(self._last_clip.numpy())
 
     @property
     def items_started(self) -> int:
@@ -147,11 +168,11 @@ class LedgerRecorder:
 
     @property
     def ledger(self) -> Ledger:
-        """What was run up to now."""
-        return self._ledger_with_open_item(math.inf)
+        """What was run up to now: here, and wherever the values came from."""
+        return ledger_of(self.history.runs())
 
-    def _ledger_with_open_item(self, noise_multiplier: float) -> Ledger:
-        """Return the ledger if the item that is open has a step with this noise."""
+    def _own_ledger(self, noise_multiplier: float) -> Ledger:
+        """Return what this run counts if its open item has a step with this noise."""
         rows = zip(self._items.numpy(), self._noise_multipliers.numpy(), strict=True)
         counted = [(items, z) for items, z in rows if items]
         if self._open_items.numpy():
@@ -188,7 +209,7 @@ class LedgerRecorder:
                 them. Of many different ones some stand for all, on the safe side,
                 so that the ledger stays short.
         """
-        ledger = self.ledger
+        ledger = self._own_ledger(math.inf)
         started = int(self._items_started.numpy())
         missing = (self.planned_items or 0) - started
         if started and missing > 0 and self.has_room():
@@ -239,10 +260,20 @@ class LedgerRecorder:
         self._item_limit.assign(self._items_started + further_items)
         self._limited_for.assign(noise_multiplier)
 
+    def bind(self, weights: list[Any]) -> None:
+        """Let the budget cover all steps that change some weights, whoever takes them.
+
+        Args:
+            weights: Keras variables of the model.
+        """
+        if self.budget is not None:
+            for weight in weights:
+                history_of(weight).bound_by[self.history] = None
+
     def enforce_budget(
         self, noise_multipliers: np.ndarray, plan: Hashable = "only one"
     ) -> None:
-        """Limit the present segment to what the budget has room for.
+        """Limit the present segment to what all budgets that bind it have room for.
 
         Args:
             noise_multipliers: That the steps to come count with, as multiples of
@@ -252,48 +283,109 @@ class LedgerRecorder:
         Raises:
             PrivacyBudgetError: If there is no room for a single one.
         """
-        if self.budget is None:
+        binding = self._binding()
+        if not binding:
+            if self._limited_by is not None:
+                self._item_limit.assign(_NO_LIMIT)
+                self._limited_for.assign(0.0)
+                self._limited_by = None
             return
+        present = (
+            plan,
+            tuple((each.budget, each.steps_beside(self)) for each in binding),
+        )
         is_unlimited = self._item_limit.numpy() == _NO_LIMIT
-        if is_unlimited or self._limited_by != plan:
-            self._limit_to(self.budget, noise_multipliers)
-            self._limited_by = plan
+        if is_unlimited or self._limited_by != present:
+            self._limit_to(binding, noise_multipliers)
+            self._limited_by = present
+        self._others_steps.assign(_steps_of_all() - self._steps)
         if not self.has_room():
-            spent = self.ledger.epsilon(self.budget.delta)
+            spent, budget = max(
+                (each.ledger.epsilon(each.budget.delta), each.budget)
+                for each in binding
+            )
             raise PrivacyBudgetError(
                 "The privacy budget has no room for another step. Received: "
-                f"target_epsilon={self.budget.target_epsilon:g}, "
-                f"delta={self.budget.delta:g}, spent epsilon={spent:.4g}. Stop here, "
+                f"target_epsilon={budget.target_epsilon:g}, "
+                f"delta={budget.delta:g}, spent epsilon={spent:.4g}. Stop here, "
                 "or use `tfdp.callbacks.PrivacyBudget(delta, target_epsilon=...)` with "
                 "a larger target."
             )
 
-    def _limit_to(self, budget: Budget, noise_multipliers: np.ndarray) -> None:
-        ledger = self.ledger
+    def enforce_budget_of_step(self, noise_multiplier: float) -> None:
+        """Do what `enforce_budget` does, for steps of a loop of one's own.
+
+        Args:
+            noise_multiplier: That `record` will get.
+
+        Raises:
+            PrivacyBudgetError: If there is no room for one.
+        """
+        in_clips = noise_multiplier * _sensitivity_in_clips(self._segment)
+        self.enforce_budget(np.array([in_clips]), noise_multiplier)
+
+    def enforce_budget_of_loops(self) -> None:
+        """Limit traced loops that change what the budget of this run covers.
+
+        They cannot work out a limit themselves: what they have was worked out with
+        the steps of all others, and holds until others take a step.
+        """
+        for other in self._all():
+            if other is not self and other.is_in_a_graph:
+                with contextlib.suppress(PrivacyBudgetError):
+                    other.enforce_budget_of_step(other.last_noise_multiplier)
+
+    @property
+    def last_noise_multiplier(self) -> float:
+        """What the last steps were counted with."""
+        return float(self._open_noise_multiplier.numpy())
+
+    def _binding(self) -> list[Any]:
+        """Return the recorders of models whose budget covers the steps of this run."""
+        histories = {self.history: None}
+        for source in self.history.sources:
+            if self.history in source.sources:
+                histories |= source.bound_by
+        counters: list[Any] = [each.counter for each in histories]
+        return [each for each in counters if each.budget is not None]
+
+    def steps_beside(self, run: "LedgerRecorder") -> tuple[tuple[str, int], ...]:
+        """Return how many steps the ledger has that are not of a given run."""
+        return tuple(
+            (each.run, each.steps - (int(run.own_steps) if each is run else 0))
+            for each in self._all()
+        )
+
+    def _limit_to(self, binding: list[Any], noise_multipliers: np.ndarray) -> None:
+        opened = math.inf
         if self._steps_per_item.numpy() != 1:
             # Where a pass begins and ends among these steps may change.
             noise_multipliers = np.array([noise_multipliers.min()])
             if self.is_inside_item:
-                least = self.counted(noise_multipliers[0])
-                ledger = self._ledger_with_open_item(least)
-        if ledger.epsilon(budget.delta) > budget.target_epsilon:
-            # Not even the rest of a pass that has begun.
-            self.limit(-1, noise_multiplier=float(noise_multipliers.min()))
-            return
+                opened = self.counted(noise_multipliers[0])
+        own = {self.run: Run(self._own_ledger(opened), int(self._steps.numpy()))}
         # As they will be recorded.
-        levels = self._levels.numpy()
         counted = noise_multipliers / _sensitivity_in_clips(self._segment)
-        counted = lowered(counted, levels)
-        count = affordable_count(
-            ledger,
-            self._segment,
-            budget.target_epsilon,
-            budget.delta,
-            noise_multipliers=counted,
-            most=self._count_worth_knowing(),
-        )
-        least = noise_multipliers[: max(count, 1)].min()
-        self.limit(count, noise_multiplier=float(least))
+        counted = lowered(counted, self._levels.numpy())
+        counts = []
+        for each in binding:
+            budget: Budget = each.budget
+            ledger = ledger_of(union(each.history.runs(), own))
+            if ledger.epsilon(budget.delta) > budget.target_epsilon:
+                # Not even the rest of a pass that has begun.
+                self.limit(-1, noise_multiplier=float(noise_multipliers.min()))
+                return
+            count = affordable_count(
+                ledger,
+                self._segment,
+                budget.target_epsilon,
+                budget.delta,
+                noise_multipliers=counted,
+                most=self._count_worth_knowing(),
+            )
+            counts.append(count)
+        least = noise_multipliers[: max(min(counts), 1)].min()
+        self.limit(min(counts), noise_multiplier=float(least))
 
     def _count_worth_knowing(self) -> int:
         """Return a number of items that is beyond all plans, small if there is one."""
@@ -317,6 +409,20 @@ class LedgerRecorder:
         """
         is_within = self._items_started + self._begins_item() <= self._item_limit
         return is_within & (noise_multiplier >= self._limited_for)
+
+    def has_room_in_loops(self, noise_multiplier: tf.Tensor) -> tf.Tensor:
+        """Tell what `has_room` tells, and that nobody else has taken a step meanwhile.
+
+        Args:
+            noise_multiplier: That `record` will get, a float64 scalar.
+
+        Returns:
+            A scalar bool tensor.
+        """
+        is_unlimited = self._item_limit.read_value() == _NO_LIMIT
+        is_up_to_date = _steps_of_all() - self._steps == self._others_steps
+        in_clips = noise_multiplier * _sensitivity_in_clips(self._segment)
+        return is_unlimited | (is_up_to_date & self.has_room(in_clips))
 
     def record(self, noise_multiplier: tf.Tensor) -> None:
         """Count one step, as operations of the graph.
@@ -349,6 +455,7 @@ class LedgerRecorder:
         self._steps_in_item.assign((1 - begins) * self._steps_in_item + 1)
         self._items_started.assign_add(begins)
         self._steps.assign_add(1)
+        _steps_of_all().assign_add(1)
 
     def note_update(self, variables: Iterable[Any], l2_norm_clip: tf.Tensor) -> None:
         """Remember what a step updates, and the clip norm in it.
@@ -357,12 +464,8 @@ class LedgerRecorder:
             variables: Keras variables.
             l2_norm_clip: Scalar tensor.
         """
-        self.note_trained(variables)
+        note_steps(variables, self.history)
         self._last_clip.assign(tf.cast(l2_norm_clip, tf.float64))
-
-    def note_trained(self, variables: Iterable[Any]) -> None:
-        """Remember variables whose values come from private steps."""
-        self._trained |= {id(each): weakref.ref(each) for each in variables}
 
     def _begins_item(self) -> tf.Tensor:
         return tf.cast(self._steps_in_item >= self._steps_per_item, tf.int64)
@@ -385,34 +488,48 @@ class LedgerRecorder:
         is_new = tf.cast((count > 0) & ~is_known, tf.int64)
         self._rows_used.assign(tf.minimum(used + is_new, _ROWS))
 
+    def note_weights(self, weights: list[Any]) -> None:
+        """Let the ledger have all that made the weights that steps read.
+
+        Args:
+            weights: Keras variables of the model, with their present values.
+        """
+        self.history.depend_on(*map(history_of, weights))
+
+    def recognise_copies(self, weights: list[Any]) -> None:
+        """Take over the runs whose values were copied into weights.
+
+        Args:
+            weights: Keras variables of the model.
+        """
+        copied = runs_of_copies(weights, self.history.runs())
+        if copied:
+            self._loaded = union(self._loaded, copied)
+            note_steps(weights, self.history)
+
+    @property
+    def all_sampled_epochs(self) -> int:
+        """The last epoch of seeded draws that this run or one before it has used."""
+        return max(each.sampled_epochs for each in self._all())
+
+    @property
+    def ledger_steps(self) -> int:
+        """How many steps the ledger has, those inside of passes included."""
+        return sum(run.steps for run in self.history.runs().values())
+
+    def _all(self) -> list["LedgerRecorder"]:
+        """Return the recorders of all runs in the ledger."""
+        recorders: list[Any] = self.history.counters()
+        return recorders
+
     def state(self) -> str:
         """Return all that a saved model must remember, as JSON."""
         return json.dumps({
-            "ledger": self.ledger.to_json(),
-            "steps": int(self._steps.numpy()),
-            "sampled_epochs": self.sampled_epochs,
-            "runs": self._all_runs(),
+            "runs": runs_to_dict(self.history.runs()),
+            "sampled_epochs": self.all_sampled_epochs,
             "budget": self.budget and dataclasses.asdict(self.budget),
             "last_clip": self.last_clip,
         })
-
-    def absorb(self, other: Self) -> None:
-        """Add what another recorder counted, as a training on the same data.
-
-        Args:
-            other: Stays as it is.
-        """
-        if other is not self and int(other.steps):
-            self._ledger = compose(self._ledger, other.ledger)
-            self._steps.assign_add(other.steps)
-            self._runs |= other._all_runs()
-            self._trained |= other._trained
-            self._last_clip.assign(other._last_clip)
-
-    def _all_runs(self) -> dict[str, int]:
-        others = sum(self._runs.values())
-        own = max(int(self._steps.numpy()) - others, 0)
-        return {**self._runs, self._run: own} if own else dict(self._runs)
 
     def agree(self, states: list[str], run: str) -> None:
         """Count what all processes of a training have counted, as one training.
@@ -421,33 +538,29 @@ class LedgerRecorder:
 
         Args:
             states: What `state` returned in each, in the same order everywhere.
-            run: The name of the training from here on, the same everywhere.
+            run: The name of the training from here on, the same everywhere and, if it
+                is not the present one, new.
         """
         for state in dict.fromkeys(states):
-            if state != self.state():
-                self.restore(state)
-        if run != self._run:
-            self._runs, self._run = self._all_runs(), run
+            self.restore(state)
+        if run != self.run:
+            self.begin(self._segment, steps_per_item=int(self._steps_per_item.numpy()))
+            self._loaded, self.run = self.runs, run
+            self._ledger = Ledger()
+            self._steps.assign(0)
 
     def restore(self, state: str) -> None:
         """Take over what a saved model had run; nothing recorded here is lost.
 
         Args:
             state: What `state` returned.
+
+        Raises:
+            KeyError: If it is damaged.
+            ValueError: If it is damaged.
         """
         saved = json.loads(state)
-        started, limit = self._items_started.numpy(), self._item_limit.numpy()
-        limited_for, levels = self.limited_for, self._levels.numpy()
-        planned, self.planned_items = self.planned_items, None
-        self.begin(
-            self._segment,
-            steps_per_item=int(self._steps_per_item.numpy()),
-            planned_items=planned and max(planned - int(started), 0),
-        )
-        self._levels.assign(levels)
-        if limit != _NO_LIMIT:
-            self.limit(limit - started, noise_multiplier=limited_for)
-        self._restore_ledger(Ledger.from_json(saved["ledger"]), saved["runs"])
+        self._loaded = union(self._loaded, runs_from_state(saved))
         self.sampled_epochs = max(self.sampled_epochs, saved["sampled_epochs"])
         if saved["last_clip"] is not None:
             self._last_clip.assign(saved["last_clip"])
@@ -458,25 +571,6 @@ class LedgerRecorder:
             self.limit(0)
             self._limited_by = None
 
-    def _restore_ledger(self, ledger: Ledger, saved_runs: dict[str, int]) -> None:
-        """Take the ledger that covers the runs of both, or both of them together."""
-        runs, both = self._all_runs(), compose(self._ledger, ledger)
-        kept = both
-        if _cover(runs, saved_runs):
-            kept = self._ledger
-        elif _cover(saved_runs, runs):
-            kept = ledger
-        self._ledger = dataclasses.replace(
-            both, segments=kept.segments, cut_short=kept.cut_short
-        )
-        runs = {
-            run: max(runs.get(run, 0), saved_runs.get(run, 0))
-            for run in {**runs, **saved_runs}
-        }
-        self._steps.assign(sum(runs.values()))
-        runs.pop(self._run, None)
-        self._runs = runs
-
 
 def _sensitivity_in_clips(segment: Segment) -> int:
     """The l2 sensitivity of a step's sum, as a multiple of the clip norm."""
@@ -485,77 +579,48 @@ def _sensitivity_in_clips(segment: Segment) -> int:
     return 2
 
 
-def _cover(runs: dict[str, int], others: dict[str, int]) -> bool:
-    return all(steps <= runs.get(run, 0) for run, steps in others.items())
-
-
 def _counter(value: int) -> tf.Variable:
     return tf.Variable(value, dtype=tf.int64, trainable=False)
 
 
-# The recorder of every model, and of every variable that trains or trained, whatever
-# wraps them, by `id`: Keras's variables have no hash.
-_recorders: dict[int, tuple["weakref.ref[Any]", LedgerRecorder]] = {}
-
-
-def recorder_of(model: keras.Model) -> LedgerRecorder:
-    """Return the recorder of a model, or of another one that shares its weights.
-
-    Weights that are frozen now may have been trained before.
+class LedgerState(tf.train.experimental.PythonState):
+    """Makes the ledger a part of every `tf.train.Checkpoint` of what has it.
 
     Args:
-        model: A model that is not private itself.
-
-    Returns:
-        Always the same one; where the weights had several, the first of them, with
-        what the others had counted.
+        get: Returns it as text.
+        restore: Takes such a text.
     """
-    return _shared([model, *model.weights], [model, *model.trainable_variables])
+
+    def __init__(self, get: Callable[[], str], restore: Callable[[str], None]) -> None:
+        """Keep both; nothing runs before a checkpoint is written or read."""
+        self._get, self._restore = get, restore
+
+    def serialize(self) -> str:
+        """Return what the checkpoint is to hold."""
+        return self._get()
+
+    def deserialize(self, string_value: Any) -> None:
+        """Take over what a checkpoint holds."""
+        text = (
+            string_value.decode() if isinstance(string_value, bytes) else string_value
+        )
+        self._restore(text)
 
 
-def recorder_of_variables(
-    variables: list[Any], recorder: LedgerRecorder
-) -> LedgerRecorder:
-    """Return the recorder of variables, which counts what another one has counted.
-
-    Args:
-        variables: Keras variables, to be trained.
-        recorder: Theirs, if they have none yet.
-
-    Returns:
-        The recorder that is to count their steps.
-    """
-    return _shared(variables, variables, recorder)
+@functools.cache
+def _steps_of_all() -> tf.Variable:
+    """Return the number of steps that were taken in this process."""
+    with tf.init_scope(), _keras.unmirrored_variables(), tf.device("CPU:0"):
+        return _counter(0)
 
 
-def note_copy(original: Any, copy: Any) -> None:
-    """Let a copy of a Keras variable have the history of the original."""
-    recorder = _known(original)
-    if recorder is not None:
-        _recorders[id(copy)] = (weakref.ref(copy), recorder)
-        if recorder.has_trained(original):
-            recorder.note_trained([copy])
+# A forked process goes on with runs of its own.
+_recorders: weakref.WeakSet[LedgerRecorder] = weakref.WeakSet()
 
 
-def _shared(
-    owners: list[Any], new: list[Any], *others: LedgerRecorder
-) -> LedgerRecorder:
-    """Merge the recorders of owners, and make the result that of the new ones too."""
-    known = [recorder for each in owners if (recorder := _known(each)) is not None]
-    found = list({id(each): each for each in (*known, *others)}.values())
-    recorder, *rest = found or [LedgerRecorder()]
-    for other in rest:
-        recorder.absorb(other)
-    for owner in (*new, *(each for each in owners if _known(each) is not None)):
-        _recorders[id(owner)] = (weakref.ref(owner), recorder)
-    return recorder
+def _rename_runs() -> None:
+    for recorder in _recorders:
+        recorder.run = uuid.uuid4().hex
 
 
-def _known(owner: Any) -> LedgerRecorder | None:
-    reference, recorder = _recorders.get(id(owner), (None, None))
-    return recorder if reference is not None and reference() is owner else None
-
-
-def is_of_a_model(recorder: LedgerRecorder) -> bool:
-    """Tell whether a recorder is that of a model, not of an optimizer alone."""
-    return any(recorder is known for _, known in _recorders.values())
+os.register_at_fork(after_in_child=_rename_runs)

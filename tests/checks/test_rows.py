@@ -762,7 +762,7 @@ class MeanIfStatic(layers.Layer):
         return x if x.shape[0] is None else x - ops.mean(x, axis=0)
 
 
-def static_model(**options):
+def static_model(run_eagerly=False, **options):
     model = keras.Sequential([keras.Input((D,)), MeanIfStatic(), layers.Dense(1)])
     private = tfdp.DPModel(model, **options)
     private.compile(
@@ -770,6 +770,7 @@ def static_model(**options):
             0.1, l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=4
         ),
         "mse",
+        run_eagerly=run_eagerly,
     )
     return private
 
@@ -783,6 +784,12 @@ def test_the_sizes_that_will_run_are_looked_at():
         ),
         "batches": lambda: static_model().fit(batches, verbose=0),
         "one batch": lambda: static_model().train_on_batch(x[:4], y[:4]),
+        "eager": lambda: static_model(run_eagerly=True).fit(
+            x, y, batch_size=4, verbose=0
+        ),
+        "eager loop": lambda: tfdp.clipped_gradients(
+            static_model().model, "mse", x, y, l2_norm_clip=1.0, engine="bookkeeping"
+        ),
     }
     for train in trains.values():
         with pytest.raises(UnsupportedLayerError, match="a mean over the rows"):

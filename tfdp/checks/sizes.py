@@ -131,14 +131,6 @@ def settled(shape: Any, lengths: Sequence[Length]) -> list[Length]:
     return numbers
 
 
-def _objects(values: Any) -> np.ndarray:
-    """Return an array of Python's numbers and sizes."""
-    array = np.asarray(values, dtype=object)
-    if array.size and not isinstance(array.flat[0], int | bool | Size):
-        array = np.vectorize(_plain, otypes=[object])(array)
-    return array
-
-
 def _plain(value: Any) -> Any:
     return value if isinstance(value, Size) else int(value)
 
@@ -421,10 +413,7 @@ def reduced_axes(first: np.ndarray, second: np.ndarray) -> list[Any]:
     shapes = [[*([1] * (rank - each.size)), *each.tolist()] for each in (first, second)]
     axes: list[Any] = [[], []]
     for axis, (a, b) in enumerate(zip(*shapes, strict=True)):
-        if UNKNOWN.block is None and (
-            (isinstance(a, Size) and a.block is None)
-            or (isinstance(b, Size) and b.block is None)
-        ):
+        if any(isinstance(n, Size) and n.block is None for n in (a, b)):
             return [None, None]
         is_one = [not isinstance(n, Size) and n == 1 for n in (a, b)]
         if all(is_one):

@@ -13,8 +13,6 @@ from tfdp.checks.sizes import (
 )
 from tfdp.checks.values import PLAIN, WITHIN, Cause, Layout, Value
 
-_MOST_NUMBERS = 64
-
 
 class Step:
     """One operation, and what is known of its inputs.
@@ -209,11 +207,21 @@ def apply(step: Step) -> list[Value]:
 
 def has_effect(op: Any) -> bool:
     """Tell whether an operation may do more than compute its outputs."""
-    if any(argument.is_ref for argument in op.op_def.input_arg):
-        return True
-    if op.type.startswith(_ON_HANDLES):
-        return True
-    return bool(op.op_def.is_stateful) and not op.type.startswith(_HARMLESS)
+    known = _effects.get(op.type)
+    if known is None:
+        definition = op.op_def
+        changes = any(argument.is_ref for argument in definition.input_arg)
+        # What a function in it does is not known: those of calls, branches and loops
+        # are looked at before.
+        calls = any("func" in attribute.type for attribute in definition.attr)
+        keeps = definition.is_stateful and not op.type.startswith(_HARMLESS)
+        known = changes or calls or keeps or op.type.startswith(_ON_HANDLES)
+        _effects[op.type] = known
+    return known
+
+
+# By the type of operation: to ask TensorFlow takes long.
+_effects: dict[str, bool] = {}
 
 
 COUNTS = "counts the rows of a batch"
@@ -221,7 +229,6 @@ COUNTS = "counts the rows of a batch"
 # Operations that TensorFlow counts as stateful, but that keep nothing of their inputs.
 _HARMLESS = (
     "Random",
-    "StatefulPartitionedCall",
     "Truncated",
     "VarHandle",
     "ReadVariable",
@@ -272,11 +279,6 @@ def of_numbers(step: Step, numbers: np.ndarray, number: int = 0) -> Value:
     """Describe a small tensor whose numbers are known."""
     causes = frozenset[Cause]() if is_fixed(numbers) else counting(step)
     return Value(None, PLAIN, tuple(numbers.shape), numbers, causes)
-
-
-def product_before(value: Value, axis: int) -> Length | None:
-    """Multiply the lengths before an axis; None where one is not known."""
-    return known_product((value.lengths or ())[:axis])
 
 
 def known_product(lengths: Sequence[Length | None]) -> Length | None:

@@ -12,9 +12,10 @@ from tfdp._replicas import ALONE, Replicas
 from tfdp.accounting import Ledger
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
+from tfdp.histories import note_steps
 from tfdp.losses.regularizers import gradient_of
 from tfdp.noise import NoiseSource, add_noise
-from tfdp.recorder import LedgerRecorder, recorder_of_variables
+from tfdp.recorder import LedgerRecorder, LedgerState
 
 # Far below it noise is flushed to zero, far above its reciprocal it is infinite.
 LEAST_CLIP = 1e-20
@@ -126,6 +127,8 @@ class DPOptimizer(keras.optimizers.Optimizer):
         self._configured_batch_size = expected_batch_size
         self._noise = NoiseSource(noise_seed)
         self.recorder = LedgerRecorder()
+        # So `tf.train.Checkpoint` has the ledger.
+        self._ledger_state = LedgerState(self._saved_ledger, self._restore_ledger)
         self.recorder.note_seeds(noise=noise_seed is not None, sampling=False)
         with tf.init_scope(), _keras.unmirrored_variables():
             # NaN until it is known; no update can happen before.
@@ -214,6 +217,12 @@ class DPOptimizer(keras.optimizers.Optimizer):
         """What was run with this optimizer, as the accountant sees it."""
         return self.recorder.ledger
 
+    def _saved_ledger(self) -> str:
+        return self.recorder.state()
+
+    def _restore_ledger(self, text: str) -> None:
+        self.recorder.restore(text)
+
     def check_dials(self) -> None:
         """Raise if clip norm or noise multiplier were assigned a value out of range.
 
@@ -262,15 +271,40 @@ class DPOptimizer(keras.optimizers.Optimizer):
                 f"num_replicas_in_sync={replicas}. Use `tfdp.DPModel(model).fit(...)`, "
                 "which adds the sums of all replicas up."
             )
+        self._check(clipped_sum, trainable_variables)
+        if not self.built:
+            self.build(trainable_variables)
+        recorder = self.recorder
+        is_eager = tf.executing_eagerly()
         with tf.init_scope():
             # Private models of these variables, also later ones, count these steps.
-            self.recorder = recorder_of_variables(trainable_variables, self.recorder)
-        self.apply_and_record(
-            clipped_sum,
-            trainable_variables,
-            self.recorder,
-            stream=self.noise_stream(self.recorder.steps),
-        )
+            note_steps(trainable_variables, recorder.history)
+            recorder.is_in_a_graph |= not is_eager
+            self.skip_used_noise()
+            per_unit = clipped_sum.examples_per_unit
+            # How many examples share a gradient may be known later only.
+            at_most = 1 if isinstance(per_unit, int) and per_unit == 1 else 2
+            recorder.enforce_budget_of_step(
+                float(self._noise_multiplier.numpy()) / at_most
+            )
+
+        def apply() -> bool:
+            self.apply_and_record(
+                clipped_sum,
+                trainable_variables,
+                recorder,
+                stream=self.noise_stream(self.noise_number),
+            )
+            return True
+
+        if is_eager:
+            apply()
+            return
+        sensitivity = clipped_sum.sensitivity_in_clips
+        noise_multiplier = self._noise_multiplier.value / sensitivity
+        has_room = recorder.has_room_in_loops(noise_multiplier)
+        # XLA leaves the error out; the step is not taken there, either.
+        tf.cond(has_room, apply, _refuse)
 
     def apply_and_record(
         self,
@@ -301,6 +335,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         self._check(clipped_sum, trainable_variables)
         if not self.built:
             self.build(trainable_variables)
+        self._noise.count()
         if accounted_noise_multiplier is None:
             accounted_noise_multiplier = self._noise_multiplier.value
         of_first = replicas.first(clipped_sum)
@@ -330,11 +365,21 @@ class DPOptimizer(keras.optimizers.Optimizer):
             )
         return released
 
+    @property
+    def noise_number(self) -> tf.Tensor:
+        """The number of the next step's noise, which no other step had with the key."""
+        return self._noise.number
+
+    def skip_used_noise(self) -> None:
+        """Leave out noise that the same seed may have given in an earlier process."""
+        if self.noise_is_seeded:
+            self._noise.skip_to(self.recorder.ledger_steps)
+
     def noise_stream(self, step: tf.Tensor) -> tf.Tensor:
         """Return what the noise of a step is a function of: a secret.
 
         Args:
-            step: What `LedgerRecorder.steps` was when the step began.
+            step: What `noise_number` was when the step began.
 
         Returns:
             int64, shape ``(2,)``.
@@ -480,6 +525,17 @@ class DPOptimizer(keras.optimizers.Optimizer):
             arguments.pop("inner"), custom_objects=custom_objects
         )
         return cls(inner, **arguments)
+
+
+def _refuse() -> bool:
+    """Raise when it runs, in a graph."""
+    message = (
+        "The privacy budget has no room for another step, or another training has "
+        "taken steps since it was worked out: call `private.enforce_budget()` of the "
+        "model that has the budget, which raises if there is no room."
+    )
+    tf.debugging.Assert(tf.constant(False), [message])
+    return False
 
 
 def checked_clip(value: float) -> float:

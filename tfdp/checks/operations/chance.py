@@ -48,13 +48,6 @@ def _draw_of_each(step: Step) -> Value:
     return within_last(step, 1)
 
 
-@rule("StatelessRandomGammaV3", "StatelessRandomGammaV2", "RandomGamma")
-def _draw_gamma(step: Step) -> Value:
-    if any(each.axis is not None for each in step.inputs):
-        return step.unknown()
-    return step.output(None)
-
-
 @rule("RandomShuffle", "RandomIndexShuffle")
 def _shuffle(step: Step) -> Value:
     value = step.inputs[0]

@@ -75,6 +75,7 @@ _ELEMENTWISE = [
     "DivNoNan",
     "Elu",
     "EluGrad",
+    "EnsureShape",
     "Equal",
     "Erf",
     "Erfc",
@@ -243,16 +244,13 @@ def _identities(step: Step) -> list[Value]:
     return list(step.inputs)
 
 
-@rule("EnsureShape")
-def _ensure_shape(step: Step) -> Value:
-    return joined(step, step.inputs)
-
-
 @rule("LookupTableFindV2")
 def _looked_up(step: Step) -> Value:
-    return joined(step, step.inputs[1:])
-
-
-@rule("Const", "VarHandleOp", "ReadVariableOp", "VarIsInitializedOp", "NoOp")
-def _free(step: Step) -> list[Value]:
-    return [step.output(None, number=n) for n in range(len(step.op.outputs))]
+    keys, default = step.inputs[1:]
+    if keys.axis is None:
+        return joined(step, [keys, default])
+    # Of some tables a key is a whole vector, along the last axis.
+    is_vector = keys.lengths is None or (keys.from_end == -1 and len(keys.lengths) > 1)
+    if is_vector or default.axis is not None:
+        return step.unknown()
+    return step.output(keys.axis, keys.layout)

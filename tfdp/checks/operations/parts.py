@@ -457,16 +457,13 @@ def _gather_nd(step: Step) -> Value:
                 rows = params.axis - depth + len(indices.lengths or ()) - 1
                 return step.output(rows, params.layout)
         return step.mixed("picks some rows by their numbers", is_certain=False)
-    if indices.from_end == -1:
+    if indices.axis is not None and (indices.from_end in {None, -1}):
         return step.unknown()
     lengths = None
-    if indices.lengths is not None:
-        rank = step.op.outputs[0].shape.rank
-        if rank is not None:
-            own = list(indices.lengths[:-1])
-            rest = static_lengths(step.op.outputs[0])
-            assert rest is not None  # noqa: S101
-            lengths = [*own, *rest[len(own) :]]
+    rest = static_lengths(step.op.outputs[0])
+    if indices.lengths is not None and rest is not None:
+        own = indices.lengths[:-1]
+        lengths = [*own, *rest[len(own) :]]
     return step.output(indices.axis, indices.layout, lengths=lengths)
 
 

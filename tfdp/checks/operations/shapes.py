@@ -21,7 +21,6 @@ from tfdp.checks.step import (
     known_product,
     lengths_from,
     of_numbers,
-    product_before,
     rule,
     static_lengths,
     times_length,
@@ -74,11 +73,6 @@ def _rank(step: Step) -> Value:
     return of_numbers(step, constant(len(lengths)))
 
 
-@rule("VariableShape")
-def _variable_shape(step: Step) -> Value:
-    return step.output(None)
-
-
 @rule("BroadcastGradientArgs")
 def _broadcast_gradient_args(step: Step) -> list[Value]:
     first, second = (each.numbers for each in step.inputs)
@@ -100,10 +94,9 @@ def reshaped(step: Step, value: Value, lengths: Sequence[Length]) -> Value:
         return step.output(None, lengths=lengths, causes=causes)
     # Flat, the entries are: before, times, rows, entries, after.
     times, entries = value.layout
-    ahead = times_length(product_before(value, value.axis), times)
-    behind = times_length(
-        known_product((value.lengths or ())[value.axis + 1 :]), entries
-    )
+    own = value.lengths or ()
+    ahead = times_length(known_product(own[: value.axis]), times)
+    behind = times_length(known_product(own[value.axis + 1 :]), entries)
     for axis, length in enumerate(lengths):
         of_row = step.entries_of(length)
         new_behind = product(lengths[axis + 1 :])
@@ -194,11 +187,6 @@ def _transpose(step: Step) -> Value:
     return step.output(rows, value.layout, lengths=lengths, causes=value.causes)
 
 
-@rule("InvertPermutation")
-def _invert_permutation(step: Step) -> Value:
-    return _along_free(step)
-
-
 @rule("BroadcastTo")
 def _broadcast_to(step: Step) -> Value:
     value, shape = step.inputs
@@ -243,15 +231,3 @@ def _tile(step: Step) -> Value:
     # Of a free tensor whose length nobody knows, nobody would see the repeats.
     causes = step.causes if None in lengths else value.causes
     return step.output(value.axis, value.layout, lengths=lengths, causes=causes)
-
-
-@rule("Range", "LinSpace")
-def _range(step: Step) -> Value:
-    return _along_free(step)
-
-
-def _along_free(step: Step) -> Value:
-    """Describe what nobody computes from data."""
-    if any(each.axis is not None for each in step.inputs):
-        return step.unknown()
-    return step.output(None)

@@ -1,0 +1,399 @@
+"""A ledger has every run that a weight comes from, whoever ran it, whenever."""
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfdp
+from tfdp.recorder import LedgerRecorder
+
+ROOT = Path(__file__).parents[1]
+ROWS = 20
+DELTA = 1e-3
+
+
+def data():
+    x = np.random.default_rng(0).normal(size=(ROWS, 3)).astype("float32")
+    return x, x[:, :1]
+
+
+def part(name, units=1):
+    return keras.Sequential(
+        [keras.Input((3,)), layers.Dense(units, name=f"{name}_dense")], name=name
+    )
+
+
+def both_of(one, other):
+    """A model of two towers."""
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, layers.Add()([one(inputs), other(inputs)]))
+
+
+def optimizer(**options):
+    options = {"l2_norm_clip": 1.0, "noise_multiplier": 1.0, **options}
+    return tfdp.optimizers.DPSGD(0.1, expected_batch_size=5, **options)
+
+
+def private(model, **options):
+    wrapped = tfdp.DPModel(model)
+    wrapped.compile(optimizer(**options), "mse", run_eagerly=True)
+    return wrapped
+
+
+def fit(model, epochs=1, **options):
+    """Take four steps an epoch."""
+    x, y = data()
+    model.fit(x, y, batch_size=5, epochs=epochs, verbose=0, **options)
+
+
+def loop(model, opt, *, traced):
+    """A step of a loop of one's own."""
+    x, y = map(tf.constant, data())
+
+    def step():
+        clipped = tfdp.clipped_gradients(
+            model, "mse", x[:5], y[:5], l2_norm_clip=opt.l2_norm_clip
+        )
+        opt.apply_clipped_sum(clipped, model.trainable_variables)
+
+    return tf.function(step) if traced else step
+
+
+# ------------------------------------------------------------------- one of several
+
+
+@pytest.mark.smoke
+def test_a_model_of_two_has_what_its_parts_run_later():
+    one, other = part("one"), part("other")
+    first, second = private(one), private(other)
+    fit(first)
+    fit(second)
+    both = private(both_of(one, other))
+    assert both.ledger.steps == 8
+    fit(both)
+    fit(second, epochs=2)
+    for model in (both, first, second):
+        # Each has read what the others have made.
+        assert model.ledger.steps == 20
+        assert model.epsilon(DELTA) == both.epsilon(DELTA)
+
+
+def test_models_that_never_met_have_nothing_of_each_other():
+    one, other = part("one"), part("other")
+    first, second = private(one), private(other)
+    fit(first)
+    fit(second)
+    both = private(both_of(one, other))
+    assert [each.ledger.steps for each in (first, second, both)] == [4, 4, 8]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_steps_of_a_loop_count_in_every_model_of_its_variables(traced):
+    one, other = part("one"), part("other")
+    opt = optimizer()
+    step = loop(one, opt, traced=traced)
+    for _ in range(3):
+        step()
+    first, both = private(one), private(both_of(one, other))
+    fit(both)
+    for _ in range(2):
+        step()
+    assert first.ledger.steps == both.ledger.steps == opt.ledger.steps == 9
+
+
+def test_what_was_trained_on_top_of_private_weights_depends_on_them():
+    """Also where those do not train any more, and when they are gone."""
+    base, head = part("base", units=3), part("head")
+    fit(private(both_of(base, part("first"))))
+    base.trainable = False
+    inputs = keras.Input((3,))
+    whole = keras.Model(inputs, head(base(inputs)))
+    step = loop(whole, optimizer(), traced=False)
+    step()
+    del base, whole, step
+    gc.collect()
+    assert private(head).ledger.steps == 5
+
+
+# ------------------------------------------------------------------------- budgets
+
+
+def ledger_of(steps):
+    segments = (tfdp.accounting.PoissonSteps(steps, 1.0, ROWS, 5),)
+    return tfdp.accounting.Ledger(segments)
+
+
+def limited(one, other, steps):
+    """A model of two with a budget for some steps, of which it takes four."""
+    both = private(both_of(one, other))
+    target = ledger_of(steps).epsilon(DELTA)
+    fit(both, callbacks=[tfdp.callbacks.PrivacyBudget(DELTA, target)])
+    return both, target
+
+
+@pytest.mark.smoke
+def test_a_budget_binds_whoever_trains_a_part():
+    one, other = part("one"), part("other")
+    first = private(one)
+    both, target = limited(one, other, 10)
+    fit(first, epochs=5)
+    assert both.ledger.steps == first.ledger.steps == 10
+    assert both.epsilon(DELTA) <= target
+    for model in (first, private(other)):
+        before = [weight.numpy() for weight in model.weights]
+        with pytest.raises(tfdp.errors.PrivacyBudgetError, match="no room"):
+            fit(model)
+        with pytest.raises(tfdp.errors.PrivacyBudgetError, match="no room"):
+            model.train_on_batch(*data())
+        for weight, value in zip(model.weights, before, strict=True):
+            np.testing.assert_array_equal(weight, value)
+    assert both.ledger.steps == 10
+
+
+def test_a_budget_does_not_bind_who_only_reads_a_part():
+    one, other = part("one"), part("other")
+    first = private(one)
+    target = ledger_of(4).epsilon(DELTA)
+    fit(first, callbacks=[tfdp.callbacks.PrivacyBudget(DELTA, target)])
+    one.trainable = False
+    both = private(both_of(one, other))
+    fit(both, epochs=2)
+    assert both.ledger.steps == 12
+    assert first.ledger.steps == 4
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_budget_binds_loops_of_ones_own(traced):
+    """Loops that were traced before there was a budget, too."""
+    one, other = part("one"), part("other")
+    opt = optimizer(noise_multiplier=10.0)
+    step = loop(one, opt, traced=traced)
+    step()
+    both = private(both_of(one, other), noise_multiplier=10.0)
+    of_ten = tfdp.accounting.Ledger((tfdp.accounting.UnamplifiedSteps(10, 10.0),))
+    target = of_ten.epsilon(DELTA)
+    fit(both, callbacks=[tfdp.callbacks.PrivacyBudget(DELTA, target)])
+    error = tf.errors.InvalidArgumentError if traced else tfdp.errors.PrivacyBudgetError
+    taken = both.ledger.steps
+    values = []
+
+    def go_on():
+        for _ in range(50):
+            values.append(one.get_weights())
+            step()
+
+    with pytest.raises(error, match="no room"):
+        go_on()
+    assert both.epsilon(DELTA) <= target
+    # Steps on Poisson batches cost less than those of the loop.
+    assert 5 <= both.ledger.steps - taken < 10
+    for now, value in zip(one.get_weights(), values[-1], strict=True):
+        np.testing.assert_array_equal(now, value)
+    fit(both, callbacks=[tfdp.callbacks.PrivacyBudget(DELTA, None)])
+    step()
+
+
+def test_traced_loops_that_take_turns_share_one_budget():
+    one, other = part("one"), part("other")
+    steps = [loop(each, optimizer(), traced=True) for each in (one, other)]
+    for step in steps:
+        step()
+    both = private(both_of(one, other))
+    target = 2 * both.epsilon(DELTA)
+    fit(both, callbacks=[tfdp.callbacks.PrivacyBudget(DELTA, target)])
+    taken = both.ledger.steps
+    for turn in range(20):
+        try:
+            steps[turn % 2]()
+        except tf.errors.InvalidArgumentError as error:
+            # What the other has spent is not in the limit of this one.
+            assert "enforce_budget" in str(error)  # noqa: PT017
+            try:
+                both.enforce_budget()
+            except tfdp.errors.PrivacyBudgetError:
+                break
+    assert both.ledger.steps > taken
+    assert both.epsilon(DELTA) <= target
+
+
+# --------------------------------------------------------------------------- copies
+
+
+def cloned(model):
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    return clone
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "clone_model": cloned,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_trained_weights_continues_their_runs(way):
+    model = part("model")
+    original = private(model)
+    fit(original)
+    taken = COPIES[way](model)
+    assert private(taken).ledger == original.ledger
+    fit(original)
+    # When it was made, the original had taken four steps.
+    assert private(taken).ledger.steps == 4
+    copied = private(taken)
+    fit(copied)
+    assert copied.ledger.steps == 8
+    assert original.ledger.steps == 8
+
+
+def test_a_copy_is_recognised_when_the_original_is_gone():
+    model = part("model")
+    original = private(model)
+    fit(original)
+    taken = copy.deepcopy(model)
+    gone = weakref.ref(original)
+    del original, model
+    gc.collect()
+    assert gone() is None
+    assert private(taken).ledger.steps == 4
+
+
+def test_a_copy_of_what_a_loop_has_trained_is_recognised():
+    model = part("model")
+    step = loop(model, optimizer(), traced=True)
+    step()
+    taken = both_of(cloned(model), part("other"))
+    assert private(taken).ledger.steps == 1
+
+
+def test_weights_that_were_set_after_wrapping_are_recognised():
+    original, other = private(part("model")), private(part("model"))
+    fit(original)
+    other.model.set_weights(original.model.get_weights())
+    assert other.ledger.steps == 4
+    # Those of its own training are replaced by others.
+    third = private(part("model"))
+    fit(third)
+    third.model.set_weights(original.model.get_weights())
+    fit(third)
+    assert third.ledger.steps == 12
+
+
+def test_the_same_training_twice_is_no_copy():
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        with pytest.warns(UserWarning, match="reproducible"):
+            model = private(part("model"), noise_seed=1)
+        for _ in range(2):
+            # Of no use whatever the draws are: the noise alone moves the weights.
+            fit(model, steps_per_epoch=1, sample_weight=np.zeros(ROWS))
+        assert model.ledger.steps == 2
+
+
+@pytest.mark.smoke
+def test_models_that_are_gone_leave_no_recorder():
+    def recorders():
+        gc.collect()
+        return sum(isinstance(each, LedgerRecorder) for each in gc.get_objects())
+
+    before = recorders()
+    for number in range(8):
+        model = private(part("model"))
+        if number < 2:
+            fit(model)
+    del model
+    assert recorders() == before
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_of_tensorflow_has_the_ledger(tmp_path):
+    model = private(part("model"))
+    fit(model)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    path = checkpoint.save(str(tmp_path / "checkpoint"))
+    fit(model)
+    checkpoint.restore(path).assert_consumed()
+    # Eight steps have run, whatever was put back.
+    assert model.ledger.steps == 8
+    script = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import json, keras, tensorflow as tf, tfdp
+from tests.test_histories import fit, loop, optimizer, part, private
+from tfdp.histories import was_trained
+
+model = private(part("model"))
+checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+checkpoint.restore({path!r}).assert_existing_objects_matched()
+assert model.ledger.steps == 4, model.ledger
+assert all(map(was_trained, model.weights))
+assert model.ledger.to_json() == {ledger_of(4).to_json()!r}
+fit(model)
+assert model.ledger.steps == 8, model.ledger
+
+# Of a loop of one's own, the optimizer has it.
+model, opt = part("model"), optimizer()
+loop(model, opt, traced=False)()
+saved = tf.train.Checkpoint(model=model, optimizer=opt).save({str(tmp_path / "loop")!r})
+model, opt = part("model"), optimizer()
+opt.build(model.trainable_variables)
+tf.train.Checkpoint(model=model, optimizer=opt).restore(saved).expect_partial()
+assert opt.ledger.steps == 1, opt.ledger
+loop(model, opt, traced=False)()
+assert opt.ledger.steps == private(model).ledger.steps == 2
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"KERAS_BACKEND": "tensorflow"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_files_of_parts_and_of_the_whole_count_each_run_once(tmp_path):
+    one, other = part("one"), part("other")
+    first = private(one)
+    fit(first)
+    first.save_weights(tmp_path / "part.weights.h5")
+    both = private(both_of(one, other))
+    fit(both)
+    both.save(tmp_path / "both.keras")
+    fit(first)
+    again = keras.models.load_model(tmp_path / "both.keras")
+    assert again.ledger.steps == 8
+    fresh = private(part("one"))
+    fresh.load_weights(tmp_path / "part.weights.h5")
+    assert fresh.ledger.steps == 4
+    first.load_weights(tmp_path / "part.weights.h5")
+    assert first.ledger.steps == both.ledger.steps == 12
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="There are no forks here.")
+def test_a_forked_process_counts_in_a_run_of_its_own():
+    recorder = LedgerRecorder()
+    run = recorder.run
+    receive, send = os.pipe()
+    if not os.fork():
+        os.write(send, recorder.run.encode())
+        os._exit(0)
+    os.close(send)
+    with os.fdopen(receive) as of_child:
+        assert of_child.read() not in {"", run}
+    assert recorder.run == run
