@@ -717,17 +717,43 @@ def test_restored_weights_meet_no_noise_twice():
     assert np.std(moves[0] - moves[1]) > 1
 
 
+def seeded(**options):
+    return quiet(
+        DPSGD, 1.0, **PRIVATE, expected_batch_size=1, noise_seed=1, **options
+    )
+
+
+def moved(optimizer, weight):
+    """How the noise alone moves a weight."""
+    before = weight.numpy()
+    optimizer.apply_clipped_sum(given(np.zeros(50)), [weight])
+    return weight.numpy() - before
+
+
 def test_weights_of_another_history_meet_no_noise_twice():
     """With one seed: steps of both histories count before the next one."""
     first, second = variable(np.zeros(50)), variable(np.zeros(50))
-    optimizer = quiet(DPSGD, 1.0, **PRIVATE, expected_batch_size=1, noise_seed=1)
+    optimizer = seeded()
     optimizer.build([first, second])
     other = DPSGD(1.0, **PRIVATE, expected_batch_size=1)
     other.apply_clipped_sum(given(np.zeros(50)), [second])
-    moves = []
-    for weight in (first, first, first, second, second):
-        before = weight.numpy()
-        optimizer.apply_clipped_sum(given(np.zeros(50)), [weight])
-        moves.append(weight.numpy() - before)
+    moves = [
+        moved(optimizer, weight) for weight in (first, first, first, second, second)
+    ]
     assert len(np.unique(np.round(moves, 4), axis=0)) == len(moves)
     assert optimizer.ledger.steps == 6
+    # Of another optimizer with the seed, too.
+    moves += [moved(seeded(), second) for _ in range(3)]
+    assert len(np.unique(np.round(moves, 4), axis=0)) == len(moves)
+
+
+def test_a_seed_goes_on_behind_the_steps_that_were_loaded():
+    weight, optimizer = variable(np.zeros(50)), seeded()
+    moves = [moved(optimizer, weight) for _ in range(4)]
+    first = seeded()
+    weight = variable(np.zeros(50))
+    np.testing.assert_allclose(moved(first, weight), moves[0], rtol=1e-5, atol=1e-5)
+    moved(first, weight)
+    again, weight = seeded(), variable(np.zeros(50))
+    again.recorder.restore(first.recorder.state())
+    np.testing.assert_allclose(moved(again, weight), moves[2], rtol=1e-5, atol=1e-5)
