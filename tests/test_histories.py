@@ -315,7 +315,7 @@ def test_models_that_are_gone_leave_no_recorder():
         if number < 2:
             fit(model)
     del model
-    assert recorders() == before
+    assert recorders() <= before
 
 
 # ---------------------------------------------------------------------- checkpoints

@@ -45,6 +45,21 @@ class Cluster(Replicas):
         ]
 
 
+class OneOfTwo(Cluster):
+    """A process beside another one, which was looked at before."""
+
+    def __init__(self, of_other=None):
+        super().__init__(workers=2)
+        object.__setattr__(self, "said", [])
+        object.__setattr__(self, "of_other", of_other)
+
+    def of_all(self, numbers):
+        self.said.append(numbers)
+        if self.of_other is None:
+            return np.array([numbers] * 2)
+        return np.array([self.of_other.said[len(self.said) - 1], numbers])
+
+
 def given_data(x, y=None, sample_weight=None, *, batch_size=None, sampling="poisson"):
     return training_data(
         x,
@@ -230,3 +245,62 @@ def test_structures_and_dtypes():
 def test_what_cannot_be_shared_is_refused(x):
     with pytest.raises(TypeError, match="Replicas share"):
         check_shareable(given_data(x))
+
+
+def strings(number):
+    return np.array([f"row {n}" for n in range(number)], object)
+
+
+SOURCES = {
+    "numbers": lambda rows: np.arange(3.0 * rows).reshape(rows, 3),
+    "strings": strings,
+    "views": lambda rows: np.arange(6.0 * rows).reshape(rows, 6)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_single_row_that_differs_between_workers_is_found(kind, monkeypatch):
+    # More than are read at once.
+    rows = 9_000
+    monkeypatch.setattr("tfdp.data.shares.fresh_key", lambda: 1)
+
+    def share(x, y, cluster):
+        shared_out(
+            given_data(x, y, batch_size=4),
+            cluster,
+            epochs=1,
+            rows_per_unit=1,
+            class_weight=None,
+        )
+        return cluster
+
+    y = np.zeros(rows)
+    first = share(SOURCES[kind](rows), y, OneOfTwo())
+    share(SOURCES[kind](rows), y, OneOfTwo(first))
+    for row in (0, 5_000, rows - 1):
+        x = SOURCES[kind](rows)
+        x[row] = x[(row + 1) % rows]
+        with pytest.raises(tfdp.errors.NotPrivateError, match="different rows"):
+            share(x, y, OneOfTwo(first))
+    y[4_999] = 1
+    with pytest.raises(tfdp.errors.NotPrivateError, match="different rows"):
+        share(SOURCES[kind](rows), y, OneOfTwo(first))
+
+
+def test_files_are_not_read_whole_to_be_compared(tmp_path, monkeypatch):
+    x = np.memmap(tmp_path / "x", np.float32, "w+", shape=(100_000, 2))
+    read = []
+    take = tfdp.data.rows.Rows.take
+    monkeypatch.setattr(
+        tfdp.data.rows.Rows,
+        "take",
+        lambda rows, indices: read.append(len(indices)) or take(rows, indices),
+    )
+    shared_out(
+        given_data(x[:, :1], batch_size=4),
+        OneOfTwo(),
+        epochs=1,
+        rows_per_unit=1,
+        class_weight=None,
+    )
+    assert 4_000 < sum(read) <= 4_096

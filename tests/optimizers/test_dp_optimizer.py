@@ -718,9 +718,7 @@ def test_restored_weights_meet_no_noise_twice():
 
 
 def seeded(**options):
-    return quiet(
-        DPSGD, 1.0, **PRIVATE, expected_batch_size=1, noise_seed=1, **options
-    )
+    return quiet(DPSGD, 1.0, **PRIVATE, expected_batch_size=1, noise_seed=1, **options)
 
 
 def moved(optimizer, weight):

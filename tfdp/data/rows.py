@@ -37,6 +37,8 @@ class Rows:
         self._row_shape = first.shape[1:]
         self._dtype = _batch_dtype(name, first)
         self._name = name
+        # Whether all rows can be read at once without reading a file.
+        self.is_in_memory = _is_in_memory(source)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -114,6 +116,17 @@ def rows_of(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
             )
     filled = keras.tree.pack_sequence_as(given, leaves)
     return tuple(keras.tree.lists_to_tuples(filled[name]) for name in given)
+
+
+def _is_in_memory(source: Any) -> bool:
+    if keras.ops.is_tensor(source) or hasattr(source, "iloc"):
+        return True
+    owner = source
+    while isinstance(owner, np.ndarray) and not isinstance(owner, np.memmap):
+        if not isinstance(owner.base, np.ndarray):
+            return True
+        owner = owner.base
+    return False
 
 
 _Read = Callable[[NDArray[np.int64]], NDArray[Any]]

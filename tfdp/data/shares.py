@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from tfdp import _keras, _tree
 from tfdp._replicas import Replicas, replica_number, share_bounds, summed
 from tfdp.data.poisson_dataset import PoissonDataset
-from tfdp.data.rows import rows_of
+from tfdp.data.rows import Rows, rows_of
 from tfdp.data.training_data import TrainingData, number_of_examples
 from tfdp.errors import NotPrivateError
 from tfdp.sampling import fresh_key, shuffled_order
@@ -22,8 +23,9 @@ from tfdp.sampling import fresh_key, shuffled_order
 # Begins the message of a step that is not the same for all workers.
 DIFFERENT_STEPS = "The workers do not take the same step"
 
-# Rows of arrays that workers compare before they share them.
-_COMPARED_ROWS = 64
+# Rows that workers compare before they share them, of sources that are not in memory.
+_COMPARED_ROWS = 4096
+_ROWS_AT_ONCE = 4096
 
 
 class Share(NamedTuple):
@@ -230,15 +232,15 @@ def _common_key(replicas: Replicas) -> int:
 
 
 def _check_same_rows(rows: tuple[Any, ...], replicas: Replicas) -> None:
-    """Refuse arrays that are not those of the other processes, in their order."""
+    """Refuse arrays that are not those of the other processes, in their order.
+
+    Arrays in memory are compared whole. Of files some rows are, drawn anew each time.
+    """
     if replicas.processes == 1:
         return
-    sources = keras.tree.flatten(rows)
-    order = np.random.default_rng(_common_key(replicas))
-    indices = np.unique(order.integers(len(sources[0]), size=_COMPARED_ROWS))
-    taken = [tf.convert_to_tensor(source.take(indices)) for source in sources]
-    prints = replicas.of_all([int(_fingerprint(taken))])
-    if len(np.unique(prints)) > 1:
+    digest = _digest(keras.tree.flatten(rows), _common_key(replicas))
+    prints = replicas.of_all(digest)
+    if len(np.unique(prints, axis=0)) > 1:
         raise NotPrivateError(
             "All workers must have the same rows in the same order: each takes some by "
             "their numbers, and an example with two numbers could count twice in a "
@@ -246,6 +248,33 @@ def _check_same_rows(rows: tuple[Any, ...], replicas: Replicas) -> None:
             "everywhere, with `train_test_split(..., random_state=0)` and "
             "`sorted(os.listdir(folder))`."
         )
+
+
+def _digest(sources: list[Rows], key: int) -> list[int]:
+    """Return 128 bits that hardly any other rows have, and tell nothing without a key.
+
+    Args:
+        sources: Of the same number of rows.
+        key: Secret, the same in all processes.
+
+    Returns:
+        Two numbers.
+    """
+    digest = hashlib.blake2b(digest_size=16, key=key.to_bytes(16, "little"))
+    rows = len(sources[0])
+    drawn = np.random.default_rng(key).integers(rows, size=_COMPARED_ROWS)
+    some = [np.unique(drawn)]
+    for source in sources:
+        digest.update(f"{source}".encode())
+        chunks = some
+        if source.is_in_memory:
+            chunks = np.array_split(np.arange(rows), -(-rows // _ROWS_AT_ONCE))
+        for indices in chunks:
+            taken = source.take(indices)
+            if isinstance(taken, tf.Tensor):  # Strings
+                taken = np.array([repr(each) for each in taken.numpy().ravel()])
+            digest.update(np.ascontiguousarray(taken).tobytes())
+    return np.frombuffer(digest.digest(), np.int64).tolist()
 
 
 def _shuffled_draws(number_of_examples: int, size: int, key: int) -> _Draw:
