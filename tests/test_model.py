@@ -837,6 +837,28 @@ def test_a_replaced_optimizer_counts_in_the_models_ledger():
     assert model.ledger.steps == 13
 
 
+def test_class_weights_are_for_one_target_without_weights():
+    x, y = data(20)
+    inputs = keras.Input((3,))
+    outputs = [layers.Dense(2, name=name)(inputs) for name in "ab"]
+    model = private(keras.Model(inputs, outputs), loss=[logits_loss(), logits_loss()])
+    dataset = tf.data.Dataset.from_tensor_slices((x, (y, y))).batch(5)
+    weights = {0: 1.0, 1: 2.0}
+    trains = [
+        lambda: model.fit(x, [y, y], batch_size=5, class_weight=weights),
+        lambda: model.fit(dataset, class_weight=weights),
+        lambda: model.train_on_batch(x, [y, y], class_weight=weights),
+        lambda: private().fit(x, y, sample_weight=np.ones(20), class_weight=weights),
+    ]
+    for train in trains:
+        with pytest.raises(ValueError, match=r"`class_weight` weighs .* Received: cl"):
+            train()
+    # What it advises works.
+    weight_of_class = np.array([1.0, 2.0])
+    of_rows = [weight_of_class[y]] * 2
+    model.fit(x, [y, y], sample_weight=of_rows, batch_size=5, verbose=0)
+
+
 def test_an_optimizer_without_privacy_is_refused_however_it_comes():
     model = private()
     model.optimizer = keras.optimizers.SGD(0.1)

@@ -56,7 +56,7 @@ from tfdp.errors import (
 from tfdp.histories import note_steps, remember_values, was_trained
 from tfdp.losses import regularizers
 from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
-from tfdp.losses.objective import Objective
+from tfdp.losses.objective import Objective, check_takes_logits
 from tfdp.optimizers import DPOptimizer
 from tfdp.recorder import UNDECLARED, LedgerRecorder, LedgerState
 
@@ -319,7 +319,8 @@ class DPModel(_keras.ReplicatedModel):
 
         Raises:
             NotPrivateError: If the optimizer is not a private one.
-            ValueError: If there is no loss, `auto_scale_loss` is set, the optimizer
+            ValueError: If there is no loss, or one that takes logits for
+                probabilities, `auto_scale_loss` is set, the optimizer
                 was made in the scope of another `tf.distribute` strategy than the
                 model or belongs to another private model, or there is a strategy
                 and `steps_per_execution` is not 1.
@@ -340,6 +341,7 @@ class DPModel(_keras.ReplicatedModel):
                 "`loss` is missing. Received: loss=None. Use "
                 "`private.compile(optimizer, loss='mse')`."
             )
+        check_takes_logits(self.model, loss)
         with self._replicas.scope():
             super().compile(
                 optimizer=optimizer,
@@ -462,6 +464,7 @@ class DPModel(_keras.ReplicatedModel):
                 "`x` is missing. Received: x=None. Use `private.fit(x, y, "
                 "batch_size=256)`."
             )
+        _check_class_weight(class_weight, sample_weight, y, self.model)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_for_validation(
                 (x, y, sample_weight), validation_split
@@ -574,6 +577,7 @@ class DPModel(_keras.ReplicatedModel):
                 f"{self._replicas.number} replicas. Use `private.fit(...)`, which gives "
                 "each a share."
             )
+        _check_class_weight(class_weight, sample_weight, y, self.model)
         self._plan_for(UNDECLARED, None)
         sizes = self._unchecked_sizes(number_of_examples(x))
         if sizes:
@@ -1046,6 +1050,24 @@ def _check_wrapped(model: Any) -> None:
             f"Model `{model.name}` overrides {names}, which DPModel replaces. Received: "
             f"model of type {type(model).__name__}. Override `compute_loss` instead: "
             "it is evaluated for each example alone."
+        )
+
+
+def _check_class_weight(
+    class_weight: Any, sample_weight: Any, y: Any, model: keras.Model
+) -> None:
+    if class_weight is None:
+        return
+    # Data that bring their own targets do not show them here.
+    targets = getattr(model, "outputs", None) if y is None else keras.tree.flatten(y)
+    outputs = len(targets or [None])
+    if outputs > 1 or sample_weight is not None:
+        given = "`sample_weight`" if outputs == 1 else f"{outputs} targets"
+        raise ValueError(
+            "`class_weight` weighs the classes of one target, in the place of "
+            f"`sample_weight`. Received: class_weight={class_weight!r} with {given}. "
+            "Use `sample_weight=weight_of_class[y]`, for several targets a list of "
+            "such arrays, times weights of your own."
         )
 
 

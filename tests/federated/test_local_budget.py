@@ -163,6 +163,24 @@ def test_a_write_that_fails_changes_nothing(path, monkeypatch):
     assert budget.participations == 1
 
 
+def test_what_was_spent_is_known_without_the_file(path):
+    budget, other = (budget_at(path, max_participations=3) for _ in range(2))
+    budget.spend()
+    before = path.read_text()
+    budget.spend()
+    for change in (path.unlink, lambda: path.write_text(before)):
+        change()
+        assert budget.participations == 2
+    # The other one has not seen the second; what is written has all.
+    assert other.participations == 1
+    budget.spend()
+    assert other.participations == 3
+    path.unlink()
+    for each in (budget, other):
+        with pytest.raises(PrivacyBudgetError):
+            each.spend()
+
+
 DAMAGED = [
     "",
     "{",
@@ -177,6 +195,8 @@ DAMAGED = [
     '{"noise_multipliers": [-1.0]}',
     '{"noise_multipliers": [true]}',
     '{"noise_multipliers": ["1.4"]}',
+    '{"noise_multipliers": [1e200]}',
+    '{"noise_multipliers": [1' + 400 * "0" + "]}",
     "\0\xff",
 ]
 

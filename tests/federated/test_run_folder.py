@@ -11,6 +11,7 @@ from tfdp.federated.run_folder import State, read_state, write_state
 STATE = State(
     settings={"noise": 1.0},
     clips=[0.1, 0.1],
+    interrupted=[1],
     next_clip=0.3,
     history={"round": [1, 2], "val_loss": [float("inf"), 2.5]},
     nonprivate_norms=np.array([1.0, np.nan]),

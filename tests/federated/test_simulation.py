@@ -17,6 +17,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+import tfdp
 from tests.reference import per_example_gradients
 from tfdp.accounting.local import TrustedQueries
 from tfdp.callbacks import AdaptiveMedianClip, AdaptiveQuantileClip, ClipNormScheduler
@@ -24,6 +25,7 @@ from tfdp.federated import Simulation, VirtualClients
 from tfdp.optimizers import DPSGD
 
 CLIENTS = VirtualClients(200, clients_per_round=6, examples_per_client=5, seed=4)
+DELTA = 1e-5
 CLIP, STEP = 4.5, 2**-6
 NOISELESS = pytest.mark.filterwarnings("ignore:Training without noise")
 SEEDED = pytest.mark.filterwarnings("ignore:The privacy noise is reproducible")
@@ -402,6 +404,42 @@ def test_goes_on_from_its_folder_as_if_it_had_never_stopped(tmp_path):
         assert other.history == whole.history
         assert_same_weights(other.model.get_weights(), whole.model.get_weights(), 0, 0)
         np.testing.assert_array_equal(other.nonprivate_norms, whole.nonprivate_norms)
+
+
+def killed_in_round(number, folder, rounds, **options):
+    """A simulation that ends while a round runs."""
+    run_round = Simulation._run_round
+
+    def killed(self, rows, clip, of_round):
+        tf.debugging.assert_none_equal(
+            of_round, tf.constant(number, tf.int64), message="killed"
+        )
+        return run_round(self, rows, clip, of_round)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Simulation, "_run_round", killed)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="killed"):
+            in_folder(0, folder, rounds, **options)
+
+
+@SEEDED
+def test_an_interrupted_round_is_run_again_and_counts_again(tmp_path):
+    options = {"clients": VirtualClients(80, 8, 5), "max_participations": 1}
+    whole = in_folder(0, tmp_path / "whole", 5, **options)
+    assert whole.local_epsilon(DELTA) < math.inf
+    folder = tmp_path / "killed"
+    for _ in range(2):
+        killed_in_round(3, folder, 5, **options)
+    found = in_folder(0, folder, 5, **options)
+    assert found.rounds == int(found.optimizer.iterations) == 5
+    assert found.history == whole.history
+    assert_same_weights(found.model.get_weights(), whole.model.get_weights(), 0, 0)
+    # Once in the five rounds, and whoever was in the fourth twice more.
+    assert found.local_epsilon(DELTA) == tfdp.federated.local_epsilon(
+        1.0, DELTA, participations=3
+    )
+    again = in_folder(0, folder, 6, **options)
+    assert again.local_epsilon(DELTA) == found.local_epsilon(DELTA)
 
 
 @pytest.fixture(scope="module")

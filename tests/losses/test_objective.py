@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+import tfdp
 from tfdp.losses.objective import Objective
 
 pytestmark = pytest.mark.keras_private
@@ -88,3 +89,31 @@ def test_there_must_be_something_to_train(make):
     model.trainable = False
     with pytest.raises(ValueError, match="nothing to train"):
         make(model)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_refused"),
+    [
+        ("binary_crossentropy", True),
+        (keras.losses.BinaryCrossentropy(), True),
+        (keras.losses.binary_crossentropy, True),
+        (tfdp.losses.BAM(keras.losses.BinaryFocalCrossentropy(), 0.1), True),
+        (keras.losses.BinaryCrossentropy(from_logits=True), False),
+        (lambda y, logits: keras.ops.softplus(-y * logits)[:, 0], False),
+    ],
+)
+def test_logits_are_not_taken_for_probabilities(loss, is_refused):
+    model = tfdp.variational.BayesianLogisticRegression(number_of_examples=4)
+    x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+    trains = [
+        lambda: tfdp.DPModel(model).compile(
+            tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0), loss
+        ),
+        lambda: tfdp.clipped_gradients(model, loss, x, y, l2_norm_clip=1.0),
+    ]
+    for train in trains:
+        if is_refused:
+            with pytest.raises(ValueError, match=r"are logits.*Received: loss=.*Use "):
+                train()
+        else:
+            train()

@@ -235,6 +235,9 @@ def _check_same_rows(rows: tuple[Any, ...], replicas: Replicas) -> None:
     """Refuse arrays that are not those of the other processes, in their order.
 
     Arrays in memory are compared whole. Of files some rows are, drawn anew each time.
+
+    Raises:
+        NotPrivateError: If they differ.
     """
     if replicas.processes == 1:
         return
@@ -274,7 +277,7 @@ def _digest(sources: list[Rows], key: int) -> list[int]:
             if isinstance(taken, tf.Tensor):  # Strings
                 taken = np.array([repr(each) for each in taken.numpy().ravel()])
             digest.update(np.ascontiguousarray(taken).tobytes())
-    return np.frombuffer(digest.digest(), np.int64).tolist()
+    return [int(word) for word in np.frombuffer(digest.digest(), np.int64)]
 
 
 def _shuffled_draws(number_of_examples: int, size: int, key: int) -> _Draw:

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from tfdp.accounting.local import (
 )
 from tfdp.errors import PrivacyBudgetError
 
+# No epsilon asks for more.
+_MOST_NOISE = 1e12
+
 
 class LocalBudget:
     """What a client may still send, in a ledger on the client's own disk.
@@ -25,8 +29,9 @@ class LocalBudget:
         then. A participation is on the disk before `spend` returns, and several
         processes and threads may share a ledger. Nothing in it is named after what a
         server assigns, such as Flower's `node_id`, so that no server can begin a new
-        one. Whoever can delete the file, or put an older one in its place, can: keep
-        it as safe as the data.
+        one. Whoever can delete the file, or put an older one in its place, can, and
+        only an object that has read the newer one goes on knowing it: keep the file as
+        safe as the data.
 
     Args:
         path: The ledger, a JSON file, made with the first participation; beside it
@@ -75,6 +80,8 @@ class LocalBudget:
         self._delta = float(delta)
         self._max_participations = int(max_participations)
         self._neighboring_relation = neighboring_relation
+        # What is known to be spent, whatever becomes of the file.
+        self._known: Counter[float] = Counter()
         with self._locked():
             self._read()
 
@@ -113,6 +120,7 @@ class LocalBudget:
                 )
             with replaced(self._path) as file:
                 json.dump({"noise_multipliers": longer}, file)
+            self._known = Counter(longer)
 
     def _cost(self, noise_multipliers: list[float]) -> float:
         return joint_local_epsilon(
@@ -128,16 +136,21 @@ class LocalBudget:
             multipliers = json.loads(text)["noise_multipliers"]
             if not isinstance(multipliers, list):
                 raise TypeError(f"no list: {multipliers!r}")
-            return [_validate.positive("noise_multipliers", m) for m in multipliers]
+            found = [_validate.positive("noise_multipliers", m) for m in multipliers]
+            if max(found, default=0) > _MOST_NOISE:
+                raise ValueError(f"absurd noise: {max(found):g}")
         except FileNotFoundError:
-            return []
-        except (KeyError, TypeError, ValueError) as error:
+            found = []
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ValueError(
                 "`path` must be a ledger that `LocalBudget` wrote. Received: "
                 f"path='{self._path}', which is damaged ({error}). Put back the last "
                 "one, or count the budget as spent: a new ledger would forget what "
                 "the client has sent."
             ) from error
+        # Of each noise multiplier as many as were ever seen.
+        self._known |= Counter(found)
+        return list(self._known.elements())
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

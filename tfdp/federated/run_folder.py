@@ -10,7 +10,7 @@ import numpy as np
 
 from tfdp._files import replaced
 
-_STATE, _HISTORY = "state.npz", "history.csv"
+_STATE, _HISTORY, _BEGUN = "state.npz", "history.csv", "rounds_begun.txt"
 
 
 class State(NamedTuple):
@@ -19,6 +19,7 @@ class State(NamedTuple):
     Attributes:
         settings: What it has in common with an equal one, as JSON has it.
         clips: C of every round.
+        interrupted: Numbers of rounds, as often as they were begun and not finished.
         next_clip: C of the next.
         history: See `Simulation.run`.
         nonprivate_norms: See `Simulation`.
@@ -27,6 +28,7 @@ class State(NamedTuple):
 
     settings: dict[str, Any]
     clips: list[float]
+    interrupted: list[int]
     next_clip: float
     history: dict[str, list[float]]
     nonprivate_norms: np.ndarray
@@ -54,6 +56,8 @@ def write_state(folder: Path, state: State) -> None:
             about=json.dumps(about),
             nonprivate_norms=state.nonprivate_norms,
         )
+    if not state.history:
+        return
     with replaced(folder / _HISTORY, newline="") as file:
         writer = csv.writer(file)
         writer.writerow(state.history)
@@ -80,6 +84,8 @@ def read_state(folder: Path) -> State | None:
             about = json.loads(str(state["about"]))
             norms = state["nonprivate_norms"]
             values = [state[f"arr_{n}"] for n in range(len(state.files) - 2)]
+        # Older states have none.
+        about.setdefault("interrupted", [])
         return State(**about, nonprivate_norms=norms, values=values)
     except (TypeError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(
@@ -87,3 +93,32 @@ def read_state(folder: Path) -> State | None:
             f"directory='{folder}', whose state is damaged ({error}). Delete "
             f"'{_STATE}' to begin anew."
         ) from error
+
+
+def note_round(folder: Path, number: int) -> None:
+    """Write down that a round begins: its clients are about to take part.
+
+    Args:
+        folder: Exists.
+        number: Of the round.
+    """
+    with (folder / _BEGUN).open("a") as file:
+        file.write(f"{number}\n")
+
+
+def rounds_without_end(folder: Path, state: State) -> list[int]:
+    """Return the rounds that were begun after a state was written.
+
+    Args:
+        folder: Exists.
+        state: What is in it.
+
+    Returns:
+        Their numbers, as often as they were begun.
+    """
+    path = folder / _BEGUN
+    if not path.exists():
+        return []
+    # A last line without an end was not followed by a round.
+    begun = [int(line) for line in path.read_text().split("\n")[:-1]]
+    return [number for number in begun if number >= len(state.clips)]

@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tfdp import _keras, _tree, _validate
 from tfdp.accounting.local import (
@@ -28,7 +29,13 @@ from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.clipping import ClippedSum
 from tfdp.engines.passes import number_of_rows
 from tfdp.federated.client import checked_local_noise
-from tfdp.federated.run_folder import State, read_state, write_state
+from tfdp.federated.run_folder import (
+    State,
+    note_round,
+    read_state,
+    rounds_without_end,
+    write_state,
+)
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.virtual_clients import VirtualClients
 from tfdp.gradients import clipped_gradients
@@ -185,6 +192,8 @@ class Simulation:
         self._loss_name = _name_of(loss)
         self._folders: set[Path] = set()
         self._clips: list[float] = []
+        # Rounds that were begun and not finished, each time that happened.
+        self._interrupted: list[int] = []
         self._next_clip = self._l2_norm_clip
         self.history: dict[str, list[float]] = {}
         self.nonprivate_norms = np.zeros(0)
@@ -229,10 +238,11 @@ class Simulation:
             rounds: How many rounds there will have been.
             validation_data: Inputs and targets.
             evaluate_every: Rounds from one entry of the history to the next.
-            directory: Folder for `history.csv` and for the state, written with every
-                entry. A simulation that begins with the state of an equal one in its
-                folder goes on from there; rounds that were run after the state was
-                written are run again.
+            directory: Folder for `history.csv`, written with every entry, and for the
+                state, written after every round. A simulation that begins with the
+                state of an equal one in its folder goes on from there. The round that
+                was interrupted is run again, and its clients count once more, beyond
+                `max_participations` if need be: `local_epsilon` has it.
             verbose: 0 for silence, 1 for a line of progress now and then.
 
         Returns:
@@ -251,10 +261,8 @@ class Simulation:
         folder = None if directory is None else Path(directory).resolve()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            state = None if folder in self._folders else read_state(folder)
-            if state is not None:
-                self._restore(folder, state)
-                self._check_participations(self.rounds)
+            if folder not in self._folders:
+                self._begin_in(folder)
             self._folders.add(folder)
         scheduled = self._scheduled(rounds)
         # Where the output is no terminal every update is a line.
@@ -264,14 +272,20 @@ class Simulation:
         while self.rounds < rounds:
             if scheduled is not None:
                 self._next_clip = float(scheduled[self.rounds])
+            if folder is not None:
+                note_round(folder, self.rounds)
             self._one_more_round()
             if self.rounds % every == 0:
-                self._note(validation_data, folder)
+                self._note(validation_data)
+            if folder is not None:
+                self._save(folder)
             shown = self._shown()
             bar.stateful_metrics.update(name for name, _ in shown)
             bar.update(self.rounds, shown)
         if self.rounds not in self.history.get("round", []):
-            self._note(validation_data, folder)
+            self._note(validation_data)
+            if folder is not None:
+                self._save(folder)
         return self.history
 
     def local_epsilon(self, delta: float) -> float:
@@ -287,7 +301,7 @@ class Simulation:
         return local_epsilon(
             self._noise_multiplier,
             delta,
-            participations=self._clients.participations(self.rounds),
+            participations=self._participations(self.rounds),
             neighboring_relation=self._neighboring_relation,
         )
 
@@ -300,14 +314,16 @@ class Simulation:
         Returns:
             The text; see `tfdp.accounting.local_privacy_statement`.
         """
-        participations = self._clients.participations(self.rounds)
+        participations = self._participations(self.rounds)
         policy, queries = self._clip_policy, None
         if isinstance(policy, AdaptiveClip):
             queries = TrustedQueries(
                 type(policy).__name__,
                 policy.query_noise,
                 policy.replaced_over_left_out,
-                per_client=min(participations, self.rounds // policy.every),
+                per_client=min(
+                    participations, len(self._interrupted) + self.rounds // policy.every
+                ),
             )
         return local_privacy_statement(
             self._noise_multiplier,
@@ -316,6 +332,10 @@ class Simulation:
             neighboring_relation=self._neighboring_relation,
             queries=queries,
         )
+
+    def _participations(self, rounds: int) -> int:
+        """Return how often a client takes part at most in so many rounds."""
+        return self._clients.participations(rounds) + len(self._interrupted)
 
     def _check_participations(self, rounds: int) -> None:
         needed = self._clients.participations(rounds)
@@ -396,10 +416,8 @@ class Simulation:
             stream=self._noise.stream(number),
         )
 
-    def _note(
-        self, validation_data: tuple[Any, Any] | None, folder: Path | None
-    ) -> None:
-        """Add an entry to the history, and save."""
+    def _note(self, validation_data: tuple[Any, Any] | None) -> None:
+        """Add an entry to the history."""
         clip = self._clips[-1]
         entry = {"round": self.rounds, "l2_norm_clip": clip}
         if validation_data is not None:
@@ -415,8 +433,6 @@ class Simulation:
         for name in self.history | entry:
             column = self.history.setdefault(name, [math.nan] * entries)
             column.append(entry.get(name, math.nan))
-        if folder is not None:
-            self._save(folder)
 
     def _shown(self) -> list[tuple[str, float]]:
         """Return what the line of progress shows."""
@@ -464,12 +480,30 @@ class Simulation:
         state = State(
             settings=self._settings(),
             clips=self._clips,
+            interrupted=self._interrupted,
             next_clip=self._next_clip,
             history=self.history,
             nonprivate_norms=self.nonprivate_norms,
             values=[keras.ops.convert_to_numpy(v) for v in self._variables()],
         )
         write_state(folder, state)
+
+    def _begin_in(self, folder: Path) -> None:
+        """Go on from the state in a folder, or write one."""
+        state = read_state(folder)
+        if state is None:
+            self._save(folder)
+            return
+        self._restore(folder, state)
+        begun = rounds_without_end(folder, state)
+        if begun:
+            logging.warning(
+                "Round %d was interrupted and is run again: its clients count as "
+                "having taken part once more.",
+                begun[-1],
+            )
+        self._interrupted = [*self._interrupted, *begun]
+        self._check_participations(self.rounds)
 
     def _restore(self, folder: Path, state: State) -> None:
         if self.rounds:
@@ -492,6 +526,7 @@ class Simulation:
         for variable, value in zip(self._variables(), state.values, strict=True):
             variable.assign(value)
         self._clips, self._next_clip = state.clips, state.next_clip
+        self._interrupted = state.interrupted
         self.history, self.nonprivate_norms = state.history, state.nonprivate_norms
 
 

@@ -1,6 +1,7 @@
 """What an engine differentiates: a model, its losses per example, its variables."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -31,6 +32,34 @@ class Batch(NamedTuple):
     y: Any
     sample_weight: Any
     is_padding: tf.Tensor
+
+
+def check_takes_logits(model: keras.Model, loss: Any) -> None:
+    """Refuse losses that would take the logits of a model for probabilities.
+
+    Args:
+        model: A Keras model; it says that it has logits by an attribute
+            ``outputs_are_logits = True``.
+        loss: As in `keras.Model.compile`.
+
+    Raises:
+        ValueError: If one does.
+    """
+    if not getattr(model, "outputs_are_logits", False):
+        return
+    for leaf in keras.tree.flatten(loss):
+        named = keras.losses.get(leaf) if isinstance(leaf, str) else leaf
+        if isinstance(named, keras.losses.Loss):
+            takes_logits = named.get_config().get("from_logits", True)
+        else:
+            default = inspect.signature(named).parameters.get("from_logits")
+            takes_logits = default is None or default.default
+        if not takes_logits:
+            raise ValueError(
+                f"The outputs of `{type(model).__name__}` are logits, which the loss "
+                f"would take for probabilities. Received: loss={leaf!r}. Use "
+                "`loss=keras.losses.BinaryCrossentropy(from_logits=True)`."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +99,10 @@ class Objective:
             The objective that trains all trainable variables.
 
         Raises:
-            ValueError: If the model has no trainable variable.
+            ValueError: If the model has no trainable variable, or the loss takes its
+                logits for probabilities.
         """
+        check_takes_logits(model, loss)
         per_example = PerExampleLoss(
             loss, loss_weights, getattr(model, "output_names", None)
         )

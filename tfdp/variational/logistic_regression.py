@@ -100,6 +100,8 @@ class BayesianLogisticRegression(keras.Model):
         ['logit/bias', 'logit/kernel']
     """
 
+    outputs_are_logits = True
+
     def __init__(
         self,
         *,
