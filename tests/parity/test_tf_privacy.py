@@ -59,8 +59,14 @@ def test_statement_by_rdp(
     options = (used_microbatching, max_examples_per_user)
     theirs = reference.compute_dp_sgd_privacy_statement(*arguments, *options)
     ours = compute_dp_sgd_privacy_statement(*arguments, *options)
-    assert len(figures(ours)) == (2 if max_examples_per_user is None else 4)
-    assert figures(ours) == figures(theirs)
+    ours, theirs = figures(ours), figures(theirs)
+    assert len(ours) == (2 if max_examples_per_user is None else 4)
+    assert ours[:2] == theirs[:2]
+    if max_examples_per_user == 1:
+        assert ours == theirs
+    # Theirs goes from one example to several by group privacy, which knows less.
+    for own, other in zip(ours[2:], theirs[2:], strict=True):
+        assert own <= other
 
 
 @pytest.mark.parametrize(("n", "batch_size", "epochs", "noise", "delta"), TRAININGS)

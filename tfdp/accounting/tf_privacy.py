@@ -10,6 +10,7 @@ from tfdp._validate import non_negative, one_of, positive, positive_int, probabi
 from tfdp.accounting.accountant import ACCOUNTANTS, epsilon
 from tfdp.accounting.segments import PoissonSteps, Segment, ShuffledPasses
 from tfdp.accounting.text import filled
+from tfdp.accounting.users import user_epsilon
 
 _ORDERS = (
     [1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5]
@@ -188,58 +189,13 @@ def _user_paragraph(
             "Nothing is said about users: that takes a bound on the number of examples "
             "of one user, `max_examples_per_user`."
         )
-    if accountant_type == "PLD":
-        return filled(
-            "The epsilon of a whole user comes from RDP accounting only: ask for "
-            "accountant_type='RDP'."
-        )
     paragraph = (
         f"Adding or removing one user with at most {size} examples, delta = {delta}, "
-        f"RDP\nand group privacy:\n"
-    ) + _rows(training, lambda run: _user_epsilon(run, delta, size))
-    if "inf" in paragraph:
-        paragraph += "\n" + filled(
-            "Infinite means that the conversion from examples to users found no bound; "
-            "where the epsilon of an example is finite, there is one."
-        )
-    return paragraph
-
-
-def _user_epsilon(segment: Segment, delta: float, size: int) -> float:
-    """Return the epsilon of a group of `size` examples at the group's `delta`.
-
-    (epsilon, d)-DP of one example is (size * epsilon, d * factor)-DP of the group,
-    factor = (e^(size * epsilon) - 1) / (e^epsilon - 1). Bisection finds the d that
-    makes the group's delta the one asked for.
-
-    References:
-        .. [1] Vadhan, "The Complexity of Differential Privacy", 2017, Lemma 2.2.
-    """
-    one_example = epsilon([segment], delta, "RDP")
-    if size == 1 or math.isinf(one_example):
-        return one_example
-
-    def example_epsilon(log_d: float) -> float:
-        return epsilon([segment], math.exp(log_d), "RDP")
-
-    def excess(log_d: float) -> float:
-        one = example_epsilon(log_d)
-        if one == 0:
-            return log_d + math.log(size) - math.log(delta)
-        log_factor = _log_expm1(size * one) - _log_expm1(one)
-        return log_d + log_factor - math.log(delta)
-
-    high = math.log(delta)
-    low = high - math.log(10)
-    while math.exp(low) > 0 and (gap := excess(low)) > 0:
-        high = low - gap
-        low = high - math.log(10)
-    if math.exp(low) == 0:
-        return math.inf
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (low, middle) if excess(middle) > 0 else (middle, high)
-    return size * example_epsilon(low)
-
-
-def _log_expm1(value: float) -> float:
-    return value + math.log(-math.expm1(-value))
+        f"{accountant_type}:\n"
+    )
+    return paragraph + _rows(
+        training,
+        lambda run: user_epsilon(
+            run, delta, max_examples_per_user=size, accountant=accountant_type
+        ),
+    )

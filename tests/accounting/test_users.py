@@ -1,0 +1,112 @@
+"""What several examples of one user cost, against integrals of the definition."""
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, rdp
+from dp_accounting.pld import privacy_loss_distribution
+from scipy import special, stats
+
+from tfdp.accounting import PoissonSteps, ShuffledPasses
+from tfdp.accounting.accountant import epsilon
+from tfdp.accounting.users import _divergence, user_epsilon
+
+HAS_MIXTURES = hasattr(privacy_loss_distribution, "from_mixture_gaussian_mechanism")
+
+
+def cost(segment, delta, size, accountant="RDP"):
+    return user_epsilon(
+        segment, delta, max_examples_per_user=size, accountant=accountant
+    )
+
+
+@pytest.mark.parametrize("accountant", ["RDP", "PLD"])
+@pytest.mark.parametrize("size", [2, 3, 10])
+def test_examples_of_a_pass_divide_the_noise(size, accountant):
+    run = ShuffledPasses(5, 4.0, 10_000, 64)
+    less_noise = ShuffledPasses(5, 4.0 / size, 10_000, 64)
+    assert cost(run, 1e-6, size, accountant) == epsilon([less_noise], 1e-6, accountant)
+
+
+@pytest.mark.parametrize("accountant", ["RDP", "PLD"])
+def test_one_example_costs_what_an_example_costs(accountant):
+    run = PoissonSteps(100, 1.0, 1000, 10)
+    assert cost(run, 1e-5, 1, accountant) == epsilon([run], 1e-5, accountant)
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.3, 1.0, 7.0])
+@pytest.mark.parametrize("probability", [1e-5, 0.01, 0.6])
+def test_the_divergence_of_one_example_is_that_of_the_library(
+    noise_multiplier, probability
+):
+    orders = [2, 3, 8, 32]
+    accountant = rdp.RdpAccountant(orders).compose(
+        PoissonSampledDpEvent(probability, GaussianDpEvent(noise_multiplier))
+    )
+    expected = [accountant.get_epsilon(delta) for delta in (1e-2, 1e-5)]
+    ours = [_divergence(n, noise_multiplier, probability, 1) for n in orders]
+    found = [rdp.compute_epsilon(orders, ours, delta)[0] for delta in (1e-2, 1e-5)]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("order", [1.1, 2.0, 9.0])
+@pytest.mark.parametrize("probability", [1e-4, 0.3, 0.999])
+@pytest.mark.parametrize("size", [2, 7])
+def test_the_divergence_is_an_integral(order, probability, size):
+    noise_multiplier = 0.8
+    counts = np.arange(size + 1)
+    weights = stats.binom.pmf(counts, size, probability)
+
+    x = np.linspace(-90, 150, 600_001)
+    without = stats.norm.logpdf(x, scale=noise_multiplier)
+    shifted = stats.norm.logpdf(x[:, None] - counts, scale=noise_multiplier)
+    present = special.logsumexp(shifted, b=weights, axis=1)
+    logs = [
+        special.logsumexp(order * first + (1 - order) * second)
+        for first, second in ((present, without), (without, present))
+    ]
+    expected = (max(logs) + math.log(x[1] - x[0])) / (order - 1)
+    found = _divergence(order, noise_multiplier, probability, size)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-10)
+
+
+@pytest.mark.parametrize("accountant", ["RDP", "PLD"])
+@pytest.mark.parametrize(
+    ("probability", "noise_multiplier", "size"),
+    [(0.01, 1.0, 3), (0.9, 4.0, 2), (0.001, 0.5, 20)],
+)
+def test_the_epsilon_of_a_step_is_never_too_small(
+    probability, noise_multiplier, size, accountant
+):
+    """The delta at that epsilon, from its definition, in both directions."""
+    run = PoissonSteps(1, noise_multiplier, 1000, round(1000 * probability))
+    delta = 1e-4
+    found = cost(run, delta, size, accountant)
+    counts = np.arange(size + 1)[:, None]
+    weights = stats.binom.pmf(counts, size, probability)
+    x = np.linspace(-12 * noise_multiplier, size + 12 * noise_multiplier, 400_001)
+    without = stats.norm.pdf(x, scale=noise_multiplier)
+    present = (weights * stats.norm.pdf(x - counts, scale=noise_multiplier)).sum(0)
+    for first, second in ((present, without), (without, present)):
+        loss = np.maximum(first - math.exp(found) * second, 0)
+        assert loss.sum() * (x[1] - x[0]) <= delta
+    if accountant == "PLD" and HAS_MIXTURES and size < 20:
+        close = max(
+            np.maximum(first - math.exp(0.99 * found - 0.01) * second, 0).sum()
+            for first, second in ((present, without), (without, present))
+        )
+        assert close * (x[1] - x[0]) > delta
+
+
+def test_more_examples_cost_more_and_no_noise_everything():
+    run = PoissonSteps(500, 1.0, 10_000, 64)
+    costs = [cost(run, 1e-6, size) for size in (1, 2, 5, 30, 300)]
+    assert costs == sorted(costs)
+    assert costs[-1] < math.inf
+    assert cost(PoissonSteps(500, 0.0, 10_000, 64), 1e-6, 3) == math.inf
+    # Where all are in every batch there is nothing to draw.
+    whole = PoissonSteps(5, 9.0, 100, 100)
+    assert cost(whole, 1e-5, 3) == epsilon(
+        [ShuffledPasses(5, 3.0, 100, 100)], 1e-5, "RDP"
+    )

@@ -1,0 +1,157 @@
+"""What a training costs users who have several examples in it."""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+from dp_accounting import rdp
+from dp_accounting.pld import privacy_loss_distribution
+from numpy.typing import NDArray
+
+from tfdp.accounting.accountant import epsilon
+from tfdp.accounting.segments import PoissonSteps, Segment, UnamplifiedSteps
+
+# Standard deviations of the noise beyond which nothing is left, and from one point of
+# an integral to the next: both are far below what float64 rounds.
+_REACH = 13.0
+_SPACING = 1 / 8
+# What float64 may have rounded off the logarithm of an integral.
+_ROUNDOFF = 1e-13
+# Numbers in an integral; orders that need more are left out.
+_MOST_NUMBERS = 2_000_000
+
+_ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 65), 128, 256, 512)
+
+# Privacy loss distributions of mixtures take seconds on a finer grid, and with more
+# examples for the noise; the figure of RDP stands in.
+_PLD_INTERVAL = 1e-3
+_PLD_MOST_EPSILON = 200.0
+_PLD_MOST_EXAMPLES = 20.0
+
+
+def user_epsilon(
+    segment: Segment, delta: float, *, max_examples_per_user: int, accountant: str
+) -> float:
+    """Compute the epsilon of all the examples of one user.
+
+    In a pass the examples of a user change the sums of its steps by
+    ``max_examples_per_user`` times as much as one example, at most, when they are all
+    in one batch. A Poisson draw has a binomial number of them, and a step is then the
+    mixture of Gaussians of [1]_, whose Rényi divergences are integrated here.
+
+    Args:
+        segment: What was run.
+        delta: Probability with which the bound may fail, between 0 and 1.
+        max_examples_per_user: Largest number of examples of one user.
+        accountant: ``"PLD"`` or ``"RDP"``.
+
+    Returns:
+        An upper bound; ``inf`` where there was no noise.
+
+    References:
+        .. [1] Choquette-Choo et al., "Privacy Amplification for Matrix Mechanisms",
+           2023, section 3. https://arxiv.org/abs/2310.15526
+    """
+    noise_multiplier = segment.noise_multiplier / max_examples_per_user
+    of_user = dataclasses.replace(segment, noise_multiplier=noise_multiplier)
+    if not isinstance(segment, PoissonSteps) or segment.sampling_probability == 1:
+        return epsilon([of_user], delta, accountant)
+    if max_examples_per_user == 1 or noise_multiplier == 0:
+        return epsilon([of_user], delta, accountant)
+    # As if all were in every batch.
+    unamplified = UnamplifiedSteps(segment.steps, noise_multiplier)
+    result = min(
+        _epsilon_by_rdp(segment, delta, max_examples_per_user),
+        epsilon([unamplified], delta, "RDP"),
+    )
+    shift = max_examples_per_user / segment.noise_multiplier
+    is_affordable = result <= _PLD_MOST_EPSILON and shift <= _PLD_MOST_EXAMPLES
+    if accountant == "PLD" and is_affordable:
+        return min(result, _epsilon_by_pld(segment, delta, max_examples_per_user))
+    return result
+
+
+def _epsilon_by_rdp(segment: PoissonSteps, delta: float, examples: int) -> float:
+    divergences = segment.steps * np.array([
+        _divergence(
+            order, segment.noise_multiplier, segment.sampling_probability, examples
+        )
+        for order in _ORDERS
+    ])
+    is_known = np.isfinite(divergences)
+    if not is_known.any():
+        return math.inf
+    orders = np.array(_ORDERS)[is_known]
+    result, _ = rdp.compute_epsilon(orders, divergences[is_known], delta)
+    return float(result)
+
+
+@functools.lru_cache(maxsize=4096)
+def _divergence(
+    order: float, noise_multiplier: float, probability: float, examples: int
+) -> float:
+    """Return the Rényi divergence of a step with the user and one without.
+
+    With r the ratio of their densities and q the Gaussian of the step without, it is
+    ``log(integral q r^order) / (order - 1)`` in one direction and
+    ``log(integral q r^(1 - order)) / (order - 1)`` in the other; this is the larger.
+
+    Returns:
+        The divergence; ``inf`` where the integral takes too many numbers.
+    """
+    log_weights = _log_binomial(examples, probability)
+    # Left of all Gaussians r is that of a draw without the user.
+    behind = _REACH**2 + 2 * (order - 1) * -log_weights[0]
+    points = (
+        math.sqrt(behind) * noise_multiplier + order * examples
+    ) / noise_multiplier
+    if (points + _REACH) / _SPACING * (examples + 1) > _MOST_NUMBERS:
+        return math.inf
+    spacing = _SPACING * noise_multiplier
+    x = np.arange(
+        -math.sqrt(behind) * noise_multiplier,
+        order * examples + _REACH * noise_multiplier,
+        spacing,
+    )
+    counts = np.arange(examples + 1.0)[:, None]
+    variance = noise_multiplier**2
+    exponents = log_weights[:, None] + counts * (2 * x - counts) / (2 * variance)
+    log_ratio = np.logaddexp.reduce(exponents, axis=0)
+    log_density = -(x**2) / (2 * variance) + math.log(_SPACING / math.sqrt(2 * math.pi))
+    logs = [
+        float(np.logaddexp.reduce(power * log_ratio + log_density))
+        for power in (order, 1 - order)
+    ]
+    return (max(0.0, *logs) + _ROUNDOFF) / (order - 1)
+
+
+def _log_binomial(number: int, probability: float) -> NDArray[np.float64]:
+    """Return the logarithms of the chances of 0 to `number` hits."""
+    log_factorials = np.array([math.lgamma(n + 1) for n in range(number + 1)])
+    hits = np.arange(number + 1)
+    result: NDArray[np.float64] = (
+        log_factorials[-1]
+        - log_factorials
+        - log_factorials[::-1]
+        + hits * math.log(probability)
+        + (number - hits) * math.log1p(-probability)
+    )
+    return result
+
+
+def _epsilon_by_pld(segment: PoissonSteps, delta: float, examples: int) -> float:
+    of_mixture = getattr(
+        privacy_loss_distribution, "from_mixture_gaussian_mechanism", None
+    )
+    if of_mixture is None:  # dp_accounting 0.4
+        return math.inf
+    weights = np.exp(_log_binomial(examples, segment.sampling_probability))
+    loss = of_mixture(
+        segment.noise_multiplier,
+        list(range(examples + 1)),
+        list(weights / weights.sum()),
+        value_discretization_interval=_PLD_INTERVAL,
+    )
+    result = loss.self_compose(segment.steps).get_epsilon_for_delta(delta)
+    return max(0.0, float(result))
