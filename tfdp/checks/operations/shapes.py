@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tfdp.checks.sizes import (
+    UNKNOWN,
     Length,
     Size,
     constant,
@@ -220,14 +221,16 @@ def _tile(step: Step) -> Value:
     times = lengths_from(multiples)
     if value.lengths is None or times is None:
         return step.unknown()
-    lengths = [
-        None if n is None else product([n, m])
-        for n, m in zip(value.lengths, times, strict=True)
-    ]
+    lengths = [_times(n, m) for n, m in zip(value.lengths, times, strict=True)]
     if value.axis is not None and times[value.axis] != 1:
         return step.mixed("repeats all rows one after the other")
     if value.axis is not None and any(isinstance(m, Size) for m in times):
         return step.mixed("repeats rows as often as there are rows")
-    # Of a free tensor whose length nobody knows, nobody would see the repeats.
-    causes = step.causes if None in lengths else value.causes
-    return step.output(value.axis, value.layout, lengths=lengths, causes=causes)
+    return step.output(value.axis, value.layout, lengths=lengths, causes=value.causes)
+
+
+def _times(length: Length | None, times: Length) -> Length | None:
+    """Multiply a length, which counts rows if `times` does, also if it is not known."""
+    if length is None:
+        return UNKNOWN if isinstance(times, Size) else None
+    return product([length, times])

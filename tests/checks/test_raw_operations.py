@@ -1,0 +1,214 @@
+"""Ways to let rows meet that are written in TensorFlow's own operations."""
+
+import pytest
+import tensorflow as tf
+
+from tests.checks.test_rows import D, found, number_of, times
+
+RAW = tf.raw_ops
+LENGTH, PLACES = tf.Variable(14), tf.Variable(8)
+DIAGONALS = tf.Variable([-1, 1])
+DRAWS = tf.random.Generator.from_seed(1)
+
+
+def empty_list(shape, dtype):
+    return RAW.EmptyTensorList(
+        element_shape=tf.constant(shape, tf.int32),
+        max_num_elements=-1,
+        element_dtype=dtype,
+    )
+
+
+def pushed_by_data(x):
+    """A list that is longer if some row is large."""
+
+    def push(items):
+        return RAW.TensorListPushBack(input_handle=items, tensor=tf.constant(1))
+
+    items = empty_list([], tf.int32)
+    return tf.cond(tf.reduce_max(x) > 6, lambda: push(push(items)), lambda: push(items))
+
+
+def stacked(items, shape, dtype):
+    return RAW.TensorListStack(
+        input_handle=items, element_shape=shape, element_dtype=dtype
+    )
+
+
+def list_of_all(x):
+    return RAW.TensorListFromTensor(tensor=x[None], element_shape=tf.shape(x))
+
+
+def rows_pushed(x):
+    items = RAW.TensorListFromTensor(tensor=x, element_shape=tf.constant([D]))
+    for _ in range(5):
+        items = RAW.TensorListPushBack(
+            input_handle=items, tensor=tf.zeros([D], x.dtype)
+        )
+    return times(x, number_of(stacked(items, tf.constant([D]), x.dtype)))
+
+
+def resized(x):
+    items = RAW.TensorListFromTensor(
+        tensor=tf.transpose(x), element_shape=tf.constant([-1])
+    )
+    items = RAW.TensorListResize(input_handle=items, size=D + number_of(x) % 2)
+    return tf.reduce_mean(stacked(items, tf.stack([number_of(x)]), x.dtype), 0)
+
+
+def concatenated(x):
+    items = RAW.TensorListReserve(
+        element_shape=tf.constant([2]), num_elements=number_of(x), element_dtype=x.dtype
+    )
+    items = RAW.TensorListSetItem(
+        input_handle=items, index=0, item=tf.ones([2], x.dtype)
+    )
+    joined, _ = RAW.TensorListConcatV2(
+        input_handle=items,
+        element_shape=tf.constant([2]),
+        leading_dims=tf.constant([], tf.int64),
+        element_dtype=x.dtype,
+    )
+    return x * tf.reduce_mean(joined)
+
+
+def transformed(x):
+    frequencies = RAW.RFFT(
+        input=tf.cast(x, tf.float32),
+        fft_length=tf.stack([LENGTH]),
+        Tcomplex=tf.complex64,
+    )
+    return tf.reshape(frequencies, [-1, 4])[: number_of(x)]
+
+
+def drawn_classes(x):
+    classes = tf.random.stateless_categorical(x, PLACES, [1, 2], tf.int32)
+    return tf.reshape(classes, [-1, D])[: number_of(x)]
+
+
+def shapes_of_gamma(x):
+    drawn = RAW.RandomGamma(shape=tf.stack([number_of(x)]), alpha=tf.constant([1.0, 1]))
+    return times(x, tf.cast(tf.reduce_sum(tf.sign(drawn), 0)[0], tf.int32))
+
+
+def diagonals(x):
+    return RAW.MatrixDiagV3(
+        diagonal=x,
+        k=DIAGONALS,
+        num_rows=-1,
+        num_cols=-1,
+        padding_value=tf.constant(0.0, x.dtype),
+        align="RIGHT_LEFT",
+    )[: number_of(x)]
+
+
+def gradient_of_a_slice(x):
+    place = number_of(x) % D
+    return RAW.StridedSliceGrad(
+        shape=tf.shape(x),
+        begin=tf.stack([0, place]),
+        end=tf.stack([0, place + 1]),
+        strides=[1, 1],
+        dy=x[:, :1],
+        begin_mask=1,
+        end_mask=1,
+        ellipsis_mask=0,
+        new_axis_mask=0,
+        shrink_axis_mask=0,
+    )
+
+
+def image(x):
+    return tf.reshape(x, [-1, D, 1, 1])
+
+
+def widened(x):
+    size = tf.stack([number_of(x), 5 + number_of(x) % 2, 1, 1])
+    kernel = tf.ones([3, 1, 1, 1], x.dtype)
+    return tf.nn.conv2d_transpose(image(x), kernel, size, [2, 1])
+
+
+def projected(x):
+    return RAW.ImageProjectiveTransformV3(
+        images=tf.cast(image(x), tf.float32),
+        transforms=tf.constant([[1.0, 0, 0, 0, 1, 0, 0, 0]]),
+        output_shape=tf.stack([1 + number_of(x) % 2, 1]),
+        fill_value=0.0,
+        interpolation="NEAREST",
+    )
+
+
+def keeps_by_mask(x):
+    DRAWS.normal(tf.shape(tf.boolean_mask(x, x[:, 0] > 6)))
+    return x
+
+
+def keeps_in_a_branch(x):
+    def draw():
+        return RAW.StatefulUniform(
+            resource=DRAWS.state.handle,
+            algorithm=tf.constant(1, tf.int64),
+            shape=[D],
+            dtype=tf.float32,
+        )
+
+    tf.cond(tf.reduce_max(x) > 6, draw, lambda: tf.zeros([D]))
+    return x
+
+
+def keeps_by_reference(x):
+    kept = RAW.VariableV2(shape=[], dtype=x.dtype, shared_name="kept")
+    assigned = RAW.Assign(
+        ref=kept, value=tf.reduce_mean(x), validate_shape=True, use_locking=True
+    )
+    with tf.control_dependencies([assigned]):
+        return tf.identity(x)
+
+
+def vector_keys(x):
+    """A key is a vector along the last axis: those of all rows."""
+    table = tf.lookup.experimental.DenseHashTable(
+        key_dtype=tf.int64,
+        value_dtype=tf.float32,
+        default_value=0.0,
+        empty_key=[0, 0],
+        deleted_key=[-1, -1],
+    )
+    return table.lookup(tf.transpose(tf.cast(x, tf.int64)))
+
+
+def tiled(x):
+    """As many ones as there are rows, of something whose length nobody knows."""
+    some = tf.where(tf.range(3) < PLACES)
+    ones = tf.ones_like(tf.tile(some, [number_of(x), 1]))
+    return x * tf.cast(tf.reduce_sum(ones), x.dtype)
+
+
+HIDDEN = [
+    lambda x: times(x, tf.reduce_sum(stacked(pushed_by_data(x), [], tf.int32))),
+    lambda x: times(x, RAW.TensorListLength(input_handle=pushed_by_data(x))),
+    lambda x: times(
+        x,
+        RAW.TensorListElementShape(input_handle=list_of_all(x), shape_type=tf.int32)[0],
+    ),
+    rows_pushed,
+    resized,
+    concatenated,
+    transformed,
+    drawn_classes,
+    shapes_of_gamma,
+    diagonals,
+    gradient_of_a_slice,
+    widened,
+    projected,
+    keeps_by_mask,
+    keeps_in_a_branch,
+    keeps_by_reference,
+    vector_keys,
+    tiled,
+]
+
+
+@pytest.mark.parametrize("function", HIDDEN)
+def test_what_hides_in_an_operation_is_found(function):
+    assert found(function, (D,))
