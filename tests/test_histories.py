@@ -1,5 +1,6 @@
 """A ledger has every run that a weight comes from, whoever ran it, whenever."""
 
+import contextlib
 import copy
 import gc
 import os
@@ -16,6 +17,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdp
+from tfdp.histories import history_of
 from tfdp.recorder import LedgerRecorder
 
 ROOT = Path(__file__).parents[1]
@@ -126,6 +128,31 @@ def test_what_was_trained_on_top_of_private_weights_depends_on_them():
     assert private(head).ledger.steps == 5
 
 
+def test_what_a_base_is_trained_to_later_is_not_in_its_old_heads():
+    base, head = part("base", units=3), part("head")
+    of_base = private(both_of(base, part("first", units=3)))
+    fit(of_base)
+    base.trainable = False
+    inputs = keras.Input((3,))
+    fit(private(keras.Model(inputs, head(base(inputs)))))
+    base.trainable = True
+    fit(of_base, epochs=2)
+    assert private(head).ledger.steps == 8
+    assert of_base.ledger.steps == 12
+
+
+def test_a_new_loss_in_every_step_leaves_no_traces():
+    model = part("model")
+    opt = optimizer()
+    x, y = map(tf.constant, data())
+    for _ in range(5):
+        clipped = tfdp.clipped_gradients(
+            model, lambda y, p: (y - p)[:, 0] ** 2, x, y, l2_norm_clip=1.0
+        )
+        opt.apply_clipped_sum(clipped, model.trainable_variables)
+    assert len(history_of(model.weights[0]).sources) == 2
+
+
 # ------------------------------------------------------------------------- budgets
 
 
@@ -213,18 +240,118 @@ def test_traced_loops_that_take_turns_share_one_budget():
     target = 2 * both.epsilon(DELTA)
     fit(both, callbacks=[tfdp.callbacks.PrivacyBudget(DELTA, target)])
     taken = both.ledger.steps
-    for turn in range(20):
-        try:
+
+    def take_turns():
+        for turn in range(50):
             steps[turn % 2]()
-        except tf.errors.InvalidArgumentError as error:
-            # What the other has spent is not in the limit of this one.
-            assert "enforce_budget" in str(error)  # noqa: PT017
-            try:
-                both.enforce_budget()
-            except tfdp.errors.PrivacyBudgetError:
-                break
-    assert both.ledger.steps > taken
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no room"):
+        take_turns()
+    assert both.ledger.steps > taken + 1
+    assert 0.7 * target < both.epsilon(DELTA) <= target
+
+
+def test_a_budget_that_was_loaded_binds_as_well(tmp_path):
+    both, target = limited(part("one"), part("other"), 10)
+    both.save(tmp_path / "both.keras")
+    loaded = keras.models.load_model(tmp_path / "both.keras")
+    fit(private(loaded.model.get_layer("one")), epochs=5)
+    assert loaded.ledger.steps == 10
+    assert loaded.epsilon(DELTA) <= target
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_budget_binds_train_step(traced):
+    one = part("one")
+    first = private(one)
+    first.train_on_batch(*data())
+    both, target = limited(one, part("other"), 60)
+    batch = tuple(map(tf.constant, data()))
+    step = tf.function(first.train_step) if traced else first.train_step
+
+    def go_on():
+        for _ in range(60):
+            step(batch)
+        # In a graph a step without room does nothing.
+        raise tfdp.errors.PrivacyBudgetError
+
+    with pytest.raises(tfdp.errors.PrivacyBudgetError):
+        go_on()
     assert both.epsilon(DELTA) <= target
+    assert both.ledger.steps > 5
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 4])
+def test_a_callback_that_trains_a_part_spends_of_the_same_budget(steps_per_execution):
+    one = part("one")
+    first = private(one)
+    both = tfdp.DPModel(both_of(one, part("other")))
+    both.compile(optimizer(), "mse", steps_per_execution=steps_per_execution)
+
+    def train_part(batch, logs):
+        if batch == 3:
+            with contextlib.suppress(tfdp.errors.PrivacyBudgetError):
+                fit(first)
+
+    trains = keras.callbacks.LambdaCallback(on_train_batch_end=train_part)
+    target = ledger_of(12).epsilon(DELTA)
+    budget = tfdp.callbacks.PrivacyBudget(DELTA, target)
+    fit(both, epochs=5, callbacks=[budget, trains])
+    assert 10 <= both.ledger.steps <= 12
+    assert both.epsilon(DELTA) <= target
+
+
+def test_a_budget_binds_layers_that_came_later():
+    model = part("model")
+    first = private(model)
+    target = ledger_of(8).epsilon(DELTA)
+    fit(first, callbacks=[tfdp.callbacks.PrivacyBudget(DELTA, target)])
+    model.add(layers.Dense(1))
+    model.layers[0].trainable = False
+    fit(private(model), epochs=5)
+    assert first.ledger.steps == 8
+    assert first.epsilon(DELTA) <= target
+
+
+def test_the_budget_of_a_model_that_is_gone_binds_nobody():
+    model = part("model")
+
+    def budget(steps):
+        return tfdp.callbacks.PrivacyBudget(DELTA, ledger_of(steps).epsilon(DELTA))
+
+    first = private(model)
+    fit(first, callbacks=[budget(4)])
+    second = private(model)
+    with pytest.raises(tfdp.errors.PrivacyBudgetError):
+        fit(second, callbacks=[budget(20)])
+    del first
+    gc.collect()
+    fit(second, epochs=2, callbacks=[budget(20)])
+    assert second.ledger.steps == 12
+
+
+def test_loops_under_a_budget_run_beside_others():
+    one, other = part("one"), part("other")
+    opts = [optimizer(noise_multiplier=50.0) for _ in range(2)]
+    steps = [
+        loop(each, opt, traced=False)
+        for each, opt in zip((one, other), opts, strict=True)
+    ]
+
+    @tf.function
+    def both_steps():
+        for step in steps:
+            step()
+
+    both_steps()
+    both = private(both_of(one, other), noise_multiplier=50.0)
+    fit(both, callbacks=[tfdp.callbacks.PrivacyBudget(DELTA, 5.0)])
+    unrelated = private(part("unrelated"))
+    for _ in range(3):
+        both_steps()
+        fit(unrelated)
+    assert both.ledger.steps == 12
+    assert unrelated.ledger.steps == 12
 
 
 # --------------------------------------------------------------------------- copies
@@ -290,6 +417,78 @@ def test_weights_that_were_set_after_wrapping_are_recognised():
     third.model.set_weights(original.model.get_weights())
     fit(third)
     assert third.ledger.steps == 12
+
+
+def train_on_batch(model):
+    private_ = private(model)
+    private_.train_on_batch(*data())
+    return private_.ledger
+
+
+def train_step(model):
+    private_ = private(model)
+    private_.train_step(tuple(map(tf.constant, data())))
+    return private_.ledger
+
+
+def train_in_a_loop(model):
+    opt = optimizer()
+    loop(model, opt, traced=True)()
+    return opt.ledger
+
+
+@pytest.mark.parametrize("train", [train_on_batch, train_step, train_in_a_loop])
+def test_a_copy_is_recognised_before_its_first_step(train):
+    original = private(part("model"))
+    fit(original)
+    assert train(copy.deepcopy(original.model)).steps == 5
+
+
+def test_weights_that_are_set_between_single_steps_are_recognised():
+    original, other = private(part("model")), private(part("model"))
+    fit(original)
+    other.train_on_batch(*data())
+    other.model.set_weights(original.model.get_weights())
+    other.train_on_batch(*data())
+    assert other.ledger.steps == 6
+
+
+def test_copies_of_every_epoch_are_recognised():
+    original = private(part("model"))
+    copies = []
+    keeps = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: copies.append(original.model.get_weights())
+    )
+    fit(original, epochs=3, callbacks=[keeps])
+    found = []
+    for weights in copies:
+        model = part("model")
+        model.set_weights(weights)
+        found.append(private(model).ledger.steps)
+    assert found == [4, 8, 12]
+
+
+def test_what_models_share_and_nobody_has_trained_is_no_copy():
+    """Frozen public weights, and initial ones that are put back."""
+    base = part("base", units=3)
+    base.trainable = False
+
+    def on_base():
+        return keras.Sequential([keras.Input((3,)), base, layers.Dense(1)])
+
+    first = private(on_base())
+    fit(first)
+    fit(private(copy.deepcopy(first.model)))
+    for _ in range(2):
+        model = on_base()
+        start = model.get_weights()
+        last = private(model)
+        fit(last)
+        assert last.ledger.steps == 4
+        model.set_weights(start)
+        again = on_base()
+        again.set_weights(start)
+        assert private(again).ledger.steps == 0
 
 
 def test_the_same_training_twice_is_no_copy():
@@ -365,6 +564,29 @@ assert opt.ledger.steps == private(model).ledger.steps == 2
         check=False,
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_a_checkpoint_of_a_loop_ties_its_runs_to_the_variables(tmp_path):
+    """Before another step, and whichever of model and optimizer is built first."""
+    model, opt = part("model"), optimizer()
+    loop(model, opt, traced=False)()
+    saved = tf.train.Checkpoint(model=model, optimizer=opt).save(str(tmp_path / "loop"))
+    del model, opt
+    for is_built in (False, True):
+        model, opt = part("model"), optimizer()
+        if is_built:
+            opt.build(model.trainable_variables)
+        tf.train.Checkpoint(model=model, optimizer=opt).restore(saved)
+        if not is_built:
+            opt.build(model.trainable_variables)
+        assert private(model).ledger.steps == opt.ledger.steps == 1
+
+
+def test_a_private_model_can_be_saved_by_tensorflow(tmp_path):
+    model = private(part("model"))
+    fit(model)
+    tf.saved_model.save(model, str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "saved_model.pb").exists()
 
 
 def test_files_of_parts_and_of_the_whole_count_each_run_once(tmp_path):

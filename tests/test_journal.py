@@ -1,5 +1,6 @@
 """Runs that are killed and go on: the ledger is never behind what ran."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from keras import layers
 import tfdp
 from tfdp._journal import Journal, journals
 from tfdp._noise_plan import NoisePlan
-from tfdp.accounting import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.accounting import Ledger, PoissonSteps, ShuffledPasses, UnamplifiedSteps
 from tfdp.recorder import UNDECLARED, LedgerRecorder
 
 ROOT = Path(__file__).parents[1]
@@ -163,6 +164,46 @@ def test_a_run_that_goes_on_and_is_killed_again_counts_in_all(tmp_path):
         killed = again.step()
     assert killed.ledger.segments == (PoissonSteps(5, 1.5, ROWS, 4),)
     assert killed.steps == again.recorder.steps == 5
+
+
+def test_a_fit_that_was_interrupted_counts_what_it_took_from_there_on(tmp_path):
+    """What might have run does not stand for what runs later, with less noise."""
+    model = private(noise_multiplier=4.0, steps_per_execution=5)
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(model, backup, Stop(1))
+    model.optimizer.noise_multiplier = 0.5
+    fit(model, backup)
+    assert model.ledger.segments == (
+        PoissonSteps(5, 4.0, ROWS, 4),
+        PoissonSteps(10, 0.5, ROWS, 4),
+    )
+
+
+def test_a_journal_of_an_earlier_version_is_read(tmp_path):
+    segment = PoissonSteps(10, 1.5, ROWS, 4)
+    header = {
+        "run": "killed",
+        "segment": {"kind": "poisson_steps", **dataclasses.asdict(segment)},
+        "state": {
+            "ledger": Ledger((segment,)).to_json(),
+            "steps": 10,
+            "sampled_epochs": 0,
+            "runs": {"killed": 10},
+            "budget": None,
+            "last_clip": None,
+        },
+    }
+    journal = Journal(LedgerRecorder(), tmp_path)
+    journal.path.write_text(f"{json.dumps(header)}\n[3, 3, 1.25]\n")
+    recorder = LedgerRecorder()
+    for _ in range(2):
+        Journal(recorder, tmp_path).restore()
+        assert set(recorder.ledger.segments) == {
+            segment,
+            PoissonSteps(3, 1.25, ROWS, 4),
+        }
+    assert recorder.steps == 13
 
 
 def test_only_backups_have_journals(tmp_path, caplog):

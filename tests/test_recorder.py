@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdp.accounting import Ledger, PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.budgets import enforce_budget
 from tfdp.errors import PrivacyBudgetError
 from tfdp.recorder import UNDECLARED, Budget, LedgerRecorder
 
@@ -27,7 +28,7 @@ def record(recorder, *noise_multipliers):
 
 
 def recorded(segment, *noise_multipliers, **options):
-    recorder = LedgerRecorder()
+    recorder = LedgerRecorder(list)
     recorder.begin(segment, **options)
     record(recorder, *noise_multipliers)
     return recorder
@@ -210,13 +211,13 @@ def test_a_budget_follows_what_is_restored():
     recorder.budget = Budget(
         1e-3, Ledger((PoissonSteps(10, 1.0, 1000, 50),)).epsilon(1e-3)
     )
-    recorder.enforce_budget(np.array([1.0]))
+    enforce_budget(recorder, np.array([1.0]))
     recorder.restore(recorded(POISSON, *[1.0] * 6).state())
     assert not recorder.has_room()
-    recorder.enforce_budget(np.array([1.0]))
+    enforce_budget(recorder, np.array([1.0]))
     assert steps_that_fit(recorder, 10) == 4
     with pytest.raises(PrivacyBudgetError):
-        recorder.enforce_budget(np.array([1.0]))
+        enforce_budget(recorder, np.array([1.0]))
 
 
 @pytest.mark.slow
@@ -227,7 +228,7 @@ def test_a_limit_of_what_is_left_counts_as_it_will_be_recorded():
     run_schedule(recorder, planned[:220])
     spent = recorder.ledger.epsilon(1e-3, "RDP")
     recorder.budget = Budget(1e-3, 1.5 * spent)
-    recorder.enforce_budget(planned[220:], "rest")
+    enforce_budget(recorder, planned[220:], "rest")
     for noise_multiplier in planned[220:]:
         if recorder.has_room(noise_multiplier):
             record(recorder, noise_multiplier)

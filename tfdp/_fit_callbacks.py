@@ -1,6 +1,7 @@
 """What `DPModel.fit` calls while it runs: tfdp's own callbacks, then the user's."""
 
 import collections
+import contextlib
 import dataclasses
 import math
 import warnings
@@ -17,6 +18,7 @@ from tfdp.clipping import ClippedSum
 from tfdp.data import PoissonDataset
 from tfdp.data.training_data import TrainingData
 from tfdp.errors import PrivacyBudgetError
+from tfdp.histories import remember_values
 from tfdp.losses.ascent import AscentLoss
 from tfdp.optimizers import DPOptimizer
 from tfdp.recorder import LedgerRecorder
@@ -164,12 +166,21 @@ class LedgerCallback(PrivacyCallback):
         if not self._has_begun:
             check_same_model(self._replicas, self.model, self.params["epochs"])
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Ask for the steps to come: others may have taken some meanwhile."""
+        with contextlib.suppress(PrivacyBudgetError):
+            self.model.limit_to_budget(self.model.steps_per_execution)
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop if the budget has no room, also where the noise has changed."""
         try:
             self.model.limit_to_budget()
         except PrivacyBudgetError:
             self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Recognise later copies of what the weights are now."""
+        remember_values(self.model.model.weights)
 
 
 def _flattened(callbacks: Any) -> list[keras.callbacks.Callback]:

@@ -11,6 +11,7 @@ from absl import logging
 from tfdp._files import replaced
 from tfdp._fit_callbacks import PrivacyCallback
 from tfdp.accounting import Ledger
+from tfdp.accounting.runs import Run, runs_from_state, runs_to_dict
 from tfdp.accounting.segments import segment_from_dict, segment_to_dict
 from tfdp.recorder import LedgerRecorder
 
@@ -46,20 +47,22 @@ class Journal(PrivacyCallback):
         header, *lines = self.path.read_text().split("\n")[:-1]
         begun = json.loads(header)
         state, run = begun["state"], begun["run"]
+        if run == self._recorder.run:
+            # It was not killed: what it counts is what it has taken.
+            return
+        runs = runs_from_state(state)
         if lines:
             steps, items, noise_multiplier = json.loads(lines[-1])
             segment = dataclasses.replace(
                 segment_from_dict(begun["segment"]).with_count(items),
                 noise_multiplier=noise_multiplier,
             )
-            nothing = {"ledger": Ledger().to_json(), "steps": 0}
-            counted = state["runs"].get(run, nothing)
-            ledger = Ledger.from_json(counted["ledger"]).add(segment).merged()
-            state["runs"][run] = {
-                "ledger": ledger.to_json(),
-                "steps": counted["steps"] + steps,
-            }
-        self._recorder.restore(json.dumps(state))
+            # Apart from the run itself, which may not have taken them.
+            before = runs[run].steps if run in runs else 0
+            name = f"{run} after {before}"
+            runs[name] = Run(Ledger((segment,)), steps)
+        state.pop("ledger", None)
+        self._recorder.restore(json.dumps({**state, "runs": runs_to_dict(runs)}))
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Write down all that was run up to now."""

@@ -138,7 +138,8 @@ def agree_on_training(
     states = replicas.texts_of_all(recorder.state())
     runs = replicas.texts_of_all(recorder.run)
     new = replicas.texts_of_all(uuid.uuid4().hex)[0]
-    recorder.agree(states, runs[0] if len(set(runs)) == 1 else new)
+    is_agreed = len(set(runs)) == len(set(states)) == 1
+    recorder.agree(states, runs[0] if is_agreed else new)
     is_pipeline = isinstance(data.x, tf.data.Dataset)
     facts = {
         "data": f"{data.segment}",

@@ -14,7 +14,7 @@ from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.engines.choice import check_objective, choose
 from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
-from tfdp.histories import note_reads
+from tfdp.histories import note_reads, recognise_copies
 from tfdp.losses.ascent import BAM, SAT, check_plain
 from tfdp.losses.objective import Batch, Objective
 
@@ -217,7 +217,9 @@ def _checked_once(
     if key in known:
         return known[key][0]
     # What is trained comes from all that is read, also where only a part is.
-    note_reads(model.trainable_variables, model.weights)
+    with tf.init_scope():
+        recognise_copies(model.weights)
+    note_reads(model)
     if not all(t.shape[1:].is_fully_defined() for t in _tree.tensors(data)):
         if engine == "auto":
             logging.warning(

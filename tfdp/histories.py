@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from tfdp.accounting.runs import Run, Runs, union
+from tfdp.accounting.runs import Run, union
 
 
 class Counter(Protocol):
-    """Counts a training."""
+    """Counts trainings."""
 
     @property
     def runs(self) -> dict[str, Run]:
@@ -23,6 +24,23 @@ class Counter(Protocol):
     def steps(self) -> int:
         """How many steps those are."""
         ...
+
+
+class Snapshot:
+    """Trainings up to some moment, which went into values that were copied then.
+
+    Args:
+        runs: By name.
+    """
+
+    def __init__(self, runs: dict[str, Run]) -> None:
+        """Keep them."""
+        self.runs = runs
+
+    @property
+    def steps(self) -> int:
+        """How many steps they had taken."""
+        return sum(run.steps for run in self.runs.values())
 
 
 class History:
@@ -38,35 +56,34 @@ class History:
     Attributes:
         counter: As given.
         sources: Histories that this one depends on.
-        bound_by: Of a variable, the histories of trainings whose budget has to cover
-            all steps that change it.
     """
 
     def __init__(self, counter: Counter | None = None) -> None:
         """Begin without sources."""
         self.counter = counter
-        # Dicts in place of sets: the order of ledgers is that of the calls.
+        # A dict in place of a set: the order of a ledger is that of the calls.
         self.sources: dict[History, None] = {}
-        self.bound_by: dict[History, None] = {}
 
     def depend_on(self, *others: "History") -> None:
         """Add sources."""
         self.sources.update(dict.fromkeys(others))
 
-    def counters(self) -> list[Counter]:
-        """Return the counters of all trainings that this history depends on."""
-        reached: dict[History, None] = {self: None}
-        to_see = [self]
-        while to_see:
-            for source in to_see.pop().sources:
-                if source not in reached:
-                    reached[source] = None
-                    to_see.append(source)
-        return [each.counter for each in reached if each.counter is not None]
 
-    def runs(self) -> dict[str, Run]:
-        """Return what all those trainings have run up to now."""
-        return union(*(counter.runs for counter in self.counters()))
+def counters_of(histories: Iterable[History]) -> list[Counter]:
+    """Return the counters of all trainings that some histories depend on."""
+    reached = dict.fromkeys(histories)
+    to_see = list(reached)
+    while to_see:
+        for source in to_see.pop().sources:
+            if source not in reached:
+                reached[source] = None
+                to_see.append(source)
+    return [each.counter for each in reached if each.counter is not None]
+
+
+def runs_of(histories: Iterable[History]) -> dict[str, Run]:
+    """Return what all trainings that some histories depend on have run up to now."""
+    return union(*(counter.runs for counter in counters_of(histories)))
 
 
 # The variables that have a history, by `id`: Keras's variables have no hash. The history
@@ -100,98 +117,159 @@ def history_of(variable: Any) -> History:
 
 def was_trained(variable: Any) -> bool:
     """Tell whether private steps have made the values of a variable."""
-    return any(counter.steps for counter in history_of(variable).counters())
+    return any(counter.steps for counter in counters_of([history_of(variable)]))
 
 
-def note_steps(variables: Iterable[Any], training: History) -> None:
-    """Let variables depend on a training that changes them, and the other way round."""
+def note_steps(variables: Iterable[Any], training: History, run: str) -> None:
+    """Let variables depend on a training that changes them, and the other way round.
+
+    Args:
+        variables: Keras variables.
+        training: Its history.
+        run: Its name.
+    """
+    _names.add(run)
     for variable in variables:
         history = history_of(variable)
+        if not history.sources:
+            _note_start(variable)
         history.depend_on(training)
         training.depend_on(history)
 
 
-def note_reads(changed: Iterable[Any], read: Iterable[Any]) -> None:
-    """Let variables that a gradient is for depend on all that it is computed from."""
-    together = History()
-    together.depend_on(*map(history_of, read))
-    for variable in changed:
+# For each model all of its weights together, which the gradients of some depend on.
+_of_models: "weakref.WeakKeyDictionary[keras.Model, History]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def note_reads(model: keras.Model) -> None:
+    """Let what trains in a model depend on all of its weights, which gradients read."""
+    together = _of_models.setdefault(model, History())
+    together.depend_on(*map(history_of, model.weights))
+    for variable in model.trainable_variables:
         history_of(variable).depend_on(together)
 
 
 def note_copy(original: Any, copy: Any) -> None:
-    """Let a copy of a variable depend on all that the original depends on."""
-    history_of(copy).depend_on(*history_of(original).sources)
+    """Let a copy of a variable depend on all that the original depends on by now."""
+    runs = runs_of([history_of(original)])
+    if runs:
+        history_of(copy).depend_on(History(Snapshot(runs)))
 
 
 # What made values that variables once had, by a digest of the values: a copy may be
-# made at the end of a training and wrapped when the original is gone. Trainings with
-# the same seeds make the same values.
+# made at the end of an epoch and wrapped when the original is gone. Trainings with
+# the same seeds make the same values. The oldest are forgotten first.
 _known_values: dict[bytes, list[dict[str, Run]]] = {}
+_MOST_VALUES = 100_000
+
+# Names of all trainings of which something is known here.
+_names: set[str] = set()
+
+# Values that variables began with: others may begin with them, too.
+_starts: dict[bytes, None] = {}
 
 
-def remember_values(training: History) -> None:
-    """Recognise later copies of the values that a training has given to variables."""
-    runs = training.runs()
-    for variable in _living():
-        if training in history_of(variable).sources:
+def _note_start(variable: Any) -> None:
+    _starts[_digest(_value(variable))] = None
+    _forget_oldest(_starts)
+
+
+def _forget_oldest(values: dict[bytes, Any]) -> None:
+    while len(values) > _MOST_VALUES:
+        del values[next(iter(values))]
+
+
+def remember_values(variables: Iterable[Any]) -> None:
+    """Recognise later copies of the values that trainings have given to variables."""
+    runs_of_sources: dict[frozenset[History], dict[str, Run]] = {}
+    for variable in variables:
+        history = history_of(variable)
+        sources = frozenset(history.sources)
+        if sources not in runs_of_sources:
+            runs_of_sources[sources] = runs_of([history])
+        runs = runs_of_sources[sources]
+        if runs:
+            _names.update(runs)
             makers = _known_values.setdefault(_digest(_value(variable)), [])
-            makers[:] = [each for each in makers if set(each) != set(runs)] + [runs]
+            makers[:] = [each for each in makers if each.keys() != runs.keys()]
+            makers.append(runs)
+    _forget_oldest(_known_values)
 
 
-def runs_of_copies(variables: Iterable[Any], known: Runs) -> dict[str, Run]:
-    """Find out which variables hold values that were copied from trained ones.
+def recognise_copies(variables: Iterable[Any]) -> bool:
+    """Let variables whose values were copied from trained ones depend on the same.
 
-    Initial values that many variables share, zeros and ones, tell nothing.
+    Values that tell nothing are those that variables began with, zeros and ones.
 
     Args:
         variables: Keras variables.
-        known: Runs that explain what is in them.
 
     Returns:
-        The runs that made the values, none of those in `known`.
+        Whether there were any.
     """
-    runs_of: dict[Counter, dict[str, Run]] = {}
-    living = []
-    for variable in _living():
-        counters = history_of(variable).counters()
-        for counter in counters:
-            if counter not in runs_of:
-                runs_of[counter] = counter.runs
-        runs = union(*(runs_of[counter] for counter in counters))
-        if not set(runs) <= set(known):
-            living.append((variable, runs))
-    remembered = {
-        name for makers in _known_values.values() for each in makers for name in each
-    }
-    if not living and remembered <= set(known):
-        return {}
-    found: list[dict[str, Run]] = []
+    trained = _Trained()
+    found = False
     for variable in variables:
+        known = trained.runs_of(variable).keys()
+        if _names <= known:
+            continue
         value = _value(variable)
-        if not np.any(value) or np.all(value == 1):
+        digest = _digest(value)
+        makers = _known_values.get(digest, [])
+        is_explained = any(each.keys() <= known for each in makers)
+        if is_explained or digest in _starts or not np.any(value) or np.all(value == 1):
             continue
-        makers = _known_values.get(_digest(value), [])
-        if any(set(each) <= set(known) for each in makers):
-            continue
-        found += makers[:1]
-        found += [
-            runs
-            for other, runs in living
+        runs = union(*makers[:1], *trained.equal_to(variable, value))
+        if not runs.keys() <= known:
+            history_of(variable).depend_on(History(Snapshot(runs)))
+            found = True
+    return found
+
+
+def is_alone(run: str) -> bool:
+    """Tell whether there was no other training here, from which values could come."""
+    return _names <= {run}
+
+
+def glimpse(variables: list[Any]) -> list[float]:
+    """Look at two numbers, which are others when all values have been set anew."""
+    ends = [each for each in variables if all(each.shape)]
+    return [
+        float(tf.reshape(each.value, [-1])[0])
+        for each in {id(e): e for e in ends[:1] + ends[-1:]}.values()
+    ]
+
+
+class _Trained:
+    """The trained variables that are alive, and what made each of them."""
+
+    def __init__(self) -> None:
+        self._runs: dict[Counter, dict[str, Run]] = {}
+        self._variables = [
+            variable
+            for reference in list(_variables.values())
+            if (variable := reference()) is not None and history_of(variable).sources
+        ]
+
+    def runs_of(self, variable: Any) -> dict[str, Run]:
+        """Return what made the values of a variable, each training asked once."""
+        counters = counters_of([history_of(variable)])
+        for counter in counters:
+            if counter not in self._runs:
+                self._runs[counter] = counter.runs
+        return union(*(self._runs[counter] for counter in counters))
+
+    def equal_to(self, variable: Any, value: np.ndarray) -> list[dict[str, Run]]:
+        """Return what made other variables that have the same value."""
+        return [
+            self.runs_of(other)
+            for other in self._variables
             if other is not variable
             and tuple(other.shape) == tuple(variable.shape)
             and np.array_equal(_value(other), value)
         ]
-    return {name: run for name, run in union(*found).items() if name not in known}
-
-
-def _living() -> list[Any]:
-    """Return the variables that trainings have changed."""
-    return [
-        variable
-        for reference in list(_variables.values())
-        if (variable := reference()) is not None and history_of(variable).sources
-    ]
 
 
 def _value(variable: Any) -> np.ndarray:

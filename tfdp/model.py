@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any, Self
 
 import keras
@@ -35,6 +36,12 @@ from tfdp._workers import (
     replicas_of,
 )
 from tfdp.accounting import Ledger, Segment, privacy_statement
+from tfdp.budgets import (
+    enforce_budget,
+    enforce_budget_of_step,
+    enforce_budgets_of_loops,
+    room_in_graph,
+)
 from tfdp.checks.tracing import signature_of
 from tfdp.data import PoissonDataset
 from tfdp.data.shares import Share, agreed_stream, check_shareable, shared_out
@@ -53,12 +60,24 @@ from tfdp.errors import (
     PrivacyBudgetError,
     UnsupportedLayerError,
 )
-from tfdp.histories import note_steps, remember_values, was_trained
+from tfdp.histories import (
+    glimpse,
+    is_alone,
+    recognise_copies,
+    remember_values,
+    was_trained,
+)
 from tfdp.losses import regularizers
 from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
 from tfdp.losses.objective import Objective, check_takes_logits
 from tfdp.optimizers import DPOptimizer
-from tfdp.recorder import UNDECLARED, LedgerRecorder, LedgerState
+from tfdp.recorder import (
+    UNDECLARED,
+    LedgerRecorder,
+    LedgerState,
+    note_loaded,
+    revoke_all,
+)
 
 # How names of saved arrays begin that hold the gradient that was released last.
 _RELEASED = "released_gradient_"
@@ -179,8 +198,7 @@ class DPModel(_keras.ReplicatedModel):
         self.physical_batch_size = physical_batch_size
         self.sampling = sampling
         self._has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
-        self.recorder = LedgerRecorder()
-        self.recorder.is_of_a_model = True
+        self.recorder = LedgerRecorder(_weights_of(weakref.ref(self)))
         # So `tf.train.Checkpoint` has the ledger.
         self._ledger_state = LedgerState(self._saved_ledger, self._restore_ledger)
         # Of a ledger that was loaded, which weights have been trained.
@@ -260,9 +278,7 @@ class DPModel(_keras.ReplicatedModel):
     @property
     def ledger(self) -> Ledger:
         """What was run on the wrapped model, by this object and any other."""
-        if not int(self.recorder.own_steps):
-            self.recorder.recognise_copies(self._know_weights())
-        self._know_weights()
+        self._take_over_copies()
         return self.recorder.ledger
 
     def epsilon(self, delta: float) -> float:
@@ -532,13 +548,7 @@ class DPModel(_keras.ReplicatedModel):
                     validation_freq=validation_freq,
                 )
             finally:
-                self._released.put_back()
-                self._take_callbacks([])
-                self.noise_plan = NoisePlan(self.optimizer)
-                self.recorder.begin(self._plan.in_units(UNDECLARED))
-                with contextlib.suppress(PrivacyBudgetError):
-                    self.enforce_budget()
-                remember_values(self.recorder.history)
+                self._end()
 
     def train_on_batch(
         self,
@@ -588,15 +598,26 @@ class DPModel(_keras.ReplicatedModel):
         segment = self._plan.in_units(UNDECLARED)
         if self.recorder.segment != segment:
             self.recorder.begin(segment)
-        self._know_weights()
-        note_steps(self.trainable_variables, self.recorder.history)
+        self._begin_single_step()
         self.limit_to_budget()
+        recorder = self.recorder
+        was_in_fit, recorder.is_in_fit = recorder.is_in_fit, True
         try:
             return super().train_on_batch(
                 x, y, sample_weight, class_weight, return_dict
             )
         finally:
+            recorder.is_in_fit = was_in_fit
             self._released.put_back()
+            if not is_alone(recorder.run):
+                recorder.left = glimpse(self.model.weights)
+
+    def _begin_single_step(self) -> None:
+        """Note what a step outside of `fit` changes, and from where its values are."""
+        weights = self.model.weights
+        if not is_alone(self.recorder.run) and glimpse(weights) != self.recorder.left:
+            self._take_over_copies()
+        self.recorder.begin_steps(self.trainable_variables, weights)
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the training function; XLA compiles the passes in it, not all of it."""
@@ -661,7 +682,7 @@ class DPModel(_keras.ReplicatedModel):
         for callback in self._in_graph:
             callback.before_step(self.optimizer)
         noise_multiplier = self.noise_plan.counted(self.optimizer.iterations.value)
-        has_room = self.recorder.has_room(noise_multiplier)
+        has_room = self._has_room(noise_multiplier)
         stream = agreed_stream(
             self._replicas,
             self.optimizer.noise_stream(self.optimizer.noise_number),
@@ -715,6 +736,17 @@ class DPModel(_keras.ReplicatedModel):
         tf.cond(has_room, apply, lambda: False)
         logs: dict[str, Any] = self.get_metrics_result()
         return logs
+
+    def _has_room(self, noise_multiplier: tf.Tensor) -> tf.Tensor:
+        """Tell whether the budgets have room, which loops of one's own have to ask."""
+        if self.recorder.is_in_fit:
+            return self.recorder.has_room(noise_multiplier)
+        counted = noise_multiplier / self.recorder.in_clips(1.0)
+        with tf.init_scope():
+            self._begin_single_step()
+        if tf.executing_eagerly():
+            enforce_budget_of_step(self.recorder, float(counted))
+        return room_in_graph(self.recorder, counted)
 
     def _uphill(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the weights are where `SAT` wants them."""
@@ -800,15 +832,24 @@ class DPModel(_keras.ReplicatedModel):
         Raises:
             PrivacyBudgetError: If there is no room for a single one.
         """
-        self.recorder.bind(self._know_weights())
-        self.recorder.enforce_budget_of_loops()
+        enforce_budgets_of_loops(self.recorder)
         self.limit_to_budget()
 
-    def limit_to_budget(self) -> None:
-        """Do what `enforce_budget` does, for the steps of this model alone."""
+    def limit_to_budget(self, steps: int = 1) -> None:
+        """Do what `enforce_budget` does, for the steps of this model alone.
+
+        Args:
+            steps: How many are about to be taken at once.
+
+        Raises:
+            PrivacyBudgetError: See `enforce_budget`.
+        """
         self.optimizer.check_dials()
-        self.recorder.enforce_budget(
-            self.noise_plan.to_come(), self.noise_plan.name(self.recorder.steps)
+        enforce_budget(
+            self.recorder,
+            self.noise_plan.to_come(),
+            self.noise_plan.name(self.recorder.steps),
+            steps=steps,
         )
 
     def _get_ready(self) -> None:
@@ -927,16 +968,17 @@ class DPModel(_keras.ReplicatedModel):
 
     def _begin(self, data: TrainingData, epochs: int) -> None:
         """Open the ledger's segment for a call of `fit`."""
+        self.recorder.is_in_fit = True
         self.recorder.begin(
             self._plan.in_units(data.segment),
             steps_per_item=data.batches_per_pass,
             planned_items=planned_items(data, epochs),
             noise_multipliers=self.noise_plan.planned,
         )
-        self.recorder.recognise_copies(self._know_weights())
-        note_steps(self.trainable_variables, self.recorder.history)
+        self._take_over_copies()
+        self.recorder.begin_steps(self.trainable_variables, self.model.weights)
         self.optimizer.skip_used_noise()
-        self.enforce_budget()
+        self.limit_to_budget()
         is_seeded = isinstance(data.x, PoissonDataset) and data.x.seeded
         self.recorder.note_seeds(
             noise=self.optimizer.noise_is_seeded, sampling=is_seeded
@@ -944,27 +986,46 @@ class DPModel(_keras.ReplicatedModel):
         if is_seeded:
             data.x.advance_to(max(data.x.epoch, self.recorder.all_sampled_epochs + 1))
 
+    def _end(self) -> None:
+        """Close the ledger's segment after a call of `fit`."""
+        self._released.put_back()
+        self._take_callbacks([])
+        self.noise_plan = NoisePlan(self.optimizer)
+        self.recorder.begin(self._plan.in_units(UNDECLARED))
+        with contextlib.suppress(PrivacyBudgetError):
+            self.enforce_budget()
+        self.recorder.is_in_fit = False
+        self.recorder.end_steps()
+        remember_values(self.model.weights)
+
     # Saving.
 
-    def _know_weights(self) -> list[Any]:
-        """Return the weights, whose histories the ledger has from here on."""
-        weights: list[Any] = self.model.weights if self.model.built else []
-        self.recorder.note_weights(weights)
+    def _take_over_copies(self) -> None:
+        """Let the ledger have what made values that were copied into the weights."""
+        self._note_loaded()
+        weights = self.recorder.weights() or []
+        if not is_alone(self.recorder.run) and recognise_copies(weights):
+            revoke_all()
+
+    def _note_loaded(self) -> None:
+        """Let weights depend on what was loaded into them, as soon as there are any."""
+        weights = self.recorder.weights() or []
         if len(self._loaded_as_trained) == len(weights):
             pairs = zip(weights, self._loaded_as_trained, strict=True)
-            note_steps((each for each, was in pairs if was), self.recorder.history)
+            note_loaded((each for each, was in pairs if was), self.recorder.loaded)
             self._loaded_as_trained = b""
-        return weights
 
     def _saved_ledger(self) -> str:
-        trained = [was_trained(weight) for weight in self._know_weights()]
-        remember_values(self.recorder.history)
+        self._take_over_copies()
+        weights = self.recorder.weights() or []
+        remember_values(weights)
+        trained = [was_trained(weight) for weight in weights]
         return json.dumps({**json.loads(self.recorder.state()), "trained": trained})
 
     def _restore_ledger(self, text: str) -> None:
         self.recorder.restore(text)
         self._loaded_as_trained = bytes(json.loads(text).get("trained", []))
-        self._know_weights()
+        self._note_loaded()
 
     def save_own_variables(self, store: Any) -> None:
         """Save the ledger beside the weights."""
@@ -987,7 +1048,7 @@ class DPModel(_keras.ReplicatedModel):
             self._restore_ledger(np.asarray(ledger, np.uint8).tobytes().decode())
         if trained is not None:
             self._loaded_as_trained = np.asarray(trained, np.uint8).tobytes()
-            self._know_weights()
+            self._note_loaded()
 
     def load_weights(self, *args: Any, **kwargs: Any) -> None:
         """Load weights, the optimizer's state and the ledger, as Keras does."""
@@ -1030,6 +1091,20 @@ class DPModel(_keras.ReplicatedModel):
             if name in config
         }
         return cls(**objects, **config)
+
+
+def _weights_of(
+    private: "weakref.ref[DPModel]",
+) -> Callable[[], list[Any] | None]:
+    """Return a function that returns a private model's weights while it is there."""
+
+    def weights() -> list[Any] | None:
+        model = private()
+        if model is None:
+            return None
+        return list(model.model.weights) if model.model.built else []
+
+    return weights
 
 
 def _check_wrapped(model: Any) -> None:

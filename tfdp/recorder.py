@@ -1,8 +1,7 @@
 """Counts, inside the graph, what a model's training really runs."""
 
-import contextlib
+import concurrent.futures
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -20,13 +19,18 @@ from tfdp.accounting import (
     PoissonSteps,
     Segment,
     UnamplifiedSteps,
-    affordable_count,
 )
 from tfdp.accounting.calibration import MOST_COUNT
 from tfdp.accounting.levels import lowered, noise_levels
 from tfdp.accounting.runs import Run, ledger_of, runs_from_state, runs_to_dict, union
-from tfdp.errors import PrivacyBudgetError
-from tfdp.histories import History, history_of, note_steps, runs_of_copies
+from tfdp.histories import (
+    History,
+    Snapshot,
+    counters_of,
+    history_of,
+    note_steps,
+    runs_of,
+)
 
 _NO_LIMIT = np.iinfo(np.int64).max
 _NO_LEVELS = np.array([math.inf])
@@ -63,18 +67,25 @@ class LedgerRecorder:
     Items are counted by variables that the training graph updates, whatever calls
     it, in a table of ``(noise multiplier, items)``. A pass counts from its first
     step on, with the smallest noise multiplier of its steps.
+
+    Args:
+        weights: Returns the weights of the model that trains, None when it is gone;
+            None for an optimizer alone, which knows no model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Callable[[], list[Any] | None] | None = None) -> None:
         """Begin an empty ledger."""
+        self._weights = weights
         self._ledger = Ledger()
         self._segment: Segment = UNDECLARED
         # Items that are to come in all of the present segment, if that is known.
         self.planned_items: int | None = None
         self.sampled_epochs = 0
         self.budget: Budget | None = None
-        # What the limit was worked out for; None if it no longer holds.
-        self._limited_by: Hashable = None
+        # What the limit was worked out for; None if it no longer holds. And whether
+        # there is no more behind it.
+        self.limited_by: Hashable = None
+        self.limit_is_final = False
         # How many segments have begun.
         self.beginnings = 0
         # The name of the training that is counted here, unlike any other.
@@ -82,9 +93,11 @@ class LedgerRecorder:
         # Others, which files or copied weights brought, up to where they had come.
         self._loaded: dict[str, Run] = {}
         self.history = History(self)
-        _recorders.add(self)
-        # Whether it is that of a model, not of an optimizer alone.
-        self.is_of_a_model = False
+        living.add(self)
+        # Whether `fit` or `train_on_batch` sees to the budgets, and a glimpse of the
+        # values that the latter has left.
+        self.is_in_fit = False
+        self.left: list[float] = []
         # Whether a graph that a user has traced takes its steps.
         self.is_in_a_graph = False
         with (
@@ -108,8 +121,6 @@ class LedgerRecorder:
             self._steps_per_item = _counter(1)
             self._items_started = _counter(0)
             self._item_limit = _counter(_NO_LIMIT)
-            # Steps of all others when the limit was worked out.
-            self._others_steps = _counter(0)
             self._limited_for = tf.Variable(tf.zeros([], tf.float64), trainable=False)
             self._last_clip = tf.Variable(math.nan, dtype=tf.float64, trainable=False)
 
@@ -119,8 +130,13 @@ class LedgerRecorder:
         return self._steps.read_value()
 
     @property
+    def loaded(self) -> dict[str, Run]:
+        """The runs that were loaded here, by name."""
+        return dict(self._loaded)
+
+    @property
     def runs(self) -> dict[str, Run]:
-        """This run and those that were loaded, by name."""
+        """This run and those that were loaded here, by name."""
         own = Run(self._own_ledger(math.inf), int(self._steps.numpy()))
         is_empty = own == Run(Ledger(), 0)
         return union(self._loaded, {} if is_empty else {self.run: own})
@@ -134,7 +150,7 @@ class LedgerRecorder:
     @property
     def last_clip(self) -> float | None:
         """The clip norm of the last step, here or where values came from, or None."""
-        clips = [each.own_last_clip for each in self._all()]
+        clips = [each.own_last_clip for each in self.recorders()]
         return next((clip for clip in clips if not math.isnan(clip)), None)
 
     @property
@@ -169,7 +185,7 @@ class LedgerRecorder:
     @property
     def ledger(self) -> Ledger:
         """What was run up to now: here, and wherever the values came from."""
-        return ledger_of(self.history.runs())
+        return ledger_of(self.all_runs())
 
     def _own_ledger(self, noise_multiplier: float) -> Ledger:
         """Return what this run counts if its open item has a step with this noise."""
@@ -230,7 +246,7 @@ class LedgerRecorder:
         self._steps_in_item.assign(steps_per_item)
         self._item_limit.assign(_NO_LIMIT)
         self._limited_for.assign(0.0)
-        self._limited_by = None
+        self.limited_by = None
         self.beginnings += 1
 
     def note_seeds(self, *, noise: bool, sampling: bool) -> None:
@@ -260,134 +276,67 @@ class LedgerRecorder:
         self._item_limit.assign(self._items_started + further_items)
         self._limited_for.assign(noise_multiplier)
 
-    def bind(self, weights: list[Any]) -> None:
-        """Let the budget cover all steps that change some weights, whoever takes them.
+    def outstanding(self) -> Segment | None:
+        """Return the items that the present limit allows beyond those that have begun.
 
-        Args:
-            weights: Keras variables of the model.
+        Returns:
+            A segment with as little noise as the limit allows, None without a limit
+            or where it leaves nothing.
         """
-        if self.budget is not None:
-            for weight in weights:
-                history_of(weight).bound_by[self.history] = None
-
-    def enforce_budget(
-        self, noise_multipliers: np.ndarray, plan: Hashable = "only one"
-    ) -> None:
-        """Limit the present segment to what all budgets that bind it have room for.
-
-        Args:
-            noise_multipliers: That the steps to come count with, as multiples of
-                the clip norm; the last one is that of all that follow.
-            plan: Tells these steps from others that were planned before.
-
-        Raises:
-            PrivacyBudgetError: If there is no room for a single one.
-        """
-        binding = self._binding()
-        if not binding:
-            if self._limited_by is not None:
-                self._item_limit.assign(_NO_LIMIT)
-                self._limited_for.assign(0.0)
-                self._limited_by = None
-            return
-        present = (
-            plan,
-            tuple((each.budget, each.steps_beside(self)) for each in binding),
+        limit, started = int(self._item_limit.numpy()), self.items_started
+        if limit == _NO_LIMIT or limit <= started:
+            return None
+        return dataclasses.replace(
+            self._segment.with_count(limit - started),
+            noise_multiplier=self.counted(self.limited_for),
         )
-        is_unlimited = self._item_limit.numpy() == _NO_LIMIT
-        if is_unlimited or self._limited_by != present:
-            self._limit_to(binding, noise_multipliers)
-            self._limited_by = present
-        self._others_steps.assign(_steps_of_all() - self._steps)
-        if not self.has_room():
-            spent, budget = max(
-                (each.ledger.epsilon(each.budget.delta), each.budget)
-                for each in binding
-            )
-            raise PrivacyBudgetError(
-                "The privacy budget has no room for another step. Received: "
-                f"target_epsilon={budget.target_epsilon:g}, "
-                f"delta={budget.delta:g}, spent epsilon={spent:.4g}. Stop here, "
-                "or use `tfdp.callbacks.PrivacyBudget(delta, target_epsilon=...)` with "
-                "a larger target."
-            )
 
-    def enforce_budget_of_step(self, noise_multiplier: float) -> None:
-        """Do what `enforce_budget` does, for steps of a loop of one's own.
+    def lift_limit(self) -> None:
+        """Allow all steps."""
+        self._item_limit.assign(_NO_LIMIT)
+        self._limited_for.assign(0.0)
+        self.limited_by = None
+
+    def revoke(self) -> None:
+        """Allow no step before there is another limit."""
+        self.limit(0)
+        self.limited_by = None
+
+    def in_clips(self, counted: float) -> float:
+        """Return the multiple of the clip norm that `counted` makes this of."""
+        return counted * _sensitivity_in_clips(self._segment)
+
+    def recorded(self, noise_multipliers: np.ndarray) -> np.ndarray:
+        """Return what steps will be recorded with.
 
         Args:
-            noise_multiplier: That `record` will get.
-
-        Raises:
-            PrivacyBudgetError: If there is no room for one.
+            noise_multipliers: Multiples of the clip norm.
         """
-        in_clips = noise_multiplier * _sensitivity_in_clips(self._segment)
-        self.enforce_budget(np.array([in_clips]), noise_multiplier)
+        counted = noise_multipliers / _sensitivity_in_clips(self._segment)
+        levels: np.ndarray = lowered(counted, self._levels.numpy())
+        return levels
 
-    def enforce_budget_of_loops(self) -> None:
-        """Limit traced loops that change what the budget of this run covers.
+    def run_with(self, noise_multiplier: float) -> Run:
+        """Return this run, as if all of a pass that is open had this little noise.
 
-        They cannot work out a limit themselves: what they have was worked out with
-        the steps of all others, and holds until others take a step.
+        Args:
+            noise_multiplier: Multiple of the clip norm.
         """
-        for other in self._all():
-            if other is not self and other.is_in_a_graph:
-                with contextlib.suppress(PrivacyBudgetError):
-                    other.enforce_budget_of_step(other.last_noise_multiplier)
+        is_open = self.has_passes and self.is_inside_item
+        opened = self.counted(noise_multiplier) if is_open else math.inf
+        return Run(self._own_ledger(opened), int(self._steps.numpy()))
+
+    @property
+    def has_passes(self) -> bool:
+        """Whether an item is more than a step."""
+        return bool(self._steps_per_item.numpy() != 1)
 
     @property
     def last_noise_multiplier(self) -> float:
         """What the last steps were counted with."""
         return float(self._open_noise_multiplier.numpy())
 
-    def _binding(self) -> list[Any]:
-        """Return the recorders of models whose budget covers the steps of this run."""
-        histories = {self.history: None}
-        for source in self.history.sources:
-            if self.history in source.sources:
-                histories |= source.bound_by
-        counters: list[Any] = [each.counter for each in histories]
-        return [each for each in counters if each.budget is not None]
-
-    def steps_beside(self, run: "LedgerRecorder") -> tuple[tuple[str, int], ...]:
-        """Return how many steps the ledger has that are not of a given run."""
-        return tuple(
-            (each.run, each.steps - (int(run.own_steps) if each is run else 0))
-            for each in self._all()
-        )
-
-    def _limit_to(self, binding: list[Any], noise_multipliers: np.ndarray) -> None:
-        opened = math.inf
-        if self._steps_per_item.numpy() != 1:
-            # Where a pass begins and ends among these steps may change.
-            noise_multipliers = np.array([noise_multipliers.min()])
-            if self.is_inside_item:
-                opened = self.counted(noise_multipliers[0])
-        own = {self.run: Run(self._own_ledger(opened), int(self._steps.numpy()))}
-        # As they will be recorded.
-        counted = noise_multipliers / _sensitivity_in_clips(self._segment)
-        counted = lowered(counted, self._levels.numpy())
-        counts = []
-        for each in binding:
-            budget: Budget = each.budget
-            ledger = ledger_of(union(each.history.runs(), own))
-            if ledger.epsilon(budget.delta) > budget.target_epsilon:
-                # Not even the rest of a pass that has begun.
-                self.limit(-1, noise_multiplier=float(noise_multipliers.min()))
-                return
-            count = affordable_count(
-                ledger,
-                self._segment,
-                budget.target_epsilon,
-                budget.delta,
-                noise_multipliers=counted,
-                most=self._count_worth_knowing(),
-            )
-            counts.append(count)
-        least = noise_multipliers[: max(min(counts), 1)].min()
-        self.limit(min(counts), noise_multiplier=float(least))
-
-    def _count_worth_knowing(self) -> int:
+    def count_worth_knowing(self) -> int:
         """Return a number of items that is beyond all plans, small if there is one."""
         if self.planned_items is None:
             return MOST_COUNT
@@ -409,20 +358,6 @@ class LedgerRecorder:
         """
         is_within = self._items_started + self._begins_item() <= self._item_limit
         return is_within & (noise_multiplier >= self._limited_for)
-
-    def has_room_in_loops(self, noise_multiplier: tf.Tensor) -> tf.Tensor:
-        """Tell what `has_room` tells, and that nobody else has taken a step meanwhile.
-
-        Args:
-            noise_multiplier: That `record` will get, a float64 scalar.
-
-        Returns:
-            A scalar bool tensor.
-        """
-        is_unlimited = self._item_limit.read_value() == _NO_LIMIT
-        is_up_to_date = _steps_of_all() - self._steps == self._others_steps
-        in_clips = noise_multiplier * _sensitivity_in_clips(self._segment)
-        return is_unlimited | (is_up_to_date & self.has_room(in_clips))
 
     def record(self, noise_multiplier: tf.Tensor) -> None:
         """Count one step, as operations of the graph.
@@ -455,7 +390,6 @@ class LedgerRecorder:
         self._steps_in_item.assign((1 - begins) * self._steps_in_item + 1)
         self._items_started.assign_add(begins)
         self._steps.assign_add(1)
-        _steps_of_all().assign_add(1)
 
     def note_update(self, variables: Iterable[Any], l2_norm_clip: tf.Tensor) -> None:
         """Remember what a step updates, and the clip norm in it.
@@ -464,7 +398,7 @@ class LedgerRecorder:
             variables: Keras variables.
             l2_norm_clip: Scalar tensor.
         """
-        note_steps(variables, self.history)
+        note_steps(variables, self.history, self.run)
         self._last_clip.assign(tf.cast(l2_norm_clip, tf.float64))
 
     def _begins_item(self) -> tf.Tensor:
@@ -488,44 +422,61 @@ class LedgerRecorder:
         is_new = tf.cast((count > 0) & ~is_known, tf.int64)
         self._rows_used.assign(tf.minimum(used + is_new, _ROWS))
 
-    def note_weights(self, weights: list[Any]) -> None:
-        """Let the ledger have all that made the weights that steps read.
-
-        Args:
-            weights: Keras variables of the model, with their present values.
-        """
-        self.history.depend_on(*map(history_of, weights))
-
-    def recognise_copies(self, weights: list[Any]) -> None:
-        """Take over the runs whose values were copied into weights.
-
-        Args:
-            weights: Keras variables of the model.
-        """
-        copied = runs_of_copies(weights, self.history.runs())
-        if copied:
-            self._loaded = union(self._loaded, copied)
-            note_steps(weights, self.history)
-
     @property
-    def all_sampled_epochs(self) -> int:
-        """The last epoch of seeded draws that this run or one before it has used."""
-        return max(each.sampled_epochs for each in self._all())
+    def is_of_a_model(self) -> bool:
+        """Whether it is that of a model, not of an optimizer alone."""
+        return self._weights is not None
+
+    def weights(self) -> list[Any] | None:
+        """Return the weights of its model, as they are now; None if that is gone."""
+        return None if self._weights is None else self._weights()
+
+    def histories(self) -> list[History]:
+        """Return the histories of all that its model, or what it trains, comes from."""
+        return [self.history, *map(history_of, self.weights() or [])]
+
+    def all_runs(self) -> dict[str, Run]:
+        """Return all runs in the ledger, as they are now, by name."""
+        return runs_of(self.histories())
+
+    def recorders(self) -> list["LedgerRecorder"]:
+        """Return the recorders of all of them that are still there."""
+        found = counters_of(self.histories())
+        return [each for each in found if isinstance(each, LedgerRecorder)]
 
     @property
     def ledger_steps(self) -> int:
         """How many steps the ledger has, those inside of passes included."""
-        return sum(run.steps for run in self.history.runs().values())
+        return sum(run.steps for run in self.all_runs().values())
 
-    def _all(self) -> list["LedgerRecorder"]:
-        """Return the recorders of all runs in the ledger."""
-        recorders: list[Any] = self.history.counters()
-        return recorders
+    @property
+    def all_sampled_epochs(self) -> int:
+        """The last epoch of seeded draws that this run or one before it has used."""
+        return max(each.sampled_epochs for each in self.recorders())
+
+    def begin_steps(self, trained: list[Any], read: list[Any]) -> None:
+        """Note what steps change, and that it depends on all that they read.
+
+        Args:
+            trained: Keras variables.
+            read: Likewise; the weights of the model.
+        """
+        self.history.depend_on(*map(history_of, read))
+        note_steps(trained, self.history, self.run)
+
+    def end_steps(self) -> None:
+        """Keep what was only read up to now, not what it will be trained to later."""
+        for source in list(self.history.sources):
+            if source.counter is None and self.history not in source.sources:
+                runs = runs_of([source])
+                runs.pop(self.run, None)
+                self._loaded = union(self._loaded, runs)
+                del self.history.sources[source]
 
     def state(self) -> str:
         """Return all that a saved model must remember, as JSON."""
         return json.dumps({
-            "runs": runs_to_dict(self.history.runs()),
+            "runs": runs_to_dict(self.all_runs()),
             "sampled_epochs": self.all_sampled_epochs,
             "budget": self.budget and dataclasses.asdict(self.budget),
             "last_clip": self.last_clip,
@@ -541,13 +492,13 @@ class LedgerRecorder:
             run: The name of the training from here on, the same everywhere and, if it
                 is not the present one, new.
         """
-        for state in dict.fromkeys(states):
-            self.restore(state)
         if run != self.run:
             self.begin(self._segment, steps_per_item=int(self._steps_per_item.numpy()))
             self._loaded, self.run = self.runs, run
             self._ledger = Ledger()
             self._steps.assign(0)
+        for state in dict.fromkeys(states):
+            self.restore(state)
 
     def restore(self, state: str) -> None:
         """Take over what a saved model had run; nothing recorded here is lost.
@@ -560,16 +511,17 @@ class LedgerRecorder:
             ValueError: If it is damaged.
         """
         saved = json.loads(state)
-        self._loaded = union(self._loaded, runs_from_state(saved))
+        runs = runs_from_state(saved)
+        if self.run in runs:
+            # That is counted here; it keeps its place.
+            runs[self.run] = Run(Ledger(), 0)
+        self._loaded = union(self._loaded, runs)
         self.sampled_epochs = max(self.sampled_epochs, saved["sampled_epochs"])
         if saved["last_clip"] is not None:
             self._last_clip.assign(saved["last_clip"])
         if self.budget is None and saved["budget"]:
             self.budget = Budget(**saved["budget"])
-        if self.budget is not None:
-            # No step before `enforce_budget` has seen what was restored.
-            self.limit(0)
-            self._limited_by = None
+        revoke_all()
 
 
 def _sensitivity_in_clips(segment: Segment) -> int:
@@ -583,6 +535,19 @@ def _counter(value: int) -> tf.Variable:
     return tf.Variable(value, dtype=tf.int64, trainable=False)
 
 
+def note_loaded(variables: Iterable[Any], runs: dict[str, Run]) -> None:
+    """Let variables depend on runs whose values were loaded into them.
+
+    Args:
+        variables: Keras variables, or None.
+        runs: By name.
+    """
+    loaded = History(Snapshot(runs))
+    for variable in variables:
+        if variable is not None and runs:
+            history_of(variable).depend_on(loaded)
+
+
 class LedgerState(tf.train.experimental.PythonState):
     """Makes the ledger a part of every `tf.train.Checkpoint` of what has it.
 
@@ -594,10 +559,23 @@ class LedgerState(tf.train.experimental.PythonState):
     def __init__(self, get: Callable[[], str], restore: Callable[[str], None]) -> None:
         """Keep both; nothing runs before a checkpoint is written or read."""
         self._get, self._restore = get, restore
+        self.variables: list[weakref.ref[Any]] = []
+
+    def note_loaded(self, runs: dict[str, Run]) -> None:
+        """Let the variables depend on what a checkpoint has brought, their values too.
+
+        Args:
+            runs: By name.
+        """
+        note_loaded((each() for each in self.variables), runs)
 
     def serialize(self) -> str:
         """Return what the checkpoint is to hold."""
-        return self._get()
+        if tf.executing_eagerly():
+            return self._get()
+        # TensorFlow may ask while it builds a graph; another thread is in none.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            return thread.submit(self._get).result()
 
     def deserialize(self, string_value: Any) -> None:
         """Take over what a checkpoint holds."""
@@ -607,19 +585,20 @@ class LedgerState(tf.train.experimental.PythonState):
         self._restore(text)
 
 
-@functools.cache
-def _steps_of_all() -> tf.Variable:
-    """Return the number of steps that were taken in this process."""
-    with tf.init_scope(), _keras.unmirrored_variables(), tf.device("CPU:0"):
-        return _counter(0)
+# All recorders of this process.
+living: weakref.WeakSet[LedgerRecorder] = weakref.WeakSet()
+
+
+def revoke_all() -> None:
+    """Let no limit stand that did not know what was found to have run."""
+    for recorder in list(living):
+        if recorder.limited_by is not None or recorder.budget is not None:
+            recorder.revoke()
 
 
 # A forked process goes on with runs of its own.
-_recorders: weakref.WeakSet[LedgerRecorder] = weakref.WeakSet()
-
-
 def _rename_runs() -> None:
-    for recorder in _recorders:
+    for recorder in living:
         recorder.run = uuid.uuid4().hex
 
 

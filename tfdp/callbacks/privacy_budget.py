@@ -4,6 +4,7 @@ from typing import Any
 
 from tfdp import _validate
 from tfdp._fit_callbacks import PrivacyCallback
+from tfdp.budgets import set_budget
 from tfdp.errors import NotPrivateError
 from tfdp.model import DPModel
 from tfdp.recorder import Budget
@@ -52,10 +53,9 @@ class PrivacyBudget(PrivacyCallback):
 
     def before_training(self, model: DPModel, planned_steps: int | None) -> None:
         """Set the budget, so that it is enforced before the first step."""
-        if self.target_epsilon is None:
-            model.recorder.budget = None
-        else:
-            model.recorder.budget = Budget(self.delta, self.target_epsilon)
+        target = self.target_epsilon
+        budget = None if target is None else Budget(self.delta, target)
+        set_budget(model.recorder, budget)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Log what all steps up to now cost."""

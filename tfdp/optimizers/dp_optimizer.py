@@ -2,6 +2,7 @@
 
 import math
 import warnings
+import weakref
 from typing import Any, Self
 
 import keras
@@ -10,9 +11,9 @@ import tensorflow as tf
 from tfdp import _keras, _validate
 from tfdp._replicas import ALONE, Replicas
 from tfdp.accounting import Ledger
+from tfdp.budgets import enforce_budget_of_step, room_in_graph
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
-from tfdp.histories import note_steps
 from tfdp.losses.regularizers import gradient_of
 from tfdp.noise import NoiseSource, add_noise
 from tfdp.recorder import LedgerRecorder, LedgerState
@@ -222,6 +223,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
 
     def _restore_ledger(self, text: str) -> None:
         self.recorder.restore(text)
+        self._ledger_state.note_loaded(self.recorder.loaded)
 
     def check_dials(self) -> None:
         """Raise if clip norm or noise multiplier were assigned a value out of range.
@@ -278,14 +280,13 @@ class DPOptimizer(keras.optimizers.Optimizer):
         is_eager = tf.executing_eagerly()
         with tf.init_scope():
             # Private models of these variables, also later ones, count these steps.
-            note_steps(trainable_variables, recorder.history)
-            recorder.is_in_a_graph |= not is_eager
+            recorder.begin_steps(trainable_variables, [])
             self.skip_used_noise()
             per_unit = clipped_sum.examples_per_unit
             # How many examples share a gradient may be known later only.
             at_most = 1 if isinstance(per_unit, int) and per_unit == 1 else 2
-            recorder.enforce_budget_of_step(
-                float(self._noise_multiplier.numpy()) / at_most
+            enforce_budget_of_step(
+                recorder, float(self._noise_multiplier.numpy()) / at_most
             )
 
         def apply() -> bool:
@@ -302,9 +303,8 @@ class DPOptimizer(keras.optimizers.Optimizer):
             return
         sensitivity = clipped_sum.sensitivity_in_clips
         noise_multiplier = self._noise_multiplier.value / sensitivity
-        has_room = recorder.has_room_in_loops(noise_multiplier)
         # XLA leaves the error out; the step is not taken there, either.
-        tf.cond(has_room, apply, _refuse)
+        tf.cond(room_in_graph(recorder, noise_multiplier), apply, _refuse)
 
     def apply_and_record(
         self,
@@ -417,6 +417,9 @@ class DPOptimizer(keras.optimizers.Optimizer):
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
         super().build(variables)
+        # A checkpoint may be restored before and after.
+        self._ledger_state.variables = [weakref.ref(each) for each in variables]
+        self._ledger_state.note_loaded(self.recorder.loaded)
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -530,9 +533,10 @@ class DPOptimizer(keras.optimizers.Optimizer):
 def _refuse() -> bool:
     """Raise when it runs, in a graph."""
     message = (
-        "The privacy budget has no room for another step, or another training has "
-        "taken steps since it was worked out: call `private.enforce_budget()` of the "
-        "model that has the budget, which raises if there is no room."
+        "The privacy budget of a model that has these variables has no room for "
+        "another step. Stop here, or give that model a larger one: "
+        "`private.fit(..., callbacks=[tfdp.callbacks.PrivacyBudget(delta, "
+        "target_epsilon=...)])`."
     )
     tf.debugging.Assert(tf.constant(False), [message])
     return False
