@@ -23,6 +23,8 @@ from tfdp.recorder import LedgerRecorder
 ROOT = Path(__file__).parents[1]
 ROWS = 20
 DELTA = 1e-3
+# So much noise that epsilon takes little time.
+NOISE = 8.0
 
 
 def data():
@@ -43,7 +45,7 @@ def both_of(one, other):
 
 
 def optimizer(**options):
-    options = {"l2_norm_clip": 1.0, "noise_multiplier": 1.0, **options}
+    options = {"l2_norm_clip": 1.0, "noise_multiplier": NOISE, **options}
     return tfdp.optimizers.DPSGD(0.1, expected_batch_size=5, **options)
 
 
@@ -157,7 +159,7 @@ def test_a_new_loss_in_every_step_leaves_no_traces():
 
 
 def ledger_of(steps):
-    segments = (tfdp.accounting.PoissonSteps(steps, 1.0, ROWS, 5),)
+    segments = (tfdp.accounting.PoissonSteps(steps, NOISE, ROWS, 5),)
     return tfdp.accounting.Ledger(segments)
 
 
@@ -188,6 +190,7 @@ def test_a_budget_binds_whoever_trains_a_part():
     assert both.ledger.steps == 10
 
 
+@pytest.mark.slow
 def test_a_budget_does_not_bind_who_only_reads_a_part():
     one, other = part("one"), part("other")
     first = private(one)
@@ -204,11 +207,11 @@ def test_a_budget_does_not_bind_who_only_reads_a_part():
 def test_a_budget_binds_loops_of_ones_own(traced):
     """Loops that were traced before there was a budget, too."""
     one, other = part("one"), part("other")
-    opt = optimizer(noise_multiplier=10.0)
+    opt = optimizer(noise_multiplier=40.0)
     step = loop(one, opt, traced=traced)
     step()
-    both = private(both_of(one, other), noise_multiplier=10.0)
-    of_ten = tfdp.accounting.Ledger((tfdp.accounting.UnamplifiedSteps(10, 10.0),))
+    both = private(both_of(one, other), noise_multiplier=40.0)
+    of_ten = tfdp.accounting.Ledger((tfdp.accounting.UnamplifiedSteps(10, 40.0),))
     target = of_ten.epsilon(DELTA)
     fit(both, callbacks=[tfdp.callbacks.PrivacyBudget(DELTA, target)])
     error = tf.errors.InvalidArgumentError if traced else tfdp.errors.PrivacyBudgetError
@@ -265,7 +268,7 @@ def test_a_budget_binds_train_step(traced):
     one = part("one")
     first = private(one)
     first.train_on_batch(*data())
-    both, target = limited(one, part("other"), 60)
+    both, target = limited(one, part("other"), 30)
     batch = tuple(map(tf.constant, data()))
     step = tf.function(first.train_step) if traced else first.train_step
 
@@ -330,9 +333,10 @@ def test_the_budget_of_a_model_that_is_gone_binds_nobody():
     assert second.ledger.steps == 12
 
 
+@pytest.mark.slow
 def test_loops_under_a_budget_run_beside_others():
     one, other = part("one"), part("other")
-    opts = [optimizer(noise_multiplier=50.0) for _ in range(2)]
+    opts = [optimizer(noise_multiplier=80.0) for _ in range(2)]
     steps = [
         loop(each, opt, traced=False)
         for each, opt in zip((one, other), opts, strict=True)
@@ -344,7 +348,7 @@ def test_loops_under_a_budget_run_beside_others():
             step()
 
     both_steps()
-    both = private(both_of(one, other), noise_multiplier=50.0)
+    both = private(both_of(one, other), noise_multiplier=80.0)
     fit(both, callbacks=[tfdp.callbacks.PrivacyBudget(DELTA, 5.0)])
     unrelated = private(part("unrelated"))
     for _ in range(3):
@@ -520,6 +524,7 @@ def test_models_that_are_gone_leave_no_recorder():
 # ---------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_tensorflow_has_the_ledger(tmp_path):
     model = private(part("model"))
     fit(model)
@@ -582,6 +587,7 @@ def test_a_checkpoint_of_a_loop_ties_its_runs_to_the_variables(tmp_path):
         assert private(model).ledger.steps == opt.ledger.steps == 1
 
 
+@pytest.mark.slow
 def test_a_private_model_can_be_saved_by_tensorflow(tmp_path):
     model = private(part("model"))
     fit(model)

@@ -48,6 +48,8 @@ def check_takes_logits(model: keras.Model, loss: Any) -> None:
     if not getattr(model, "outputs_are_logits", False):
         return
     for leaf in keras.tree.flatten(loss):
+        if leaf is None:
+            continue
         named = keras.losses.get(leaf) if isinstance(leaf, str) else leaf
         if isinstance(named, keras.losses.Loss):
             takes_logits = named.get_config().get("from_logits", True)
