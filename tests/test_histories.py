@@ -268,7 +268,7 @@ def test_a_budget_binds_train_step(traced):
     one = part("one")
     first = private(one)
     first.train_on_batch(*data())
-    both, target = limited(one, part("other"), 30)
+    both, target = limited(one, part("other"), 60)
     batch = tuple(map(tf.constant, data()))
     step = tf.function(first.train_step) if traced else first.train_step
 
