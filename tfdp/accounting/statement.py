@@ -40,7 +40,8 @@ _NOT_COVERED = (
     "vocabularies, scalers, class weights, oversampling.",
     "Other runs on the same data, such as those that chose the hyperparameters. Runs "
     "that have a ledger can be added up: `tfdp.accounting.compose`.",
-    "What trained weights that were loaded from elsewhere.",
+    "What trained weights that were loaded from elsewhere, from plain files of another "
+    "process for example, or that were copied between two steps, averaged or changed.",
     "How long steps took.",
     "Noise as a computer draws it: Philox is no certified cryptographic generator, and "
     "single gradients, if observed, are not protected against attacks on their "
