@@ -75,9 +75,9 @@ def enforce_budget(
         raise PrivacyBudgetError(
             "The privacy budget has no room for another step. Received: "
             f"target_epsilon={budget.target_epsilon:g}, delta={budget.delta:g}, "
-            f"spent epsilon={spent[most]:.4g}. Stop here, or use "
-            "`tfdp.callbacks.PrivacyBudget(delta, target_epsilon=...)` with a larger "
-            "target."
+            f"spent epsilon={spent[most]:.4g}. Stop here, or fit the model that has the "
+            "budget with a larger target: `tfdp.callbacks.PrivacyBudget(delta, "
+            "target_epsilon=...)`."
         )
 
 

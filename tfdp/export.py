@@ -206,7 +206,7 @@ def _report(private: DPModel, delta: float) -> dict[str, Any]:
     return {
         "report_version": 1,
         **report,
-        "steps": recorder.ledger_steps,
+        "steps": recorder.all_steps,
         "l2_norm_clip": recorder.last_clip,
         "covered": (
             "The weights that trained, after every step and in this export: every "

@@ -131,7 +131,8 @@ def note_steps(variables: Iterable[Any], training: History, run: str) -> None:
     _names.add(run)
     for variable in variables:
         history = history_of(variable)
-        if not history.sources:
+        # Not once a training has made the values: they must be recognised elsewhere.
+        if not any(source.counter for source in history.sources):
             _note_start(variable)
         history.depend_on(training)
         training.depend_on(history)

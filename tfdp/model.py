@@ -96,8 +96,8 @@ class DPModel(_keras.ReplicatedModel):
     trained, and has nothing of tfdp in it. Each step clips the gradient of every
     example, adds them up, adds Gaussian noise once, and divides by the expected
     batch size [1]_. Arrays given to `fit` are sampled by independent coin flips.
-    What was run is counted in `ledger`, inside the training graph; the ledger
-    belongs to the wrapped model and only grows.
+    What was run is counted in `ledger`, inside the training graph; the ledger has
+    every training that the wrapped model's weights come from, and only grows.
 
     A model that was made in the scope of a `tf.distribute.MirroredStrategy` or
     `MultiWorkerMirroredStrategy` trains on all replicas, each with a share of every
@@ -277,7 +277,7 @@ class DPModel(_keras.ReplicatedModel):
 
     @property
     def ledger(self) -> Ledger:
-        """What was run on the wrapped model, by this object and any other."""
+        """Every training that the wrapped model's weights come from, as of now."""
         self._take_over_copies()
         return self.recorder.ledger
 
@@ -667,6 +667,8 @@ class DPModel(_keras.ReplicatedModel):
 
         Raises:
             NotPrivateError: If there are several replicas: each would count the rows.
+            PrivacyBudgetError: If a budget has no room for the step. In a graph such a
+                step does nothing.
         """
         if self._replicas.number > 1:
             raise NotPrivateError(
@@ -826,8 +828,8 @@ class DPModel(_keras.ReplicatedModel):
     def enforce_budget(self) -> None:
         """Allow only the steps that the budget set by a `PrivacyBudget` has room for.
 
-        It binds whoever takes steps on the model's weights: other private models that
-        have some of them, and loops of one's own.
+        Traced loops that change the model's weights get a limit as well, which those
+        that XLA compiles cannot ask for.
 
         Raises:
             PrivacyBudgetError: If there is no room for a single one.

@@ -144,8 +144,8 @@ class LedgerRecorder:
     @property
     def steps(self) -> int:
         """How many steps those are."""
-        loaded = {**self._loaded, self.run: Run(Ledger(), int(self._steps.numpy()))}
-        return sum(run.steps for run in union(self._loaded, loaded).values())
+        own = {self.run: Run(Ledger(), int(self._steps.numpy()))}
+        return sum(run.steps for run in union(self._loaded, own).values())
 
     @property
     def last_clip(self) -> float | None:
@@ -351,7 +351,7 @@ class LedgerRecorder:
         """Tell whether one more step is within the limit.
 
         Args:
-            noise_multiplier: Of the step, a float64 scalar.
+            noise_multiplier: Of the step, a multiple of the clip norm, float64 scalar.
 
         Returns:
             A scalar bool tensor.
@@ -445,7 +445,7 @@ class LedgerRecorder:
         return [each for each in found if isinstance(each, LedgerRecorder)]
 
     @property
-    def ledger_steps(self) -> int:
+    def all_steps(self) -> int:
         """How many steps the ledger has, those inside of passes included."""
         return sum(run.steps for run in self.all_runs().values())
 
@@ -513,7 +513,7 @@ class LedgerRecorder:
         saved = json.loads(state)
         runs = runs_from_state(saved)
         if self.run in runs:
-            # That is counted here; it keeps its place.
+            # That is counted here. Without steps it only keeps its place in the order.
             runs[self.run] = Run(Ledger(), 0)
         self._loaded = union(self._loaded, runs)
         self.sampled_epochs = max(self.sampled_epochs, saved["sampled_epochs"])
@@ -539,7 +539,7 @@ def note_loaded(variables: Iterable[Any], runs: dict[str, Run]) -> None:
     """Let variables depend on runs whose values were loaded into them.
 
     Args:
-        variables: Keras variables, or None.
+        variables: Keras variables; None in place of those that are gone.
         runs: By name.
     """
     loaded = History(Snapshot(runs))

@@ -157,6 +157,9 @@ class Ledger:
 def compose(*ledgers: Ledger) -> Ledger:
     """Return the joint ledger of models trained on the same data.
 
+    What several of the models come from counts once for each; the ledger of a private
+    model that has the weights of all of them counts it once.
+
     Args:
         *ledgers: One ledger a model, all of the same data set.
 

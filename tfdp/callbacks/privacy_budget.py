@@ -15,13 +15,14 @@ class PrivacyBudget(PrivacyCallback):
 
     The target becomes a number of steps that the training graph itself checks: a
     step beyond it does nothing, is not counted, and ends `fit`. So it also binds
-    inside `steps_per_execution`, and it goes on binding `train_on_batch` and later
-    calls of `fit` on the same model, until another `PrivacyBudget` is given. What
-    earlier trainings have spent counts.
+    inside `steps_per_execution`, and it goes on binding whoever changes a weight of the
+    model: `train_on_batch` and later calls of `fit`, other private models that have a
+    part of it, and loops of one's own, which raise (in a graph, TensorFlow's
+    `InvalidArgumentError`). It ends with another `PrivacyBudget` on the model, and with
+    the private model itself. What earlier trainings have spent counts.
 
     Guarantees:
-        ``private.epsilon(delta)`` never exceeds `target_epsilon`, if it did not
-        before.
+        No step makes ``private.epsilon(delta)`` exceed `target_epsilon`.
 
     Args:
         delta: The delta of the guarantee, in (0, 1). Take one well below one over

@@ -61,8 +61,9 @@ class Simulation:
     Guarantees:
         A client's reply is what `tfdp.federated.client_update` returns, in
         distribution. It takes part in `clients.participations(rounds)` rounds at most,
-        and never in more than `max_participations`. Weight regularizers are the
-        server's: their gradient is added to the average.
+        and never in more than `max_participations`, but for rounds that were interrupted
+        and run again. Weight regularizers are the server's: their gradient is added to
+        the average.
 
     Args:
         model: A Keras model. It is trained in place, and stays the user's own.

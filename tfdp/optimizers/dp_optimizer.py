@@ -215,7 +215,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
 
     @property
     def ledger(self) -> Ledger:
-        """What was run with this optimizer, as the accountant sees it."""
+        """What was run with this optimizer, and all that its variables come from."""
         return self.recorder.ledger
 
     def _saved_ledger(self) -> str:
@@ -261,6 +261,9 @@ class DPOptimizer(keras.optimizers.Optimizer):
         Raises:
             NotPrivateError: If a `tf.distribute` strategy has several replicas, each
                 of which would noise a sum of its own.
+            PrivacyBudgetError: If a `PrivacyBudget` of a model that has the variables
+                has no room for the step; when a graph runs, `tf.errors
+                .InvalidArgumentError`. Compiled by XLA the step does nothing then.
             TypeError: If `clipped_sum` is no `tfdp.ClippedSum`.
             ValueError: If the number of variables differs from the number of
                 gradients, or the expected batch size is not known.
@@ -373,7 +376,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
     def skip_used_noise(self) -> None:
         """Leave out noise that the same seed may have given in an earlier process."""
         if self.noise_is_seeded:
-            self._noise.skip_to(self.recorder.ledger_steps)
+            self._noise.skip_to(self.recorder.all_steps)
 
     def noise_stream(self, step: tf.Tensor) -> tf.Tensor:
         """Return what the noise of a step is a function of: a secret.
