@@ -130,6 +130,7 @@ def test_what_was_trained_on_top_of_private_weights_depends_on_them():
     assert private(head).ledger.steps == 5
 
 
+@pytest.mark.slow
 def test_what_a_base_is_trained_to_later_is_not_in_its_old_heads():
     base, head = part("base", units=3), part("head")
     of_base = private(both_of(base, part("first", units=3)))
@@ -234,6 +235,7 @@ def test_a_budget_binds_loops_of_ones_own(traced):
     step()
 
 
+@pytest.mark.slow
 def test_traced_loops_that_take_turns_share_one_budget():
     one, other = part("one"), part("other")
     steps = [loop(each, optimizer(), traced=True) for each in (one, other)]
@@ -254,6 +256,27 @@ def test_traced_loops_that_take_turns_share_one_budget():
     assert 0.7 * target < both.epsilon(DELTA) <= target
 
 
+@pytest.mark.slow
+def test_a_budget_covers_what_a_part_reads_from_elsewhere():
+    """S trains W, which T reads to train V, which the model with the budget has."""
+    read, trained = part("read", units=3), part("trained")
+    holder = private(both_of(trained, part("other")))
+    target = ledger_of(60).epsilon(DELTA)
+    fit(holder, callbacks=[tfdp.callbacks.PrivacyBudget(DELTA, target)])
+    inputs = keras.Input((3,))
+    read.trainable = False
+    reader = private(keras.Model(inputs, trained(read(inputs))))
+    reader.train_on_batch(*data())
+    read.trainable = True
+    source = private(both_of(read, part("source", units=3)))
+    for _ in range(40):
+        source.train_on_batch(*data())
+    # What it would read now has cost more than the budget leaves.
+    with pytest.raises(tfdp.errors.PrivacyBudgetError):
+        reader.train_on_batch(*data())
+
+
+@pytest.mark.slow
 def test_a_budget_that_was_loaded_binds_as_well(tmp_path):
     both, target = limited(part("one"), part("other"), 10)
     both.save(tmp_path / "both.keras")
@@ -263,7 +286,7 @@ def test_a_budget_that_was_loaded_binds_as_well(tmp_path):
     assert loaded.epsilon(DELTA) <= target
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_budget_binds_train_step(traced):
     one = part("one")
     first = private(one)
@@ -291,7 +314,9 @@ def test_a_budget_binds_train_step(traced):
     np.testing.assert_array_equal(one.get_weights()[0], values[0])
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 4])
+@pytest.mark.parametrize(
+    "steps_per_execution", [pytest.param(1, marks=pytest.mark.slow), 4]
+)
 def test_a_callback_that_trains_a_part_spends_of_the_same_budget(steps_per_execution):
     one = part("one")
     first = private(one)
@@ -311,6 +336,7 @@ def test_a_callback_that_trains_a_part_spends_of_the_same_budget(steps_per_execu
     assert both.epsilon(DELTA) <= target
 
 
+@pytest.mark.slow
 def test_a_budget_binds_layers_that_came_later():
     model = part("model")
     first = private(model)
@@ -381,7 +407,13 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize(
+    "way",
+    [
+        "deepcopy",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in list(COPIES)[1:]),
+    ],
+)
 def test_a_copy_of_trained_weights_continues_their_runs(way):
     model = part("model")
     original = private(model)
@@ -462,6 +494,70 @@ def test_weights_that_are_set_between_single_steps_are_recognised():
     other.model.set_weights(original.model.get_weights())
     other.train_on_batch(*data())
     assert other.ledger.steps == 6
+
+
+@pytest.mark.slow
+def test_a_copy_of_a_loaded_model_is_recognised(tmp_path):
+    model = private(part("model"))
+    fit(model)
+    model.save(tmp_path / "model.keras")
+    del model
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import keras
+from tests.test_histories import cloned, private
+loaded = keras.models.load_model({str(tmp_path / "model.keras")!r})
+assert private(cloned(loaded.model)).ledger.steps == 4
+""",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_a_second_copy_has_what_the_original_ran_since():
+    original, other = private(part("model")), private(part("model"))
+    for steps in (4, 8, 12):
+        fit(original)
+        other.model.set_weights(original.model.get_weights())
+        assert other.ledger.steps == steps
+    other.train_on_batch(*data())
+    fit(original)
+    other.model.layers[-1].bias.assign(original.model.layers[-1].bias + 0.0)
+    other.train_on_batch(*data())
+    assert other.ledger.steps == 18
+
+
+def test_weights_that_are_set_between_steps_of_a_loop_are_recognised():
+    original, model = private(part("model")), part("model")
+    fit(original)
+    opt = optimizer()
+    step = loop(model, opt, traced=False)
+    step()
+    model.set_weights(original.model.get_weights())
+    step()
+    assert opt.ledger.steps == private(model).ledger.steps == 6
+
+
+def test_steps_of_a_loop_inside_of_fit_are_no_draws():
+    model = private(part("model"))
+    step = loop(model.model, model.optimizer, traced=False)
+    steps = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: step()
+    )
+    fit(model, callbacks=[steps])
+    assert set(model.ledger.segments) == {
+        *ledger_of(4).segments,
+        tfdp.accounting.UnamplifiedSteps(4, NOISE),
+    }
 
 
 def test_copies_of_every_epoch_are_recognised():
@@ -602,6 +698,7 @@ def test_a_private_model_can_be_saved_by_tensorflow(tmp_path):
     assert (tmp_path / "saved" / "saved_model.pb").exists()
 
 
+@pytest.mark.slow
 def test_files_of_parts_and_of_the_whole_count_each_run_once(tmp_path):
     one, other = part("one"), part("other")
     first = private(one)

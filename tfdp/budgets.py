@@ -58,7 +58,8 @@ def enforce_budget(
         if recorder.limited_by is not None:
             recorder.lift_limit()
         return
-    present = (plan, tuple(each.budget for each in binding))
+    budgets = tuple(each.budget for each in binding)
+    present = (plan, budgets, _unbound_steps(binding))
     left = recorder.outstanding()
     needed = recorder.items_begun_by(steps)
     is_enough = recorder.limit_is_final or (left is not None and left.count >= needed)
@@ -155,6 +156,20 @@ def _binding(recorder: LedgerRecorder) -> list[LedgerRecorder]:
         if each is recorder or not changed.isdisjoint(map(history_of, weights))
     ]
     return sorted(binding, key=lambda each: each.run)
+
+
+def _unbound_steps(binding: list[LedgerRecorder]) -> int:
+    """Return how many steps cost of these budgets though none of them binds them.
+
+    Returns:
+        Steps that change weights which are only read where the budgets hold.
+    """
+    recorders = {each for of_model in binding for each in of_model.recorders()}
+    return sum(
+        each.steps
+        for each in recorders
+        if each.steps and set(_binding(each)).isdisjoint(binding)
+    )
 
 
 def _limit(

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.accounting.runs import Run, union
+from tfdp.accounting.runs import Run, Runs, union
 
 
 class Counter(Protocol):
@@ -213,20 +213,30 @@ def recognise_copies(variables: Iterable[Any]) -> bool:
     trained = _Trained()
     found = False
     for variable in variables:
-        known = trained.runs_of(variable).keys()
-        if _names <= known:
-            continue
+        known = trained.runs_of(variable)
         value = _value(variable)
         digest = _digest(value)
         makers = _known_values.get(digest, [])
-        is_explained = any(each.keys() <= known for each in makers)
+        is_explained = any(_cover(known, each) for each in makers)
         if is_explained or digest in _starts or not np.any(value) or np.all(value == 1):
             continue
         runs = union(*makers[:1], *trained.equal_to(variable, value))
-        if not runs.keys() <= known:
+        if not _cover(known, runs):
             history_of(variable).depend_on(History(Snapshot(runs)))
             found = True
     return found
+
+
+def _cover(known: Runs, runs: Runs) -> bool:
+    """Tell whether all that has run is known, as far as it had come."""
+    return all(
+        name in known and known[name].steps >= run.steps for name, run in runs.items()
+    )
+
+
+def know(runs: Runs) -> None:
+    """Note that there were trainings from which values could come."""
+    _names.update(runs)
 
 
 def is_alone(run: str) -> bool:
@@ -235,12 +245,9 @@ def is_alone(run: str) -> bool:
 
 
 def glimpse(variables: list[Any]) -> list[float]:
-    """Look at two numbers, which are others when all values have been set anew."""
-    ends = [each for each in variables if all(each.shape)]
-    return [
-        float(tf.reshape(each.value, [-1])[0])
-        for each in {id(e): e for e in ends[:1] + ends[-1:]}.values()
-    ]
+    """Look at a number of each variable, which is another when its values were set."""
+    filled = [each for each in variables if all(each.shape)]
+    return [float(tf.reshape(each.value, [-1])[0]) for each in filled]
 
 
 class _Trained:

@@ -618,6 +618,7 @@ class DPModel(_keras.ReplicatedModel):
         if not is_alone(self.recorder.run) and glimpse(weights) != self.recorder.left:
             self._take_over_copies()
         self.recorder.begin_steps(self.trainable_variables, weights)
+        self.optimizer.skip_used_noise()
 
     def make_train_function(self, force: bool = False) -> Any:
         """Make the training function; XLA compiles the passes in it, not all of it."""

@@ -28,6 +28,7 @@ from tfdp.histories import (
     Snapshot,
     counters_of,
     history_of,
+    know,
     note_steps,
     runs_of,
 )
@@ -516,6 +517,7 @@ class LedgerRecorder:
             # That is counted here. Without steps it only keeps its place in the order.
             runs[self.run] = Run(Ledger(), 0)
         self._loaded = union(self._loaded, runs)
+        know(runs)
         self.sampled_epochs = max(self.sampled_epochs, saved["sampled_epochs"])
         if saved["last_clip"] is not None:
             self._last_clip.assign(saved["last_clip"])

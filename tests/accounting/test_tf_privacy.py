@@ -118,6 +118,7 @@ def test_users_of_a_pass_cost_as_many_times_the_sensitivity(size, cost):
     assert figures(text)[2] == cost
 
 
+@pytest.mark.slow
 def test_users_by_either_accountant():
     by_rdp, by_pld = (
         figures(

@@ -14,6 +14,7 @@ from tfdp.accounting import Ledger
 from tfdp.budgets import enforce_budget_of_step, room_in_graph
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
+from tfdp.histories import glimpse, is_alone, recognise_copies
 from tfdp.losses.regularizers import gradient_of
 from tfdp.noise import NoiseSource, add_noise
 from tfdp.recorder import LedgerRecorder, LedgerState
@@ -127,7 +128,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         self._averaged_after = self._scalar("averaged_after", 0.0)
         self._configured_batch_size = expected_batch_size
         self._noise = NoiseSource(noise_seed)
-        self.recorder = LedgerRecorder()
+        self.recorder = self._recorder_of_loops = LedgerRecorder()
         # So `tf.train.Checkpoint` has the ledger.
         self._ledger_state = LedgerState(self._saved_ledger, self._restore_ledger)
         self.recorder.note_seeds(noise=noise_seed is not None, sampling=False)
@@ -279,9 +280,15 @@ class DPOptimizer(keras.optimizers.Optimizer):
         self._check(clipped_sum, trainable_variables)
         if not self.built:
             self.build(trainable_variables)
-        recorder = self.recorder
+        # Not that of a private model, whose batches `fit` draws.
+        recorder = self._recorder_of_loops
         is_eager = tf.executing_eagerly()
         with tf.init_scope():
+            if (
+                not is_alone(recorder.run)
+                and glimpse(trainable_variables) != recorder.left
+            ):
+                recognise_copies(trainable_variables)
             # Private models of these variables, also later ones, count these steps.
             recorder.begin_steps(trainable_variables, [])
             self.skip_used_noise()
@@ -303,6 +310,8 @@ class DPOptimizer(keras.optimizers.Optimizer):
 
         if is_eager:
             apply()
+            if not is_alone(recorder.run):
+                recorder.left = glimpse(trainable_variables)
             return
         sensitivity = clipped_sum.sensitivity_in_clips
         noise_multiplier = self._noise_multiplier.value / sensitivity
