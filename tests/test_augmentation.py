@@ -70,7 +70,7 @@ def mean_gradients(problem, rows, outlier=1.0):
     ("name", "engine", "physical_batch_size"),
     [
         ("mlp_logits", "vectorized", None),
-        ("mlp_logits", "ghost", 4),
+        pytest.param("mlp_logits", "ghost", 4, marks=pytest.mark.slow),
         pytest.param("cnn", "bookkeeping", 4, marks=pytest.mark.slow),
     ],
 )

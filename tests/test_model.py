@@ -837,6 +837,7 @@ def test_a_replaced_optimizer_counts_in_the_models_ledger():
     assert model.ledger.steps == 13
 
 
+@pytest.mark.slow
 def test_class_weights_are_for_one_target_without_weights():
     x, y = data(20)
     inputs = keras.Input((3,))
@@ -997,9 +998,9 @@ def test_strings_train_beside_numbers():
         "words": np.array([["a", "b"], ["b", "b"], ["a", "a"], ["b", "a"]], object),
         "numbers": np.ones((4, 3), "float32"),
     }
+    model = tfdp.DPModel(plain)
+    model.compile(optimizer(), "mse")
     for inputs in (x, x | {"words": tf.constant(x["words"])}):
-        model = tfdp.DPModel(plain)
-        model.compile(optimizer(), "mse")
         model.fit(inputs, np.ones((4, 1)), batch_size=2, epochs=1, verbose=0)
         assert model.ledger.steps
 

@@ -263,7 +263,10 @@ def test_long_normals_reach_past_12_sigma(monkeypatch):
     assert largest > 12.1
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+@pytest.mark.parametrize(
+    "mode",
+    ["graph", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eager", "xla"))],
+)
 def test_the_noise_of_each_adds_up(mode):
     """Of nine: three times that of one, and none of their draws is another's."""
     noise, clipped_sum = source(), zeros([100_000], [50_000], clip=2.0)

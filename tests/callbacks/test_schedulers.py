@@ -73,6 +73,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.slow
 def test_each_step_clips_with_its_own_norm(tmp_path):
     """A second `fit` goes on in the schedule; without it the last norm stays."""
     schedule, model, lengths = SCHEDULES["square"], private(100.0), Lengths()

@@ -65,14 +65,19 @@ def assert_no_draw_repeats(batches):
 @pytest.mark.parametrize(
     ("compile_kwargs", "fit_kwargs", "steps"),
     [
-        ({}, {"epochs": 1}, 10),
         ({}, {"epochs": 3}, 30),
-        ({}, {"epochs": 3, "shuffle": False}, 30),
         ({}, {"epochs": 3, "steps_per_epoch": 4}, None),
-        ({}, {"epochs": 3, "steps_per_epoch": 10}, 30),
-        ({"steps_per_execution": 5}, {"epochs": 3}, 30),
-        ({"steps_per_execution": 4}, {"epochs": 3}, None),
-        ({"run_eagerly": True}, {"epochs": 3}, 30),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ({}, {"epochs": 1}, 10),
+                ({}, {"epochs": 3, "shuffle": False}, 30),
+                ({}, {"epochs": 3, "steps_per_epoch": 10}, 30),
+                ({"steps_per_execution": 5}, {"epochs": 3}, 30),
+                ({"steps_per_execution": 4}, {"epochs": 3}, None),
+                ({"run_eagerly": True}, {"epochs": 3}, 30),
+            )
+        ),
     ],
     ids=str,
 )

@@ -389,6 +389,7 @@ def in_folder(rng_seed, folder, rounds, policy=None, **options):
     return simulation
 
 
+@pytest.mark.slow
 @SEEDED
 def test_goes_on_from_its_folder_as_if_it_had_never_stopped(tmp_path):
     """Also with weights in half precision, which NumPy's files do not know."""
