@@ -19,7 +19,9 @@ _sources: weakref.WeakSet["NoiseSource"] = weakref.WeakSet()
 
 def _renew_keys() -> None:
     for source in _sources:
-        source.renew_key()
+        # A child cannot use its parent's GPU, nor draw with a key that lies there.
+        if not source.is_on_gpu:
+            source.renew_key()
 
 
 os.register_at_fork(after_in_child=_renew_keys)
@@ -65,6 +67,11 @@ class NoiseSource:
             self._number = tf.Variable(
                 0, trainable=False, dtype=tf.int64, name="noise_number"
             )
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the key lies in the memory of a GPU."""
+        return "GPU" in str(self._key.device)
 
     def renew_key(self) -> None:
         """Take a fresh key from the operating system; a seeded key stays."""

@@ -104,7 +104,9 @@ def validate_model(model: keras.Model, x: Any) -> list[Problem]:
 
     Returns:
         The problems in the order of the layers. Empty: it is proven that no row has a
-        part in what the model computes for another.
+        part in what the model computes for another. A gradient of a layer's own
+        (`tf.custom_gradient`) may still mix them: gradients are followed when a
+        training begins, which chooses the engine by that.
 
     Raises:
         ValueError: If an array of `x` has no rows.
