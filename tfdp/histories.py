@@ -1,6 +1,7 @@
 """Where the values of variables come from: which trainings made them, read live."""
 
 import hashlib
+import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from tfdp.accounting.runs import Run, Runs, union
 class Counter(Protocol):
     """Counts trainings."""
 
+    created: int
+
     @property
     def runs(self) -> dict[str, Run]:
         """What it has counted up to now, and what it has loaded."""
@@ -24,6 +27,10 @@ class Counter(Protocol):
     def steps(self) -> int:
         """How many steps those are."""
         ...
+
+
+# Numbers the counters of a process in their order.
+creations = itertools.count()
 
 
 class Snapshot:
@@ -36,6 +43,7 @@ class Snapshot:
     def __init__(self, runs: dict[str, Run]) -> None:
         """Keep them."""
         self.runs = runs
+        self.created = next(creations)
 
     @property
     def steps(self) -> int:
@@ -70,7 +78,7 @@ class History:
 
 
 def counters_of(histories: Iterable[History]) -> list[Counter]:
-    """Return the counters of all trainings that some histories depend on."""
+    """Return the counters of all trainings that some histories depend on, in order."""
     reached = dict.fromkeys(histories)
     to_see = list(reached)
     while to_see:
@@ -78,7 +86,8 @@ def counters_of(histories: Iterable[History]) -> list[Counter]:
             if source not in reached:
                 reached[source] = None
                 to_see.append(source)
-    return [each.counter for each in reached if each.counter is not None]
+    counters = [each.counter for each in reached if each.counter is not None]
+    return sorted(counters, key=lambda counter: counter.created)
 
 
 def runs_of(histories: Iterable[History]) -> dict[str, Run]:

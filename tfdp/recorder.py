@@ -27,6 +27,7 @@ from tfdp.histories import (
     History,
     Snapshot,
     counters_of,
+    creations,
     history_of,
     know,
     note_steps,
@@ -94,6 +95,7 @@ class LedgerRecorder:
         # Others, which files or copied weights brought, up to where they had come.
         self._loaded: dict[str, Run] = {}
         self.history = History(self)
+        self.created = next(creations)
         living.add(self)
         # Whether `fit` or `train_on_batch` sees to the budgets, and a glimpse of the
         # values that the latter has left.
@@ -138,8 +140,13 @@ class LedgerRecorder:
     @property
     def runs(self) -> dict[str, Run]:
         """This run and those that were loaded here, by name."""
-        own = Run(self._own_ledger(math.inf), int(self._steps.numpy()))
-        is_empty = own == Run(Ledger(), 0)
+        clip = self.own_last_clip
+        own = Run(
+            self._own_ledger(math.inf),
+            int(self._steps.numpy()),
+            None if math.isnan(clip) else clip,
+        )
+        is_empty = own.ledger == Ledger() and not own.steps
         return union(self._loaded, {} if is_empty else {self.run: own})
 
     @property
@@ -151,8 +158,11 @@ class LedgerRecorder:
     @property
     def last_clip(self) -> float | None:
         """The clip norm of the last step, here or where values came from, or None."""
-        clips = [each.own_last_clip for each in self.recorders()]
-        return next((clip for clip in clips if not math.isnan(clip)), None)
+        own = self.own_last_clip
+        if not math.isnan(own):
+            return own
+        clips = [run.l2_norm_clip for run in self.all_runs().values()]
+        return next((clip for clip in clips[::-1] if clip is not None), None)
 
     @property
     def own_last_clip(self) -> float:

@@ -16,10 +16,12 @@ class Run:
     Attributes:
         ledger: Of this training alone.
         steps: How many it had taken.
+        l2_norm_clip: Of the last of them, if that is known.
     """
 
     ledger: Ledger
     steps: int
+    l2_norm_clip: float | None = None
 
 
 Runs = Mapping[str, Run]
@@ -44,7 +46,7 @@ def union(*several: Runs) -> dict[str, Run]:
                 for flag in ("noise_seed_fixed", "sampling_seed_fixed")
             }
             ledger = dataclasses.replace(furthest.ledger, **flags)
-            found[name] = Run(ledger, furthest.steps)
+            found[name] = dataclasses.replace(furthest, ledger=ledger)
     return found
 
 
@@ -56,7 +58,11 @@ def ledger_of(runs: Runs) -> Ledger:
 def runs_to_dict(runs: Runs) -> dict[str, Any]:
     """Return runs as values for JSON."""
     return {
-        name: {"ledger": run.ledger.to_json(), "steps": run.steps}
+        name: {
+            "ledger": run.ledger.to_json(),
+            "steps": run.steps,
+            "l2_norm_clip": run.l2_norm_clip,
+        }
         for name, run in runs.items()
     }
 
@@ -83,6 +89,8 @@ def runs_from_state(state: dict[str, Any]) -> dict[str, Run]:
         name = next(iter(saved)) if len(saved) == 1 else whole
         saved = {name: {"ledger": state["ledger"], "steps": state["steps"]}}
     return {
-        name: Run(Ledger.from_json(run["ledger"]), int(run["steps"]))
+        name: Run(
+            Ledger.from_json(run["ledger"]), int(run["steps"]), run.get("l2_norm_clip")
+        )
         for name, run in saved.items()
     }
