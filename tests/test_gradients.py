@@ -442,6 +442,7 @@ def test_weights_that_cancel_are_refused():
         refused(loss=loss, sample_weight=np.ones(5, "float32"))()
 
 
+@pytest.mark.slow
 def test_autograph_has_nothing_to_say_of_a_traced_loop(caplog):
     model, batch = PROBLEM.build(), PROBLEM.batch(4)
     optimizer = tfdp.optimizers.DPSGD(

@@ -449,6 +449,7 @@ def test_a_copy_of_what_a_loop_has_trained_is_recognised():
     assert private(taken).ledger.steps == 1
 
 
+@pytest.mark.slow
 def test_weights_that_were_set_after_wrapping_are_recognised():
     original, other = private(part("model")), private(part("model"))
     fit(original)
@@ -487,6 +488,7 @@ def test_a_copy_is_recognised_before_its_first_step(train):
     assert train(copy.deepcopy(original.model)).steps == 5
 
 
+@pytest.mark.slow
 def test_weights_that_are_set_between_single_steps_are_recognised():
     original, other = private(part("model")), private(part("model"))
     fit(original)
@@ -560,6 +562,7 @@ def test_steps_of_a_loop_inside_of_fit_are_no_draws():
     }
 
 
+@pytest.mark.slow
 def test_copies_of_every_epoch_are_recognised():
     original = private(part("model"))
     copies = []
@@ -598,6 +601,7 @@ def test_what_models_share_and_nobody_has_trained_is_no_copy():
         assert private(again).ledger.steps == 0
 
 
+@pytest.mark.slow
 def test_the_same_training_twice_is_no_copy():
     for _ in range(2):
         keras.utils.set_random_seed(0)
@@ -674,6 +678,7 @@ assert opt.ledger.steps == private(model).ledger.steps == 2
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_loop_ties_its_runs_to_the_variables(tmp_path):
     """Before another step, and whichever of model and optimizer is built first."""
     model, opt = part("model"), optimizer()

@@ -88,10 +88,9 @@ def check(steps):
 
 
 @pytest.mark.parametrize("name", [*UNARY, *BINARY])
-@pytest.mark.parametrize("places", [(0, 1), (1, 0), (0, 0), (1, 1)])
+@pytest.mark.parametrize("places", [(0, 1), (1, 0)])
 def test_one_operation(name, places):
-    if name not in UNARY or places[0] != places[1]:
-        check([(name, *places)])
+    check([(name, *places)])
 
 
 steps_ = st.tuples(

@@ -440,6 +440,7 @@ def test_what_is_not_linear_is_vectorized_with_one_line(caplog):
     assert "doubled" in message
 
 
+@pytest.mark.slow
 def test_weights_come_back_from_uphill_after_an_error():
     class Fails(layers.Layer):
         def call(self, x):

@@ -459,6 +459,7 @@ def test_several_draws_need_something_that_is_drawn():
         )
 
 
+@pytest.mark.slow
 def test_bam_takes_the_vectorized_engine(rng, caplog):
     x, y = rng.normal(size=(2, 3)), rng.integers(0, 2, size=(2, 1))
     model = BayesianLogisticRegression(number_of_examples=40)
