@@ -93,6 +93,7 @@ def test_a_model_of_two_has_what_its_parts_run_later():
         assert model.epsilon(DELTA) == both.epsilon(DELTA)
 
 
+@pytest.mark.slow
 def test_models_that_never_met_have_nothing_of_each_other():
     one, other = part("one"), part("other")
     first, second = private(one), private(other)
@@ -102,7 +103,7 @@ def test_models_that_never_met_have_nothing_of_each_other():
     assert [each.ledger.steps for each in (first, second, both)] == [4, 4, 8]
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_of_a_loop_count_in_every_model_of_its_variables(traced):
     one, other = part("one"), part("other")
     opt = optimizer()
@@ -204,7 +205,7 @@ def test_a_budget_does_not_bind_who_only_reads_a_part():
     assert first.ledger.steps == 4
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_budget_binds_loops_of_ones_own(traced):
     """Loops that were traced before there was a budget, too."""
     one, other = part("one"), part("other")
@@ -349,6 +350,7 @@ def test_a_budget_binds_layers_that_came_later():
     assert first.epsilon(DELTA) <= target
 
 
+@pytest.mark.slow
 def test_the_budget_of_a_model_that_is_gone_binds_nobody():
     model = part("model")
 
@@ -441,6 +443,7 @@ def test_a_copy_is_recognised_when_the_original_is_gone():
     assert private(taken).ledger.steps == 4
 
 
+@pytest.mark.slow
 def test_a_copy_of_what_a_loop_has_trained_is_recognised():
     model = part("model")
     step = loop(model, optimizer(), traced=True)
@@ -481,7 +484,14 @@ def train_in_a_loop(model):
     return opt.ledger
 
 
-@pytest.mark.parametrize("train", [train_on_batch, train_step, train_in_a_loop])
+@pytest.mark.parametrize(
+    "train",
+    [train_on_batch]
+    + [
+        pytest.param(each, marks=pytest.mark.slow)
+        for each in (train_step, train_in_a_loop)
+    ],
+)
 def test_a_copy_is_recognised_before_its_first_step(train):
     original = private(part("model"))
     fit(original)
@@ -538,6 +548,7 @@ def test_a_second_copy_has_what_the_original_ran_since():
     assert other.ledger.steps == 18
 
 
+@pytest.mark.slow
 def test_weights_that_are_set_between_steps_of_a_loop_are_recognised():
     original, model = private(part("model")), part("model")
     fit(original)
@@ -678,7 +689,6 @@ assert opt.ledger.steps == private(model).ledger.steps == 2
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_a_loop_ties_its_runs_to_the_variables(tmp_path):
     """Before another step, and whichever of model and optimizer is built first."""
     model, opt = part("model"), optimizer()
