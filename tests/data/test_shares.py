@@ -303,4 +303,5 @@ def test_files_are_not_read_whole_to_be_compared(tmp_path, monkeypatch):
         rows_per_unit=1,
         class_weight=None,
     )
-    assert 4_000 < sum(read) <= 4_096
+    # Drawn with replacement: a few of the 4,096 are the same.
+    assert 3_900 < sum(read) <= 4_096
