@@ -560,6 +560,7 @@ def test_weights_that_are_set_between_steps_of_a_loop_are_recognised():
     assert opt.ledger.steps == private(model).ledger.steps == 6
 
 
+@pytest.mark.slow
 def test_steps_of_a_loop_inside_of_fit_are_no_draws():
     model = private(part("model"))
     step = loop(model.model, model.optimizer, traced=False)
@@ -589,6 +590,7 @@ def test_copies_of_every_epoch_are_recognised():
     assert found == [4, 8, 12]
 
 
+@pytest.mark.slow
 def test_what_models_share_and_nobody_has_trained_is_no_copy():
     """Frozen public weights, and initial ones that are put back."""
     base = part("base", units=3)
@@ -624,7 +626,7 @@ def test_the_same_training_twice_is_no_copy():
         assert model.ledger.steps == 2
 
 
-@pytest.mark.smoke
+@pytest.mark.slow
 def test_models_that_are_gone_leave_no_recorder():
     def recorders():
         gc.collect()

@@ -226,6 +226,7 @@ def test_microbatches_clip_the_mean_of_consecutive_examples():
     )
 
 
+@pytest.mark.slow
 def test_structures_train_under_fit():
     problem = PROBLEMS["nested_inputs"]
     batch = problem.batch(6)
@@ -987,6 +988,7 @@ def test_targets_beside_a_dataset_are_refused():
         private().fit(dataset, y)
 
 
+@pytest.mark.slow
 def test_strings_train_beside_numbers():
     lookup = keras.layers.StringLookup(vocabulary=["a", "b"])
     words = keras.Input((2,), dtype="string", name="words")

@@ -52,6 +52,7 @@ def test_known_cost_of_several_replies(participations, expected):
     assert found == pytest.approx(expected, abs=0.05)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(
     target=st.floats(0.05, 50.0),

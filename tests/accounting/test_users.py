@@ -1,5 +1,6 @@
 """What several examples of one user cost, against integrals of the definition."""
 
+import itertools
 import math
 
 import numpy as np
@@ -50,9 +51,16 @@ def test_the_divergence_of_one_example_is_that_of_the_library(
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("order", [1.1, 2.0, 9.0])
-@pytest.mark.parametrize("probability", [1e-4, 0.3, 0.999])
-@pytest.mark.parametrize("size", [2, 7])
+QUICK_DIVERGENCES = {(1.1, 0.3, 7), (2.0, 0.999, 2), (9.0, 1e-4, 2), (9.0, 0.3, 7)}
+
+
+@pytest.mark.parametrize(
+    ("order", "probability", "size"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK_DIVERGENCES else pytest.mark.slow)
+        for case in itertools.product([1.1, 2.0, 9.0], [1e-4, 0.3, 0.999], [2, 7])
+    ],
+)
 def test_the_divergence_is_an_integral(order, probability, size):
     noise_multiplier = 0.8
     counts = np.arange(size + 1)
@@ -101,6 +109,7 @@ def test_the_epsilon_of_a_step_is_never_too_small(
         assert close * (x[1] - x[0]) > delta
 
 
+@pytest.mark.slow
 def test_more_examples_cost_more_and_no_noise_everything():
     run = PoissonSteps(500, 1.0, 10_000, 64)
     costs = [cost(run, 1e-6, size) for size in (1, 2, 5, 30, 300)]

@@ -171,6 +171,7 @@ class TestAdaptiveQuantileClip:
         assert "noise_multiplier=1.00504 would" in message
         np.testing.assert_allclose(folded(1.00504, 10.0), 1.0, rtol=1e-5)
 
+    @pytest.mark.slow
     def test_the_clip_norm_stays_afterwards(self, tmp_path):
         """No count is made, or paid for, and C is saved."""
         model = private(noise_multiplier=2.0)
@@ -232,6 +233,7 @@ class TestAdaptiveMedianClip:
         assert paid[min(paid)] == 2
         assert paid[max(paid)] == 1
 
+    @pytest.mark.slow
     def test_data_of_unknown_length(self):
         def generate():
             while True:

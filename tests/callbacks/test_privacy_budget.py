@@ -125,6 +125,7 @@ def test_less_noise_inside_a_pass_does_not_overspend(rows):
     assert model.ledger.segments == (passes(1),)
 
 
+@pytest.mark.slow
 def test_less_noise_in_several_steps_at_once_does_not_overspend(rows):
     model = private("poisson", steps_per_execution=5)
     change = change_noise(model, "on_train_batch_begin", lambda batch: 32.0)

@@ -118,6 +118,7 @@ def generated():
         yield x[:2], y[:2]
 
 
+@pytest.mark.slow
 def test_the_number_of_steps_must_be_known():
     model = private(100.0)
     model.optimizer.expect_batch_size(2)

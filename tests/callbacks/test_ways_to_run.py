@@ -40,7 +40,12 @@ GRAPH, EAGER, SEVERAL, XLA = (
 pytestmark = pytest.mark.filterwarnings("ignore:The privacy noise is reproducible")
 every_way = pytest.mark.parametrize(
     "options",
-    [pytest.param(GRAPH, marks=pytest.mark.smoke), EAGER, SEVERAL, XLA],
+    [
+        pytest.param(GRAPH, marks=pytest.mark.smoke),
+        pytest.param(EAGER, marks=pytest.mark.slow),
+        SEVERAL,
+        pytest.param(XLA, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 
@@ -159,7 +164,11 @@ def test_a_quantile_of_the_norms(options):
 
 @pytest.mark.parametrize(
     "options",
-    [EAGER, SEVERAL, pytest.param({"jit_compile": True}, marks=pytest.mark.slow)],
+    [
+        EAGER,
+        pytest.param(SEVERAL, marks=pytest.mark.slow),
+        pytest.param({"jit_compile": True}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_median_of_the_norms_now_and_then(options):

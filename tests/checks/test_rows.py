@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from keras import layers, ops
 
 import tfdp
-from tests.problems import PROBLEMS, recurrent
+from tests.problems import cases, recurrent
 from tfdp.checks.tracing import Trace
 from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.engines.choice import choose
@@ -738,12 +738,14 @@ NOT_RECORDED = {"tied_embedding", "lstm_dropout"}
     "problem",
     [
         pytest.param(
-            problem,
-            id=name,
-            marks=[pytest.mark.slow] if problem in recurrent.PROBLEMS else [],
+            *case.values,
+            id=case.id,
+            marks=[pytest.mark.slow]
+            if case.values[0] in recurrent.PROBLEMS
+            else case.marks,
         )
-        for name, problem in PROBLEMS.items()
-        if name not in NOT_RECORDED
+        for case in cases(is_slow=True)
+        if case.id not in NOT_RECORDED
     ],
 )
 def test_every_problem_is_proven_without_running_it(problem):

@@ -96,6 +96,7 @@ def test_fit_never_sees_a_draw_twice(compile_kwargs, fit_kwargs, steps, workers)
     assert_no_draw_repeats(data.drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 def test_the_batches_that_train_the_model_are_all_different_poisson_draws():
     model, data = Watching(), Recording()

@@ -244,6 +244,7 @@ def test_matrix_products(known, rng, conversions):
     assert conversions == ["BatchMatMulV2"] * len(PRODUCTS)
 
 
+@pytest.mark.slow
 def test_gradients_of_matrix_products(rng):
     elements = {name: of_normals(rng, *case[0]) for name, case in PRODUCTS.items()}
     shared = {

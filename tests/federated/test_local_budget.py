@@ -49,6 +49,7 @@ def test_a_budget_pays_for_what_was_planned_and_no_more(epsilon, participations,
         assert again.participations == participations
 
 
+@pytest.mark.slow
 def test_spent_epsilon_is_what_the_replies_cost_together(path):
     for most in (4, 2):
         budget_at(path, max_participations=most).spend()

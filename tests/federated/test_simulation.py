@@ -246,6 +246,7 @@ def clips(simulation, rounds):
 EDGES = [0, 2**-7, 2**-6, 2**-5, 2**-4, 2**-3]
 
 
+@pytest.mark.slow
 def test_median_takes_the_middle_of_its_bin_and_stays():
     policy = AdaptiveMedianClip(EDGES, histogram_noise_multiplier=10, every=3)
     clients = VirtualClients(10_000, 200, 1)
@@ -423,6 +424,7 @@ def killed_in_round(number, folder, rounds, **options):
             in_folder(0, folder, rounds, **options)
 
 
+@pytest.mark.slow
 @SEEDED
 def test_an_interrupted_round_is_run_again_and_counts_again(tmp_path):
     options = {"clients": VirtualClients(80, 8, 5), "max_participations": 1}

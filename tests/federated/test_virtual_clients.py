@@ -18,6 +18,7 @@ def passes(clients, number):
     return np.concatenate([clients.of_round(r) for r in rounds])
 
 
+@pytest.mark.slow
 @given(
     number=st.integers(1, 400),
     seed=st.integers(0, 2**70),

@@ -136,6 +136,7 @@ def test_a_schedule_never_leads_downhill(radius):
     assert float(SAT("mse", radius=schedule).radius_at(5)) == 0
 
 
+@pytest.mark.slow
 def test_an_unwrapped_model_has_the_plain_loss_and_is_not_trained():
     """With masks and weights."""
     model = keras.Sequential([
@@ -204,6 +205,7 @@ def bam_by_hand(ascent, unit_size=1):
     return clip, *clipped_sum(gradients, clip)
 
 
+@pytest.mark.slow
 def test_loops_of_ones_own_have_bam():
     problem = PROBLEMS["mlp_logits"]
     batch, model, loss = problem.batch(6), problem.build(), problem.loss()
@@ -419,6 +421,7 @@ def test_bams_ascent_cosine_is_the_mean_over_the_examples():
     assert history["nonprivate_ascent_cosine"] == [pytest.approx(expected, rel=1e-4)]
 
 
+@pytest.mark.slow
 def test_what_is_not_linear_is_vectorized_with_one_line(caplog):
     class Doubled(layers.Layer):
         def build(self, shape):

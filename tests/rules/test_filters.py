@@ -134,6 +134,7 @@ def test_large_images(case, rng):
     check("eager", case, rng)
 
 
+@pytest.mark.slow
 @compiled(TWO_WAYS, quick={"strided_same"})
 @pytest.mark.usefixtures("no_patches")
 def test_large_images_under_xla(case, rng):

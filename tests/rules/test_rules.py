@@ -130,6 +130,7 @@ def test_only_functions_are_rules(wrong):
     assert before == rules._RULES
 
 
+@pytest.mark.slow
 def test_every_rule_has_a_problem():
     # Examples in the documentation may have registered others.
     untried = {

@@ -221,6 +221,7 @@ def test_bam_through_time_distributed(ascent, rng):
         np.testing.assert_allclose(left, right, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_float16_does_not_overflow_where_the_layer_does_not(rng):
     keras.config.set_dtype_policy("mixed_float16")
     try:

@@ -135,6 +135,7 @@ def test_regression_far_from_the_boundary_stays_finite(regression, far):
     assert np.all(np.isfinite(regression(x)))
 
 
+@pytest.mark.slow
 def test_an_export_has_no_chance_in_it(regression, tmp_path, rng):
     inputs = keras.Input((3,), name="inputs")
     private = tfdp.DPModel(keras.Model(inputs, regression(inputs)))
