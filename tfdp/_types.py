@@ -1,0 +1,30 @@
+"""Names for types that TensorFlow and Keras do not declare.
+
+Neither ships types, so to a type checker each of these is `Any`. They are for readers.
+"""
+
+from typing import Any, TypeAlias
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+Tensor: TypeAlias = tf.Tensor
+Array: TypeAlias = np.ndarray
+Variable: TypeAlias = keras.Variable
+
+# Tensors, arrays or None, or tuples, lists and dicts of nests.
+Nest: TypeAlias = Any
+
+# What Keras takes as `x`: a nest of arrays or array-like sources, or what brings
+# batches, like a `tf.data.Dataset` or a `keras.utils.PyDataset`.
+Data: TypeAlias = Any
+
+# What Keras takes as a loss: a name, an object, a function, or a nest of them.
+Loss: TypeAlias = Any
+
+# What a Keras object is rebuilt from.
+Config: TypeAlias = dict[str, Any]
+
+# What Keras gives its callbacks.
+Logs: TypeAlias = dict[str, Any] | None
