@@ -1,6 +1,5 @@
 """Runs that are killed and go on: the ledger is never behind what ran."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -18,14 +17,22 @@ from keras import layers
 import tfdp
 from tfdp._journal import Journal, journals
 from tfdp._noise_plan import NoisePlan
-from tfdp.accounting import Ledger, PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.accounting import (
+    Ledger,
+    PoissonSteps,
+    Segment,
+    ShuffledPasses,
+    UnamplifiedSteps,
+)
+from tfdp.accounting.segments import segment_to_dict
 from tfdp.recorder import UNDECLARED, LedgerRecorder
+from tfdp.sampling import Poisson, Shuffled
 
 ROOT = Path(__file__).parents[1]
 ROWS = 40
 
-POISSON = PoissonSteps(0, 1.0, ROWS, 4)
-SHUFFLED = ShuffledPasses(0, 1.0, ROWS, 4)
+POISSON = Poisson(ROWS, 4)
+SHUFFLED = Shuffled(ROWS, 4)
 
 
 # ------------------------------------------------------------------- what is written
@@ -34,9 +41,9 @@ SHUFFLED = ShuffledPasses(0, 1.0, ROWS, 4)
 class Run:
     """Steps of a recorder, each written down before it is counted."""
 
-    def __init__(self, folder, segment=POISSON, steps_per_execution=1, **options):
+    def __init__(self, folder, scheme=POISSON, steps_per_execution=1, **options):
         self.recorder = LedgerRecorder()
-        self.recorder.begin(segment, **options)
+        self.recorder.begin(scheme, **options)
         self.optimizer = tfdp.optimizers.DPSGD(
             0.1, l2_norm_clip=1.0, noise_multiplier=1.5
         )
@@ -96,13 +103,13 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     assert run.restore().ledger.segments == (PoissonSteps(3, 1.5, ROWS, 4),)
 
 
-@pytest.mark.parametrize("segment", [POISSON, SHUFFLED])
-def test_the_least_noise_of_an_epoch_counts(tmp_path, segment):
-    run = Run(tmp_path, segment)
+@pytest.mark.parametrize("scheme", [POISSON, SHUFFLED])
+def test_the_least_noise_of_an_epoch_counts(tmp_path, scheme):
+    run = Run(tmp_path, scheme)
     run.begin_epoch()
     for noise_multiplier in (1.5, 1.1, 1.3):
         killed = run.step(noise_multiplier)
-    assert killed.ledger.segments == (type(segment)(3, 1.1, ROWS, 4),)
+    assert killed.ledger.segments == (Segment(scheme, 3, 1.1),)
 
 
 def test_steps_of_one_execution_begin_several_passes(tmp_path):
@@ -184,7 +191,7 @@ def test_a_journal_of_an_earlier_version_is_read(tmp_path):
     segment = PoissonSteps(10, 1.5, ROWS, 4)
     header = {
         "run": "killed",
-        "segment": {"kind": "poisson_steps", **dataclasses.asdict(segment)},
+        "segment": segment_to_dict(segment),
         "state": {
             "ledger": Ledger((segment,)).to_json(),
             "steps": 10,

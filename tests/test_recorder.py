@@ -9,13 +9,19 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfdp.accounting import Ledger, PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.accounting import (
+    Ledger,
+    PoissonSteps,
+    Segment,
+    UnamplifiedSteps,
+)
 from tfdp.budgets import enforce_budget
 from tfdp.errors import PrivacyBudgetError
 from tfdp.recorder import UNDECLARED, Budget, LedgerRecorder
+from tfdp.sampling import Poisson, Shuffled
 
-POISSON = PoissonSteps(0, 1.0, 1000, 50)
-SHUFFLED = ShuffledPasses(0, 1.0, 1000, 50)
+POISSON = Poisson(1000, 50)
+SHUFFLED = Shuffled(1000, 50)
 KINDS = (UNDECLARED, POISSON, SHUFFLED)
 
 # Distinct noise multipliers that a recorder keeps apart.
@@ -42,10 +48,7 @@ def counts(recorder):
 def segments(kind, **counts_):
     """Segments of one kind: ``z1_5=3`` is three at noise multiplier 1.5."""
     return tuple(
-        dataclasses.replace(
-            kind.with_count(count),
-            noise_multiplier=float(name[1:].replace("_", ".")),
-        )
+        Segment(kind, count, float(name[1:].replace("_", ".")))
         for name, count in counts_.items()
     )
 
@@ -64,7 +67,7 @@ def test_a_new_recorder_has_run_nothing():
 def test_steps_are_counted_in_the_kind_that_was_begun(kind):
     recorder = recorded(kind, 1.5, 1.5, 1.5)
     assert recorder.ledger.segments == segments(kind, z1_5=3)
-    assert recorder.segment == kind
+    assert recorder.scheme == kind
     assert recorder.steps == 3
 
 

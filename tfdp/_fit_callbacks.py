@@ -15,7 +15,6 @@ from tfdp._released import ReleasedGradient
 from tfdp._replicas import Replicas
 from tfdp._workers import check_same_model
 from tfdp.clipping import ClippedSum
-from tfdp.data import PoissonDataset
 from tfdp.data.training_data import TrainingData
 from tfdp.errors import PrivacyBudgetError
 from tfdp.histories import remember_values
@@ -156,8 +155,8 @@ class LedgerCallback(PrivacyCallback):
             self._has_begun = True
         if self._data.begins_pass_each_epoch:
             self._recorder.begin_item()
-        if isinstance(self._data.x, PoissonDataset):
-            self._recorder.sampled_epochs = self._data.x.epoch
+        if self._data.drawn is not None:
+            self._recorder.sampled_epochs = self._data.drawn.epoch
         # What a backup restored may have spent the budget.
         self.model.limit_to_budget()
 

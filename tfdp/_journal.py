@@ -12,7 +12,7 @@ from tfdp._files import replaced
 from tfdp._fit_callbacks import PrivacyCallback
 from tfdp.accounting import Ledger
 from tfdp.accounting.runs import Run, runs_from_state, runs_to_dict
-from tfdp.accounting.segments import segment_from_dict, segment_to_dict
+from tfdp.accounting.segments import Segment, segment_from_dict, segment_to_dict
 from tfdp.recorder import LedgerRecorder
 
 _FILE = "tfdp_journal.jsonl"
@@ -77,7 +77,7 @@ class Journal(PrivacyCallback):
         self._least_noise = float("inf")
         header = json.dumps({
             "run": recorder.run,
-            "segment": segment_to_dict(recorder.segment),
+            "segment": segment_to_dict(Segment(recorder.scheme, 0, 1.0)),
             "state": json.loads(recorder.state()),
         })
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,10 @@
 """How a logical batch is cut: what is clipped together, what runs together."""
 
-import dataclasses
 import math
 from typing import NamedTuple, Self
 
-from tfdp.accounting import PoissonSteps, Segment
 from tfdp.optimizers import DPOptimizer
+from tfdp.sampling import Scheme
 
 
 class Plan(NamedTuple):
@@ -23,7 +22,7 @@ class Plan(NamedTuple):
     @classmethod
     def of(
         cls,
-        segment: Segment,
+        scheme: Scheme,
         batch_size: float | None,
         *,
         optimizer: DPOptimizer,
@@ -34,7 +33,7 @@ class Plan(NamedTuple):
         """Settle what depends on the expected batch size, also in the optimizer.
 
         Args:
-            segment: How the batches are drawn.
+            scheme: How the batches are drawn.
             batch_size: Examples in a batch on average; None if the data do not
                 tell, and the optimizer must.
             optimizer: Says how many microbatches there are.
@@ -60,7 +59,7 @@ class Plan(NamedTuple):
             )
         optimizer.expect_batch_size(batch_size)
         examples_per_unit = optimizer.examples_per_unit(batch_size)
-        if examples_per_unit > 1 and isinstance(segment, PoissonSteps):
+        if examples_per_unit > 1 and not scheme.allows_units:
             raise ValueError(
                 "Microbatches of several examples need batches of fixed size: under "
                 "Poisson sampling one example more shifts all groups behind it, and "
@@ -81,19 +80,6 @@ class Plan(NamedTuple):
                 f"{_next_multiple(physical_batch_size, examples_per_unit)}`."
             )
         return cls(examples_per_unit, physical_batch_size)
-
-    def in_units(self, segment: Segment) -> Segment:
-        """Say in a segment how many examples share a clipped gradient.
-
-        Args:
-            segment: Any segment.
-
-        Returns:
-            The same, but for `examples_per_unit`.
-        """
-        if isinstance(segment, PoissonSteps):
-            return segment
-        return dataclasses.replace(segment, examples_per_unit=self.examples_per_unit)
 
 
 def _next_multiple(rows: int, factor: int) -> int:

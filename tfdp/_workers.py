@@ -142,9 +142,8 @@ def agree_on_training(
     recorder.agree(states, runs[0] if is_agreed else new)
     is_pipeline = isinstance(data.x, tf.data.Dataset)
     facts = {
-        "data": f"{data.segment}",
+        "data": f"{data.scheme}",
         "batches": f"{int(data.x.cardinality())}" if is_pipeline else "",
-        "batch size": f"{data.expected_batch_size}",
         "steps in an epoch": f"{data.steps_per_epoch}",
         "epochs": f"{epochs.start} to {epochs.stop}",
         "num_microbatches": f"{optimizer.num_microbatches}",

@@ -223,7 +223,7 @@ def _affordable(
             return -1
         count = affordable_count(
             ledger,
-            recorder.segment,
+            Segment(recorder.scheme, 1, 1.0),
             budget.target_epsilon,
             budget.delta,
             noise_multipliers=recorder.recorded(noise_multipliers),

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import weakref
 from collections.abc import Callable
 from typing import Any, Self
@@ -35,7 +34,7 @@ from tfdp._workers import (
     lost_workers,
     replicas_of,
 )
-from tfdp.accounting import Ledger, Segment, privacy_statement
+from tfdp.accounting import Ledger, privacy_statement
 from tfdp.budgets import (
     enforce_budget,
     enforce_budget_of_step,
@@ -43,7 +42,6 @@ from tfdp.budgets import (
     room_in_graph,
 )
 from tfdp.checks.tracing import signature_of
-from tfdp.data import PoissonDataset
 from tfdp.data.shares import Share, agreed_stream, check_shareable, shared_out
 from tfdp.data.training_data import (
     TrainingData,
@@ -78,6 +76,7 @@ from tfdp.recorder import (
     note_loaded,
     revoke_all,
 )
+from tfdp.sampling import Scheme, samplings
 
 # How names of saved arrays begin that hold the gradient that was released last.
 _RELEASED = "released_gradient_"
@@ -173,7 +172,7 @@ class DPModel(_keras.ReplicatedModel):
             physical_batch_size = _validate.positive_int(
                 "physical_batch_size", physical_batch_size
             )
-        _validate.one_of("sampling", sampling, ("poisson", "shuffle"))
+        _validate.one_of("sampling", sampling, tuple(samplings()))
         views = None
         if augmentation is None and augmentation_multiplicity != 1:
             if not _keras.draws_numbers(model):
@@ -509,12 +508,12 @@ class DPModel(_keras.ReplicatedModel):
             )
         for callback in private:
             callback.before_training(self, steps)
-        self._plan_for(data.segment, data.expected_batch_size)
+        self._plan_for(data.scheme, data.scheme.expected_batch_size)
         with lost_workers(self._replicas):
             data = self._check(data)
             regularizers.check_number_of_examples(
                 self.trainable_variables,
-                getattr(data.segment, "number_of_examples", None),
+                data.scheme.number_of_examples,
             )
             self.optimizer.renew_noise_key()
             try:
@@ -595,9 +594,9 @@ class DPModel(_keras.ReplicatedModel):
         regularizers.check_number_of_examples(
             self.trainable_variables, None, rows=number_of_examples(x)
         )
-        segment = self._plan.in_units(UNDECLARED)
-        if self.recorder.segment != segment:
-            self.recorder.begin(segment)
+        scheme = UNDECLARED.in_units(self._plan.examples_per_unit)
+        if self.recorder.scheme != scheme:
+            self.recorder.begin(scheme)
         self._begin_single_step()
         self.limit_to_budget()
         recorder = self.recorder
@@ -878,9 +877,9 @@ class DPModel(_keras.ReplicatedModel):
     def _check(self, data: TrainingData) -> TrainingData:
         """Refuse layers and losses that mix examples."""
         batch_size = data.static_batch_size
-        if self.run_eagerly and batch_size is None and data.expected_batch_size:
+        if self.run_eagerly and batch_size is None:
             # Layers see how many rows there are; this stands for all numbers.
-            batch_size = math.ceil(data.expected_batch_size)
+            batch_size = data.scheme.expected_batch_size
         sizes = self._unchecked_sizes(batch_size)
         if sizes:
             data, sample = data.with_sample()
@@ -956,10 +955,10 @@ class DPModel(_keras.ReplicatedModel):
         if engine != self._chosen_engine:
             self._chosen_engine, self.train_function = engine, None
 
-    def _plan_for(self, segment: Segment, batch_size: float | None) -> None:
+    def _plan_for(self, scheme: Scheme, batch_size: float | None) -> None:
         """Settle what depends on the expected batch size."""
         plan = Plan.of(
-            segment,
+            scheme,
             batch_size,
             optimizer=self.optimizer,
             physical_batch_size=self.physical_batch_size,
@@ -973,7 +972,7 @@ class DPModel(_keras.ReplicatedModel):
         """Open the ledger's segment for a call of `fit`."""
         self.recorder.is_in_fit = True
         self.recorder.begin(
-            self._plan.in_units(data.segment),
+            data.scheme.in_units(self._plan.examples_per_unit),
             steps_per_item=data.batches_per_pass,
             planned_items=planned_items(data, epochs),
             noise_multipliers=self.noise_plan.planned,
@@ -982,19 +981,20 @@ class DPModel(_keras.ReplicatedModel):
         self.recorder.begin_steps(self.trainable_variables, self.model.weights)
         self.optimizer.skip_used_noise()
         self.limit_to_budget()
-        is_seeded = isinstance(data.x, PoissonDataset) and data.x.seeded
+        drawn = data.drawn
+        is_seeded = drawn is not None and drawn.seeded
         self.recorder.note_seeds(
             noise=self.optimizer.noise_is_seeded, sampling=is_seeded
         )
-        if is_seeded:
-            data.x.advance_to(max(data.x.epoch, self.recorder.all_sampled_epochs + 1))
+        if drawn is not None and is_seeded:
+            drawn.advance_to(max(drawn.epoch, self.recorder.all_sampled_epochs + 1))
 
     def _end(self) -> None:
         """Close the ledger's segment after a call of `fit`."""
         self._released.put_back()
         self._take_callbacks([])
         self.noise_plan = NoisePlan(self.optimizer)
-        self.recorder.begin(self._plan.in_units(UNDECLARED))
+        self.recorder.begin(UNDECLARED.in_units(self._plan.examples_per_unit))
         with contextlib.suppress(PrivacyBudgetError):
             self.enforce_budget()
         self.recorder.is_in_fit = False

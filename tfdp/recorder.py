@@ -14,12 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp.accounting import (
-    Ledger,
-    PoissonSteps,
-    Segment,
-    UnamplifiedSteps,
-)
+from tfdp.accounting import Ledger, Segment
 from tfdp.accounting.calibration import MOST_COUNT
 from tfdp.accounting.levels import lowered, noise_levels
 from tfdp.accounting.runs import Run, ledger_of, runs_from_state, runs_to_dict, union
@@ -33,6 +28,7 @@ from tfdp.histories import (
     note_steps,
     runs_of,
 )
+from tfdp.sampling import Scheme, Unknown
 
 _NO_LIMIT = np.iinfo(np.int64).max
 _NO_LEVELS = np.array([math.inf])
@@ -43,7 +39,7 @@ _UNKNOWN = np.array([])
 _ROWS = 1024
 
 # What is counted while nobody has said how the data are sampled.
-UNDECLARED = UnamplifiedSteps(steps=0, noise_multiplier=1.0)
+UNDECLARED = Unknown()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +75,8 @@ class LedgerRecorder:
         """Begin an empty ledger."""
         self._weights = weights
         self._ledger = Ledger()
-        self._segment: Segment = UNDECLARED
+        # How the batches of the present segment are drawn.
+        self.scheme: Scheme = UNDECLARED
         # Items that are to come in all of the present segment, if that is known.
         self.planned_items: int | None = None
         self.sampled_epochs = 0
@@ -186,12 +183,7 @@ class LedgerRecorder:
 
     def counted(self, noise_multiplier: float) -> float:
         """Return what the ledger counts a multiple of the clip norm as."""
-        return float(noise_multiplier) / _sensitivity_in_clips(self._segment)
-
-    @property
-    def segment(self) -> Segment:
-        """The kind of segment that is being recorded, its count without meaning."""
-        return self._segment
+        return float(noise_multiplier) / self.scheme.sensitivity_in_clips
 
     @property
     def ledger(self) -> Ledger:
@@ -205,17 +197,12 @@ class LedgerRecorder:
         if self._open_items.numpy():
             opened = self._open_noise_multiplier.numpy()
             counted.append((1, min(opened, noise_multiplier)))
-        segments = [
-            dataclasses.replace(
-                self._segment.with_count(int(items)), noise_multiplier=float(z)
-            )
-            for items, z in counted
-        ]
+        segments = [Segment(self.scheme, int(items), float(z)) for items, z in counted]
         return self._ledger.add(*segments).merged()
 
     def begin(
         self,
-        segment: Segment,
+        scheme: Scheme,
         *,
         steps_per_item: int = 1,
         planned_items: int | None = None,
@@ -227,8 +214,7 @@ class LedgerRecorder:
         somebody stopped it, and the ledger says so.
 
         Args:
-            segment: How the data are sampled from now on; count and noise
-                multiplier have no meaning.
+            scheme: How the batches are drawn from now on.
             steps_per_item: Steps after which a new item has begun if `begin_item`
                 was not called before.
             planned_items: Items that are to come, if that is known.
@@ -242,14 +228,12 @@ class LedgerRecorder:
         if started and missing > 0 and self.has_room():
             # The steps that were planned may have had less noise.
             least = min(self._open_noise_multiplier.numpy(), self._levels.numpy()[0])
-            rest = dataclasses.replace(
-                self._segment.with_count(missing), noise_multiplier=float(least)
-            )
+            rest = Segment(self.scheme, missing, float(least))
             ledger = dataclasses.replace(ledger, cut_short=(*ledger.cut_short, rest))
         self._ledger = ledger
-        self._segment, self.planned_items = segment, planned_items
+        self.scheme, self.planned_items = scheme, planned_items
         self._items.assign(tf.zeros_like(self._items))
-        counted = noise_multipliers / _sensitivity_in_clips(segment)
+        counted = noise_multipliers / scheme.sensitivity_in_clips
         self._levels.assign(noise_levels(counted) if len(counted) else _NO_LEVELS)
         for counter in (self._rows_used, self._open_items, self._items_started):
             counter.assign(0)
@@ -297,10 +281,7 @@ class LedgerRecorder:
         limit, started = int(self._item_limit.numpy()), self.items_started
         if limit == _NO_LIMIT or limit <= started:
             return None
-        return dataclasses.replace(
-            self._segment.with_count(limit - started),
-            noise_multiplier=self.counted(self.limited_for),
-        )
+        return Segment(self.scheme, limit - started, self.counted(self.limited_for))
 
     def lift_limit(self) -> None:
         """Allow all steps."""
@@ -315,7 +296,7 @@ class LedgerRecorder:
 
     def in_clips(self, counted: float) -> float:
         """Return the multiple of the clip norm that `counted` makes this of."""
-        return counted * _sensitivity_in_clips(self._segment)
+        return counted * self.scheme.sensitivity_in_clips
 
     def recorded(self, noise_multipliers: np.ndarray) -> np.ndarray:
         """Return what steps will be recorded with.
@@ -323,7 +304,7 @@ class LedgerRecorder:
         Args:
             noise_multipliers: Multiples of the clip norm.
         """
-        counted = noise_multipliers / _sensitivity_in_clips(self._segment)
+        counted = noise_multipliers / self.scheme.sensitivity_in_clips
         levels: np.ndarray = lowered(counted, self._levels.numpy())
         return levels
 
@@ -504,7 +485,7 @@ class LedgerRecorder:
                 is not the present one, new.
         """
         if run != self.run:
-            self.begin(self._segment, steps_per_item=int(self._steps_per_item.numpy()))
+            self.begin(self.scheme, steps_per_item=int(self._steps_per_item.numpy()))
             self._loaded, self.run = self.runs, run
             self._ledger = Ledger()
             self._steps.assign(0)
@@ -534,13 +515,6 @@ class LedgerRecorder:
         if self.budget is None and saved["budget"]:
             self.budget = Budget(**saved["budget"])
         revoke_all()
-
-
-def _sensitivity_in_clips(segment: Segment) -> int:
-    """The l2 sensitivity of a step's sum, as a multiple of the clip norm."""
-    if isinstance(segment, PoissonSteps) or segment.examples_per_unit == 1:
-        return 1
-    return 2
 
 
 def _counter(value: int) -> tf.Variable:

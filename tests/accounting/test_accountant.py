@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tfdp.accounting import accountant
 from tfdp.accounting.accountant import epsilon, reported_epsilon
 from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.sampling import Poisson
 
 MNIST = PoissonSteps(14_063, 1.1, 60_000, 256)
 # Much noise, which makes the distributions small.
@@ -169,7 +170,7 @@ def test_a_growing_last_segment_does_not_compose_the_others_again(name, monkeypa
     run = [PoissonSteps(10, noise, 10_000, 100) for noise in (3.0, 4.0, 5.0)]
     epsilon([*run, UnamplifiedSteps(1, 9.0)], 1e-5, name)
     composed = []
-    monkeypatch.setattr(PoissonSteps, "event", composed.append)
+    monkeypatch.setattr(Poisson, "event", composed.append)
     assert epsilon([*run, UnamplifiedSteps(2, 9.0)], 1e-5, name) > 0
     assert not composed
 

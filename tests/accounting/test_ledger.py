@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tfdp.accounting.ledger import Ledger, compose
 from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.sampling import Poisson, Shuffled
 
 POISSON = PoissonSteps(1000, 1.1, 60_000, 256)
 SHUFFLED = ShuffledPasses(3, 4.0, 60_000, 256)
@@ -57,8 +58,9 @@ def test_equal_segments_merge_and_empty_ones_go():
     "change",
     [
         {"noise_multiplier": 1.2},
-        {"number_of_examples": 60_001},
-        {"expected_batch_size": 257},
+        {"scheme": Poisson(60_001, 256)},
+        {"scheme": Poisson(60_000, 257)},
+        {"scheme": Shuffled(60_000, 256)},
     ],
 )
 def test_different_segments_do_not_merge(change):
@@ -101,7 +103,7 @@ def test_composed_ledgers_cost_as_one():
 
 
 def test_only_ledgers_compose():
-    with pytest.raises(TypeError, match="Received: PoissonSteps"):
+    with pytest.raises(TypeError, match="Received: Segment"):
         compose(FULL, POISSON)
 
 

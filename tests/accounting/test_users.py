@@ -12,8 +12,13 @@ from scipy import special, stats
 from tfdp.accounting import PoissonSteps, ShuffledPasses
 from tfdp.accounting.accountant import epsilon
 from tfdp.accounting.users import _divergence, user_epsilon
+from tfdp.sampling.poisson import log_binomial
 
 HAS_MIXTURES = hasattr(privacy_loss_distribution, "from_mixture_gaussian_mechanism")
+
+
+def chances(size, probability):
+    return tuple(log_binomial(size, probability).tolist())
 
 
 def cost(segment, delta, size, accountant="RDP"):
@@ -46,7 +51,7 @@ def test_the_divergence_of_one_example_is_that_of_the_library(
         PoissonSampledDpEvent(probability, GaussianDpEvent(noise_multiplier))
     )
     expected = [accountant.get_epsilon(delta) for delta in (1e-2, 1e-5)]
-    ours = [_divergence(n, noise_multiplier, probability, 1) for n in orders]
+    ours = [_divergence(n, noise_multiplier, chances(1, probability)) for n in orders]
     found = [rdp.compute_epsilon(orders, ours, delta)[0] for delta in (1e-2, 1e-5)]
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
@@ -75,7 +80,7 @@ def test_the_divergence_is_an_integral(order, probability, size):
         for first, second in ((present, without), (without, present))
     ]
     expected = (max(logs) + math.log(x[1] - x[0])) / (order - 1)
-    found = _divergence(order, noise_multiplier, probability, size)
+    found = _divergence(order, noise_multiplier, chances(size, probability))
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-10)
 
 

@@ -5,14 +5,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.accounting import PoissonSteps, ShuffledPasses, UnamplifiedSteps
 from tfdp.data import PoissonDataset, declare
+from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.data.training_data import (
     made_up_rows,
     number_of_examples,
     split_for_validation,
     training_data,
 )
+from tfdp.sampling import Poisson, Shuffled, Unknown
 
 X = np.arange(20.0).reshape(10, 2)
 Y = np.arange(10)
@@ -49,14 +50,14 @@ class Sequence(keras.utils.PyDataset):
 
 def test_arrays_are_drawn_by_poisson_sampling():
     data = of(X, Y, batch_size=4)
-    assert data.segment == PoissonSteps(0, 1.0, 10, 4)
-    assert isinstance(data.x, PoissonDataset)
+    assert data.scheme == Poisson(10, 4)
+    assert isinstance(data.x, DrawnDataset)
     assert (data.y, data.steps_per_epoch, data.batch_size) == (None, 3, None)
 
 
 def test_arrays_may_be_shuffled():
     data = of(X, Y, batch_size=4, sampling="shuffle")
-    assert data.segment == ShuffledPasses(0, 1.0, 10, 4)
+    assert data.scheme == Shuffled(10, 4)
     assert (data.batches_per_pass, data.steps_per_epoch, data.shuffle) == (3, 3, True)
     assert data.begins_pass_each_epoch
     assert not of(X, Y, sampling="shuffle", steps_per_epoch=1).begins_pass_each_epoch
@@ -67,22 +68,22 @@ def test_a_batch_larger_than_the_data_draws_a_warning(sampling):
     message = r"larger than the data.*Received: batch_size=11, 10 rows\. Use"
     with pytest.warns(UserWarning, match=message):
         data = of(X, Y, batch_size=11, sampling=sampling)
-    assert data.segment.expected_batch_size == data.expected_batch_size == 10
-    assert of(X, Y).expected_batch_size == 10
+    assert data.scheme.expected_batch_size == 10
+    assert of(X, Y).scheme.expected_batch_size == 10
 
 
 @pytest.mark.parametrize("x", [dataset(), Sequence(), generator()], ids=type)
 def test_of_other_data_nothing_is_known(x):
     data = of(x, steps_per_epoch=2)
-    assert data.segment == UnamplifiedSteps(0, 1.0)
-    assert data.expected_batch_size is None
+    assert data.scheme == Unknown()
+    assert data.scheme.expected_batch_size is None
     assert (data.steps_per_epoch, data.batches_per_pass) == (2, 1)
 
 
 def test_declared_data_are_what_is_declared():
     facts = {"number_of_examples": 10, "expected_batch_size": 4}
     shuffled = of(declare(dataset(), sampling="shuffle", **facts))
-    assert shuffled.segment == ShuffledPasses(0, 1.0, 10, 4)
+    assert shuffled.scheme == Shuffled(10, 4)
     assert (shuffled.batches_per_pass, shuffled.steps_per_epoch) == (3, 3)
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tfdp.sampling import shuffled_order
+from tfdp.sampling.shuffled import shuffled_order
 
 
 def test_an_order_has_every_example_once():

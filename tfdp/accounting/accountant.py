@@ -16,7 +16,7 @@ from dp_accounting import rdp
 from dp_accounting.pld import privacy_loss_distribution
 
 from tfdp._validate import one_of, probability
-from tfdp.accounting.segments import PoissonSteps, Segment
+from tfdp.accounting.segments import Segment
 
 ACCOUNTANTS = ("PLD", "RDP")
 
@@ -64,6 +64,7 @@ def epsilon(
         ValueError: If ``delta`` is outside (0, 1) or the accountant is unknown.
 
     Example:
+        >>> from tfdp.accounting import PoissonSteps
         >>> steps = PoissonSteps(14_063, 1.1, 60_000, 256)
         >>> round(epsilon([steps], delta=1e-5), 3)
         2.382
@@ -86,6 +87,7 @@ def reported_epsilon(segments: Iterable[Segment], delta: float) -> float:
         The smaller epsilon at ``delta``.
 
     Example:
+        >>> from tfdp.accounting import PoissonSteps
         >>> round(reported_epsilon([PoissonSteps(875, 10.0, 50_000, 4096)], 1e-5), 3)
         0.903
     """
@@ -123,7 +125,7 @@ def _pld_is_affordable(segments: tuple[Segment, ...], upper_bound: float) -> boo
     return upper_bound <= _PLD_MOST_EPSILON and all(
         segment.count <= _PLD_MOST_COUNT
         and not (
-            isinstance(segment, PoissonSteps)
+            segment.scheme.sampling_probability < 1
             and segment.noise_multiplier < _PLD_LEAST_POISSON_NOISE
         )
         for segment in segments
@@ -166,14 +168,28 @@ def _known_part(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 
 def _loss(
-    event: dp_accounting.SelfComposedDpEvent, interval: float
+    event: dp_accounting.DpEvent, interval: float
 ) -> privacy_loss_distribution.PrivacyLossDistribution:
     """Return the distribution of the privacy loss of a segment."""
-    if isinstance(event.event, dp_accounting.PoissonSampledDpEvent):
-        return _loss_of_a_draw(event.event, interval).self_compose(event.count)
-    return privacy_loss_distribution.from_gaussian_mechanism(
-        event.event.noise_multiplier / math.sqrt(event.count),
-        value_discretization_interval=interval,
+    match event:
+        case dp_accounting.ComposedDpEvent():
+            losses = (_loss(each, interval) for each in event.events)
+            identity = privacy_loss_distribution.identity(interval)
+            return functools.reduce(
+                lambda one, other: one.compose(other), losses, identity
+            )
+        case dp_accounting.SelfComposedDpEvent(event=dp_accounting.GaussianDpEvent()):
+            return privacy_loss_distribution.from_gaussian_mechanism(
+                event.event.noise_multiplier / math.sqrt(event.count),
+                value_discretization_interval=interval,
+            )
+        case dp_accounting.SelfComposedDpEvent():
+            return _loss(event.event, interval).self_compose(event.count)
+        case dp_accounting.PoissonSampledDpEvent():
+            return _loss_of_a_draw(event, interval)
+    raise TypeError(
+        "A scheme's `event` must be composed of Gaussian releases and Poisson draws of "
+        f"them. Received: {event!r}."
     )
 
 

@@ -1,6 +1,5 @@
 """From a target epsilon back to the noise, or to the number of steps."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -11,7 +10,8 @@ from dp_accounting.pld import common
 from tfdp._validate import one_of, positive, positive_int, probability
 from tfdp.accounting.accountant import ACCOUNTANTS, epsilon
 from tfdp.accounting.ledger import Ledger
-from tfdp.accounting.segments import PoissonSteps, Segment
+from tfdp.accounting.segments import Segment
+from tfdp.sampling import Poisson
 
 # Noise multipliers are searched among the multiples of 1 / _PER_UNIT, and steps and
 # passes among the whole numbers, up to these ends.
@@ -81,7 +81,7 @@ def calibrate_noise_multiplier(
     def excess(noise: int, by: str) -> float:
         multiplier = noise / _PER_UNIT
         least = min(multiplier, float(np.float32(multiplier)))
-        run = PoissonSteps(steps, least, n, batch_size)
+        run = Segment(Poisson(n, batch_size), steps, least)
         return epsilon([run], delta, by) - target_epsilon
 
     noise = _least_noise(lambda k: excess(k, "RDP"), _PER_UNIT // 2, _PER_UNIT)
@@ -162,6 +162,7 @@ def affordable_count(
         ValueError: If an argument is out of its range.
 
     Example:
+        >>> from tfdp.accounting import PoissonSteps
         >>> step = PoissonSteps(1, 1.1, 60_000, 256)
         >>> affordable_count(Ledger(), step, 3.0, delta=1e-5, accountant="RDP")
         18338
@@ -193,10 +194,7 @@ def _with_noise(segment: Segment, noise: np.ndarray, count: int) -> list[Segment
     if count > len(noise):
         counts[values == noise[-1]] += count - len(noise)
     return [
-        dataclasses.replace(
-            segment.with_count(int(counts[place])),
-            noise_multiplier=float(values[place]),
-        )
+        Segment(segment.scheme, int(counts[place]), float(values[place]))
         for place in np.argsort(first)
     ]
 

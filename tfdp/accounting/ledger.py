@@ -5,12 +5,7 @@ import json
 from typing import Any
 
 from tfdp.accounting import accountant as accountants
-from tfdp.accounting.segments import (
-    Segment,
-    ShuffledPasses,
-    segment_from_dict,
-    segment_to_dict,
-)
+from tfdp.accounting.segments import Segment, segment_from_dict, segment_to_dict
 
 _SEGMENTS = ("segments", "cut_short")
 _FLAGS = ("noise_seed_fixed", "sampling_seed_fixed")
@@ -64,12 +59,12 @@ class Ledger:
     @property
     def steps(self) -> int:
         """Steps run, those inside shuffled passes left out."""
-        return sum(s.count for s in self.segments if not isinstance(s, ShuffledPasses))
+        return sum(s.count for s in self.segments if not s.scheme.counts_passes)
 
     @property
     def passes(self) -> int:
         """Shuffled passes started."""
-        return sum(s.count for s in self.segments if isinstance(s, ShuffledPasses))
+        return sum(s.count for s in self.segments if s.scheme.counts_passes)
 
     def add(self, *segments: Segment) -> "Ledger":
         """Return a ledger in which these segments ran after the others."""

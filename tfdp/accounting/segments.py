@@ -1,204 +1,164 @@
-"""What was run, as values: one class for each way of drawing batches.
-
-A segment is a number of releases of the same noised sum. Its noise multiplier is
-always the noise's standard deviation divided by the sum's l2 sensitivity, so that
-nothing downstream halves or doubles it: where several examples share a clipped
-gradient the sensitivity is twice the clip norm, and the caller has divided by that.
-"""
+"""What was run, as values: how batches were drawn, how often, and with what noise."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
 import dp_accounting
 
-from tfdp._validate import non_negative, positive_int
-
-# Noise outside this range is brought inside it, to the safe side: less counts as
-# none, more counts as the upper end. Beyond it the sums of dp_accounting overflow,
-# and at 1e-160 they give an epsilon of 0.
-_LEAST_NOISE = 1e-6
-_MOST_NOISE = 1e6
+from tfdp._validate import non_negative
+from tfdp.sampling import Poisson, Scheme, Shuffled, Unknown, scheme_of_kind
 
 
 @dataclasses.dataclass(frozen=True)
-class PoissonSteps:
-    """Steps whose batches were Poisson draws: each example in or out by its own coin.
+class Segment:
+    """A number of releases of one noised sum, over batches drawn in one way.
+
+    What the scheme knows is read from the segment, too: ``segment.number_of_examples``,
+    and the count under its own name, ``segment.steps`` or ``segment.passes``.
 
     Args:
-        steps: Number of steps taken; an empty batch is a step too.
-        noise_multiplier: Noise standard deviation over l2 sensitivity; ``0`` is no
-            noise.
-        number_of_examples: Size of the data set, which is public.
-        expected_batch_size: Expected number of examples in a draw.
+        scheme: How the batches were drawn.
+        count: Steps taken, an empty batch is one too; or passes begun.
+        noise_multiplier: Noise standard deviation over the sum's l2 sensitivity, the
+            smallest in these releases; ``0`` is no noise. Nothing downstream halves or
+            doubles it: where several examples share a clipped gradient the sensitivity
+            is twice the clip norm, and the caller has divided by that.
 
     Raises:
         TypeError: If an argument is no number.
-        ValueError: If a count is negative or fractional, or the noise multiplier is
+        ValueError: If the count is negative or fractional, or the noise multiplier is
             negative or not finite.
+
+    Example:
+        >>> from tfdp.sampling import Poisson
+        >>> Segment(Poisson(60_000, 256), 235, 1.1).steps
+        235
+    """
+
+    scheme: Scheme
+    count: int
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        noise_multiplier = non_negative("noise_multiplier", self.noise_multiplier)
+        object.__setattr__(self, "count", _count(self.scheme.counts, self.count))
+        object.__setattr__(self, "noise_multiplier", noise_multiplier)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the scheme knows, or the count under its own name."""
+        if name.startswith("_") or name in {"scheme", "count"}:
+            raise AttributeError(name)
+        return self.count if name == self.scheme.counts else getattr(self.scheme, name)
+
+    def with_count(self, count: int) -> "Segment":
+        """Return the same segment with another number of releases."""
+        return dataclasses.replace(self, count=count)
+
+    def event(self) -> dp_accounting.DpEvent:
+        """Return the segment as an event of dp_accounting."""
+        return self.scheme.event(self.count, self.noise_multiplier)
+
+    def words(self) -> str:
+        """Say in a few words what ran."""
+        noise = f"noise multiplier {self.noise_multiplier:.7g}"
+        return self.scheme.words(self.count, noise)
+
+    def redrawn(self) -> "dict[str, Segment]":
+        """Return what this would have been under other schemes, by their labels."""
+        return {
+            label: Segment(scheme, count, self.noise_multiplier)
+            for label, (scheme, count) in self.scheme.redrawn(self.count).items()
+        }
+
+
+class _OfOneScheme(type):
+    """Makes segments of one scheme, and tells them from others by `isinstance`."""
+
+    scheme: type[Scheme]
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Segment) and isinstance(instance.scheme, cls.scheme)
+
+
+class PoissonSteps(metaclass=_OfOneScheme):
+    """Makes a `Segment` of steps whose batches were Poisson draws.
+
+    Args:
+        steps: Number of steps taken; an empty batch is a step too.
+        noise_multiplier: Noise standard deviation over l2 sensitivity.
+        number_of_examples: Size of the data set, which is public.
+        expected_batch_size: Expected number of examples in a draw.
 
     Example:
         >>> PoissonSteps(235, 1.1, 60_000, 256).sampling_probability
         0.004266666666666667
     """
 
-    kind: ClassVar[str] = "poisson_steps"
+    scheme = Poisson
 
-    steps: int
-    noise_multiplier: float
-    number_of_examples: int
-    expected_batch_size: int
-
-    def __post_init__(self) -> None:
-        _assign(
-            self,
-            steps=_count("steps", self.steps),
-            noise_multiplier=non_negative("noise_multiplier", self.noise_multiplier),
-            number_of_examples=positive_int(
-                "number_of_examples", self.number_of_examples
-            ),
-            expected_batch_size=positive_int(
-                "expected_batch_size", self.expected_batch_size
-            ),
-        )
-
-    @property
-    def sampling_probability(self) -> float:
-        """Probability with which a step draws a given example."""
-        return min(1.0, self.expected_batch_size / self.number_of_examples)
-
-    @property
-    def count(self) -> int:
-        """Number of releases."""
-        return self.steps
-
-    def with_count(self, count: int) -> "PoissonSteps":
-        """Return the same segment with another number of steps."""
-        return dataclasses.replace(self, steps=count)
-
-    def event(self) -> dp_accounting.DpEvent:
-        """Return the segment as an event of dp_accounting."""
-        return _releases(self.steps, self.noise_multiplier, self.sampling_probability)
+    def __new__(  # type: ignore[misc]
+        cls,
+        steps: int,
+        noise_multiplier: float,
+        number_of_examples: int,
+        expected_batch_size: int,
+    ) -> Segment:
+        """Make it."""
+        scheme = Poisson(number_of_examples, expected_batch_size)
+        return Segment(scheme, steps, noise_multiplier)
 
 
-@dataclasses.dataclass(frozen=True)
-class ShuffledPasses:
-    """Passes over the data in which an example occurs at most once.
-
-    The order of the examples does not matter, so a pass costs as much as one step on
-    all of the data. A pass counts in full as soon as it has started.
+class ShuffledPasses(metaclass=_OfOneScheme):
+    """Makes a `Segment` of passes in which an example occurs at most once.
 
     Args:
-        passes: Number of passes started.
-        noise_multiplier: Smallest noise standard deviation over l2 sensitivity in
-            these passes; ``0`` is no noise.
+        passes: Number of passes begun; each counts in full.
+        noise_multiplier: Smallest noise standard deviation over l2 sensitivity.
         number_of_examples: Size of the data set, which is public.
         expected_batch_size: Number of examples in a batch.
         examples_per_unit: Examples that share one clipped gradient.
-
-    Raises:
-        TypeError: If an argument is no number.
-        ValueError: If a count is negative or fractional, or the noise multiplier is
-            negative or not finite.
 
     Example:
         >>> ShuffledPasses(15, 1.1, 60_000, 256).count
         15
     """
 
-    kind: ClassVar[str] = "shuffled_passes"
+    scheme = Shuffled
 
-    passes: int
-    noise_multiplier: float
-    number_of_examples: int
-    expected_batch_size: int
-    examples_per_unit: int = 1
-
-    def __post_init__(self) -> None:
-        _assign(
-            self,
-            passes=_count("passes", self.passes),
-            noise_multiplier=non_negative("noise_multiplier", self.noise_multiplier),
-            number_of_examples=positive_int(
-                "number_of_examples", self.number_of_examples
-            ),
-            expected_batch_size=positive_int(
-                "expected_batch_size", self.expected_batch_size
-            ),
-            examples_per_unit=positive_int("examples_per_unit", self.examples_per_unit),
-        )
-
-    @property
-    def count(self) -> int:
-        """Number of releases."""
-        return self.passes
-
-    def with_count(self, count: int) -> "ShuffledPasses":
-        """Return the same segment with another number of passes."""
-        return dataclasses.replace(self, passes=count)
-
-    def event(self) -> dp_accounting.DpEvent:
-        """Return the segment as an event of dp_accounting."""
-        return _releases(self.passes, self.noise_multiplier)
+    def __new__(  # type: ignore[misc]
+        cls,
+        passes: int,
+        noise_multiplier: float,
+        number_of_examples: int,
+        expected_batch_size: int,
+        examples_per_unit: int = 1,
+    ) -> Segment:
+        """Make it."""
+        scheme = Shuffled(number_of_examples, expected_batch_size, examples_per_unit)
+        return Segment(scheme, passes, noise_multiplier)
 
 
-@dataclasses.dataclass(frozen=True)
-class UnamplifiedSteps:
-    """Steps on batches of which nothing is known: every step counts in full.
-
-    Assumes that a batch contains an example at most once.
+class UnamplifiedSteps(metaclass=_OfOneScheme):
+    """Makes a `Segment` of steps on unknown batches: each counts in full.
 
     Args:
         steps: Number of steps taken.
-        noise_multiplier: Noise standard deviation over l2 sensitivity; ``0`` is no
-            noise.
+        noise_multiplier: Noise standard deviation over l2 sensitivity.
         examples_per_unit: Examples that share one clipped gradient.
-
-    Raises:
-        TypeError: If an argument is no number.
-        ValueError: If a count is negative or fractional, or the noise multiplier is
-            negative or not finite.
 
     Example:
         >>> UnamplifiedSteps(100, 8.0).count
         100
     """
 
-    kind: ClassVar[str] = "unamplified_steps"
+    scheme = Unknown
 
-    steps: int
-    noise_multiplier: float
-    examples_per_unit: int = 1
-
-    def __post_init__(self) -> None:
-        _assign(
-            self,
-            steps=_count("steps", self.steps),
-            noise_multiplier=non_negative("noise_multiplier", self.noise_multiplier),
-            examples_per_unit=positive_int("examples_per_unit", self.examples_per_unit),
-        )
-
-    @property
-    def count(self) -> int:
-        """Number of releases."""
-        return self.steps
-
-    def with_count(self, count: int) -> "UnamplifiedSteps":
-        """Return the same segment with another number of steps."""
-        return dataclasses.replace(self, steps=count)
-
-    def event(self) -> dp_accounting.DpEvent:
-        """Return the segment as an event of dp_accounting."""
-        return _releases(self.steps, self.noise_multiplier)
-
-
-Segment: TypeAlias = PoissonSteps | ShuffledPasses | UnamplifiedSteps
-
-_KINDS: dict[str, type[Segment]] = {
-    PoissonSteps.kind: PoissonSteps,
-    ShuffledPasses.kind: ShuffledPasses,
-    UnamplifiedSteps.kind: UnamplifiedSteps,
-}
+    def __new__(  # type: ignore[misc]
+        cls, steps: int, noise_multiplier: float, examples_per_unit: int = 1
+    ) -> Segment:
+        """Make it."""
+        return Segment(Unknown(examples_per_unit), steps, noise_multiplier)
 
 
 def segment_to_dict(segment: Segment) -> dict[str, Any]:
@@ -208,20 +168,25 @@ def segment_to_dict(segment: Segment) -> dict[str, Any]:
         segment: The segment.
 
     Returns:
-        Its kind and its fields.
+        The kind of its scheme, its count and noise, and the scheme's fields.
 
     Example:
         >>> segment_to_dict(UnamplifiedSteps(3, 1.1))["kind"]
         'unamplified_steps'
     """
-    return {"kind": segment.kind, **dataclasses.asdict(segment)}
+    return {
+        "kind": segment.scheme.kind,
+        segment.scheme.counts: segment.count,
+        "noise_multiplier": segment.noise_multiplier,
+        **segment.scheme.fields(),
+    }
 
 
 def segment_from_dict(fields: Mapping[str, Any]) -> Segment:
     """Return the segment that `segment_to_dict` described.
 
     Args:
-        fields: The kind of the segment and the fields of its class.
+        fields: As `segment_to_dict` returned them.
 
     Returns:
         A segment equal to the one described.
@@ -230,28 +195,21 @@ def segment_from_dict(fields: Mapping[str, Any]) -> Segment:
         ValueError: If the kind is unknown, or a field is missing, unknown or wrong.
 
     Example:
-        >>> segment_from_dict(segment_to_dict(UnamplifiedSteps(3, 1.1)))
-        UnamplifiedSteps(steps=3, noise_multiplier=1.1, examples_per_unit=1)
+        >>> segment_from_dict(segment_to_dict(UnamplifiedSteps(3, 1.1))).count
+        3
     """
     arguments = dict(fields)
     kind = arguments.pop("kind", None)
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(
-            f"A segment's `kind` must be one of {', '.join(map(repr, _KINDS))}. "
-            f"Received: kind={kind!r}."
-        )
+    scheme = scheme_of_kind(kind)
     try:
-        return _KINDS[kind](**arguments)
+        count = arguments.pop(scheme.counts, None)
+        noise_multiplier = arguments.pop("noise_multiplier", None)
+        return Segment(scheme(**arguments), count, noise_multiplier)
     except TypeError as error:
         raise ValueError(
             f"A segment of kind {kind!r} cannot have these fields. "
             f"Received: {arguments!r}. {error}"
         ) from error
-
-
-def _assign(segment: Segment, **values: float) -> None:
-    for name, value in values.items():
-        object.__setattr__(segment, name, value)
 
 
 def _count(name: str, value: Any) -> int:
@@ -262,17 +220,3 @@ def _count(name: str, value: Any) -> int:
             f"`{name}` must be a whole number. Received: {name}={value!r}."
         )
     return int(result)
-
-
-def _releases(
-    count: int, noise_multiplier: float, sampling_probability: float = 1.0
-) -> dp_accounting.DpEvent:
-    """Return `count` releases of one Gaussian sum, of all examples or of a draw."""
-    if count == 0:
-        return dp_accounting.NoOpDpEvent()
-    if noise_multiplier < _LEAST_NOISE:
-        return dp_accounting.NonPrivateDpEvent()
-    release = dp_accounting.GaussianDpEvent(min(noise_multiplier, _MOST_NOISE))
-    if sampling_probability < 1:
-        release = dp_accounting.PoissonSampledDpEvent(sampling_probability, release)
-    return dp_accounting.SelfComposedDpEvent(release, count)

@@ -9,13 +9,7 @@ from typing import Any, TypeAlias
 from tfdp._validate import probability
 from tfdp.accounting.accountant import epsilon, reported_epsilon
 from tfdp.accounting.ledger import Ledger
-from tfdp.accounting.segments import (
-    PoissonSteps,
-    Segment,
-    ShuffledPasses,
-    UnamplifiedSteps,
-    segment_to_dict,
-)
+from tfdp.accounting.segments import Segment, segment_to_dict
 from tfdp.accounting.text import filled
 
 _Segments: TypeAlias = tuple[Segment, ...]
@@ -69,6 +63,7 @@ def privacy_statement(ledger: Ledger, delta: float) -> str:
         ValueError: If ``delta`` is outside (0, 1).
 
     Example:
+        >>> from tfdp.accounting import PoissonSteps
         >>> ledger = Ledger().add(PoissonSteps(14_063, 1.1, 60_000, 256))
         >>> print(privacy_statement(ledger, delta=1e-5).splitlines()[0])
         This training is (2.382, 1e-05)-differentially private.
@@ -116,6 +111,7 @@ def privacy_report(ledger: Ledger, delta: float) -> dict[str, Any]:
         ValueError: If ``delta`` is outside (0, 1).
 
     Example:
+        >>> from tfdp.accounting import PoissonSteps
         >>> ledger = Ledger().add(PoissonSteps(14_063, 1.1, 60_000, 256))
         >>> report = privacy_report(ledger, delta=1e-5)
         >>> report["accountant"], round(report["epsilon"], 3)
@@ -142,7 +138,7 @@ def privacy_report(ledger: Ledger, delta: float) -> dict[str, Any]:
         "bounds": bounds,
         "neighbouring_relation": _ADJACENCY,
         "unit": _unit(planned),
-        "sampling": sorted({segment.kind for segment in planned}),
+        "sampling": sorted({segment.scheme.kind for segment in planned}),
         "segments": [segment_to_dict(segment) for segment in run],
         "planned_segments": [segment_to_dict(segment) for segment in planned],
         "noise_multiplier": min(
@@ -187,10 +183,7 @@ def _cautions(ledger: Ledger, planned: _Segments, delta: float) -> Iterator[str]
 
 
 def _most_examples(segments: _Segments) -> int:
-    return max(
-        (s.number_of_examples for s in segments if not isinstance(s, UnamplifiedSteps)),
-        default=0,
-    )
+    return max((s.scheme.number_of_examples or 0 for s in segments), default=0)
 
 
 def _delta_message(segments: _Segments, delta: float) -> str:
@@ -207,9 +200,7 @@ def _unit(segments: _Segments) -> str:
         "are not one row: together they are protected less "
         "(`compute_dp_sgd_privacy_statement` with `max_examples_per_user` says how much)."
     )
-    sizes = {
-        s.examples_per_unit for s in segments if not isinstance(s, PoissonSteps)
-    } - {1}
+    sizes = {s.scheme.examples_per_unit for s in segments} - {1}
     if sizes:
         text += (
             f" Groups of {' or '.join(map(str, sorted(sizes)))} examples were clipped "
@@ -217,32 +208,14 @@ def _unit(segments: _Segments) -> str:
             f"relative to the doubled one); no figure of Poisson sampling holds for "
             f"them."
         )
-    if any(isinstance(segment, UnamplifiedSteps) for segment in segments):
-        text += " It is assumed that a batch holds a row at most once."
-    return text
+    assumptions = dict.fromkeys(segment.scheme.assumption() for segment in segments)
+    return " ".join([text, *filter(None, assumptions)])
 
 
 def _lists(run: _Segments, planned: _Segments) -> Iterator[str]:
-    yield "What ran:\n" + (_items(map(_description, run)) or "- nothing")
+    yield "What ran:\n" + (_items(map(Segment.words, run)) or "- nothing")
     if planned != run:
-        yield "What was planned:\n" + _items(map(_description, planned))
-
-
-def _description(segment: Segment) -> str:
-    noise = f"noise multiplier {segment.noise_multiplier:.7g}"
-    if isinstance(segment, UnamplifiedSteps):
-        return f"{segment.steps} steps, {noise}, unknown batches: each counts in full"
-    data = f"{segment.number_of_examples} examples"
-    if isinstance(segment, ShuffledPasses):
-        return (
-            f"{segment.passes} passes, {noise}, shuffled batches of "
-            f"{segment.expected_batch_size} of {data}: a row at most once a pass"
-        )
-    return (
-        f"{segment.steps} steps, {noise}, Poisson-sampled batches: "
-        f"{segment.expected_batch_size} of {data} expected, sampling probability "
-        f"{segment.sampling_probability:g}"
-    )
+        yield "What was planned:\n" + _items(map(Segment.words, planned))
 
 
 def _table(run: _Segments, planned: _Segments, delta: float) -> str:
@@ -262,31 +235,14 @@ def _rows(run: _Segments, planned: _Segments) -> Iterator[tuple[str, bool, _Segm
     yield "what ran", planned == run, run
     if planned != run:
         yield "what was planned", True, planned
-    for name, convert in (("Poisson-sampled", _as_poisson), ("shuffled", _as_shuffled)):
-        redrawn = tuple(s for s in map(convert, planned) if s is not None)
+    options = [segment.redrawn() for segment in planned]
+    for label in dict.fromkeys(label for option in options for label in option):
+        redrawn = tuple(option[label] for option in options if label in option)
         if redrawn == planned or len(redrawn) < len(planned):
             continue
         some_were = set(redrawn) & set(planned)
         truth = "not all of this run's were" if some_were else "this run's were not"
-        yield f"would hold for {name} batches; {truth}", False, redrawn
-
-
-def _as_poisson(segment: Segment) -> Segment | None:
-    """Return the segment as Poisson draws of the same data, where it could be."""
-    if isinstance(segment, ShuffledPasses) and segment.examples_per_unit == 1:
-        n, batch_size = segment.number_of_examples, segment.expected_batch_size
-        steps = -(-segment.passes * n // min(batch_size, n))
-        return PoissonSteps(steps, segment.noise_multiplier, n, batch_size)
-    return segment if isinstance(segment, PoissonSteps) else None
-
-
-def _as_shuffled(segment: Segment) -> Segment | None:
-    """Return the segment as passes over the same data, where it could be."""
-    if isinstance(segment, PoissonSteps):
-        n, batch_size = segment.number_of_examples, segment.expected_batch_size
-        passes = -(-segment.steps * min(batch_size, n) // n)
-        return ShuffledPasses(passes, segment.noise_multiplier, n, batch_size)
-    return segment if isinstance(segment, ShuffledPasses) else None
+        yield f"would hold for {label} batches; {truth}", False, redrawn
 
 
 def _items(items: Iterable[str]) -> str:

@@ -139,7 +139,7 @@ def compute_dp_sgd_privacy_statement(
     ])
 
 
-_Training: TypeAlias = tuple[ShuffledPasses, PoissonSteps]
+_Training: TypeAlias = tuple[Segment, Segment]
 
 
 def _training(

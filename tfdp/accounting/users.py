@@ -1,16 +1,15 @@
 """What a training costs users who have several examples in it."""
 
-import dataclasses
 import functools
 import math
 
 import numpy as np
 from dp_accounting import rdp
 from dp_accounting.pld import privacy_loss_distribution
-from numpy.typing import NDArray
 
 from tfdp.accounting.accountant import epsilon
-from tfdp.accounting.segments import PoissonSteps, Segment, UnamplifiedSteps
+from tfdp.accounting.segments import Segment
+from tfdp.sampling import Unknown
 
 # Standard deviations of the noise beyond which nothing is left, and from one point of
 # an integral to the next: both are far below what float64 rounds.
@@ -54,30 +53,29 @@ def user_epsilon(
            2023, section 3. https://arxiv.org/abs/2310.15526
     """
     noise_multiplier = segment.noise_multiplier / max_examples_per_user
-    of_user = dataclasses.replace(segment, noise_multiplier=noise_multiplier)
-    if not isinstance(segment, PoissonSteps) or segment.sampling_probability == 1:
-        return epsilon([of_user], delta, accountant)
-    if max_examples_per_user == 1 or noise_multiplier == 0:
-        return epsilon([of_user], delta, accountant)
     # As if all were in every batch.
-    unamplified = UnamplifiedSteps(segment.steps, noise_multiplier)
+    together = Segment(Unknown(), segment.count, noise_multiplier)
+    if max_examples_per_user == 1:
+        return epsilon([segment], delta, accountant)
+    log_chances = tuple(segment.scheme.log_chances(max_examples_per_user).tolist())
+    if log_chances[-1] == 0 or noise_multiplier == 0:
+        return epsilon([together], delta, accountant)
     result = min(
-        _epsilon_by_rdp(segment, delta, max_examples_per_user),
-        epsilon([unamplified], delta, "RDP"),
+        _epsilon_by_rdp(segment, delta, log_chances),
+        epsilon([together], delta, "RDP"),
     )
     shift = max_examples_per_user / segment.noise_multiplier
     is_affordable = result <= _PLD_MOST_EPSILON and shift <= _PLD_MOST_EXAMPLES
     if accountant == "PLD" and is_affordable:
-        return min(result, _epsilon_by_pld(segment, delta, max_examples_per_user))
+        return min(result, _epsilon_by_pld(segment, delta, log_chances))
     return result
 
 
-def _epsilon_by_rdp(segment: PoissonSteps, delta: float, examples: int) -> float:
-    divergences = segment.steps * np.array([
-        _divergence(
-            order, segment.noise_multiplier, segment.sampling_probability, examples
-        )
-        for order in _ORDERS
+def _epsilon_by_rdp(
+    segment: Segment, delta: float, log_chances: tuple[float, ...]
+) -> float:
+    divergences = segment.count * np.array([
+        _divergence(order, segment.noise_multiplier, log_chances) for order in _ORDERS
     ])
     is_known = np.isfinite(divergences)
     if not is_known.any():
@@ -89,7 +87,7 @@ def _epsilon_by_rdp(segment: PoissonSteps, delta: float, examples: int) -> float
 
 @functools.lru_cache(maxsize=4096)
 def _divergence(
-    order: float, noise_multiplier: float, probability: float, examples: int
+    order: float, noise_multiplier: float, log_chances: tuple[float, ...]
 ) -> float:
     """Return the Rényi divergence of a step with the user and one without.
 
@@ -100,7 +98,7 @@ def _divergence(
     Returns:
         The divergence; ``inf`` where the integral takes too many numbers.
     """
-    log_weights = _log_binomial(examples, probability)
+    log_weights, examples = np.array(log_chances), len(log_chances) - 1
     # Left of all Gaussians r is that of a draw without the user.
     behind = _REACH**2 + 2 * (order - 1) * -log_weights[0]
     points = (
@@ -126,32 +124,20 @@ def _divergence(
     return (max(0.0, *logs) + _ROUNDOFF) / (order - 1)
 
 
-def _log_binomial(number: int, probability: float) -> NDArray[np.float64]:
-    """Return the logarithms of the chances of 0 to `number` hits."""
-    log_factorials = np.array([math.lgamma(n + 1) for n in range(number + 1)])
-    hits = np.arange(number + 1)
-    result: NDArray[np.float64] = (
-        log_factorials[-1]
-        - log_factorials
-        - log_factorials[::-1]
-        + hits * math.log(probability)
-        + (number - hits) * math.log1p(-probability)
-    )
-    return result
-
-
-def _epsilon_by_pld(segment: PoissonSteps, delta: float, examples: int) -> float:
+def _epsilon_by_pld(
+    segment: Segment, delta: float, log_chances: tuple[float, ...]
+) -> float:
     of_mixture = getattr(
         privacy_loss_distribution, "from_mixture_gaussian_mechanism", None
     )
     if of_mixture is None:  # dp_accounting 0.4
         return math.inf
-    weights = np.exp(_log_binomial(examples, segment.sampling_probability))
+    weights = np.exp(log_chances)
     loss = of_mixture(
         segment.noise_multiplier,
-        list(range(examples + 1)),
+        list(range(len(weights))),
         list(weights / weights.sum()),
         value_discretization_interval=_PLD_INTERVAL,
     )
-    result = loss.self_compose(segment.steps).get_epsilon_for_delta(delta)
+    result = loss.self_compose(segment.count).get_epsilon_for_delta(delta)
     return max(0.0, float(result))

@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from tfdp import _validate
-from tfdp.data.poisson_dataset import PoissonDataset
-from tfdp.sampling import poisson_probability
+from tfdp.data.drawn_dataset import DrawnDataset
+from tfdp.sampling import Scheme, poisson_probability, samplings
 
 _TENSOR_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
@@ -22,13 +22,19 @@ class DeclaredDataset:
         dataset: The `tf.data.Dataset` or `keras.utils.PyDataset`.
         number_of_examples: Number of examples that the batches are made of.
         expected_batch_size: Mean number of examples in a batch.
-        sampling: `"shuffle"` or `"poisson"`.
+        sampling: `"shuffle"`, `"poisson"` or the name of another scheme.
     """
 
     dataset: Any
     number_of_examples: int
     expected_batch_size: int
     sampling: str
+
+    @property
+    def scheme(self) -> Scheme:
+        """How the batches are drawn, as declared."""
+        scheme = samplings()[self.sampling]
+        return scheme(self.number_of_examples, self.expected_batch_size)
 
     @property
     def number_of_batches(self) -> int | None:
@@ -104,7 +110,7 @@ def declare(
         20
     """
     _check_type(dataset)
-    _validate.one_of("sampling", sampling, ("shuffle", "poisson"))
+    _validate.one_of("sampling", sampling, tuple(reversed(samplings())))
     poisson_probability(
         expected_batch_size=expected_batch_size, number_of_examples=number_of_examples
     )
@@ -112,9 +118,9 @@ def declare(
         dataset, int(number_of_examples), int(expected_batch_size), sampling
     )
     static_size = _static_batch_size(dataset)
-    if sampling == "shuffle":
+    if declared.scheme.counts_passes:
         _check_shuffle(declared, static_size)
-    elif static_size is not None:
+    elif static_size is not None and not declared.scheme.allows_units:
         warnings.warn(
             "`sampling='poisson'` was declared for batches of constant size, but "
             "Poisson batches vary in size: shuffled batches have a larger epsilon. "
@@ -128,9 +134,9 @@ def declare(
 
 def _check_type(dataset: Any) -> None:
     """Raise a TypeError unless `dataset` can and need be declared."""
-    if isinstance(dataset, PoissonDataset):
+    if isinstance(dataset, DrawnDataset):
         raise TypeError(
-            "A `PoissonDataset` knows how it samples and is not declared. "
+            f"A `{type(dataset).__name__}` knows how it samples and is not declared. "
             "Use `private.fit(dataset)`."
         )
     if not isinstance(dataset, tf.data.Dataset | keras.utils.PyDataset):

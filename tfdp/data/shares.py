@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from tfdp import _keras, _tree
 from tfdp._replicas import Replicas, replica_number, share_bounds, summed
-from tfdp.data.poisson_dataset import PoissonDataset
 from tfdp.data.rows import Rows, rows_of
-from tfdp.data.training_data import TrainingData, number_of_examples
+from tfdp.data.training_data import TrainingData
 from tfdp.errors import NotPrivateError
-from tfdp.sampling import fresh_key, shuffled_order
+from tfdp.sampling import Scheme, fresh_key
 
 # Begins the message of a step that is not the same for all workers.
 DIFFERENT_STEPS = "The workers do not take the same step"
@@ -79,14 +78,14 @@ def shared_out(
         ValueError: If there are weights of examples and of classes.
     """
     draw: _Draw | None = None
-    if isinstance(data.x, PoissonDataset):
-        rows, workers = data.x.rows, data.x.workers
-        draws = (data.steps_per_epoch or len(data.x)) * max(epochs, 0)
-        draw = data.x.numbered_draws(_common_key(replicas), draws)
+    if data.drawn is not None:
+        rows, workers = data.drawn.rows, data.drawn.workers
+        draws = (data.steps_per_epoch or len(data.drawn)) * max(epochs, 0)
+        draw = data.drawn.numbered_draws(_common_key(replicas), draws)
     elif data.batch_size is not None:
         rows, workers = rows_of(data.x, data.y, data.sample_weight), 1
-        draw = _shuffled_draws(
-            number_of_examples(data.x), data.batch_size, _common_key(replicas)
+        draw = _draws_of_passes(
+            data.scheme, data.batches_per_pass, _common_key(replicas)
         )
 
     if draw is not None:
@@ -130,7 +129,7 @@ def check_shareable(data: TrainingData) -> None:
         TypeError: If they are neither arrays nor a `tf.data.Dataset` of dense tensors.
     """
     x = data.x
-    if isinstance(x, PoissonDataset) or data.batch_size is not None:
+    if data.drawn is not None or data.batch_size is not None:
         return
     if not isinstance(x, tf.data.Dataset):
         raise TypeError(
@@ -280,19 +279,9 @@ def _digest(sources: list[Rows], key: int) -> list[int]:
     return [int(word) for word in np.frombuffer(digest.digest(), np.int64)]
 
 
-def _shuffled_draws(number_of_examples: int, size: int, key: int) -> _Draw:
-    """Return the batches of shuffled passes, the last of each with fewer rows."""
-    batches = -(-number_of_examples // size)
-
-    @functools.lru_cache(maxsize=1)
-    def order(pass_number: int) -> NDArray[np.int64]:
-        return shuffled_order(key, pass_number, number_of_examples=number_of_examples)
-
-    def draw(number: int) -> NDArray[np.int64]:
-        pass_number, place = divmod(number, batches)
-        return np.sort(order(pass_number)[place * size : (place + 1) * size])
-
-    return draw
+def _draws_of_passes(scheme: Scheme, batches: int, key: int) -> _Draw:
+    """Return the batches of one pass after the other."""
+    return lambda number: scheme.draw(key, *divmod(number, batches))
 
 
 def _shares_of_rows(

@@ -13,9 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _tree, _validate
-from tfdp.accounting import PoissonSteps, Segment, ShuffledPasses, UnamplifiedSteps
 from tfdp.data.declared import DeclaredDataset
-from tfdp.data.poisson_dataset import PoissonDataset
+from tfdp.data.drawn_dataset import DrawnDataset
+from tfdp.data.rows import rows_of
+from tfdp.sampling import Scheme, Unknown, samplings
 
 _DEFAULT_BATCH_SIZE = 32  # as in keras.Model.fit
 
@@ -32,8 +33,7 @@ class TrainingData:
         x: What Keras gets as `x`.
         y: What Keras gets as `y`.
         sample_weight: What Keras gets as `sample_weight`.
-        segment: How the steps are accounted; its count has no meaning.
-        expected_batch_size: Examples in a batch on average; None if unknown.
+        scheme: How the batches are drawn.
         batches_per_pass: Steps after which a new pass has begun; 1 where steps are
             counted, not passes.
         steps_per_epoch: Steps in an epoch; None if only the data tell.
@@ -46,14 +46,18 @@ class TrainingData:
     x: Any
     y: Any
     sample_weight: Any
-    segment: Segment
-    expected_batch_size: int | None = None
+    scheme: Scheme
     batches_per_pass: int = 1
     steps_per_epoch: int | None = None
     keras_steps_per_epoch: int | None = None
     begins_pass_each_epoch: bool = True
     shuffle: bool = False
     batch_size: int | None = None
+
+    @property
+    def drawn(self) -> DrawnDataset | None:
+        """The data, if tfdp draws their batches."""
+        return self.x if isinstance(self.x, DrawnDataset) else None
 
     @property
     def static_batch_size(self) -> int | None:
@@ -70,9 +74,9 @@ class TrainingData:
             The data, and ``(x, y, sample_weight)`` of a few rows, or of none if the
             first batches have none, with None for what is missing.
         """
-        if isinstance(self.x, PoissonDataset):
-            indices = np.arange(min(_SAMPLE, self.x.number_of_examples))
-            return self, keras.utils.unpack_x_y_sample_weight(self.x.rows_at(indices))
+        if self.drawn is not None:
+            rows = self.drawn.first_rows(_SAMPLE)
+            return self, keras.utils.unpack_x_y_sample_weight(rows)
         if not _comes_in_batches(self.x):
             return self, first_rows((self.x, self.y, self.sample_weight))
         if isinstance(self.x, keras.utils.PyDataset):
@@ -141,14 +145,14 @@ def training_data(
     """Find out how the steps over some data must be accounted.
 
     Args:
-        x: What `fit` got as `x`: arrays, a `PoissonDataset`, a `DeclaredDataset`,
+        x: What `fit` got as `x`: arrays, a `DrawnDataset`, a `DeclaredDataset`,
             or anything else that Keras takes.
         y: What it got as `y`.
         sample_weight: What it got as `sample_weight`.
         batch_size: What it got as `batch_size`.
         steps_per_epoch: What it got as `steps_per_epoch`.
         shuffle: What it got as `shuffle`.
-        sampling: `"poisson"` or `"shuffle"`, for arrays.
+        sampling: Which of `tfdp.sampling.samplings()` arrays get.
 
     Returns:
         The data as Keras gets them, and how their steps are accounted.
@@ -157,7 +161,7 @@ def training_data(
         ValueError: If arrays are not to be shuffled, or a batch size is given for
             data that come in batches.
     """
-    if isinstance(x, (DeclaredDataset, PoissonDataset)) and not (
+    if isinstance(x, (DeclaredDataset, DrawnDataset)) and not (
         y is None and sample_weight is None
     ):
         raise ValueError(
@@ -166,16 +170,16 @@ def training_data(
         )
     if isinstance(x, DeclaredDataset):
         return _declared(x, y, sample_weight, batch_size, steps_per_epoch)
-    if isinstance(x, PoissonDataset):
+    if isinstance(x, DrawnDataset):
         _refuse_batch_size(batch_size)
-        return _poisson(x, steps_per_epoch)
+        return _drawn(x, steps_per_epoch)
     if _comes_in_batches(x):
         _refuse_batch_size(batch_size)
         return TrainingData(
             x,
             y,
             sample_weight,
-            UnamplifiedSteps(steps=0, noise_multiplier=1.0),
+            Unknown(),
             keras_steps_per_epoch=steps_per_epoch,
             steps_per_epoch=steps_per_epoch,
             shuffle=shuffle and isinstance(x, keras.utils.PyDataset),
@@ -200,29 +204,16 @@ def training_data(
             stacklevel=3,
         )
         batch_size = rows
-    if sampling == "poisson":
-        return _poisson(
-            PoissonDataset(
-                x,
-                y,
-                sample_weight,
-                expected_batch_size=batch_size,
-                steps_per_epoch=steps_per_epoch,
-            ),
-            None,
-        )
+    scheme = samplings()[sampling](rows, batch_size)
+    if not scheme.is_shuffled_by_keras:
+        sources = rows_of(x, y, sample_weight)
+        return _drawn(DrawnDataset(sources, scheme, steps_per_epoch), None)
     batches = math.ceil(rows / batch_size)
     return TrainingData(
         x,
         y,
         sample_weight,
-        ShuffledPasses(
-            passes=0,
-            noise_multiplier=1.0,
-            number_of_examples=rows,
-            expected_batch_size=batch_size,
-        ),
-        expected_batch_size=batch_size,
+        scheme,
         batches_per_pass=batches,
         steps_per_epoch=steps_per_epoch or batches,
         keras_steps_per_epoch=steps_per_epoch,
@@ -253,18 +244,13 @@ def number_of_examples(x: Any) -> int:
     return int(first.shape[0]) if hasattr(first, "shape") else len(first)
 
 
-def _poisson(dataset: PoissonDataset, steps_per_epoch: int | None) -> TrainingData:
+def _drawn(dataset: DrawnDataset, steps_per_epoch: int | None) -> TrainingData:
     return TrainingData(
         dataset,
         None,
         None,
-        PoissonSteps(
-            steps=0,
-            noise_multiplier=1.0,
-            number_of_examples=dataset.number_of_examples,
-            expected_batch_size=dataset.expected_batch_size,
-        ),
-        expected_batch_size=dataset.expected_batch_size,
+        dataset.scheme,
+        batches_per_pass=len(dataset) if dataset.scheme.counts_passes else 1,
         steps_per_epoch=steps_per_epoch or len(dataset),
         keras_steps_per_epoch=steps_per_epoch,
     )
@@ -278,16 +264,14 @@ def _declared(
     steps_per_epoch: int | None,
 ) -> TrainingData:
     _refuse_batch_size(batch_size)
-    facts = (1.0, declared.number_of_examples, declared.expected_batch_size)
-    is_poisson = declared.sampling == "poisson"
-    batches = declared.batches_per_pass
     return TrainingData(
         declared.dataset,
         y,
         sample_weight,
-        PoissonSteps(0, *facts) if is_poisson else ShuffledPasses(0, *facts),
-        expected_batch_size=declared.expected_batch_size,
-        batches_per_pass=1 if is_poisson else batches,
+        declared.scheme,
+        batches_per_pass=declared.batches_per_pass
+        if declared.scheme.counts_passes
+        else 1,
         steps_per_epoch=steps_per_epoch or declared.number_of_batches,
         keras_steps_per_epoch=steps_per_epoch,
         # Keras goes on with the same iterator only if it knows where it ends.

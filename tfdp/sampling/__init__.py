@@ -1,17 +1,12 @@
-"""Drawing the examples of a training step. NumPy only."""
+"""How batches are drawn, and what that costs: NumPy and dp_accounting only."""
 
-from tfdp.sampling.poisson import (
-    fresh_key,
-    poisson_indices,
-    poisson_probability,
-    seeded_key,
-)
-from tfdp.sampling.shuffled import shuffled_order
-
-__all__ = [
-    "fresh_key",
-    "poisson_indices",
-    "poisson_probability",
-    "seeded_key",
-    "shuffled_order",
-]
+from tfdp.sampling.poisson import Poisson as Poisson
+from tfdp.sampling.poisson import fresh_key as fresh_key
+from tfdp.sampling.poisson import poisson_indices as poisson_indices
+from tfdp.sampling.poisson import poisson_probability as poisson_probability
+from tfdp.sampling.poisson import seeded_key as seeded_key
+from tfdp.sampling.scheme import Scheme as Scheme
+from tfdp.sampling.scheme import samplings as samplings
+from tfdp.sampling.scheme import scheme_of_kind as scheme_of_kind
+from tfdp.sampling.shuffled import Shuffled as Shuffled
+from tfdp.sampling.unknown import Unknown as Unknown

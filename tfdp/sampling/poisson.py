@@ -1,16 +1,83 @@
 """Poisson sampling: every example takes part in a step by a coin of its own."""
 
+import dataclasses
+import math
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tfdp import _validate
+from tfdp.sampling.scheme import Scheme
 
 _KEY_BITS = 128
 _WORD_BITS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Poisson(Scheme):
+    """Each example is in or out of each batch by a coin of its own.
+
+    Args:
+        number_of_examples: Size of the data set, which is public.
+        expected_batch_size: Expected number of examples in a draw; where it is larger
+            than the data, every batch is all of them.
+
+    Example:
+        >>> Poisson(60_000, 256).sampling_probability
+        0.004266666666666667
+    """
+
+    kind: ClassVar[str] = "poisson_steps"
+    sampling: ClassVar[str] = "poisson"
+    label: ClassVar[str] = "Poisson-sampled"
+
+    number_of_examples: int
+    expected_batch_size: int
+
+    @property
+    def sampling_probability(self) -> float:
+        """Probability with which a step draws a given example."""
+        return min(1.0, self.expected_batch_size / self.number_of_examples)
+
+    def draw(
+        self, key: int, epoch: int, index: int, repetition: int = 0
+    ) -> NDArray[np.int64]:
+        """Draw a batch: see `poisson_indices`."""
+        return poisson_indices(
+            key,
+            (epoch, index, repetition),
+            number_of_examples=self.number_of_examples,
+            sampling_probability=self.sampling_probability,
+        )
+
+    def log_chances(self, examples: int) -> NDArray[np.float64]:
+        """Return the logarithms of the binomial distribution."""
+        if self.sampling_probability == 1:
+            return super().log_chances(examples)
+        return log_binomial(examples, self.sampling_probability)
+
+    def words(self, count: int, noise: str) -> str:
+        """Say how many draws there were."""
+        return (
+            f"{count} steps, {noise}, Poisson-sampled batches: "
+            f"{self.expected_batch_size} of {self.number_of_examples} examples "
+            f"expected, sampling probability {self.sampling_probability:g}"
+        )
+
+    def examples_drawn(self, count: int) -> int:
+        """Return how many examples are expected in all draws together."""
+        return count * min(self.expected_batch_size, self.number_of_examples)
+
+    @classmethod
+    def drawing(
+        cls, examples: int, number_of_examples: int, expected_batch_size: int
+    ) -> tuple[Scheme, int]:
+        """Return the draws that have so many examples."""
+        steps = -(-examples // min(expected_batch_size, number_of_examples))
+        return cls(number_of_examples, expected_batch_size), steps
 
 
 def fresh_key() -> int:
@@ -139,3 +206,17 @@ def poisson_indices(
 def _fits(value: Any, bits: int) -> bool:
     """Whether `value` is a whole number in [0, 2^bits)."""
     return isinstance(value, int | np.integer) and 0 <= int(value) < 2**bits
+
+
+def log_binomial(number: int, probability: float) -> NDArray[np.float64]:
+    """Return the logarithms of the chances of 0 to `number` hits."""
+    log_factorials = np.array([math.lgamma(n + 1) for n in range(number + 1)])
+    hits = np.arange(number + 1)
+    result: NDArray[np.float64] = (
+        log_factorials[-1]
+        - log_factorials
+        - log_factorials[::-1]
+        + hits * math.log(probability)
+        + (number - hits) * math.log1p(-probability)
+    )
+    return result

@@ -1,0 +1,236 @@
+"""What a way of drawing batches is: it draws, costs, and says so."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import dp_accounting
+import numpy as np
+from numpy.typing import NDArray
+
+from tfdp._validate import positive_int
+
+# Noise outside this range is brought inside it, to the safe side: less counts as
+# none, more counts as the upper end. Beyond it the sums of dp_accounting overflow,
+# and at 1e-160 they give an epsilon of 0.
+_LEAST_NOISE = 1e-6
+_MOST_NOISE = 1e6
+
+
+class Scheme(abc.ABC):
+    """How the batches of a training are drawn, and what their releases cost.
+
+    A subclass is a frozen dataclass of whole numbers; no other code asks which one it
+    has. It is known to ledgers, files, statements and budgets as soon as it is
+    defined. What it has to say is `kind` and `words`; `draw`, if tfdp is to draw the
+    batches; and what is special about its cost: by default nobody knows when an
+    example takes part, and every release counts in full.
+
+    Attributes:
+        kind: Its name in saved ledgers; no two schemes have the same.
+        sampling: Its name in `DPModel(sampling=...)` and `tfdp.data.declare`, if it
+            has one. It is then made as ``scheme(number_of_examples,
+            expected_batch_size)``.
+        label: What its batches are called in tables that compare schemes.
+        counts: What is counted: `"steps"`, or `"passes"`, each of which is one release
+            and counts as soon as it has begun.
+        allows_units: Whether batches have a fixed size, so that several examples may
+            share a clipped gradient.
+        is_shuffled_by_keras: Whether Keras's own shuffling of arrays draws it.
+        number_of_examples: Size of the data set, which is public; None if unknown.
+        expected_batch_size: Expected number of examples in a batch, likewise.
+        examples_per_unit: Examples that share one clipped gradient.
+    """
+
+    kind: ClassVar[str]
+    sampling: ClassVar[str | None] = None
+    label: ClassVar[str] = ""
+    counts: ClassVar[str] = "steps"
+    allows_units: ClassVar[bool] = False
+    is_shuffled_by_keras: ClassVar[bool] = False
+
+    number_of_examples: int | None
+    expected_batch_size: int | None
+    examples_per_unit: int = 1
+
+    def __init_subclass__(cls) -> None:
+        """Let files and arguments name the scheme."""
+        _KINDS[cls.kind] = cls
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            TypeError: If one is no number.
+            ValueError: If one is not a positive whole number.
+        """
+        for name, value in self.fields().items():
+            object.__setattr__(self, name, positive_int(name, value))
+
+    def fields(self) -> dict[str, Any]:
+        """Return what it is made of, for files."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    @property
+    def counts_passes(self) -> bool:
+        """Whether passes over the data are counted, not steps."""
+        return self.counts == "passes"
+
+    @property
+    def sensitivity_in_clips(self) -> int:
+        """The l2 sensitivity of a step's clipped sum, as a multiple of the clip norm.
+
+        A unit of several examples does not vanish with one of them: it is replaced.
+        """
+        return 1 if self.examples_per_unit == 1 else 2
+
+    @property
+    def sampling_probability(self) -> float:
+        """Probability with which a release has a given example in it."""
+        return 1.0
+
+    def log_chances(self, examples: int) -> NDArray[np.float64]:
+        """Return how likely a release has so many of some examples in it.
+
+        Args:
+            examples: Of one user, k.
+
+        Returns:
+            Logarithms of the probabilities of 0, ..., k, shape ``(k + 1,)``. By default
+            all are in it for sure, which costs most.
+        """
+        return np.array([-np.inf] * examples + [0.0])
+
+    def in_units(self, examples_per_unit: int) -> "Scheme":
+        """Return the scheme for units of several examples, if it allows them."""
+        if not self.allows_units:
+            return self
+        changed: Scheme = dataclasses.replace(  # type: ignore[type-var]
+            self, examples_per_unit=examples_per_unit
+        )
+        return changed
+
+    def draw(
+        self, key: int, epoch: int, index: int, repetition: int = 0
+    ) -> NDArray[np.int64]:
+        """Draw a batch, a function of the arguments alone.
+
+        Args:
+            key: A secret whole number in [0, 2^128); see `fresh_key`.
+            epoch: Number of the epoch, in [0, 2^64).
+            index: Place of the batch in the epoch.
+            repetition: How often that batch was drawn before.
+
+        Returns:
+            Distinct indices in [0, number_of_examples), ascending, shape ``(n,)``; n
+            may be 0.
+
+        Raises:
+            NotImplementedError: If tfdp cannot draw such batches.
+        """
+        raise NotImplementedError
+
+    def event(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
+        """Return what a number of releases with Gaussian noise cost.
+
+        Args:
+            count: Steps taken, or passes begun.
+            noise_multiplier: Standard deviation of the noise over the l2 sensitivity.
+
+        Returns:
+            An event of dp_accounting.
+        """
+        if count == 0:
+            return dp_accounting.NoOpDpEvent()
+        if noise_multiplier < _LEAST_NOISE:
+            return dp_accounting.NonPrivateDpEvent()
+        release = dp_accounting.GaussianDpEvent(min(noise_multiplier, _MOST_NOISE))
+        if self.sampling_probability < 1:
+            release = dp_accounting.PoissonSampledDpEvent(
+                self.sampling_probability, release
+            )
+        return dp_accounting.SelfComposedDpEvent(release, count)
+
+    @abc.abstractmethod
+    def words(self, count: int, noise: str) -> str:
+        """Say what ran, for the statement.
+
+        Args:
+            count: Steps taken, or passes begun.
+            noise: Says how much noise they had.
+        """
+
+    def assumption(self) -> str:
+        """Say what is taken on trust beyond what `words` says; empty for nothing."""
+        return ""
+
+    def examples_drawn(self, count: int) -> int | None:
+        """Return how many examples a number of releases draw together, if known."""
+        del count
+        return None
+
+    @classmethod
+    def drawing(
+        cls, examples: int, number_of_examples: int, expected_batch_size: int
+    ) -> "tuple[Scheme, int] | None":
+        """Return what draws at least so many examples in this way: scheme and count.
+
+        None for schemes that statements do not compare others with.
+        """
+        del examples, number_of_examples, expected_batch_size
+        return None
+
+    def redrawn(self, count: int) -> "dict[str, tuple[Scheme, int]]":
+        """Return what the same training is under each scheme that it could have had.
+
+        Args:
+            count: Steps taken, or passes begun, under this one.
+
+        Returns:
+            Schemes and counts by their labels; this one is among them if it has a
+            label.
+        """
+        found: dict[str, tuple[Scheme, int]] = {}
+        examples = self.examples_drawn(count)
+        n, batch_size = self.number_of_examples, self.expected_batch_size
+        for other in _KINDS.values():
+            if isinstance(self, other):
+                if self.label:
+                    found[self.label] = self, count
+            elif examples is not None and n is not None and batch_size is not None:
+                redrawn = other.drawing(examples, n, batch_size)
+                if redrawn and (self.examples_per_unit == 1 or other.allows_units):
+                    found[other.label] = redrawn
+        return found
+
+
+# By the names in files, in the order in which tables compare them.
+_KINDS: dict[str, type[Scheme]] = {}
+
+
+def scheme_of_kind(kind: Any) -> type[Scheme]:
+    """Return the scheme that a saved ledger names.
+
+    Args:
+        kind: What the file says.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ValueError(
+            f"A segment's `kind` must be one of {', '.join(map(repr, _KINDS))}. "
+            f"Received: kind={kind!r}."
+        )
+    return _KINDS[kind]
+
+
+def samplings() -> dict[str, Callable[[int, int], Scheme]]:
+    """Return what makes the schemes that arguments can name, by these names.
+
+    Returns:
+        Functions of the number of examples and the expected batch size.
+    """
+    named = {each.sampling: each for each in _KINDS.values() if each.sampling}
+    return cast("dict[str, Callable[[int, int], Scheme]]", named)
