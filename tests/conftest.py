@@ -59,7 +59,7 @@ def keras_defaults():
     keras = sys.modules.get("keras")
     if keras is not None:
         keras.utils.set_random_seed(0)
-    histories = sys.modules.get("tfdp.histories")
+    histories = sys.modules.get("tfdp.runs.histories")
     if histories is not None:
         histories._known_values.clear()
         histories._variables.clear()

@@ -11,7 +11,7 @@ import tfdp
 from tfdp import clipping
 from tfdp.accounting import Ledger, UnamplifiedSteps
 from tfdp.engines import bookkeeping
-from tfdp.noise import add_noise
+from tfdp.mechanisms.gaussian import add_noise
 from tfdp.optimizers import dp_optimizer
 
 DELTA = 1e-5

@@ -21,8 +21,8 @@ from tfdp.accounting import (
 )
 from tfdp.clipping import ClippedSum as ClippedSum
 from tfdp.fixing import fix_model as fix_model
-from tfdp.gradients import clipped_gradients as clipped_gradients
 from tfdp.model import DPModel as DPModel
+from tfdp.training.loops import clipped_gradients as clipped_gradients
 from tfdp.validation import validate_model as validate_model
 
 __version__ = "0.1.0"

@@ -19,8 +19,8 @@ import tfdp
 from tfdp import _keras, _tree, _validate
 from tfdp.accounting import privacy_report, privacy_statement
 from tfdp.errors import NotPrivateError
-from tfdp.histories import was_trained
 from tfdp.model import DPModel
+from tfdp.runs.histories import was_trained
 from tfdp.validation import changed_variables
 
 _SIGNATURE = "serving_default"

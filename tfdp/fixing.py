@@ -11,8 +11,8 @@ import keras
 
 from tfdp import _keras, _validate
 from tfdp.errors import UnsupportedLayerError
-from tfdp.histories import note_copy
 from tfdp.model import DPModel
+from tfdp.runs.histories import note_copy
 from tfdp.validation import Problem
 
 # Of one value GroupNormalization makes zero, of two only which is larger; statistics

@@ -13,36 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate, engines
-from tfdp._augmentation import Augmentation
-from tfdp._batch_clipper import BatchClipper
-from tfdp._fit_callbacks import (
-    LedgerCallback,
-    PrivacyCallback,
-    Step,
-    planned_items,
-    sorted_callbacks,
-)
-from tfdp._journal import journals
-from tfdp._noise_plan import NoisePlan
-from tfdp._plan import Plan
 from tfdp._released import ReleasedGradient
-from tfdp._replicas import function_of_batches
-from tfdp._workers import (
-    agree_on_training,
-    check_distribution,
-    check_scope,
-    lost_workers,
-    replicas_of,
-)
 from tfdp.accounting import Ledger, privacy_statement
-from tfdp.budgets import (
-    enforce_budget,
-    enforce_budget_of_step,
-    enforce_budgets_of_loops,
-    room_in_graph,
-)
 from tfdp.checks.tracing import signature_of
-from tfdp.data.shares import Share, agreed_stream, check_shareable, shared_out
 from tfdp.data.training_data import (
     TrainingData,
     first_rows,
@@ -51,6 +24,15 @@ from tfdp.data.training_data import (
     split_for_validation,
     training_data,
 )
+from tfdp.distribute.replicas import function_of_batches
+from tfdp.distribute.shares import Share, agreed_stream, check_shareable, shared_out
+from tfdp.distribute.workers import (
+    agree_on_training,
+    check_distribution,
+    check_scope,
+    lost_workers,
+    replicas_of,
+)
 from tfdp.engines import explanation
 from tfdp.engines.choice import choose
 from tfdp.errors import (
@@ -58,18 +40,24 @@ from tfdp.errors import (
     PrivacyBudgetError,
     UnsupportedLayerError,
 )
-from tfdp.histories import (
+from tfdp.losses import regularizers
+from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
+from tfdp.losses.objective import Objective, check_takes_logits
+from tfdp.optimizers import DPOptimizer
+from tfdp.runs.budgets import (
+    enforce_budget,
+    enforce_budget_of_step,
+    enforce_budgets_of_loops,
+    room_in_graph,
+)
+from tfdp.runs.histories import (
     glimpse,
     is_alone,
     recognise_copies,
     remember_values,
     was_trained,
 )
-from tfdp.losses import regularizers
-from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
-from tfdp.losses.objective import Objective, check_takes_logits
-from tfdp.optimizers import DPOptimizer
-from tfdp.recorder import (
+from tfdp.runs.recorder import (
     UNDECLARED,
     LedgerRecorder,
     LedgerState,
@@ -77,6 +65,18 @@ from tfdp.recorder import (
     revoke_all,
 )
 from tfdp.sampling import Scheme, samplings
+from tfdp.training.augmentation import Augmentation
+from tfdp.training.callback import (
+    LedgerCallback,
+    PrivacyCallback,
+    Step,
+    planned_items,
+    sorted_callbacks,
+)
+from tfdp.training.journal import journals
+from tfdp.training.noise_plan import NoisePlan
+from tfdp.training.plan import Plan
+from tfdp.training.step import BatchClipper
 
 # How names of saved arrays begin that hold the gradient that was released last.
 _RELEASED = "released_gradient_"

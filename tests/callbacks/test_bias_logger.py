@@ -11,8 +11,8 @@ from keras import layers
 import tfdp
 from tests.problems import PROBLEMS, precision, scale_outlier
 from tests.reference import clipped_sum, problem_gradients
-from tfdp._batch_clipper import BatchClipper
 from tfdp.callbacks import BiasLogger
+from tfdp.training.step import BatchClipper
 
 NAMES = (
     "bias_magnitude",

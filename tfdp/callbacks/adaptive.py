@@ -10,11 +10,11 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _validate
-from tfdp._fit_callbacks import PrivacyCallback, Step
 from tfdp.accounting.levels import folded
+from tfdp.mechanisms.gaussian import noise_of_query
 from tfdp.model import DPModel
-from tfdp.noise import noise_of_query
 from tfdp.optimizers.dp_optimizer import LEAST_CLIP
+from tfdp.training.callback import PrivacyCallback, Step
 
 
 class AdaptiveClip(PrivacyCallback, abc.ABC):

@@ -9,11 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate
-from tfdp._fit_callbacks import PrivacyCallback, Step
 from tfdp.clipping import ClippedSum
 from tfdp.data.training_data import number_of_examples
 from tfdp.losses import SAT
 from tfdp.model import DPModel
+from tfdp.training.callback import PrivacyCallback, Step
 
 _NAMES = (
     "bias_magnitude",

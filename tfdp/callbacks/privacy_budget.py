@@ -3,11 +3,11 @@
 from typing import Any
 
 from tfdp import _validate
-from tfdp._fit_callbacks import PrivacyCallback
-from tfdp.budgets import set_budget
 from tfdp.errors import NotPrivateError
 from tfdp.model import DPModel
-from tfdp.recorder import Budget
+from tfdp.runs.budgets import set_budget
+from tfdp.runs.recorder import Budget
+from tfdp.training.callback import PrivacyCallback
 
 
 class PrivacyBudget(PrivacyCallback):

@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _validate
-from tfdp._fit_callbacks import PrivacyCallback
 from tfdp.model import DPModel
 from tfdp.optimizers.dp_optimizer import DPOptimizer, checked_clip
+from tfdp.training.callback import PrivacyCallback
 
 Schedule: TypeAlias = (
     keras.optimizers.schedules.LearningRateSchedule | Callable[[int], float]

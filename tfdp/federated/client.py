@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from tfdp.clipping import ClippedSum, clip_and_sum
 from tfdp.errors import NotPrivateError
-from tfdp.gradients import clipped_gradients
-from tfdp.noise import NoiseSource, add_reply_noise
+from tfdp.mechanisms.gaussian import NoiseSource, add_reply_noise
 from tfdp.optimizers.dp_optimizer import checked_clip, checked_noise_multiplier
+from tfdp.training.loops import clipped_gradients
 
 
 def client_update(

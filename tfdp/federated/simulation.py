@@ -38,9 +38,9 @@ from tfdp.federated.run_folder import (
 )
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.virtual_clients import VirtualClients
-from tfdp.gradients import clipped_gradients
-from tfdp.noise import NoiseSource, add_noise, noise_of_query
+from tfdp.mechanisms.gaussian import NoiseSource, add_noise, noise_of_query
 from tfdp.optimizers.dp_optimizer import checked_clip
+from tfdp.training.loops import clipped_gradients
 
 
 class Simulation:

@@ -9,15 +9,15 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _validate
-from tfdp._replicas import ALONE, Replicas
 from tfdp.accounting import Ledger
-from tfdp.budgets import enforce_budget_of_step, room_in_graph
 from tfdp.clipping import ClippedSum
+from tfdp.distribute.replicas import ALONE, Replicas
 from tfdp.errors import NotPrivateError
-from tfdp.histories import glimpse, is_alone, recognise_copies
 from tfdp.losses.regularizers import gradient_of
-from tfdp.noise import NoiseSource, add_noise
-from tfdp.recorder import LedgerRecorder, LedgerState
+from tfdp.mechanisms.gaussian import NoiseSource, add_noise
+from tfdp.runs.budgets import enforce_budget_of_step, room_in_graph
+from tfdp.runs.histories import glimpse, is_alone, recognise_copies
+from tfdp.runs.recorder import LedgerRecorder, LedgerState
 
 # Far below it noise is flushed to zero, far above its reciprocal it is infinite.
 LEAST_CLIP = 1e-20

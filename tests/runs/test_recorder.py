@@ -15,9 +15,9 @@ from tfdp.accounting import (
     Segment,
     UnamplifiedSteps,
 )
-from tfdp.budgets import enforce_budget
+from tfdp.runs.budgets import enforce_budget
 from tfdp.errors import PrivacyBudgetError
-from tfdp.recorder import UNDECLARED, Budget, LedgerRecorder
+from tfdp.runs.recorder import UNDECLARED, Budget, LedgerRecorder
 from tfdp.sampling import Poisson, Shuffled
 
 POISSON = Poisson(1000, 50)

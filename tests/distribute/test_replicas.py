@@ -6,7 +6,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdp._replicas import ALONE, Replicas, share_bounds
+from tfdp.distribute.replicas import ALONE, Replicas, share_bounds
 
 pytestmark = pytest.mark.keras_private
 

@@ -18,7 +18,7 @@ from tfdp.accounting import Ledger, Segment
 from tfdp.accounting.calibration import MOST_COUNT
 from tfdp.accounting.levels import lowered, noise_levels
 from tfdp.accounting.runs import Run, ledger_of, runs_from_state, runs_to_dict, union
-from tfdp.histories import (
+from tfdp.runs.histories import (
     History,
     Snapshot,
     counters_of,

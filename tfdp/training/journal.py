@@ -9,11 +9,11 @@ import keras
 from absl import logging
 
 from tfdp._files import replaced
-from tfdp._fit_callbacks import PrivacyCallback
 from tfdp.accounting import Ledger
 from tfdp.accounting.runs import Run, runs_from_state, runs_to_dict
 from tfdp.accounting.segments import Segment, segment_from_dict, segment_to_dict
-from tfdp.recorder import LedgerRecorder
+from tfdp.runs.recorder import LedgerRecorder
+from tfdp.training.callback import PrivacyCallback
 
 _FILE = "tfdp_journal.jsonl"
 

@@ -17,10 +17,10 @@ import tensorflow as tf
 from keras import layers
 
 import tfdp
-from tfdp.histories import history_of
-from tfdp.recorder import LedgerRecorder
+from tfdp.runs.histories import history_of
+from tfdp.runs.recorder import LedgerRecorder
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ROWS = 20
 DELTA = 1e-3
 # So much noise that epsilon takes little time.
@@ -659,7 +659,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import json, keras, tensorflow as tf, tfdp
 from tests.test_histories import fit, loop, optimizer, part, private
-from tfdp.histories import was_trained
+from tfdp.runs.histories import was_trained
 
 model = private(part("model"))
 checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)

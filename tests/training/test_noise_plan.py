@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp._fit_callbacks import PrivacyCallback
-from tfdp._noise_plan import NoisePlan
 from tfdp.accounting.levels import folded
 from tfdp.callbacks import AdaptiveMedianClip
 from tfdp.optimizers import DPSGD
+from tfdp.training.callback import PrivacyCallback
+from tfdp.training.noise_plan import NoisePlan
 
 
 class Lowered(PrivacyCallback):

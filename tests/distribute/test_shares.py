@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tfdp._replicas import Replicas
-from tfdp.data.shares import check_shareable, shared_out
 from tfdp.data.training_data import training_data
+from tfdp.distribute.replicas import Replicas
+from tfdp.distribute.shares import check_shareable, shared_out
 
 ROWS = 50
 
@@ -262,7 +262,7 @@ SOURCES = {
 def test_a_single_row_that_differs_between_workers_is_found(kind, monkeypatch):
     # More than are read at once.
     rows = 9_000
-    monkeypatch.setattr("tfdp.data.shares.fresh_key", lambda: 1)
+    monkeypatch.setattr("tfdp.distribute.shares.fresh_key", lambda: 1)
 
     def share(x, y, cluster):
         shared_out(

@@ -13,9 +13,9 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from tfdp import _keras, _tree
-from tfdp._replicas import Replicas, replica_number, share_bounds, summed
 from tfdp.data.rows import Rows, rows_of
 from tfdp.data.training_data import TrainingData
+from tfdp.distribute.replicas import Replicas, replica_number, share_bounds, summed
 from tfdp.errors import NotPrivateError
 from tfdp.sampling import Scheme, fresh_key
 

@@ -16,7 +16,7 @@ from scipy import stats
 from tests.problems import PROBLEMS
 from tfdp import clipped_gradients
 from tfdp.clipping import ClippedSum
-from tfdp.noise import (
+from tfdp.mechanisms.gaussian import (
     NoiseSource,
     add_noise,
     long_normal,

@@ -9,10 +9,8 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, engines
-from tfdp._augmentation import Augmentation
-from tfdp._plan import Plan
-from tfdp._replicas import Replicas, summed
 from tfdp.clipping import ClippedSum, clip_as_tensor
+from tfdp.distribute.replicas import Replicas, summed
 from tfdp.engines.passes import (
     OnOutputs,
     number_of_rows,
@@ -21,6 +19,8 @@ from tfdp.engines.passes import (
 )
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Batch, Objective
+from tfdp.training.augmentation import Augmentation
+from tfdp.training.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)

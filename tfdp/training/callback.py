@@ -12,15 +12,15 @@ import keras
 import tensorflow as tf
 
 from tfdp._released import ReleasedGradient
-from tfdp._replicas import Replicas
-from tfdp._workers import check_same_model
 from tfdp.clipping import ClippedSum
 from tfdp.data.training_data import TrainingData
+from tfdp.distribute.replicas import Replicas
+from tfdp.distribute.workers import check_same_model
 from tfdp.errors import PrivacyBudgetError
-from tfdp.histories import remember_values
 from tfdp.losses.ascent import AscentLoss
 from tfdp.optimizers import DPOptimizer
-from tfdp.recorder import LedgerRecorder
+from tfdp.runs.histories import remember_values
+from tfdp.runs.recorder import LedgerRecorder
 
 # How names of logged values begin that do not tell of the private rows, or are noised.
 _HARMLESS = ("val_", "public_", "epsilon", "l2_norm_clip", "noise_multiplier")
@@ -35,7 +35,7 @@ class Step:
         clipped_sum: What was clipped, on all replicas, not noised, with the C that
             clipped. Noise is drawn with that one, whatever callbacks do to the
             optimizer's.
-        stream: Of the step's noise; see `tfdp.noise.noise_of_query`.
+        stream: Of the step's noise; see `tfdp.mechanisms.gaussian.noise_of_query`.
         clip: Clips the gradients of the plain loss with a C, under the dropout masks
             of the step, for callbacks that set `clips_again`: those of the step's
             batch or, as second argument, of ``(x, y, sample_weight)``.

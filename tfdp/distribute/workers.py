@@ -12,9 +12,9 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._replicas import STRATEGIES, Replicas
-from tfdp.data.shares import DIFFERENT_STEPS
 from tfdp.data.training_data import TrainingData
+from tfdp.distribute.replicas import STRATEGIES, Replicas
+from tfdp.distribute.shares import DIFFERENT_STEPS
 from tfdp.errors import NotPrivateError, WorkerLostError
 from tfdp.optimizers import DPOptimizer
 

@@ -5,9 +5,9 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdp._fit_callbacks import PrivacyCallback
 from tfdp.accounting.levels import folded
 from tfdp.optimizers import DPOptimizer
+from tfdp.training.callback import PrivacyCallback
 
 # How far ahead the noise is looked at where the data do not tell the steps.
 _STEPS_WITHOUT_A_PLAN = 1_000_000

@@ -15,8 +15,6 @@ import tensorflow as tf
 from keras import layers
 
 import tfdp
-from tfdp._journal import Journal, journals
-from tfdp._noise_plan import NoisePlan
 from tfdp.accounting import (
     Ledger,
     PoissonSteps,
@@ -25,10 +23,12 @@ from tfdp.accounting import (
     UnamplifiedSteps,
 )
 from tfdp.accounting.segments import segment_to_dict
-from tfdp.recorder import UNDECLARED, LedgerRecorder
+from tfdp.runs.recorder import UNDECLARED, LedgerRecorder
 from tfdp.sampling import Poisson, Shuffled
+from tfdp.training.journal import Journal, journals
+from tfdp.training.noise_plan import NoisePlan
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ROWS = 40
 
 POISSON = Poisson(ROWS, 4)

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tests.distributed.cases import CASES, fit, rows, weights_of
-from tests.distributed.processes import run_mirrored, run_workers
+from tests.distribute.cases import CASES, fit, rows, weights_of
+from tests.distribute.processes import run_mirrored, run_workers
 
 pytestmark = [
     pytest.mark.keras_private,

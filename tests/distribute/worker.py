@@ -17,9 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
-from tests.distributed import cases
-from tfdp._replicas import replica_number, summed
-from tfdp.noise import _seed, add_noise, standard_normal
+from tests.distribute import cases
+from tfdp.distribute.replicas import replica_number, summed
+from tfdp.mechanisms.gaussian import _seed, add_noise, standard_normal
 from tfdp.optimizers import dp_optimizer
 
 warnings.simplefilter("ignore")

@@ -16,8 +16,8 @@ from tfdp import _keras
 from tfdp.accounting import Segment, affordable_count
 from tfdp.accounting.runs import Run, ledger_of, union
 from tfdp.errors import PrivacyBudgetError
-from tfdp.histories import history_of
-from tfdp.recorder import Budget, LedgerRecorder, living
+from tfdp.runs.histories import history_of
+from tfdp.runs.recorder import Budget, LedgerRecorder, living
 
 
 def set_budget(recorder: LedgerRecorder, budget: Budget | None) -> None:
