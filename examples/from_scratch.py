@@ -31,7 +31,7 @@ from sklearn.model_selection import train_test_split
 
 import tfdp
 from tfdp.accounting import Ledger, PoissonSteps
-from tfdp.mechanisms.gaussian import NoiseSource, add_noise
+from tfdp.mechanisms.gaussian import Gaussian
 
 # Poisson batches differ in size: TensorFlow traces a graph for the first one, and in
 # the second step one for all sizes.
@@ -81,7 +81,7 @@ def compare_steps(batches: tfdp.data.PoissonDataset) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = make_optimizer(noise_seed=0)
-        noise_source = NoiseSource(seed=0)
+        noise_source = Gaussian(noise_seed=0)
     textbook_graph = tf.function(textbook_step, reduce_retracing=True)
     tfdp_step = make_step(model, optimizer)
 
@@ -143,9 +143,7 @@ def textbook_step(
         variable.assign_sub(LEARNING_RATE * noised / BATCH_SIZE)
 
 
-def normal_numbers(
-    source: NoiseSource, model: keras.Model, step: int
-) -> list[tf.Tensor]:
+def normal_numbers(source: Gaussian, model: keras.Model, step: int) -> list[tf.Tensor]:
     """Return the standard normal numbers that tfdp draws in a step."""
     zeros = tfdp.ClippedSum(
         gradients=[tf.zeros(variable.shape) for variable in model.trainable_variables],
@@ -153,7 +151,7 @@ def normal_numbers(
         l2_norm_clip=tf.constant(1.0),
         examples_per_unit=1,
     )
-    return add_noise(
+    return source.noised(
         zeros,
         noise_multiplier=tf.constant(1.0),
         stream=source.stream(tf.constant(step, tf.int64)),

@@ -121,7 +121,7 @@ def runner(
                 functools.partial(_pass, engine, objective, clip, unit_size),
                 data,
                 rows_per_unit=unit_size,
-            )[:2]
+            )
             for engine in engines
         ]
 
@@ -157,7 +157,7 @@ def clipped(engine: Any, objective: Objective, x: Any, y: Any, clip: float) -> A
     """Clip a batch of arrays eagerly; return the clipped sums and the norms."""
     data = tf.convert_to_tensor(x), tf.convert_to_tensor(y), None
     step = functools.partial(_pass, engine, objective, tf.constant(clip), 1)
-    return run_whole(step, data, rows_per_unit=1)[:2]
+    return run_whole(step, data, rows_per_unit=1)
 
 
 def check(

@@ -351,7 +351,7 @@ def test_noise_does_not_replay(tmp_path):
     x, y = data()
 
     def stream():
-        return tuple(model.optimizer.noise_stream(tf.constant(7, tf.int64)).numpy())
+        return tuple(model.optimizer.mechanism.stream(tf.constant(7, tf.int64)).numpy())
 
     # A key for each training and each loading, whatever counts the steps.
     streams = [stream()]

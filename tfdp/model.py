@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import keras
@@ -14,6 +13,7 @@ import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate, engines
 from tfdp._released import ReleasedGradient
+from tfdp._types import Nest, Tensor
 from tfdp.accounting import Ledger, privacy_statement
 from tfdp.checks.tracing import signature_of
 from tfdp.data.training_data import (
@@ -25,7 +25,7 @@ from tfdp.data.training_data import (
     training_data,
 )
 from tfdp.distribute.replicas import function_of_batches
-from tfdp.distribute.shares import Share, agreed_stream, check_shareable, shared_out
+from tfdp.distribute.shares import Share, check_shareable, shared_out
 from tfdp.distribute.workers import (
     agree_on_training,
     check_distribution,
@@ -42,7 +42,7 @@ from tfdp.errors import (
 )
 from tfdp.losses import regularizers
 from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
-from tfdp.losses.objective import Objective, check_takes_logits
+from tfdp.losses.objective import Batch, Objective, check_takes_logits
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.budgets import (
     enforce_budget,
@@ -66,17 +66,12 @@ from tfdp.runs.recorder import (
 )
 from tfdp.sampling import Scheme, samplings
 from tfdp.training.augmentation import Augmentation
-from tfdp.training.callback import (
-    LedgerCallback,
-    PrivacyCallback,
-    Step,
-    planned_items,
-    sorted_callbacks,
-)
+from tfdp.training.callback import StepCallback
+from tfdp.training.fit_callbacks import LedgerCallback, planned_items, sorted_callbacks
 from tfdp.training.journal import journals
 from tfdp.training.noise_plan import NoisePlan
-from tfdp.training.plan import Plan
-from tfdp.training.step import BatchClipper
+from tfdp.training.step import BatchClipper, Session, private_step
+from tfdp.training.units import units_and_passes
 
 # How names of saved arrays begin that hold the gradient that was released last.
 _RELEASED = "released_gradient_"
@@ -202,13 +197,14 @@ class DPModel(_keras.ReplicatedModel):
         self._ledger_state = LedgerState(self._saved_ledger, self._restore_ledger)
         # Of a ledger that was loaded, which weights have been trained.
         self._loaded_as_trained = b""
-        self._plan = Plan()
+        # What the training function was made for.
+        self._session: Session | None = None
         self._checked = _NOTHING_CHECKED
         self.train_function: Any = None
         self.test_function: Any = None
-        self._jit_compile_passes = False
         self._chosen_engine: engines.Engine | None = None
-        self._in_graph: list[PrivacyCallback] = []
+        self._sizes: tuple[int, int | None] = (1, None)
+        self._objective_of_compile: Objective | None = None
         self._ascent: AscentLoss | None = None
         self._released = ReleasedGradient()
         self._augmentation = views
@@ -380,6 +376,7 @@ class DPModel(_keras.ReplicatedModel):
                 optimizer=None, loss=loss, loss_weights=loss_weights, jit_compile=False
             )
         self._loss_weights = loss_weights
+        self._objective_of_compile = None
         self._bind(optimizer)
         optimizer.renew_noise_key()
 
@@ -496,36 +493,46 @@ class DPModel(_keras.ReplicatedModel):
         if self._replicas.strategy is not None:
             check_shareable(data)
         callbacks = sorted_callbacks(callbacks)
-        callbacks.insert(0, LedgerCallback(self.recorder, data, self._replicas))
         steps = data.steps_per_epoch and data.steps_per_epoch * (epochs - initial_epoch)
-        private = [item for item in callbacks if isinstance(item, PrivacyCallback)]
-        kept = journals(callbacks, self.recorder)
+        acting = [each for each in callbacks if isinstance(each, StepCallback)]
+        first = LedgerCallback(
+            self.recorder, data, self._replicas, self.optimizer, self.limit_to_budget
+        )
+        # The plan of the noise is another one by then.
+        to_come = lambda: self.noise_plan.to_come()  # noqa: E731, PLW0108
+        kept = journals(callbacks, self.recorder, to_come)
         for journal in kept:
             journal.restore()
         with lost_workers(self._replicas):
             agree_on_training(
-                self._replicas, self, data, range(initial_epoch, epochs), kept
+                self._replicas,
+                self.recorder,
+                self.optimizer,
+                data,
+                range(initial_epoch, epochs),
+                [journal.path for journal in kept],
             )
-        for callback in private:
-            callback.before_training(self, steps)
-        self._plan_for(data.scheme, data.scheme.expected_batch_size)
+        for callback in acting:
+            callback.before_training(self.optimizer, steps)
+        sizes = self._units_and_passes(data.scheme)
         with lost_workers(self._replicas):
-            data = self._check(data)
+            data = self._check(data, sizes)
             regularizers.check_number_of_examples(
-                self.trainable_variables,
-                data.scheme.number_of_examples,
+                self.trainable_variables, data.scheme.number_of_examples
             )
             self.optimizer.renew_noise_key()
-            try:
-                self._take_callbacks(private)
-                self.noise_plan = NoisePlan(self.optimizer, self._in_graph, steps)
-                self._begin(data, epochs - initial_epoch)
+            for callback in acting:
+                callback.set_model(self)
+                callback.find_queries(self.optimizer)
+            acting = [each for each in acting if each.acts_in_steps()]
+            session = self._settle(data.scheme, sizes, acting)
+            with self._counted(session, data, epochs - initial_epoch, steps):
                 if self._replicas.strategy is not None:
                     data = shared_out(
                         data,
                         self._replicas,
                         epochs=epochs - initial_epoch,
-                        rows_per_unit=self._plan.examples_per_unit,
+                        rows_per_unit=session.scheme.examples_per_unit,
                         class_weight=class_weight,
                     )
                     class_weight = None
@@ -535,7 +542,7 @@ class DPModel(_keras.ReplicatedModel):
                     batch_size=data.batch_size,
                     epochs=epochs,
                     verbose=verbose,
-                    callbacks=[*callbacks, *kept],
+                    callbacks=[first, *callbacks, *kept],
                     validation_data=validation_data,
                     shuffle=data.shuffle,
                     class_weight=class_weight,
@@ -546,8 +553,6 @@ class DPModel(_keras.ReplicatedModel):
                     validation_batch_size=validation_batch_size or batch_size,
                     validation_freq=validation_freq,
                 )
-            finally:
-                self._end()
 
     def train_on_batch(
         self,
@@ -587,16 +592,16 @@ class DPModel(_keras.ReplicatedModel):
                 "each a share."
             )
         _check_class_weight(class_weight, sample_weight, y, self.model)
-        self._plan_for(UNDECLARED, None)
-        sizes = self._unchecked_sizes(number_of_examples(x))
-        if sizes:
-            self._check_sample(*first_rows((x, y, sample_weight)), sizes=sizes)
+        sizes = self._units_and_passes(UNDECLARED)
+        unchecked = self._unchecked_sizes(number_of_examples(x), sizes)
+        if unchecked:
+            self._check_sample(*first_rows((x, y, sample_weight)), sizes=unchecked)
         regularizers.check_number_of_examples(
             self.trainable_variables, None, rows=number_of_examples(x)
         )
-        scheme = UNDECLARED.in_units(self._plan.examples_per_unit)
-        if self.recorder.scheme != scheme:
-            self.recorder.begin(scheme)
+        session = self._settle(UNDECLARED, sizes)
+        if self.recorder.scheme != session.scheme:
+            self.recorder.begin(session.scheme)
         self._begin_single_step()
         self.limit_to_budget()
         recorder = self.recorder
@@ -623,13 +628,12 @@ class DPModel(_keras.ReplicatedModel):
         """Make the training function; XLA compiles the passes in it, not all of it."""
         if self._replicas.strategy is not None:
             if self.train_function is None or force:
-                self._jit_compile_passes = bool(self.jit_compile)  # type: ignore[has-type]
                 self.train_function = function_of_batches(
                     self._train_together, is_eager=self.run_eagerly
                 )
             return self.train_function
-        jit_compile = bool(self.jit_compile)  # type: ignore[has-type]
-        self._jit_compile_passes, self.jit_compile = jit_compile, False
+        jit_compile = self.jit_compile  # type: ignore[has-type]
+        self.jit_compile = False
         try:
             return super().make_train_function(force)
         finally:
@@ -676,66 +680,23 @@ class DPModel(_keras.ReplicatedModel):
                 f"{self._replicas.number} replicas. Use `private.fit(...)`, which gives "
                 "each a share."
             )
-        return self._take_step(data, tf.constant(0, tf.int64))
+        return self._take_step(data)
 
-    def _take_step(self, data: Any, fingerprint: tf.Tensor) -> dict[str, Any]:
+    def _take_step(
+        self, data: Nest, fingerprint: Tensor | None = None
+    ) -> dict[str, Any]:
         """Take one private step, what is not run on all replicas once for them all."""
-        data = keras.utils.unpack_x_y_sample_weight(data)
-        for callback in self._in_graph:
-            callback.before_step(self.optimizer)
-        noise_multiplier = self.noise_plan.counted(self.optimizer.iterations.value)
-        has_room = self._has_room(noise_multiplier)
-        stream = agreed_stream(
-            self._replicas,
-            self.optimizer.noise_stream(self.optimizer.noise_number),
-            fingerprint,
-            [
-                self.optimizer.l2_norm_clip.value,
-                self.optimizer.noise_multiplier.value,
-                noise_multiplier,
-                self.recorder.own_steps,
-                has_room,
-            ],
+        if self._session is None or not self.recorder.is_in_fit:
+            # In a loop of one's own: without what the last `fit` had.
+            self._settle(self.recorder.scheme, self._sizes)
+        assert self._session is not None  # noqa: S101
+        private_step(
+            self._session,
+            Batch.of(data),
+            has_room=self._has_room,
+            on_outputs=self._update_metrics,
+            fingerprint=fingerprint,
         )
-        clipper = self._clipper()
-        clips_again = any(callback.clips_again for callback in self._in_graph)
-        clip = clipper.later(
-            data, self._objective(), clipper.states() if clips_again else []
-        )
-        with self._uphill():
-            clipped_sum = clipper.clip(
-                data,
-                self.optimizer.l2_norm_clip.value,
-                self._objective_uphill(),
-                functools.partial(self._update_metrics, has_room),
-            )
-
-        def apply() -> bool:
-            learning = [each for each in self._in_graph if each.has_own("during_step")]
-            if learning:
-                step = Step(
-                    self.optimizer,
-                    clipper.joined(clipped_sum),
-                    stream,
-                    clip,
-                    self._ascent,
-                    self._released,
-                )
-            for callback in learning:
-                callback.during_step(step)
-            released = self.optimizer.apply_and_record(
-                clipped_sum,
-                self.trainable_variables,
-                self.recorder,
-                stream=stream,
-                replicas=self._replicas,
-                accounted_noise_multiplier=noise_multiplier,
-            )
-            if isinstance(self._ascent, SAT):
-                self._released.remember(released)
-            return True
-
-        tf.cond(has_room, apply, lambda: False)
         logs: dict[str, Any] = self.get_metrics_result()
         return logs
 
@@ -750,39 +711,18 @@ class DPModel(_keras.ReplicatedModel):
             enforce_budget_of_step(self.recorder, float(counted))
         return room_in_graph(self.recorder, counted)
 
-    def _uphill(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the weights are where `SAT` wants them."""
-        if not isinstance(self._ascent, SAT):
-            return contextlib.nullcontext()
-        self._released.build(self.trainable_variables)
-        iteration = self.optimizer.iterations.value
-        return self._released.uphill(self._ascent.radius_at(iteration))
-
-    def _clipper(self) -> BatchClipper:
-        return BatchClipper(
-            self.model,
-            self._chosen_engine or engines.get(self.engine),
-            may_change_engine=self.engine == "auto",
-            plan=self._plan,
-            replicas=self._replicas,
-            augmentation=self._augmentation,
-            jit_compile=self._jit_compile_passes,
-        )
-
     def _update_metrics(
         self, has_room: tf.Tensor, data: Any, rows: tf.Tensor, y_pred: Any
     ) -> None:
-        """Log the ordinary loss and metrics of the first `rows` rows."""
+        """Log the ordinary loss and metrics of some rows."""
 
         def update() -> bool:
-            x, y, sample_weight, predicted = _tree.map_tensors(
-                lambda tensor: tensor[:rows], (*data, y_pred)
-            )
+            x, y, sample_weight = data
             loss = self.compute_loss(
-                x=x, y=y, y_pred=predicted, sample_weight=sample_weight
+                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight
             )
             _keras.loss_tracker(self).update_state(loss, sample_weight=rows)
-            self.compute_metrics(x, y, predicted, sample_weight)
+            self.compute_metrics(x, y, y_pred, sample_weight)
             return True
 
         tf.cond(has_room & (rows > 0), update, lambda: False)
@@ -801,29 +741,103 @@ class DPModel(_keras.ReplicatedModel):
         return _keras.compute_loss(self.model, x, y, y_pred, sample_weight)
 
     def _objective(self) -> Objective:
+        """Return the plain loss of each example, the same while nothing changes."""
+        known = self._objective_of_compile
+        trainable = self.model.trainable_variables
+        if known is not None and list(map(id, known.variables)) == list(
+            map(id, trainable)
+        ):
+            return known
         if self._has_own_loss:
-            return Objective.of_compute_loss(self.model)
-        return Objective.of(self.model, self.loss, self._loss_weights)
-
-    def _objective_uphill(self) -> Objective:
-        """Return the objective, its gradients taken where `BAM` wants them."""
-        objective = self._objective()
-        if not isinstance(self._ascent, BAM):
-            return objective
-        ascent = self._ascent.ascent_at(self.optimizer.iterations.value)
-        return dataclasses.replace(objective, ascent=ascent)
+            objective = Objective.of_compute_loss(self.model)
+        else:
+            objective = Objective.of(self.model, self.loss, self._loss_weights)
+        # Keras would track what an attribute has.
+        self.__dict__["_objective_of_compile"] = objective
+        return objective
 
     # Before a training begins.
 
-    def _take_callbacks(self, callbacks: list[PrivacyCallback]) -> None:
-        """Let those that act in the training graph be part of it."""
-        acting = [
-            callback
-            for callback in callbacks
-            if callback.has_own("before_step", "during_step")
-        ]
-        if acting != self._in_graph:
-            self._in_graph, self.train_function = acting, None
+    def _units_and_passes(self, scheme: Scheme) -> tuple[int, int | None]:
+        """Settle the sizes that depend on the expected batch size."""
+        self._sizes = units_and_passes(
+            scheme,
+            optimizer=self.optimizer,
+            physical_batch_size=self.physical_batch_size,
+            jit_compile=self.jit_compile,
+            replicas=self._replicas.number,
+        )
+        return self._sizes
+
+    def _settle(
+        self,
+        scheme: Scheme,
+        sizes: tuple[int, int | None],
+        callbacks: Sequence[StepCallback] = (),
+    ) -> Session:
+        """Make the training function anew if it was made for something else."""
+        examples_per_unit, physical_batch_size = sizes
+        clipper = BatchClipper(
+            self.model,
+            self._chosen_engine or engines.get(self.engine),
+            may_change_engine=self.engine == "auto",
+            examples_per_unit=examples_per_unit,
+            physical_batch_size=physical_batch_size,
+            replicas=self._replicas,
+            augmentation=self._augmentation,
+            jit_compile=bool(self.jit_compile),
+        )
+        session = Session(
+            clipper,
+            self._objective(),
+            scheme.in_units(examples_per_unit),
+            self.optimizer,
+            self.recorder,
+            self._ascent,
+            self._released,
+            tuple(callbacks),
+        )
+        self.optimizer.mechanism.check(session.scheme)
+        if session != self._session:
+            self.__dict__["_session"], self.train_function = session, None
+        return session
+
+    @contextlib.contextmanager
+    def _counted(
+        self, session: Session, data: TrainingData, epochs: int, steps: int | None
+    ) -> Iterator[None]:
+        """Count the steps of a call of `fit` in a segment of its own."""
+        recorder = self.recorder
+        try:
+            self.noise_plan = NoisePlan(self.optimizer, session, steps)
+            recorder.is_in_fit = True
+            recorder.begin(
+                session.scheme,
+                steps_per_item=data.batches_per_pass,
+                planned_items=planned_items(data, epochs),
+                noise_multipliers=self.noise_plan.planned,
+            )
+            self._take_over_copies()
+            recorder.begin_steps(self.trainable_variables, self.model.weights)
+            self.optimizer.skip_used_noise()
+            self.limit_to_budget()
+            drawn = data.drawn
+            is_seeded = drawn is not None and drawn.seeded
+            recorder.note_seeds(
+                noise=self.optimizer.noise_is_seeded, sampling=is_seeded
+            )
+            if drawn is not None and is_seeded:
+                drawn.advance_to(max(drawn.epoch, recorder.all_sampled_epochs + 1))
+            yield
+        finally:
+            self._released.put_back()
+            self.noise_plan = NoisePlan(self.optimizer)
+            recorder.begin(UNDECLARED.in_units(session.scheme.examples_per_unit))
+            with contextlib.suppress(PrivacyBudgetError):
+                self.enforce_budget()
+            recorder.is_in_fit = False
+            recorder.end_steps()
+            remember_values(self.model.weights)
 
     def enforce_budget(self) -> None:
         """Allow only the steps that the budget set by a `PrivacyBudget` has room for.
@@ -872,41 +886,45 @@ class DPModel(_keras.ReplicatedModel):
             _check_optimizer(self.optimizer)
             check_distribution(self._replicas, self.optimizer, self.steps_per_execution)
             self._bind(self.optimizer)
-            self.train_function = None
 
-    def _check(self, data: TrainingData) -> TrainingData:
+    def _check(self, data: TrainingData, sizes: tuple[int, int | None]) -> TrainingData:
         """Refuse layers and losses that mix examples."""
         batch_size = data.static_batch_size
         if self.run_eagerly and batch_size is None:
             # Layers see how many rows there are; this stands for all numbers.
             batch_size = data.scheme.expected_batch_size
-        sizes = self._unchecked_sizes(batch_size)
-        if sizes:
+        unchecked = self._unchecked_sizes(batch_size, sizes)
+        if unchecked:
             data, sample = data.with_sample()
-            self._check_sample(*sample, sizes=sizes)
+            self._check_sample(*sample, sizes=unchecked)
         return data
 
-    def _unchecked_sizes(self, batch_size: int | None) -> list[int | None]:
+    def _unchecked_sizes(
+        self, batch_size: int | None, sizes: tuple[int, int | None]
+    ) -> list[int | None]:
         """Return what of `_sizes_of_passes` the model was not checked with yet."""
         state, known = self._checked
-        sizes = self._sizes_of_passes(batch_size)
+        passes = self._sizes_of_passes(batch_size, sizes)
         if state != self._trainable_state():
-            return list(sizes)
+            return list(passes)
         if len(known) >= _MOST_SIZES:
             # By now TensorFlow traces for any number of rows.
             return [] if None in known else [None]
-        return [size for size in sizes if size not in known]
+        return [size for size in passes if size not in known]
 
-    def _sizes_of_passes(self, batch_size: int | None) -> tuple[int | None, ...]:
+    def _sizes_of_passes(
+        self, batch_size: int | None, sizes: tuple[int, int | None]
+    ) -> tuple[int | None, ...]:
         """Say how many rows go through the model at once, where that is static.
 
         Args:
             batch_size: Of all batches, or of some, if that is static.
+            sizes: Examples of a unit, and rows of a pass.
 
         Returns:
             The sizes, None for any.
         """
-        examples_per_unit, physical_batch_size = self._plan
+        examples_per_unit, physical_batch_size = sizes
         views = 1 if self._augmentation is None else self._augmentation.multiplicity
         if physical_batch_size is not None:
             return (physical_batch_size * views,)
@@ -944,7 +962,11 @@ class DPModel(_keras.ReplicatedModel):
             self._augmentation.check(rows[0])
         if not self.model.built:
             self.model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
-        engine = choose(self.engine, self._objective_uphill(), rows, sizes)
+        objective = self._objective()
+        if isinstance(self._ascent, BAM):
+            ascent = self._ascent.ascent_at(self.optimizer.iterations.value)
+            objective = dataclasses.replace(objective, ascent=ascent)
+        engine = choose(self.engine, objective, rows, sizes)
         self.built = True
         state, known = self._trainable_state(), self._checked[1]
         if state != self._checked[0]:
@@ -952,54 +974,7 @@ class DPModel(_keras.ReplicatedModel):
         self._checked = state, known.union(sizes)
         # Of attributes Keras replaces the dicts, by some that models do not expect.
         self.__dict__["fitted_signature"] = signature_of(x)
-        if engine != self._chosen_engine:
-            self._chosen_engine, self.train_function = engine, None
-
-    def _plan_for(self, scheme: Scheme, batch_size: float | None) -> None:
-        """Settle what depends on the expected batch size."""
-        plan = Plan.of(
-            scheme,
-            batch_size,
-            optimizer=self.optimizer,
-            physical_batch_size=self.physical_batch_size,
-            jit_compile=self.jit_compile,
-            replicas=self._replicas.number,
-        )
-        if plan != self._plan:
-            self._plan, self.train_function = plan, None
-
-    def _begin(self, data: TrainingData, epochs: int) -> None:
-        """Open the ledger's segment for a call of `fit`."""
-        self.recorder.is_in_fit = True
-        self.recorder.begin(
-            data.scheme.in_units(self._plan.examples_per_unit),
-            steps_per_item=data.batches_per_pass,
-            planned_items=planned_items(data, epochs),
-            noise_multipliers=self.noise_plan.planned,
-        )
-        self._take_over_copies()
-        self.recorder.begin_steps(self.trainable_variables, self.model.weights)
-        self.optimizer.skip_used_noise()
-        self.limit_to_budget()
-        drawn = data.drawn
-        is_seeded = drawn is not None and drawn.seeded
-        self.recorder.note_seeds(
-            noise=self.optimizer.noise_is_seeded, sampling=is_seeded
-        )
-        if drawn is not None and is_seeded:
-            drawn.advance_to(max(drawn.epoch, self.recorder.all_sampled_epochs + 1))
-
-    def _end(self) -> None:
-        """Close the ledger's segment after a call of `fit`."""
-        self._released.put_back()
-        self._take_callbacks([])
-        self.noise_plan = NoisePlan(self.optimizer)
-        self.recorder.begin(UNDECLARED.in_units(self._plan.examples_per_unit))
-        with contextlib.suppress(PrivacyBudgetError):
-            self.enforce_budget()
-        self.recorder.is_in_fit = False
-        self.recorder.end_steps()
-        remember_values(self.model.weights)
+        self._chosen_engine = engine
 
     # Saving.
 

@@ -24,7 +24,7 @@ from absl import app, flags
 
 import tfdp
 from tfdp.clipping import ClippedSum
-from tfdp.mechanisms.gaussian import NoiseSource, add_noise
+from tfdp.mechanisms.gaussian import Gaussian
 from tfdp.sampling import fresh_key, poisson_indices
 
 _REPLICAS = flags.DEFINE_multi_integer(
@@ -117,14 +117,14 @@ def clipped_step(model: Any) -> float:
 
 def noise_of(shapes: list[Any]) -> float:
     """Time the noise of a step."""
-    source = NoiseSource()
+    source = Gaussian()
     clipped_sum = ClippedSum(
         [tf.zeros(shape) for shape in shapes], tf.zeros([1]), tf.constant(1.0), 1
     )
 
     @tf.function(autograph=False)
     def noise() -> list[tf.Tensor]:
-        return add_noise(
+        return source.noised(
             clipped_sum,
             noise_multiplier=tf.constant(1.0),
             stream=source.stream(tf.constant(0, tf.int64)),

@@ -89,14 +89,13 @@ def fit(model, *callbacks, norms=NORMS, batch_size=ROWS, epochs=1):
 
 
 def next_clip(callback, clip, norms, noise=0.0):
-    """What follows from a step with these norms, of as many units as expected."""
-    found = callback.next_clip(
-        tf.constant(clip, tf.float64),
-        tf.constant(norms, tf.float64),
-        expected_units=tf.constant(len(norms)),
-        noise=tf.broadcast_to(tf.constant(noise), callback.query_shape),
-    )
-    return float(found)
+    """Where the clip norm goes, with noise of so many standard deviations."""
+    query = callback.query
+    clip = tf.constant(clip, tf.float64)
+    drawn = tf.broadcast_to(tf.constant(noise), query.shape)
+    answer = query.answer(tf.constant(norms, tf.float32), clip, drawn)
+    units = tf.constant(len(norms), tf.float64)
+    return float(callback.next_clip(clip, answer, expected_units=units))
 
 
 class TestAdaptiveQuantileClip:
@@ -164,7 +163,7 @@ class TestAdaptiveQuantileClip:
 
     def test_the_log_says_what_keeps_epsilon(self, caplog):
         with caplog.at_level("INFO", "absl"):
-            AdaptiveQuantileClip(0.5).before_training(private(), None)
+            AdaptiveQuantileClip(0.5).before_training(private().optimizer, None)
         (message,) = (text for text in caplog.messages if "AdaptiveQuantile" in text)
         assert "noise_multiplier=1 counts" in message
         assert "counts as 0.995037" in message

@@ -23,7 +23,7 @@ from tfdp.callbacks import (
     PrivacyBudget,
 )
 from tfdp.clipping import ClippedSum
-from tfdp.mechanisms.gaussian import NoiseSource, add_noise, noise_of_query
+from tfdp.mechanisms.gaussian import Gaussian, add_noise, noise_of_query
 
 DELTA = 1e-3
 ROWS = 12
@@ -80,7 +80,7 @@ def trained(noise_multiplier, callbacks, options, **model_options):
 
 def stream(step):
     with pytest.warns(match="reproducible"):
-        return NoiseSource(5).stream(tf.constant(step, tf.int64))
+        return Gaussian(5).stream(tf.constant(step, tf.int64))
 
 
 def weights_after(clips, noise_multipliers):

@@ -19,8 +19,8 @@ import tensorflow as tf
 import tfdp
 from tests.distribute import cases
 from tfdp.distribute.replicas import replica_number, summed
+from tfdp.mechanisms import gaussian
 from tfdp.mechanisms.gaussian import _seed, add_noise, standard_normal
-from tfdp.optimizers import dp_optimizer
 
 warnings.simplefilter("ignore")
 
@@ -92,7 +92,7 @@ def noise(*bugs):
     """Return how large the noise of a step is, over what it should be."""
     found = {}
     for bug in bugs:
-        dp_optimizer.add_noise = BUGS[bug]
+        gaussian.add_noise = BUGS[bug]
         with STRATEGY.scope():
             model = keras.Sequential([keras.Input((400,)), keras.layers.Dense(300)])
             optimizer = tfdp.optimizers.DPSGD(

@@ -39,9 +39,15 @@ def expected_norms(number, rows_per_unit):
 @pytest.mark.parametrize("number", SIZES)
 def test_a_whole_batch_is_filled_up_to_units(number, rows_per_unit):
     seen = []
-    (total,), norms, outputs = run_whole(
-        sums_of_units(rows_per_unit, seen), rows(number), rows_per_unit=rows_per_unit
+    shown = []
+    (total,), norms = run_whole(
+        sums_of_units(rows_per_unit, seen),
+        rows(number),
+        rows_per_unit=rows_per_unit,
+        on_outputs=lambda data, real, outputs: shown.append((real, outputs)),
     )
+    ((real, outputs),) = shown
+    assert real == number
     np.testing.assert_allclose(total, np.sum(rows(number)[0]["numbers"], axis=0))
     np.testing.assert_allclose(norms, expected_norms(number, rows_per_unit))
     np.testing.assert_array_equal(outputs, range(number))

@@ -323,7 +323,7 @@ def test_steps_of_sat(wrap, compiled):
                 list(map(tf.constant, total)), norms, tf.constant(clip, tf.float64), 1
             ),
             noise_multiplier=0.5,
-            stream=optimizer.noise_stream(tf.constant(step, tf.int64)),
+            stream=optimizer.mechanism.stream(tf.constant(step, tf.int64)),
         )
         released = [part.numpy() / rows for part in noised]
         for v, w, g in zip(reference.trainable_variables, start, released, strict=True):

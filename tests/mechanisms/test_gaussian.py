@@ -17,7 +17,8 @@ from tests.problems import PROBLEMS
 from tfdp import clipped_gradients
 from tfdp.clipping import ClippedSum
 from tfdp.mechanisms.gaussian import (
-    NoiseSource,
+    Gaussian,
+    GaussianOfEach,
     add_noise,
     long_normal,
     noise_of_query,
@@ -35,7 +36,7 @@ LARGEST_RADIUS = math.sqrt(-2 * math.log(2.0**-39))
 def source(seed=7):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return NoiseSource(seed)
+        return Gaussian(seed)
 
 
 def zeros(*shapes, clip=1.0, dtypes=("float32",), examples_per_unit=1):
@@ -270,13 +271,14 @@ def test_long_normals_reach_past_12_sigma(monkeypatch):
 def test_the_noise_of_each_adds_up(mode):
     """Of nine: three times that of one, and none of their draws is another's."""
     noise, clipped_sum = source(), zeros([100_000], [50_000], clip=2.0)
+    with pytest.warns(match="reproducible"):
+        of_nine = GaussianOfEach(9, noise.noise_seed)
 
     def draw_nine(step):
-        return noise.add_noise_of_each(
+        return of_nine.noised(
             clipped_sum,
             noise_multiplier=tf.constant(1.5, tf.float64),
-            contributors=9,
-            step=step,
+            stream=of_nine.stream(step),
         )
 
     steps = [
@@ -479,7 +481,7 @@ def test_key_is_in_no_checkpoint_and_no_saved_optimizer(tmp_path, monkeypatch):
 
 def test_a_seed_reproduces_the_noise_and_warns():
     with pytest.warns(UserWarning, match=r"noise_seed=3.*leave `noise_seed` out"):
-        first = NoiseSource(3)
+        first = Gaussian(3)
     second = source(3)
     second.renew_key()
     np.testing.assert_array_equal(draw(first, zeros([9])), draw(second, zeros([9])))
@@ -501,7 +503,7 @@ def test_what_is_no_integer_is_no_seed(seed):
     with pytest.raises(
         TypeError, match=r"`noise_seed` must be a whole number\. Received"
     ):
-        NoiseSource(seed)
+        Gaussian(seed)
 
 
 # ------------------------------------------------------- shapes, dtypes, places, modes
@@ -599,7 +601,7 @@ def test_rows_that_were_looked_up_get_no_other_noise_than_the_rest():
 @pytest.mark.filterwarnings("ignore:The privacy noise is reproducible")
 def test_queries_have_noise_of_their_own():
     """Independent of that of the gradients, of other steps, and of other queries."""
-    source, shape = NoiseSource(seed=3), (4000,)
+    source, shape = Gaussian(3), (4000,)
     zeros = ClippedSum([tf.zeros(shape)] * 3, tf.zeros([0]), tf.constant(1.0), 1)
     draws = []
     for number in range(3):

@@ -47,18 +47,14 @@ class Run:
         self.optimizer = tfdp.optimizers.DPSGD(
             0.1, l2_norm_clip=1.0, noise_multiplier=1.5
         )
-        self.journal = Journal(self.recorder, folder)
-        self.journal.set_model(
-            SimpleNamespace(
-                noise_plan=NoisePlan(self.optimizer),
-                steps_per_execution=steps_per_execution,
-            )
-        )
+        to_come = NoisePlan(self.optimizer).to_come
+        self.journal = Journal(self.recorder, folder, to_come)
+        self.journal.set_model(SimpleNamespace(steps_per_execution=steps_per_execution))
 
     def restore(self):
         """What a run that is killed now leaves behind, as any other run finds it."""
         found = LedgerRecorder()
-        Journal(found, self.journal.path.parent).restore()
+        Journal(found, self.journal.path.parent, list).restore()
         return found
 
     def begin_epoch(self):
@@ -201,11 +197,11 @@ def test_a_journal_of_an_earlier_version_is_read(tmp_path):
             "last_clip": None,
         },
     }
-    journal = Journal(LedgerRecorder(), tmp_path)
+    journal = Journal(LedgerRecorder(), tmp_path, list)
     journal.path.write_text(f"{json.dumps(header)}\n[3, 3, 1.25]\n")
     recorder = LedgerRecorder()
     for _ in range(2):
-        Journal(recorder, tmp_path).restore()
+        Journal(recorder, tmp_path, list).restore()
         assert set(recorder.ledger.segments) == {
             segment,
             PoissonSteps(3, 1.25, ROWS, 4),
@@ -219,10 +215,10 @@ def test_only_backups_have_journals(tmp_path, caplog):
         keras.callbacks.ModelCheckpoint(tmp_path / "model.keras"),
         tfdp.callbacks.PrivacyBudget(1e-3),
     ]
-    assert journals(others, recorder) == []
+    assert journals(others, recorder, list) == []
     with caplog.at_level("WARNING", "absl"):
         remote = keras.callbacks.BackupAndRestore("gs://bucket/folder")
-        assert journals([remote], recorder) == []
+        assert journals([remote], recorder, list) == []
     assert "no journal in gs://bucket/folder" in caplog.text
 
 
@@ -277,7 +273,7 @@ def test_a_fit_that_stops_goes_on_with_all_that_ran(tmp_path):
         fit(model, backup, less_noise, Stop(3), batch_size=10)
     # What callbacks behind the backup have set is in the line of the step.
     killed = LedgerRecorder()
-    Journal(killed, backup.backup_dir).restore()
+    Journal(killed, backup.backup_dir, list).restore()
     assert killed.ledger.segments == (PoissonSteps(3, 1.0, ROWS, 10),)
     other = private(run_eagerly=True)
     seen = []

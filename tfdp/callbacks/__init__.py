@@ -8,3 +8,5 @@ from tfdp.callbacks.schedulers import ClipNormScheduler as ClipNormScheduler
 from tfdp.callbacks.schedulers import (
     NoiseMultiplierScheduler as NoiseMultiplierScheduler,
 )
+from tfdp.training.callback import Query as Query
+from tfdp.training.callback import StepCallback as StepCallback

@@ -10,88 +10,59 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _validate
+from tfdp._types import Tensor
 from tfdp.accounting.levels import folded
-from tfdp.mechanisms.gaussian import noise_of_query
-from tfdp.model import DPModel
+from tfdp.optimizers import DPOptimizer
 from tfdp.optimizers.dp_optimizer import LEAST_CLIP
-from tfdp.training.callback import PrivacyCallback, Step
+from tfdp.training.callback import Query, Step, StepCallback
 
 
-class AdaptiveClip(PrivacyCallback, abc.ABC):
+class AdaptiveClip(StepCallback, abc.ABC):
     """Learns the clip norm from noised queries about the norms of the units.
 
     Attributes:
         replaced_over_left_out: How much further a query moves when a unit is
             replaced by another than when it is left out.
-        query_shape: Of what a query releases.
-        query_noise: Standard deviation of its noise over how far leaving out a unit
-            moves it.
-        every: Steps from one query to the next.
+        query: What it asks.
     """
 
     sets = "l2_norm_clip"
     replaced_over_left_out: ClassVar[float]
-    query_shape: tuple[int, ...]
-    query_noise: float
-    every: int
+    query: Query
 
     @abc.abstractmethod
     def next_clip(
-        self,
-        clip: tf.Tensor,
-        norms: tf.Tensor,
-        *,
-        expected_units: tf.Tensor,
-        noise: tf.Tensor,
-    ) -> tf.Tensor:
-        """Ask about the norms, and say what C follows from the noised answer.
+        self, clip: Tensor, answer: Tensor, *, expected_units: Tensor
+    ) -> Tensor:
+        """Say what C follows from the noised answer to the query.
 
         Args:
             clip: The C that clipped, a float64 scalar.
-            norms: Of the units, before clipping, shape ``(U,)``.
+            answer: float64, of the query's shape.
             expected_units: The public number of units, a scalar.
-            noise: Standard normal numbers of shape `query_shape`.
 
         Returns:
             The next C, a float64 scalar.
         """
 
-    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
+    def before_training(
+        self, optimizer: DPOptimizer, planned_steps: int | None
+    ) -> None:
         """Log what the queries cost."""
-        _log_cost(self, model, self.query_noise)
+        _log_cost(self, optimizer, self.query.noise_multiplier)
 
     def during_step(self, step: Step) -> None:
         """Set the clip norm if the step asks, in the training graph."""
-
-        def ask() -> bool:
-            next_clip = self.next_clip(
-                step.optimizer.l2_norm_clip.value,
-                step.clipped_sum.norms,
-                expected_units=step.expected_units,
-                noise=noise_of_query(self.query_shape, stream=step.stream),
-            )
-            step.optimizer.l2_norm_clip.assign(next_clip)
-            return True
-
-        if self.every == 1:
-            ask()
-        else:
-            iteration = step.optimizer.iterations.value
-            tf.cond(self.asks_at(iteration), ask, lambda: False)
+        clip = step.optimizer.l2_norm_clip
+        answer = step.ask(self.query)
+        following = self.next_clip(
+            clip.value, answer, expected_units=step.expected_units
+        )
+        clip.assign(tf.where(step.asks(self.query), following, clip.value))
 
     def settings(self) -> list[float]:
         """Return the numbers that decide where C goes."""
-        return [self.query_noise, self.every]
-
-    def asks_at(self, iteration: tf.Tensor) -> tf.Tensor:
-        """Tell for numbers of steps whether they ask, bool of their shape."""
-        return tf.cast(iteration, tf.int64) % self.every == 0
-
-    def query_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor:
-        """Return that of the queries, infinite for steps without one."""
-        return tf.where(
-            self.asks_at(iteration), _float64(self.query_noise), _float64(math.inf)
-        )
+        return [self.query.noise_multiplier, self.query.every]
 
 
 class AdaptiveQuantileClip(AdaptiveClip):
@@ -133,8 +104,6 @@ class AdaptiveQuantileClip(AdaptiveClip):
 
     # A unit adds 1/2 or takes 1/2 away.
     replaced_over_left_out = 2.0
-    query_shape = ()
-    every = 1
 
     def __init__(
         self,
@@ -148,29 +117,24 @@ class AdaptiveQuantileClip(AdaptiveClip):
         self.count_noise_multiplier = _validate.positive(
             "count_noise_multiplier", count_noise_multiplier
         )
-        self.query_noise = self.count_noise_multiplier
+        self.query = Query(
+            lambda norm, clip: tf.where(
+                norm <= tf.cast(clip, norm.dtype), _float64(0.5), _float64(-0.5)
+            ),
+            sensitivity=0.5,
+            noise_multiplier=self.count_noise_multiplier,
+        )
 
     def settings(self) -> list[float]:
         """Return the numbers that decide where C goes."""
         return [*super().settings(), self.target_quantile, self.learning_rate]
 
     def next_clip(
-        self,
-        clip: tf.Tensor,
-        norms: tf.Tensor,
-        *,
-        expected_units: tf.Tensor,
-        noise: tf.Tensor,
-    ) -> tf.Tensor:
+        self, clip: Tensor, answer: Tensor, *, expected_units: Tensor
+    ) -> Tensor:
         """Move C by the noised share of the norms that do not exceed it."""
-        halves = tf.where(
-            norms <= tf.cast(clip, norms.dtype), _float64(0.5), _float64(-0.5)
-        )
-        noised = tf.reduce_sum(halves) + self.query_noise / 2 * tf.cast(
-            noise, tf.float64
-        )
         units = tf.cast(expected_units, tf.float64)
-        share = tf.clip_by_value(0.5 + noised / units, 0.0, 1.0)
+        share = tf.clip_by_value(0.5 + answer / units, 0.0, 1.0)
         factor = tf.exp(-self.learning_rate * (share - self.target_quantile))
         return _usable(clip * factor)
 
@@ -228,43 +192,47 @@ class AdaptiveMedianClip(AdaptiveClip):
             "histogram_noise_multiplier", histogram_noise_multiplier
         )
         self.every = _validate.positive_int("every", every)
-        self.query_noise = self.histogram_noise_multiplier
-        self.query_shape = (len(self.bin_edges) - 1,)
+        bins = len(self.bin_edges) - 1
+        edges = self.bin_edges[1:-1]
+
+        def bin_of_unit(norm: Tensor, clip: Tensor) -> Tensor:
+            del clip
+            norm = tf.cast(norm, tf.float64)
+            # What is no number is above all edges. (TensorFlow's graphs take
+            # `~(norm < edges)` for `norm >= edges`.)
+            is_above = (norm >= edges) | tf.math.is_nan(norm)
+            return tf.one_hot(tf.math.count_nonzero(is_above), bins, dtype=tf.float64)
+
+        self.query = Query(
+            bin_of_unit,
+            sensitivity=1.0,
+            noise_multiplier=self.histogram_noise_multiplier,
+            shape=(bins,),
+            every=self.every,
+        )
 
     def settings(self) -> list[float]:
         """Return the numbers that decide where C goes."""
         return [*super().settings(), *self.bin_edges.tolist()]
 
     def next_clip(
-        self,
-        clip: tf.Tensor,
-        norms: tf.Tensor,
-        *,
-        expected_units: tf.Tensor,
-        noise: tf.Tensor,
-    ) -> tf.Tensor:
+        self, clip: Tensor, answer: Tensor, *, expected_units: Tensor
+    ) -> Tensor:
         """Return the midpoint of the bin with the median of the noised counts."""
         del clip, expected_units
-        edges, bins = self.bin_edges, len(self.bin_edges) - 1
-        places = tf.searchsorted(
-            _float64(edges[1:-1]), tf.cast(norms, tf.float64), side="right"
-        )
-        counts = tf.math.bincount(
-            places, minlength=bins, maxlength=bins, dtype=tf.float64
-        )
-        counts += self.query_noise * tf.cast(noise, tf.float64)
-        summed = tf.cumsum(counts)
+        edges = self.bin_edges
+        summed = tf.cumsum(answer)
         # The last bin passes half of the sum, unless noise made the sum negative.
         passes = tf.concat([summed[:-1] >= summed[-1] / 2, [True]], 0)
         midpoints = _float64((edges[:-1] + edges[1:]) / 2)
         return _usable(midpoints[tf.argmax(tf.cast(passes, tf.int32))])
 
 
-def _float64(value: float | np.ndarray) -> tf.Tensor:
+def _float64(value: float | np.ndarray) -> Tensor:
     return tf.constant(value, tf.float64)
 
 
-def _usable(clip: tf.Tensor) -> tf.Tensor:
+def _usable(clip: Tensor) -> Tensor:
     return tf.clip_by_value(clip, _float64(LEAST_CLIP), _float64(1 / LEAST_CLIP))
 
 
@@ -279,10 +247,10 @@ def _checked_edges(bin_edges: Sequence[float]) -> np.ndarray:
 
 
 def _log_cost(
-    callback: PrivacyCallback, model: DPModel, query_noise_multiplier: float
+    callback: StepCallback, optimizer: DPOptimizer, query_noise_multiplier: float
 ) -> None:
     """Say how the query raises epsilon, and what would not raise it."""
-    noise_multiplier = float(model.optimizer.noise_multiplier.numpy())
+    noise_multiplier = float(optimizer.noise_multiplier.numpy())
     if noise_multiplier == 0:
         return
     counted = folded(noise_multiplier, query_noise_multiplier)

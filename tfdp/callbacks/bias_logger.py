@@ -12,8 +12,8 @@ from tfdp import _keras, _tree, _validate
 from tfdp.clipping import ClippedSum
 from tfdp.data.training_data import number_of_examples
 from tfdp.losses import SAT
-from tfdp.model import DPModel
-from tfdp.training.callback import PrivacyCallback, Step
+from tfdp.optimizers import DPOptimizer
+from tfdp.training.callback import NonprivateStep, StepCallback
 
 _NAMES = (
     "bias_magnitude",
@@ -33,7 +33,7 @@ _NOTHING = np.full(len(_NAMES) + 1, math.nan)
 _SHORT = 1e-12
 
 
-class BiasLogger(PrivacyCallback):
+class BiasLogger(StepCallback):
     """Logs how far clipping moves the mean gradient, and in which direction.
 
     With D the expected number of units, g the sum of the units' gradients over D and
@@ -79,8 +79,6 @@ class BiasLogger(PrivacyCallback):
            Estimator Bias in Private SGD", 2023. https://arxiv.org/abs/2308.12018
     """
 
-    clips_again = True
-
     def __init__(self, every: int = 50, public_data: Any = None) -> None:
         super().__init__()
         self.every = _validate.positive_int("every", every)
@@ -91,12 +89,14 @@ class BiasLogger(PrivacyCallback):
             self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._values = tf.Variable(_NOTHING, trainable=False)
 
-    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
+    def before_training(
+        self, optimizer: DPOptimizer, planned_steps: int | None
+    ) -> None:
         """Log the first step again."""
         self._steps.assign(0)
         self._values.assign(_NOTHING)
 
-    def during_step(self, step: Step) -> None:
+    def nonprivate_step(self, step: NonprivateStep) -> None:
         """Measure if it is the step's turn, in the training graph."""
         self._names = _NAMES if step.ascent is None else (*_NAMES, _OF_ASCENT)
         is_due = self._steps % self.every == 0
@@ -148,7 +148,8 @@ def _measured(clipped: ClippedSum, whole: ClippedSum, units: tf.Tensor) -> tf.Te
     scale = tf.where(is_zero, tf.ones_like(square), product / square)
     direction = tf.sqrt(summed(lambda g_clip, g: tf.square(g_clip - scale * g)))
     norms = tf.cast(clipped.norms, tf.float64)
-    exceeds = ~(norms <= tf.cast(clipped.l2_norm_clip, tf.float64))
+    clip = tf.cast(clipped.l2_norm_clip, tf.float64)
+    exceeds = (norms > clip) | tf.math.is_nan(norms)
     return tf.stack([
         tf.sqrt(summed(lambda g_clip, g: tf.square(g_clip - g))),
         scale,

@@ -1,16 +1,16 @@
 """Shows what a training costs, and ends it before it costs too much."""
 
-from typing import Any
-
 from tfdp import _validate
+from tfdp._types import Logs
 from tfdp.errors import NotPrivateError
 from tfdp.model import DPModel
+from tfdp.optimizers import DPOptimizer
 from tfdp.runs.budgets import set_budget
 from tfdp.runs.recorder import Budget
-from tfdp.training.callback import PrivacyCallback
+from tfdp.training.callback import StepCallback
 
 
-class PrivacyBudget(PrivacyCallback):
+class PrivacyBudget(StepCallback):
     """Logs epsilon after every epoch and stops before a target is overspent.
 
     The target becomes a number of steps that the training graph itself checks: a
@@ -43,7 +43,7 @@ class PrivacyBudget(PrivacyCallback):
             target_epsilon = _validate.positive("target_epsilon", target_epsilon)
         self.target_epsilon = target_epsilon
 
-    def set_model(self, model: Any) -> None:
+    def set_model(self, model: DPModel) -> None:
         """Refuse a model that is not private."""
         if not isinstance(model, DPModel):
             raise NotPrivateError(
@@ -52,13 +52,15 @@ class PrivacyBudget(PrivacyCallback):
             )
         super().set_model(model)
 
-    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
+    def before_training(
+        self, optimizer: DPOptimizer, planned_steps: int | None
+    ) -> None:
         """Set the budget, so that it is enforced before the first step."""
         target = self.target_epsilon
         budget = None if target is None else Budget(self.delta, target)
-        set_budget(model.recorder, budget)
+        set_budget(optimizer.recorder, budget)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Log what all steps up to now cost."""
         if logs is not None:
             logs["epsilon"] = self.model.epsilon(self.delta)

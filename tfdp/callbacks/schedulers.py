@@ -10,16 +10,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _validate
-from tfdp.model import DPModel
 from tfdp.optimizers.dp_optimizer import DPOptimizer, checked_clip
-from tfdp.training.callback import PrivacyCallback
+from tfdp.training.callback import StepCallback
 
 Schedule: TypeAlias = (
     keras.optimizers.schedules.LearningRateSchedule | Callable[[int], float]
 )
 
 
-class _Scheduler(PrivacyCallback, abc.ABC):
+class _Scheduler(StepCallback, abc.ABC):
     """Sets a variable of the optimizer to a value of its own for each step."""
 
     sets: str
@@ -44,11 +43,13 @@ class _Scheduler(PrivacyCallback, abc.ABC):
     def checked(value: float) -> float:
         """Return a value of the schedule, or raise a ValueError."""
 
-    def before_training(self, model: DPModel, planned_steps: int | None) -> None:
+    def before_training(
+        self, optimizer: DPOptimizer, planned_steps: int | None
+    ) -> None:
         """Compute the values of all steps that are planned, and check them.
 
         Args:
-            model: The model that trains.
+            optimizer: Of the model that trains.
             planned_steps: How many steps `fit` will take, None if it cannot know.
 
         Raises:
@@ -63,7 +64,7 @@ class _Scheduler(PrivacyCallback, abc.ABC):
                 "steps=1000)` or `fit(..., steps_per_epoch=100)`."
             )
         # From the beginning: a backup may set the run back by any number of steps.
-        values = self.values(int(model.optimizer.iterations.numpy()) + steps)
+        values = self.values(int(optimizer.iterations.numpy()) + steps)
         if len(values):
             self._table.assign(values)
 

@@ -170,9 +170,6 @@ def agreed_stream(
             or settings differ: an example could be in the shares of two replicas, or
             the noise too small for one.
     """
-    if replicas.processes == 1:
-        return stream
-
     settings_bits = tf.stack([
         tf.cast(tf.bitcast(tf.cast(each, tf.float32), tf.int32), tf.int64)
         for each in settings

@@ -6,17 +6,21 @@ import socket
 import uuid
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Variable
+from tfdp.accounting import Ledger
 from tfdp.data.training_data import TrainingData
 from tfdp.distribute.replicas import STRATEGIES, Replicas
 from tfdp.distribute.shares import DIFFERENT_STEPS
 from tfdp.errors import NotPrivateError, WorkerLostError
 from tfdp.optimizers import DPOptimizer
+from tfdp.runs.recorder import LedgerRecorder
 
 
 def replicas_of(model: keras.Model) -> Replicas:
@@ -115,26 +119,27 @@ def check_scope(replicas: Replicas) -> None:
 
 def agree_on_training(
     replicas: Replicas,
-    model: Any,
+    recorder: LedgerRecorder,
+    optimizer: DPOptimizer,
     data: TrainingData,
     epochs: range,
-    journals: list[Any],
+    journals: list[Path],
 ) -> None:
     """Let all processes count alike, and refuse where they were asked for different.
 
     Args:
         replicas: Of the model.
-        model: The `DPModel`.
+        recorder: Of the model.
+        optimizer: That is to train it.
         data: What `fit` was given.
         epochs: That it was asked for.
-        journals: Beside the backups.
+        journals: Files beside the backups.
 
     Raises:
         ValueError: If arguments differ, or backups do not.
     """
     if replicas.processes == 1:
         return
-    recorder, optimizer = model.recorder, model.optimizer
     states = replicas.texts_of_all(recorder.state())
     runs = replicas.texts_of_all(recorder.run)
     new = replicas.texts_of_all(uuid.uuid4().hex)[0]
@@ -152,7 +157,7 @@ def agree_on_training(
     }
     of_all = [json.loads(text) for text in replicas.texts_of_all(json.dumps(facts))]
     _refuse_different({name: [each[name] for each in of_all] for name in facts})
-    folders = [f"{socket.gethostname()}:{each.path.resolve()}" for each in journals]
+    folders = [f"{socket.gethostname()}:{each.resolve()}" for each in journals]
     per_process = replicas.number // replicas.processes
     of_processes = replicas.texts_of_all(json.dumps(folders))[::per_process]
     used = [folder for text in of_processes for folder in json.loads(text)]
@@ -164,13 +169,16 @@ def agree_on_training(
         )
 
 
-def check_same_model(replicas: Replicas, model: Any, epoch: int) -> None:
+def check_same_model(
+    replicas: Replicas, variables: list[Variable], facts: dict[str, int], ledger: Ledger
+) -> None:
     """Refuse to begin where processes would not go on from the same model.
 
     Args:
         replicas: Of the model.
-        model: The `DPModel`, with what backups restored.
-        epoch: Number of the epoch that begins, or of the last one if none does.
+        variables: Of model and optimizer, with what backups restored.
+        facts: That must be the same, by name.
+        ledger: What was run.
 
     Raises:
         ValueError: If they differ.
@@ -178,14 +186,13 @@ def check_same_model(replicas: Replicas, model: Any, epoch: int) -> None:
     if replicas.processes == 1:
         return
     checksum = 0
-    for variable in [*model.model.weights, *model.optimizer.variables]:
+    for variable in variables:
         value = keras.ops.convert_to_numpy(variable.value)
         checksum = zlib.crc32(value.tobytes(), checksum)
     facts = {
-        "first epoch": epoch,
-        "steps of the optimizer": int(model.optimizer.iterations.numpy()),
+        **facts,
         "checksum of the weights and the optimizer": checksum,
-        "checksum of the ledger": zlib.crc32(model.ledger.to_json().encode()),
+        "checksum of the ledger": zlib.crc32(ledger.to_json().encode()),
     }
     of_all = replicas.of_all(list(facts.values())).T.tolist()
     _refuse_different(dict(zip(facts, of_all, strict=True)))

@@ -218,14 +218,13 @@ def _log_layers_without_rule(model: keras.Model) -> None:
 def _run(engine: engines.Engine, objective: Objective, data: Any) -> Any:
     is_wide = any(variable.dtype == "float64" for variable in objective.variables)
     no_clip = tf.constant(1e30, tf.float64 if is_wide else tf.float32)
-    sums, norms, _ = run_whole(
+    return run_whole(
         lambda batch: engine.clip_and_sum(
             objective, batch, l2_norm_clip=no_clip, rows_per_unit=1
         ),
         data,
         rows_per_unit=1,
     )
-    return sums, norms
 
 
 def _compare(engine: engines.Engine, objective: Objective, data: Any) -> None:

@@ -11,7 +11,8 @@ from tfdp.losses.objective import Batch
 # (batch) -> clipped sums, norms of the units, outputs of the model.
 Pass = Callable[[Batch], tuple[list[tf.Tensor], tf.Tensor, Any]]
 
-# (rows of the data in the pass, their number, outputs of the model).
+# (rows of the data in the pass, their number, outputs of the model); rows that are
+# padding are left out.
 OnOutputs = Callable[[Any, tf.Tensor, Any], None]
 
 
@@ -22,23 +23,32 @@ def number_of_rows(data: Any) -> int | tf.Tensor:
 
 
 def run_whole(
-    run_pass: Pass, data: Any, *, rows_per_unit: int | tf.Tensor
-) -> tuple[list[tf.Tensor], tf.Tensor, Any]:
+    run_pass: Pass,
+    data: Any,
+    *,
+    rows_per_unit: int | tf.Tensor,
+    on_outputs: OnOutputs | None = None,
+) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Run all rows in one pass, filled up to whole units and to one unit at least.
 
     Args:
         run_pass: The engine's pass.
-        data: ``(x, y, sample_weight)``, nested tensors of N rows; N may be 0.
+        data: A `Batch`, or ``(x, y, sample_weight)``, nested tensors of N rows; N may
+            be 0.
         rows_per_unit: Consecutive rows that are clipped together.
+        on_outputs: Sees the rows, how many they are, and the model's outputs.
 
     Returns:
-        Clipped sums, the units' norms, and the model's outputs for the N rows.
+        Clipped sums, and the units' norms.
     """
+    data = Batch.of(data)
     rows = number_of_rows(data)
     units = (rows + rows_per_unit - 1) // rows_per_unit
     filled = tf.maximum(units, 1) * rows_per_unit
     sums, norms, outputs = run_pass(_fill(data, tf.range(filled), rows))
-    return sums, norms[:units], _tree.map_tensors(lambda rows_: rows_[:rows], outputs)
+    if on_outputs is not None:
+        _show(on_outputs, data, tf.convert_to_tensor(rows), outputs)
+    return sums, norms[:units]
 
 
 def run_in_passes(
@@ -47,7 +57,7 @@ def run_in_passes(
     *,
     rows_per_unit: int,
     physical_batch_size: int,
-    on_outputs: OnOutputs | None,
+    on_outputs: OnOutputs | None = None,
     shared_states: Sequence[Any] = (),
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Run the rows in passes of `physical_batch_size`, adding the sums up.
@@ -58,12 +68,11 @@ def run_in_passes(
 
     Args:
         run_pass: The engine's pass; sees batches of one static shape only.
-        data: ``(x, y, sample_weight)``, nested tensors of N rows; N may be 0.
+        data: See `run_whole`.
         rows_per_unit: Consecutive rows that are clipped together; divides the
             rows of a pass.
         physical_batch_size: Rows in a pass.
-        on_outputs: Sees each pass's rows, how many of them are real, and the
-            model's outputs; may be None.
+        on_outputs: See `run_whole`; called for each pass.
         shared_states: Variables that are put back before each pass. What is shared by
             all rows must not depend on which of them are in a pass: without one row,
             others would be in other passes.
@@ -71,6 +80,7 @@ def run_in_passes(
     Returns:
         Clipped sums, and the units' norms.
     """
+    data = Batch.of(data)
     rows = number_of_rows(data)
     units = (rows + rows_per_unit - 1) // rows_per_unit
     at_begin = [tf.identity(state.value) for state in shared_states]
@@ -89,7 +99,8 @@ def run_in_passes(
         sums, norms, outputs = run_pass(batch)
         real = tf.clip_by_value(rows - first, 0, physical_batch_size)
         if on_outputs is not None:
-            on_outputs((batch.x, batch.y, batch.sample_weight), real, outputs)
+            marks = None if data.is_padding is None else batch.is_padding
+            _show(on_outputs, batch._replace(is_padding=marks), real, outputs)
         return sums, norms
 
     def body(
@@ -111,7 +122,18 @@ def run_in_passes(
     return sums, norms.concat()[:units]
 
 
-def _fill(data: Any, indices: tf.Tensor, rows: int | tf.Tensor) -> Batch:
+def _show(on_outputs: OnOutputs, data: Batch, rows: tf.Tensor, outputs: Any) -> None:
+    """Show the first rows of a pass, but not the padding among them."""
+    *nests, is_padding = data
+    shown = _tree.map_tensors(lambda tensor: tensor[:rows], (*nests, outputs))
+    if is_padding is not None:
+        is_real = ~is_padding[:rows]
+        shown = _tree.map_tensors(lambda each: tf.boolean_mask(each, is_real), shown)
+        rows = tf.math.count_nonzero(is_real, dtype=rows.dtype)
+    on_outputs(tuple(shown[:3]), rows, shown[3])
+
+
+def _fill(data: Batch, indices: tf.Tensor, rows: int | tf.Tensor) -> Batch:
     """Take rows by index; what lies past the last row repeats it, as padding."""
     # So the padding of a unit that is not full is a row of that unit.
     is_empty = tf.cast(tf.equal(rows, 0), tf.int32)
@@ -122,5 +144,8 @@ def _fill(data: Any, indices: tf.Tensor, rows: int | tf.Tensor) -> Batch:
         filled = tf.concat([tensor, tf.zeros(shape, tensor.dtype)], 0)
         return tf.gather(filled, existing)
 
-    x, y, sample_weight = _tree.map_tensors(take, data)
-    return Batch(x, y, sample_weight, indices >= rows)
+    filled: Batch = _tree.map_tensors(take, data)
+    is_padding = indices >= rows
+    if filled.is_padding is not None:
+        is_padding |= filled.is_padding
+    return filled._replace(is_padding=is_padding)

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdp.clipping import ClippedSum, clip_and_sum
 from tfdp.errors import NotPrivateError
-from tfdp.mechanisms.gaussian import NoiseSource, add_reply_noise
+from tfdp.mechanisms.gaussian import Gaussian, add_reply_noise
 from tfdp.optimizers.dp_optimizer import checked_clip, checked_noise_multiplier
 from tfdp.training.loops import clipped_gradients
 
@@ -159,7 +159,7 @@ def _noised(clipped_sum: ClippedSum, noise_multiplier: float) -> list[tf.Tensor]
             "`tf.function` would keep the first one. Received: a call inside of one. "
             "Call `client_update` or `privatize` outside of `tf.function`."
         )
-    source = NoiseSource()
+    source = Gaussian()
     return add_reply_noise(
         clipped_sum,
         noise_multiplier=tf.constant(noise_multiplier, tf.float64),

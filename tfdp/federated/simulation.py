@@ -38,7 +38,7 @@ from tfdp.federated.run_folder import (
 )
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.virtual_clients import VirtualClients
-from tfdp.mechanisms.gaussian import NoiseSource, add_noise, noise_of_query
+from tfdp.mechanisms.gaussian import Gaussian, GaussianOfEach, noise_of_query
 from tfdp.optimizers.dp_optimizer import checked_clip
 from tfdp.training.loops import clipped_gradients
 
@@ -158,7 +158,11 @@ class Simulation:
             "neighboring_relation", neighboring_relation, RELATIONS
         )
         self._each_draws = _validate.one_of("noise", noise, _NOISES) == "per_client"
-        self._noise = NoiseSource(noise_seed)
+        self._mechanism = (
+            GaussianOfEach(self._clients.clients_per_round, noise_seed)
+            if self._each_draws
+            else Gaussian(noise_seed)
+        )
 
         self._data = _tree.map_tensors(tf.convert_to_tensor, (x, y))
         self._rows = int(number_of_rows(self._data))
@@ -320,10 +324,11 @@ class Simulation:
         if isinstance(policy, AdaptiveClip):
             queries = TrustedQueries(
                 type(policy).__name__,
-                policy.query_noise,
+                policy.query.noise_multiplier,
                 policy.replaced_over_left_out,
                 per_client=min(
-                    participations, len(self._interrupted) + self.rounds // policy.every
+                    participations,
+                    len(self._interrupted) + self.rounds // policy.query.every,
                 ),
             )
         return local_privacy_statement(
@@ -388,33 +393,27 @@ class Simulation:
             return clipped_sum.norms, clip
 
         def next_clip() -> tf.Tensor:
+            query = policy.query
+            stream = self._mechanism.stream(number)
+            noise = noise_of_query(query.shape, stream=stream)
             return policy.next_clip(
                 clip,
-                clipped_sum.norms,
+                query.answer(clipped_sum.norms, clip, noise),
                 expected_units=tf.constant(contributors, tf.float64),
-                noise=noise_of_query(
-                    policy.query_shape,
-                    stream=self._noise.stream(number),
-                ),
             )
 
-        asks = policy.asks_at(number + 1)
+        asks = policy.query.asks_at(number + 1)
         return clipped_sum.norms, tf.cond(asks, next_clip, lambda: clip)
 
     def _noised(self, clipped_sum: ClippedSum, number: tf.Tensor) -> list[tf.Tensor]:
-        contributors = self._clients.clients_per_round
         noise_multiplier = tf.constant(self._noise_multiplier, tf.float64)
-        if self._each_draws:
-            return self._noise.add_noise_of_each(
-                clipped_sum,
-                noise_multiplier=noise_multiplier,
-                contributors=contributors,
-                step=number,
-            )
-        return add_noise(
+        if not self._each_draws:
+            # Variances of independent noises add up.
+            noise_multiplier *= self._clients.clients_per_round**0.5
+        return self._mechanism.noised(
             clipped_sum,
-            noise_multiplier=noise_multiplier * contributors**0.5,
-            stream=self._noise.stream(number),
+            noise_multiplier=noise_multiplier,
+            stream=self._mechanism.stream(number),
         )
 
     def _note(self, validation_data: tuple[Any, Any] | None) -> None:

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Tensor
 from tfdp._views import views_of_each_row
 from tfdp.losses.ascent import Ascent
 from tfdp.losses.per_example import PerExampleLoss, each_row_alone
@@ -25,13 +26,21 @@ class Batch(NamedTuple):
         x: Inputs, tensors with leading axis N, nested as the model takes them.
         y: Targets likewise, or None.
         sample_weight: Weights likewise, or None.
-        is_padding: bool, shape ``(N,)``, marks rows that only fill up.
+        is_padding: bool, shape ``(N,)``, marks rows that only fill up: units whose
+            rows are not all there. None on the way to an engine, where all are real.
     """
 
     x: Any
-    y: Any
-    sample_weight: Any
-    is_padding: tf.Tensor
+    y: Any = None
+    sample_weight: Any = None
+    is_padding: Tensor = None
+
+    @classmethod
+    def of(cls, data: Any) -> Self:
+        """Return data in the forms that Keras takes, or a batch, as a batch."""
+        if isinstance(data, cls):
+            return data
+        return cls(*keras.utils.unpack_x_y_sample_weight(data))
 
 
 def check_takes_logits(model: keras.Model, loss: Any) -> None:

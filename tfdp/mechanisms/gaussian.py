@@ -1,151 +1,89 @@
-"""The privacy noise. No other module draws any."""
+"""Gaussian noise, independent in every step. No other module draws any."""
 
 import math
-import os
-import secrets
-import warnings
-import weakref
-from typing import Any
 
-import numpy as np
+import keras
 import tensorflow as tf
 
-from tfdp import _keras, _validate
+from tfdp._types import Tensor
 from tfdp.clipping import ClippedSum, at_least_float32
-
-# A forked process has the keys of its parent, and must not draw the parent's noise.
-_sources: weakref.WeakSet["NoiseSource"] = weakref.WeakSet()
+from tfdp.mechanisms.mechanism import Mechanism
 
 
-def _renew_keys() -> None:
-    for source in _sources:
-        # A child cannot use its parent's GPU, nor draw with a key that lies there.
-        if not source.is_on_gpu:
-            source.renew_key()
-
-
-os.register_at_fork(after_in_child=_renew_keys)
-
-
-class NoiseSource:
-    """A secret key, and the Gaussian noise that it gives.
-
-    The generator is Philox, counter-based: the noise of a step is a function of
-    the key, the number of the step and the number of the variable, so no two of
-    them share a stream. The key lives in a variable that is never saved, exported
-    or made a constant of a graph. `keras.utils.set_random_seed`, TensorFlow's
-    global seed and NumPy's global generator have no influence.
-
-    Philox is not certified as cryptographically secure, and Gaussian noise in
-    floating point does not protect single released gradients against attacks on
-    their low-order bits [1]_.
+@keras.saving.register_keras_serializable("tfdp")
+class Gaussian(Mechanism):
+    """Independent Gaussian noise in every step [1]_.
 
     Args:
-        seed: None for a key from the operating system. An integer makes the
-            noise reproducible, which is for tests: whoever knows it can subtract
-            the noise, and a warning says so.
+        noise_seed: See `Mechanism`.
+
+    Example:
+        >>> optimizer = tfdp.optimizers.DPSGD(
+        ...     0.1,
+        ...     l2_norm_clip=1.0,
+        ...     noise_multiplier=1.1,
+        ...     mechanism=tfdp.mechanisms.Gaussian(),
+        ... )
 
     References:
-        .. [1] Mironov, "On Significance of the Least Significant Bits for
-           Differential Privacy", CCS 2012. https://doi.org/10.1145/2382196.2382264
+        .. [1] Abadi et al., "Deep Learning with Differential Privacy", CCS 2016,
+           Algorithm 1. https://arxiv.org/abs/1607.00133
     """
 
-    def __init__(self, seed: int | None = None) -> None:
-        """Take a fresh key, or the one that `seed` stands for."""
-        if seed is not None:
-            seed = _validate.seed("noise_seed", seed)
-            warnings.warn(
-                "The privacy noise is reproducible: whoever knows the seed can "
-                f"subtract it. Received: noise_seed={seed}. For a run that is to "
-                "be private leave `noise_seed` out.",
-                stacklevel=3,
-            )
-        self.seed = seed
-        _sources.add(self)
-        with tf.init_scope(), _keras.unmirrored_variables():
-            self._key = tf.Variable(self._new_key(), trainable=False, name="noise_key")
-            self._number = tf.Variable(
-                0, trainable=False, dtype=tf.int64, name="noise_number"
-            )
-
-    @property
-    def is_on_gpu(self) -> bool:
-        """Whether the key lies in the memory of a GPU."""
-        return "GPU" in str(self._key.device)
-
-    def renew_key(self) -> None:
-        """Take a fresh key from the operating system; a seeded key stays."""
-        self._key.assign(self._new_key())
-
-    def _new_key(self) -> np.ndarray:
-        if self.seed is None:
-            return np.frombuffer(secrets.token_bytes(16), np.int64)
-        return (
-            np.random
-            .SeedSequence(self.seed)
-            .generate_state(2, np.uint64)
-            .view(np.int64)
-        )
-
-    @property
-    def number(self) -> tf.Tensor:
-        """Of the next step, a scalar int64 tensor."""
-        return self._number.read_value()
-
-    def count(self) -> None:
-        """Count one step, as an operation of the graph."""
-        self._number.assign_add(1)
-
-    def skip_to(self, number: int) -> None:
-        """Leave out the numbers before this one: a seeded key may have used them."""
-        self._number.assign(max(int(self._number.numpy()), number))
-
-    def stream(self, step: tf.Tensor) -> tf.Tensor:
-        """Return what all the noise of a step is a function of, with this key.
-
-        Who knows it can subtract the noise: it is as secret as the key.
-
-        Args:
-            step: Scalar int64 tensor, a number that never repeats for this key.
-
-        Returns:
-            int64, shape ``(2,)``.
-        """
-        return self._key + tf.stack([step, tf.zeros_like(step)])
-
-    def add_noise_of_each(
+    def noised(
         self,
         clipped_sum: ClippedSum,
         *,
-        noise_multiplier: tf.Tensor,
-        contributors: int,
-        step: tf.Tensor,
-    ) -> list[tf.Tensor]:
-        """Add the noise of each of several, who do not trust whoever adds up.
+        noise_multiplier: Tensor,
+        stream: Tensor,
+        begins: Tensor | bool = True,
+    ) -> list[Tensor]:
+        """Add to each sum noise of standard deviation ``noise_multiplier * C``."""
+        del begins
+        return add_noise(clipped_sum, noise_multiplier=noise_multiplier, stream=stream)
 
-        The same distribution as one draw of ``sqrt(contributors)`` times the noise.
 
-        Args:
-            clipped_sum: See `add_noise`.
-            noise_multiplier: Of each one's own noise, a scalar tensor.
-            contributors: How many there are.
-            step: As in `stream`; not to be used with the same key there.
+class GaussianOfEach(Mechanism):
+    """The Gaussian noise of each of several, who do not trust whoever adds up.
 
-        Returns:
-            See `add_noise`.
-        """
+    The same distribution as one draw of ``sqrt(contributors)`` times the noise.
 
-        def add_one(number: tf.Tensor, sums: list[tf.Tensor]) -> Any:
+    Args:
+        contributors: How many there are.
+        noise_seed: See `Mechanism`.
+    """
+
+    def __init__(self, contributors: int, noise_seed: int | None = None) -> None:
+        super().__init__(noise_seed)
+        self.contributors = contributors
+
+    def stream(self, step: Tensor) -> Tensor:
+        """Return the stream of the first one; those of the others follow it."""
+        return super().stream(step * self.contributors)
+
+    def noised(
+        self,
+        clipped_sum: ClippedSum,
+        *,
+        noise_multiplier: Tensor,
+        stream: Tensor,
+        begins: Tensor | bool = True,
+    ) -> list[Tensor]:
+        """Add one noise after the other, in the memory of one."""
+        del begins
+
+        def add_one(number: Tensor, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            of_one = stream + tf.stack([number, tf.zeros_like(number)])
             noised = add_noise(
                 clipped_sum._replace(gradients=sums),
                 noise_multiplier=noise_multiplier,
-                stream=self.stream(step * contributors + number),
+                stream=of_one,
             )
             return number + 1, noised
 
-        sums: list[tf.Tensor] = list(map(at_least_float32, clipped_sum.gradients))
+        sums: list[Tensor] = list(map(at_least_float32, clipped_sum.gradients))
         _, sums = tf.while_loop(
-            lambda number, _: number < contributors,
+            lambda number, _: number < self.contributors,
             add_one,
             (tf.constant(0, tf.int64), sums),
         )
@@ -153,8 +91,8 @@ class NoiseSource:
 
 
 def add_noise(
-    clipped_sum: ClippedSum, *, noise_multiplier: tf.Tensor, stream: tf.Tensor
-) -> list[tf.Tensor]:
+    clipped_sum: ClippedSum, *, noise_multiplier: Tensor, stream: Tensor
+) -> list[Tensor]:
     """Add to each sum Gaussian noise of ``noise_multiplier * C``.
 
     Args:
@@ -182,8 +120,8 @@ _GRID_BITS = 18
 
 
 def add_reply_noise(
-    clipped_sum: ClippedSum, *, noise_multiplier: tf.Tensor, stream: tf.Tensor
-) -> list[tf.Tensor]:
+    clipped_sum: ClippedSum, *, noise_multiplier: Tensor, stream: Tensor
+) -> list[Tensor]:
     """Add noise to what others will see in full, number by number.
 
     Sum and noise are first brought on one grid, which depends on C and the noise
@@ -221,25 +159,28 @@ def add_reply_noise(
     return noised
 
 
-def noise_of_query(shape: tuple[int, ...], *, stream: tf.Tensor) -> tf.Tensor:
+def noise_of_query(
+    shape: tuple[int, ...], *, stream: Tensor, number: int = 0
+) -> Tensor:
     """Draw noise for what a step releases beside its gradients.
 
     Args:
         shape: Of the release.
-        stream: See `add_noise`; asked once for each step.
+        stream: See `add_noise`.
+        number: Of the query, from 0; another one for each query of a step.
 
     Returns:
         Standard normal numbers, float32, independent of the gradients' noise.
     """
-    return standard_normal(tf.TensorShape(shape), _seed(stream, -1))
+    return standard_normal(tf.TensorShape(shape), _seed(stream, -1 - number))
 
 
-def _seed(stream: tf.Tensor, number: int) -> tf.Tensor:
+def _seed(stream: Tensor, number: int) -> Tensor:
     """Return the seed of one variable's noise, or of a query's, in a step."""
     return stream + tf.constant([0, number], tf.int64)
 
 
-def long_normal(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
+def long_normal(shape: tf.TensorShape, seed: Tensor) -> Tensor:
     """Draw standard normal numbers with tails that reach past 12 sigma.
 
     As `standard_normal`, from 106 random bits for the radius and 53 for the angle.
@@ -262,7 +203,7 @@ def long_normal(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
     return _normals(radius, angle * (2.0 * math.pi), shape)
 
 
-def standard_normal(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
+def standard_normal(shape: tf.TensorShape, seed: Tensor) -> Tensor:
     """Draw standard normal numbers with tails that reach past 7 sigma.
 
     Box and Muller's method on Philox bits. The radius gets 39 random bits: on a
@@ -287,7 +228,7 @@ def standard_normal(shape: tf.TensorShape, seed: tf.Tensor) -> tf.Tensor:
     return _normals(radius, angle, shape)
 
 
-def _normals(radius: tf.Tensor, angle: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
+def _normals(radius: Tensor, angle: Tensor, shape: tf.TensorShape) -> Tensor:
     """Take Box and Muller's two numbers from each radius and angle."""
     pairs = tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], 0)
     return tf.reshape(pairs[: shape.num_elements()], shape)

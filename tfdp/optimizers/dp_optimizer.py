@@ -9,12 +9,12 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _validate
+from tfdp._types import Config, Tensor, Variable
 from tfdp.accounting import Ledger
 from tfdp.clipping import ClippedSum
-from tfdp.distribute.replicas import ALONE, Replicas
 from tfdp.errors import NotPrivateError
 from tfdp.losses.regularizers import gradient_of
-from tfdp.mechanisms.gaussian import NoiseSource, add_noise
+from tfdp.mechanisms import Gaussian, Mechanism
 from tfdp.runs.budgets import enforce_budget_of_step, room_in_graph
 from tfdp.runs.histories import glimpse, is_alone, recognise_copies
 from tfdp.runs.recorder import LedgerRecorder, LedgerState
@@ -77,6 +77,8 @@ class DPOptimizer(keras.optimizers.Optimizer):
         expected_batch_size: Examples in a batch on average. `DPModel.fit` fills
             it in where it knows it.
         noise_seed: For tests only: makes the noise reproducible, and warns.
+        mechanism: A `tfdp.mechanisms.Mechanism` of its own, which draws the noise; by
+            default Gaussian noise, independent in every step.
         name: Name of the optimizer.
 
     Raises:
@@ -106,6 +108,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         num_microbatches: int | None = None,
         expected_batch_size: float | None = None,
         noise_seed: int | None = None,
+        mechanism: Mechanism | None = None,
         name: str | None = None,
     ) -> None:
         l2_norm_clip = checked_clip(l2_norm_clip)
@@ -127,11 +130,11 @@ class DPOptimizer(keras.optimizers.Optimizer):
         # Steps after which moving averages took the place of the weights.
         self._averaged_after = self._scalar("averaged_after", 0.0)
         self._configured_batch_size = expected_batch_size
-        self._noise = NoiseSource(noise_seed)
+        self.mechanism = _mechanism(mechanism, noise_seed)
         self.recorder = self._recorder_of_loops = LedgerRecorder()
         # So `tf.train.Checkpoint` has the ledger.
         self._ledger_state = LedgerState(self._saved_ledger, self._restore_ledger)
-        self.recorder.note_seeds(noise=noise_seed is not None, sampling=False)
+        self.recorder.note_seeds(noise=self.noise_is_seeded, sampling=False)
         with tf.init_scope(), _keras.unmirrored_variables():
             # NaN until it is known; no update can happen before.
             self._expected_batch_size = tf.Variable(
@@ -239,12 +242,12 @@ class DPOptimizer(keras.optimizers.Optimizer):
 
     def renew_noise_key(self) -> None:
         """Draw the noise with a fresh secret key from here on."""
-        self._noise.renew_key()
+        self.mechanism.renew_key()
 
     @property
     def noise_is_seeded(self) -> bool:
         """Whether the noise can be reproduced by someone who knows the seed."""
-        return self._noise.seed is not None
+        return self.mechanism.noise_seed is not None
 
     @_keras.without_autograph
     def apply_clipped_sum(
@@ -299,13 +302,19 @@ class DPOptimizer(keras.optimizers.Optimizer):
                 recorder, float(self._noise_multiplier.numpy()) / at_most
             )
 
+        self.mechanism.check(recorder.scheme)
+        mechanism = self.mechanism
+        counted = mechanism.counted(self._noise_multiplier.value)
+
         def apply() -> bool:
-            self.apply_and_record(
-                clipped_sum,
-                trainable_variables,
-                recorder,
-                stream=self.noise_stream(self.noise_number),
+            stream = mechanism.stream(mechanism.number)
+            begins = self.begin_update(
+                clipped_sum, trainable_variables, recorder, counted
             )
+            with _keras.gradients_are_summed(self.inner_optimizer):
+                self.update(
+                    clipped_sum, trainable_variables, stream=stream, begins=begins
+                )
             return True
 
         if is_eager:
@@ -313,90 +322,78 @@ class DPOptimizer(keras.optimizers.Optimizer):
             if not is_alone(recorder.run):
                 recorder.left = glimpse(trainable_variables)
             return
-        sensitivity = clipped_sum.sensitivity_in_clips
-        noise_multiplier = self._noise_multiplier.value / sensitivity
         # XLA leaves the error out; the step is not taken there, either.
-        tf.cond(room_in_graph(recorder, noise_multiplier), apply, _refuse)
+        has_room = room_in_graph(recorder, counted / clipped_sum.sensitivity_in_clips)
+        tf.cond(has_room, apply, _refuse)
 
-    def apply_and_record(
+    def begin_update(
         self,
         clipped_sum: ClippedSum,
-        trainable_variables: list[Any],
+        trainable_variables: list[Variable],
         recorder: LedgerRecorder,
-        *,
-        stream: tf.Tensor,
-        replicas: Replicas = ALONE,
-        accounted_noise_multiplier: tf.Tensor | None = None,
-    ) -> list[tf.Tensor]:
-        """Do what `apply_clipped_sum` does, and count the step in a given ledger.
-
-        Every replica draws the same noise, of one step, and adds it to the same sum.
+        counted: Tensor,
+    ) -> Tensor:
+        """Count a step, once for all replicas, before its noise is drawn.
 
         Args:
-            clipped_sum: See `apply_clipped_sum`; on each replica, of all of them.
+            clipped_sum: See `apply_clipped_sum`.
             trainable_variables: See `apply_clipped_sum`.
-            recorder: Of the model that trains.
-            stream: Of the step's noise, the same in all processes.
-            replicas: That train the variables.
-            accounted_noise_multiplier: What `noise_multiplier` counts as, float64
-                scalar, where the step releases more than the gradients.
+            recorder: Counts the step.
+            counted: What its noise counts as, a multiple of the clip norm, float64
+                scalar.
 
         Returns:
-            The noised mean gradients, of no regularizer, which are released.
+            Whether a new pass begins with it, a scalar bool tensor.
         """
         self._check(clipped_sum, trainable_variables)
         if not self.built:
             self.build(trainable_variables)
-        self._noise.count()
-        if accounted_noise_multiplier is None:
-            accounted_noise_multiplier = self._noise_multiplier.value
-        of_first = replicas.first(clipped_sum)
-        recorder.record(accounted_noise_multiplier / of_first.sensitivity_in_clips)
-        recorder.note_update(trainable_variables, of_first.l2_norm_clip)
+        begins = recorder.begins_item()
+        self.mechanism.count()
+        recorder.record(counted / clipped_sum.sensitivity_in_clips)
+        recorder.note_update(trainable_variables, clipped_sum.l2_norm_clip)
+        return begins
 
-        def update(clipped_sum: ClippedSum) -> list[tf.Tensor]:
-            noised = add_noise(
-                clipped_sum,
-                noise_multiplier=self._noise_multiplier.value,
-                stream=stream,
-            )
-            units = self.expected_units(clipped_sum.examples_per_unit)
-            released = [each / tf.cast(units, each.dtype) for each in noised]
-            gradients = [
-                with_regularizer(gradient, variable)
-                for gradient, variable in zip(
-                    released, trainable_variables, strict=True
-                )
-            ]
-            self.inner_optimizer.apply(gradients, trainable_variables)
-            return released
+    def update(
+        self,
+        clipped_sum: ClippedSum,
+        trainable_variables: list[Variable],
+        *,
+        stream: Tensor,
+        begins: Tensor,
+    ) -> list[Tensor]:
+        """Noise a clipped sum, divide it, and let the inner optimizer apply it.
 
-        with _keras.gradients_are_summed(self.inner_optimizer):
-            released: list[tf.Tensor] = replicas.first(
-                replicas.run(update, clipped_sum)
-            )
+        Every replica draws the same noise, of one step, and adds it to the same sum.
+
+        Args:
+            clipped_sum: On each replica, of all of them.
+            trainable_variables: See `apply_clipped_sum`.
+            stream: Of the step's noise, the same in all processes.
+            begins: See `begin_update`.
+
+        Returns:
+            The noised mean gradients, of no regularizer, which are released.
+        """
+        noised = self.mechanism.noised(
+            clipped_sum,
+            noise_multiplier=self._noise_multiplier.value,
+            stream=stream,
+            begins=begins,
+        )
+        units = self.expected_units(clipped_sum.examples_per_unit)
+        released = [each / tf.cast(units, each.dtype) for each in noised]
+        gradients = [
+            with_regularizer(gradient, variable)
+            for gradient, variable in zip(released, trainable_variables, strict=True)
+        ]
+        self.inner_optimizer.apply(gradients, trainable_variables)
         return released
-
-    @property
-    def noise_number(self) -> tf.Tensor:
-        """The number of the next step's noise, which no other step had with the key."""
-        return self._noise.number
 
     def skip_used_noise(self) -> None:
         """Leave out noise that the same seed may have given in an earlier process."""
         if self.noise_is_seeded:
-            self._noise.skip_to(self.recorder.all_steps)
-
-    def noise_stream(self, step: tf.Tensor) -> tf.Tensor:
-        """Return what the noise of a step is a function of: a secret.
-
-        Args:
-            step: What `noise_number` was when the step began.
-
-        Returns:
-            int64, shape ``(2,)``.
-        """
-        return self._noise.stream(step)
+            self.mechanism.skip_to(self.recorder.all_steps)
 
     def _check(self, clipped_sum: ClippedSum, variables: list[Any]) -> None:
         if not isinstance(clipped_sum, ClippedSum):
@@ -429,6 +426,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
         super().build(variables)
+        self.mechanism.build(variables)
         # A checkpoint may be restored before and after.
         self._ledger_state.variables = [weakref.ref(each) for each in variables]
         self._ledger_state.note_loaded(self.recorder.loaded)
@@ -528,9 +526,14 @@ class DPOptimizer(keras.optimizers.Optimizer):
             "noise_multiplier": float(self._noise_multiplier.numpy()),
             "num_microbatches": self.num_microbatches,
             "expected_batch_size": self._configured_batch_size,
-            "noise_seed": self._noise.seed,
+            **self._mechanism_config(),
             "name": self.name,
         }
+
+    def _mechanism_config(self) -> Config:
+        if type(self.mechanism) is Gaussian:
+            return {"noise_seed": self.mechanism.noise_seed}
+        return {"mechanism": keras.saving.serialize_keras_object(self.mechanism)}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
@@ -540,6 +543,26 @@ class DPOptimizer(keras.optimizers.Optimizer):
             arguments.pop("inner"), custom_objects=custom_objects
         )
         return cls(inner, **arguments)
+
+
+def _mechanism(mechanism: Mechanism | Config | None, seed: int | None) -> Mechanism:
+    if mechanism is None:
+        return Gaussian(seed)
+    if isinstance(mechanism, dict):
+        mechanism = keras.saving.deserialize_keras_object(mechanism)
+    if not isinstance(mechanism, Mechanism):
+        raise TypeError(
+            "`mechanism` must be a `tfdp.mechanisms.Mechanism`. Received: mechanism of "
+            f"type {type(mechanism).__name__}. Use `tfdp.mechanisms.Gaussian()`, or "
+            "leave it out."
+        )
+    if seed is not None:
+        raise ValueError(
+            "`noise_seed` belongs to the mechanism, where one is given. Received: "
+            f"noise_seed={seed!r}, mechanism={type(mechanism).__name__}. Use "
+            f"`mechanism={type(mechanism).__name__}(noise_seed={seed!r})`."
+        )
+    return mechanism
 
 
 def _refuse() -> bool:

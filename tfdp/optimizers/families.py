@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Self
 
 import keras
 
+from tfdp.mechanisms import Mechanism
 from tfdp.optimizers.dp_optimizer import DPOptimizer
 
 
@@ -20,6 +21,7 @@ class _Family(DPOptimizer):
         num_microbatches: int | None = None,
         expected_batch_size: float | None = None,
         noise_seed: int | None = None,
+        mechanism: Mechanism | None = None,
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -30,6 +32,7 @@ class _Family(DPOptimizer):
             num_microbatches=num_microbatches,
             expected_batch_size=expected_batch_size,
             noise_seed=noise_seed,
+            mechanism=mechanism,
             name=name,
         )
 

@@ -174,7 +174,7 @@ class LedgerRecorder:
     @property
     def is_inside_item(self) -> bool:
         """Whether the next step belongs to an item that has begun."""
-        return not self._begins_item()
+        return not bool(self.begins_item())
 
     def items_begun_by(self, steps: int) -> int:
         """Return how many items the next steps begin, at least one step."""
@@ -348,7 +348,8 @@ class LedgerRecorder:
         Returns:
             A scalar bool tensor.
         """
-        is_within = self._items_started + self._begins_item() <= self._item_limit
+        begins = tf.cast(self.begins_item(), tf.int64)
+        is_within = self._items_started + begins <= self._item_limit
         return is_within & (noise_multiplier >= self._limited_for)
 
     def record(self, noise_multiplier: tf.Tensor) -> None:
@@ -358,8 +359,8 @@ class LedgerRecorder:
             noise_multiplier: Standard deviation of the step's noise over its l2
                 sensitivity, scalar float64 tensor.
         """
-        begins = self._begins_item()
-        is_first = begins == 1
+        is_first = self.begins_item()
+        begins = tf.cast(is_first, tf.int64)
         # What is no noise at all must not make the ledger unreadable.
         noise_multiplier = tf.where(
             tf.math.is_finite(noise_multiplier) & (noise_multiplier >= 0),
@@ -393,8 +394,9 @@ class LedgerRecorder:
         note_steps(variables, self.history, self.run)
         self._last_clip.assign(tf.cast(l2_norm_clip, tf.float64))
 
-    def _begins_item(self) -> tf.Tensor:
-        return tf.cast(self._steps_in_item >= self._steps_per_item, tf.int64)
+    def begins_item(self) -> tf.Tensor:
+        """Tell whether the next step begins an item, a scalar bool tensor."""
+        return self._steps_in_item >= self._steps_per_item
 
     def _close_item(self, count: tf.Tensor) -> None:
         """Move the open item into the table; nothing if `count` is 0."""

@@ -1,82 +1,251 @@
-"""What `DPModel.fit` calls while it runs: tfdp's own callbacks, then the user's."""
+"""Callbacks that act inside a private step, and what they see of it."""
 
-import collections
-import contextlib
 import dataclasses
-import math
-import warnings
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdp import _validate
 from tfdp._released import ReleasedGradient
+from tfdp._types import Logs, Tensor
 from tfdp.clipping import ClippedSum
-from tfdp.data.training_data import TrainingData
-from tfdp.distribute.replicas import Replicas
-from tfdp.distribute.workers import check_same_model
-from tfdp.errors import PrivacyBudgetError
+from tfdp.errors import NotPrivateError
 from tfdp.losses.ascent import AscentLoss
+from tfdp.mechanisms.gaussian import noise_of_query
 from tfdp.optimizers import DPOptimizer
-from tfdp.runs.histories import remember_values
-from tfdp.runs.recorder import LedgerRecorder
 
-# How names of logged values begin that do not tell of the private rows, or are noised.
-_HARMLESS = ("val_", "public_", "epsilon", "l2_norm_clip", "noise_multiplier")
+
+@dataclasses.dataclass(frozen=True)
+class Query:
+    """A noised sum over the units of a step of what each one's norm says.
+
+    Guarantees:
+        A unit moves the sum by `sensitivity` at most, whatever `of_unit` does: each
+        one's vector is computed from its own norm alone and clipped to that length;
+        one that is not finite counts as zeros.
+
+    Args:
+        of_unit: From the norm of a unit's gradient before clipping and the step's clip
+            norm, scalars, to a vector of `shape`, all tensors.
+        sensitivity: The largest length of that vector, positive.
+        noise_multiplier: Standard deviation of the noise of each entry of the sum over
+            `sensitivity`, positive.
+        shape: Of the vector.
+        every: Steps from one asking to the next, by the optimizer's `iterations`.
+
+    Raises:
+        TypeError: If a number is none.
+        ValueError: If a number is out of its range.
+
+    Example:
+        >>> # How many units are not clipped?
+        >>> query = tfdp.callbacks.Query(
+        ...     lambda norm, clip: tf.cast(norm <= clip, tf.float64),
+        ...     sensitivity=1.0,
+        ...     noise_multiplier=10.0,
+        ... )
+    """
+
+    of_unit: Callable[[Tensor, Tensor], Tensor]
+    sensitivity: float
+    noise_multiplier: float
+    shape: tuple[int, ...] = ()
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        _validate.positive("sensitivity", self.sensitivity)
+        _validate.positive("noise_multiplier", self.noise_multiplier)
+        _validate.positive_int("every", self.every)
+
+    def asks_at(self, iteration: Tensor) -> Tensor:
+        """Tell for numbers of steps whether they ask, bool of their shape."""
+        return tf.cast(iteration, tf.int64) % self.every == 0
+
+    def answer(self, norms: Tensor, clip: Tensor, noise: Tensor) -> Tensor:
+        """Return the noised sum.
+
+        Args:
+            norms: Of the units, shape ``(U,)``; U may be 0.
+            clip: The clip norm that clipped, a float64 scalar.
+            noise: Standard normal numbers of the query's shape.
+
+        Returns:
+            float64, of the query's shape.
+        """
+
+        def bounded(norm: Tensor) -> Tensor:
+            vector = tf.cast(self.of_unit(norm, clip), tf.float64)
+            vector = tf.ensure_shape(vector, self.shape)
+            length = tf.norm(vector)
+            limit = tf.constant(self.sensitivity, tf.float64)
+            # By selection: 0 * nan is nan.
+            vector = tf.where(length > limit, vector * (limit / length), vector)
+            return tf.where(tf.math.is_finite(length), vector, tf.zeros_like(vector))
+
+        # One row more, which is left out: TensorFlow maps over no empty axes.
+        filled = tf.concat([norms, tf.zeros([1], norms.dtype)], 0)
+        of_units = tf.vectorized_map(bounded, filled)[:-1]
+        stddev = self.sensitivity * self.noise_multiplier
+        return tf.reduce_sum(of_units, 0) + stddev * tf.cast(noise, tf.float64)
+
+
+class Answers:
+    """Answers the queries of a step, each with noise of its own.
+
+    Args:
+        clipped_sum: What was clipped, on all replicas.
+        stream: Of the step's noise.
+    """
+
+    def __init__(self, clipped_sum: ClippedSum, stream: Tensor) -> None:
+        """Answer nothing yet."""
+        self._clipped_sum = clipped_sum
+        self._stream = stream
+        self._asked = 0
+
+    def of(self, callback: "StepCallback") -> Callable[[Query, Tensor], Tensor]:
+        """Return what answers a callback, which pays for what it said it would ask."""
+        paid = Counter((each.noise_multiplier, each.every) for each in callback.queries)
+
+        def answer(query: Query, iteration: Tensor) -> Tensor:
+            kind = query.noise_multiplier, query.every
+            if not paid[kind]:
+                raise NotPrivateError(
+                    f"`{type(callback).__name__}.during_step` asks other queries than "
+                    "when `fit` began, and nothing has paid for them. Received: "
+                    f"{query!r}. Ask the same queries in every step; `every` says how "
+                    "often."
+                )
+            paid[kind] -= 1
+            number, self._asked = self._asked, self._asked + 1
+            noise = noise_of_query(query.shape, stream=self._stream, number=number)
+            norms = self._clipped_sum.norms
+            clip = tf.cast(self._clipped_sum.l2_norm_clip, tf.float64)
+            if query.every == 1:
+                return query.answer(norms, clip, noise)
+            return tf.cond(
+                query.asks_at(iteration),
+                lambda: query.answer(norms, clip, noise),
+                lambda: tf.fill(query.shape, tf.constant(float("nan"), tf.float64)),
+            )
+
+        return answer
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What callbacks see of a step, in the training graph.
+    """What a callback sees of a step, in the training graph: nothing without noise.
 
     Attributes:
-        optimizer: Has not moved the weights yet.
-        clipped_sum: What was clipped, on all replicas, not noised, with the C that
-            clipped. Noise is drawn with that one, whatever callbacks do to the
-            optimizer's.
-        stream: Of the step's noise; see `tfdp.mechanisms.gaussian.noise_of_query`.
+        optimizer: Has not moved the weights yet. What is assigned to its clip norm acts
+            from the next step on: the noise of this one is drawn with the C that
+            clipped.
+        expected_units: The public divisor of the sum, a float64 scalar tensor.
+    """
+
+    optimizer: DPOptimizer
+    expected_units: Tensor
+    _answer: Callable[[Query, Tensor], Tensor]
+
+    def ask(self, query: Query) -> Tensor:
+        """Return the noised answer to a query. The ledger counts what it costs.
+
+        Args:
+            query: The same in every step; see `Query.every`.
+
+        Returns:
+            float64, of the query's shape; NaN on steps that do not ask.
+        """
+        return self._answer(query, self.optimizer.iterations.value)
+
+    def asks(self, query: Query) -> Tensor:
+        """Tell whether the step asks a query, a scalar bool tensor."""
+        return query.asks_at(self.optimizer.iterations.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class NonprivateStep:
+    """What a callback sees that logs un-noised values, under the prefix `nonprivate_`.
+
+    Attributes:
+        optimizer: See `Step`.
+        clipped_sum: What was clipped, on all replicas, not noised.
         clip: Clips the gradients of the plain loss with a C, under the dropout masks
-            of the step, for callbacks that set `clips_again`: those of the step's
-            batch or, as second argument, of ``(x, y, sample_weight)``.
+            of the step: those of the step's batch or, as second argument, of
+            ``(x, y, sample_weight)``.
         ascent: The loss that takes gradients uphill, if any.
         released: The gradient that was released last, for `SAT`.
     """
 
     optimizer: DPOptimizer
     clipped_sum: ClippedSum
-    stream: tf.Tensor
     clip: Callable[..., ClippedSum]
     ascent: AscentLoss | None
     released: ReleasedGradient
 
     @property
-    def expected_units(self) -> tf.Tensor:
+    def expected_units(self) -> Tensor:
         """The public divisor of the sum, a float64 scalar tensor."""
         return self.optimizer.expected_units(self.clipped_sum.examples_per_unit)
 
 
-class PrivacyCallback(keras.callbacks.Callback):
-    """Base of tfdp's callbacks: `fit` runs them first, so that loggers see them.
+class StepCallback(keras.callbacks.Callback):
+    """A Keras callback that also acts inside every private step.
+
+    `fit` runs such callbacks before others, so that loggers see what they log. They are
+    part of the training graph: what they remember must be in variables.
+
+    Guarantees:
+        A callback learns from the batches only what it asks: queries whose sensitivity
+        is enforced and that get noise of their own. The ledger counts every step with
+        what was asked in it. Only `nonprivate_step` sees values without noise; the
+        guarantee does not hold for what it makes of them, if that is published or
+        decides anything.
 
     Attributes:
-        sets: The variable of the optimizer that the callback sets, and logs.
-        clips_again: Whether `during_step` calls `Step.clip`.
+        sets: `"l2_norm_clip"` or `"noise_multiplier"`, if the callback sets it: `fit`
+            logs it, and refuses a second callback that does.
+        queries: What `during_step` asks, found out when `fit` begins.
+
+    Example:
+        >>> class HalveTheClipNorm(tfdp.callbacks.StepCallback):
+        ...     "Halves the clip norm whenever most units are not clipped."
+        ...
+        ...     sets = "l2_norm_clip"
+        ...
+        ...     def during_step(self, step):
+        ...         unclipped = step.ask(
+        ...             tfdp.callbacks.Query(
+        ...                 lambda norm, clip: tf.cast(norm <= clip, tf.float64),
+        ...                 sensitivity=1.0,
+        ...                 noise_multiplier=10.0,
+        ...             )
+        ...         )
+        ...         clip = step.optimizer.l2_norm_clip
+        ...         are_most = unclipped > 0.5 * step.expected_units
+        ...         clip.assign(tf.where(are_most, clip / 2, clip))
     """
 
     sets: str | None = None
-    clips_again = False
+    queries: tuple[Query, ...] = ()
 
-    def before_training(self, model: Any, planned_steps: int | None) -> None:
-        """See the `DPModel`, and how many steps it will take, before `fit` begins."""
+    def before_training(
+        self, optimizer: DPOptimizer, planned_steps: int | None
+    ) -> None:
+        """See the optimizer, and how many steps it will take, before `fit` begins."""
 
     def before_step(self, optimizer: DPOptimizer) -> None:
         """Set what a step needs; runs in the training graph."""
 
     def during_step(self, step: Step) -> None:
-        """Learn from a step before weights move; runs in the training graph."""
+        """Ask about a step before weights move; runs in the training graph."""
 
-    def scheduled_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor | None:
+    def nonprivate_step(self, step: NonprivateStep) -> None:
+        """See a step without noise before weights move; runs in the training graph."""
+
+    def scheduled_noise_multiplier(self, iteration: Tensor) -> Tensor | None:
         """Say what noise multiplier the callback sets.
 
         Args:
@@ -86,29 +255,42 @@ class PrivacyCallback(keras.callbacks.Callback):
             float64, of that shape; None if it sets none.
         """
 
-    def query_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor | None:
-        """Say how much noise protects what the callback learns from a step.
+    def find_queries(self, optimizer: DPOptimizer) -> None:
+        """Find out what `during_step` asks, in a graph that never runs.
 
         Args:
-            iteration: See `scheduled_noise_multiplier`.
-
-        Returns:
-            Noise over the sensitivity of units of one example, infinite for steps
-            that it learns nothing from, float64, of that shape; None if it never
-            does.
+            optimizer: Of the model that trains.
         """
+        if not self.has_own("during_step"):
+            return
+        asked: list[Query] = []
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
+        def note(query: Query, iteration: Tensor) -> Tensor:
+            del iteration
+            asked.append(query)
+            return tf.zeros(query.shape, tf.float64)
+
+        @tf.function(autograph=False)
+        def rehearse() -> None:
+            self.during_step(Step(optimizer, tf.ones([], tf.float64), note))
+
+        rehearse.get_concrete_function()
+        self.queries = tuple(asked)
+
+    @classmethod
+    def acts_in_steps(cls) -> bool:
+        """Tell whether the callback is part of the training graph."""
+        return cls.has_own("before_step", "during_step", "nonprivate_step")
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Log what the callback has set."""
         self._log(logs)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Log what the callback has set last."""
         self._log(logs)
 
-    def _log(self, logs: dict[str, Any] | None) -> None:
+    def _log(self, logs: Logs) -> None:
         if self.sets is not None and logs is not None:
             logs[self.sets] = float(getattr(self.model.optimizer, self.sets).numpy())
 
@@ -116,130 +298,5 @@ class PrivacyCallback(keras.callbacks.Callback):
     def has_own(cls, *names: str) -> bool:
         """Tell whether the callback does more in one of these methods than its base."""
         return any(
-            getattr(cls, name) is not getattr(PrivacyCallback, name) for name in names
+            getattr(cls, name) is not getattr(StepCallback, name) for name in names
         )
-
-
-class LedgerCallback(PrivacyCallback):
-    """Tells the ledger where epochs begin, and ends `fit` when the budget is spent.
-
-    Args:
-        recorder: Of the model that trains.
-        data: What it trains on.
-        replicas: That train it.
-
-    Raises:
-        PrivacyBudgetError: When an epoch begins, if what was restored leaves no
-            room for a step.
-    """
-
-    def __init__(
-        self, recorder: LedgerRecorder, data: TrainingData, replicas: Replicas
-    ) -> None:
-        super().__init__()
-        self._recorder = recorder
-        self._data = data
-        self._replicas = replicas
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Expect to see the first epoch, which may not be the one asked for."""
-        self._has_begun = False
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin a new pass, and remember which draws are used up."""
-        if not self._has_begun:
-            # After a backup was restored some epochs are not run.
-            epochs = self.params["epochs"] - epoch
-            self._recorder.planned_items = planned_items(self._data, epochs)
-            check_same_model(self._replicas, self.model, epoch)
-            self._has_begun = True
-        if self._data.begins_pass_each_epoch:
-            self._recorder.begin_item()
-        if self._data.drawn is not None:
-            self._recorder.sampled_epochs = self._data.drawn.epoch
-        # What a backup restored may have spent the budget.
-        self.model.limit_to_budget()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Tell the other processes, which may have epochs to run, if there was none."""
-        if not self._has_begun:
-            check_same_model(self._replicas, self.model, self.params["epochs"])
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Ask for the steps to come: others may have taken some meanwhile."""
-        with contextlib.suppress(PrivacyBudgetError):
-            self.model.limit_to_budget(self.model.steps_per_execution)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop if the budget has no room, also where the noise has changed."""
-        try:
-            self.model.limit_to_budget()
-        except PrivacyBudgetError:
-            self.model.stop_training = True
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Recognise later copies of what the weights are now."""
-        remember_values(self.model.model.weights)
-
-
-def _flattened(callbacks: Any) -> list[keras.callbacks.Callback]:
-    """List callbacks, those in lists and in Keras's lists of callbacks included."""
-    found = []
-    for callback in keras.tree.flatten([] if callbacks is None else callbacks):
-        if isinstance(callback, keras.callbacks.CallbackList):
-            found += _flattened(callback.callbacks)
-        else:
-            found.append(callback)
-    return found
-
-
-def planned_items(data: TrainingData, epochs: int) -> int | None:
-    """Return how many steps or passes the ledger is to count in some epochs.
-
-    Args:
-        data: To train on.
-        epochs: How many.
-
-    Returns:
-        Their number, None if the data do not tell.
-    """
-    if data.begins_pass_each_epoch and data.batches_per_pass > 1:
-        return epochs
-    steps = data.steps_per_epoch and data.steps_per_epoch * epochs
-    return steps and math.ceil(steps / data.batches_per_pass)
-
-
-def sorted_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
-    """List callbacks, tfdp's own first; warn of those that read private metrics.
-
-    Args:
-        callbacks: What `fit` got.
-
-    Returns:
-        The callbacks as a flat list.
-
-    Raises:
-        ValueError: If two of tfdp's callbacks set the same variable.
-    """
-    callbacks = _flattened(callbacks)
-    for callback in callbacks:
-        monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str) and not monitor.startswith(_HARMLESS):
-            warnings.warn(
-                f"`{type(callback).__name__}` decides by a metric of the private "
-                "data, and no noise covers its decision. Received: monitor="
-                f"{monitor!r}. Monitor a metric of public validation data, "
-                f"`monitor='val_{monitor}'`.",
-                stacklevel=3,
-            )
-    setters = collections.defaultdict(list)
-    for callback in callbacks:
-        if isinstance(callback, PrivacyCallback) and callback.sets is not None:
-            setters[callback.sets].append(type(callback).__name__)
-    for name, types in setters.items():
-        if len(types) > 1:
-            raise ValueError(
-                f"Only one callback may set `{name}`. Received: callbacks="
-                f"[{', '.join(types)}]. Leave all but one out."
-            )
-    return sorted(callbacks, key=lambda item: not isinstance(item, PrivacyCallback))

@@ -2,23 +2,24 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import keras
+import numpy as np
 from absl import logging
 
 from tfdp._files import replaced
+from tfdp._types import Logs
 from tfdp.accounting import Ledger
 from tfdp.accounting.runs import Run, runs_from_state, runs_to_dict
 from tfdp.accounting.segments import Segment, segment_from_dict, segment_to_dict
 from tfdp.runs.recorder import LedgerRecorder
-from tfdp.training.callback import PrivacyCallback
 
 _FILE = "tfdp_journal.jsonl"
 
 
-class Journal(PrivacyCallback):
+class Journal(keras.callbacks.Callback):
     """Writes down steps before they run, beside the backups of `BackupAndRestore`.
 
     A backup knows nothing of the steps that came after it. The file begins, anew in
@@ -32,10 +33,18 @@ class Journal(PrivacyCallback):
     Args:
         recorder: Of the model that trains.
         directory: Where the backups are.
+        to_come: Returns what the noise of the coming steps counts as, multiples of the
+            clip norm.
     """
 
-    def __init__(self, recorder: LedgerRecorder, directory: str) -> None:
+    def __init__(
+        self,
+        recorder: LedgerRecorder,
+        directory: str,
+        to_come: Callable[[], np.ndarray],
+    ) -> None:
         super().__init__()
+        self._to_come = to_come
         self._recorder = recorder
         self.path = Path(directory) / _FILE
 
@@ -64,7 +73,7 @@ class Journal(PrivacyCallback):
         state.pop("ledger", None)
         self._recorder.restore(json.dumps({**state, "runs": runs_to_dict(runs)}))
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Write down all that was run up to now."""
         self._begin()
 
@@ -84,13 +93,13 @@ class Journal(PrivacyCallback):
         with replaced(self.path) as file:
             file.write(f"{header}\n")
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Write down the steps that are about to run."""
         if self._recorder.beginnings != self._beginnings:
             # Another callback has trained on data of its own.
             self._begin()
         recorder, steps = self._recorder, self.model.steps_per_execution
-        noise = recorder.counted(self.model.noise_plan.to_come()[:steps].min())
+        noise = recorder.counted(self._to_come()[:steps].min())
         self._least_noise = min(self._least_noise, noise)
         line = [
             recorder.steps - self._steps + steps,
@@ -104,12 +113,17 @@ class Journal(PrivacyCallback):
             file.write(f"{json.dumps(line)}\n")
 
 
-def journals(callbacks: list[Any], recorder: LedgerRecorder) -> list[Journal]:
+def journals(
+    callbacks: list[keras.callbacks.Callback],
+    recorder: LedgerRecorder,
+    to_come: Callable[[], np.ndarray],
+) -> list[Journal]:
     """Return a journal for every `BackupAndRestore`.
 
     Args:
         callbacks: Of `fit`.
         recorder: Of the model that trains.
+        to_come: See `Journal`.
 
     Returns:
         Callbacks that must run after all others.
@@ -126,5 +140,5 @@ def journals(callbacks: list[Any], recorder: LedgerRecorder) -> list[Journal]:
                 directory,
             )
             continue
-        found.append(Journal(recorder, directory))
+        found.append(Journal(recorder, directory, to_come))
     return found

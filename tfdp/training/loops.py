@@ -13,10 +13,11 @@ from tfdp.checks.tracing import signature_of
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.engines.choice import check_objective, choose
-from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
+from tfdp.engines.passes import number_of_rows
 from tfdp.losses.ascent import BAM, SAT, check_plain
 from tfdp.losses.objective import Batch, Objective
 from tfdp.runs.histories import note_reads, recognise_copies
+from tfdp.training.step import BatchClipper
 
 
 @_keras.without_autograph
@@ -116,23 +117,13 @@ def clipped_gradients(
     static_rows = rows if isinstance(rows, int) else None
     chosen = _checked_once(engine, objective, loss, data, static_rows)
 
-    def run_pass(batch: Batch) -> tuple[list[tf.Tensor], tf.Tensor, Any]:
-        return chosen.clip_and_sum(
-            objective, batch, l2_norm_clip=clip, rows_per_unit=rows_per_unit
-        )
-
-    if physical_batch_size is None:
-        sums, norms, _ = run_whole(run_pass, data, rows_per_unit=rows_per_unit)
-    else:
-        sums, norms = run_in_passes(
-            run_pass,
-            data,
-            rows_per_unit=rows_per_unit,
-            physical_batch_size=physical_batch_size,
-            on_outputs=None,
-            shared_states=_keras.shared_seed_states(model),
-        )
-    return ClippedSum(sums, norms, clip, rows_per_unit)
+    clipper = BatchClipper(
+        model,
+        chosen,
+        examples_per_unit=rows_per_unit,
+        physical_batch_size=physical_batch_size,
+    )
+    return clipper.clip(Batch(*data), clip, objective)
 
 
 def _check_lengths(data: Any) -> None:

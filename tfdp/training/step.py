@@ -1,26 +1,30 @@
-"""Clipping of a logical batch: in passes, over views, on all replicas, to one sum."""
+"""The private step: clip, learn, add noise, count. It is written down here alone."""
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, engines
+from tfdp._released import ReleasedGradient
+from tfdp._types import Nest, Tensor, Variable
+from tfdp.accounting.levels import folded
 from tfdp.clipping import ClippedSum, clip_as_tensor
-from tfdp.distribute.replicas import Replicas, summed
-from tfdp.engines.passes import (
-    OnOutputs,
-    number_of_rows,
-    run_in_passes,
-    run_whole,
-)
+from tfdp.distribute.replicas import ALONE, Replicas, summed
+from tfdp.distribute.shares import agreed_stream
+from tfdp.engines.passes import OnOutputs, run_in_passes, run_whole
 from tfdp.errors import UnsupportedLayerError
+from tfdp.losses.ascent import BAM, SAT, AscentLoss
 from tfdp.losses.objective import Batch, Objective
+from tfdp.optimizers import DPOptimizer
+from tfdp.runs.recorder import LedgerRecorder
+from tfdp.sampling import Scheme
 from tfdp.training.augmentation import Augmentation
-from tfdp.training.plan import Plan
+from tfdp.training.callback import Answers, NonprivateStep, Query, Step, StepCallback
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +36,9 @@ class BatchClipper:
         engine: Clips the rows of a pass.
         may_change_engine: Whether the vectorized engine takes the passes that
             `engine` turns out not to support.
-        plan: Examples of a unit, and rows of a pass.
+        examples_per_unit: Examples whose mean gradient is clipped.
+        physical_batch_size: Rows in a pass through the model; None where a batch of
+            any size runs whole.
         replicas: Each has a share of the batch.
         augmentation: Makes the views of each example, if any.
         jit_compile: Whether XLA compiles the passes.
@@ -40,23 +46,24 @@ class BatchClipper:
 
     model: keras.Model
     engine: engines.Engine
-    may_change_engine: bool
-    plan: Plan
-    replicas: Replicas
-    augmentation: Augmentation | None
-    jit_compile: bool
+    may_change_engine: bool = False
+    examples_per_unit: int | Tensor = 1
+    physical_batch_size: int | None = None
+    replicas: Replicas = ALONE
+    augmentation: Augmentation | None = None
+    jit_compile: bool = False
 
     def clip(
         self,
-        data: Any,
-        l2_norm_clip: tf.Tensor,
+        batch: Batch,
+        l2_norm_clip: Tensor,
         objective: Objective,
         on_outputs: OnOutputs | None = None,
     ) -> ClippedSum:
         """Clip and add up the units of a batch.
 
         Args:
-            data: ``(x, y, sample_weight)``, what each replica has of the batch.
+            batch: What each replica has of the batch.
             l2_norm_clip: The clip norm, a scalar tensor.
             objective: What is differentiated, for rows that are no views.
             on_outputs: Sees what the model predicts, on each replica.
@@ -65,23 +72,23 @@ class BatchClipper:
             On each replica the sums of all, and the norms of its own units.
         """
         return self._on_all(
-            lambda rows: self._on_one(rows, l2_norm_clip, objective, on_outputs), data
+            lambda rows: self._on_one(rows, l2_norm_clip, objective, on_outputs), batch
         )
 
-    def states(self) -> list[Any]:
+    def states(self) -> list[Variable]:
         """List the variables that decide what the model and the views draw."""
-        states: list[Any] = _keras.states(self.model)
+        states: list[Variable] = _keras.states(self.model)
         if self.augmentation is not None:
             states += self.augmentation.seed_states()
         return states
 
     def later(
-        self, data: Any, objective: Objective, states: list[Any]
+        self, batch: Batch, objective: Objective, states: list[Variable]
     ) -> Callable[..., ClippedSum]:
         """Return a function that clips as it would be done now.
 
         Args:
-            data: See `clip`; what the function clips by default.
+            batch: See `clip`; what the function clips by default.
             objective: See `clip`.
             states: Variables that it finds as they are now, and leaves as they were.
 
@@ -90,28 +97,30 @@ class BatchClipper:
             process; it returns what the first replica sees, but the norms of all.
         """
 
-        def read() -> list[tf.Tensor]:
+        def read() -> list[Tensor]:
             return [tf.identity(state.value) for state in states]
 
-        def assign(values: list[tf.Tensor]) -> None:
+        def assign(values: list[Tensor]) -> None:
             for state, value in zip(states, values, strict=True):
                 state.assign(value)
 
         values_now = self.replicas.run(read)
 
-        def clip(l2_norm_clip: tf.Tensor, whole: Any = None) -> ClippedSum:
-            def of_replica(values_now: list[tf.Tensor], rows: Any) -> ClippedSum:
+        def clip(l2_norm_clip: Tensor, whole: Nest = None) -> ClippedSum:
+            def of_replica(values_now: list[Tensor], rows: Batch) -> ClippedSum:
                 values_then = read()
                 assign(values_now)
                 if whole is not None:
-                    rows = self.replicas.share_of(
-                        whole, rows_per_unit=self.plan.examples_per_unit
+                    rows = Batch.of(
+                        self.replicas.share_of(
+                            whole, rows_per_unit=self.examples_per_unit
+                        )
                     )
                 clipped_sum = self._on_one(rows, l2_norm_clip, objective, None)
                 assign(values_then)
                 return clipped_sum
 
-            return self.joined(self._on_all(of_replica, values_now, data))
+            return self.joined(self._on_all(of_replica, values_now, batch))
 
         return clip
 
@@ -120,10 +129,10 @@ class BatchClipper:
         first: ClippedSum = self.replicas.first(clipped_sum)
         return first._replace(norms=self.replicas.joined(clipped_sum.norms))
 
-    def _on_all(self, clip: Callable[..., ClippedSum], *args: Any) -> ClippedSum:
+    def _on_all(self, clip: Callable[..., ClippedSum], *args: Nest) -> ClippedSum:
         """Add up what all replicas have clipped; each gets the sum."""
 
-        def of_replica(*args: Any) -> ClippedSum:
+        def of_replica(*args: Nest) -> ClippedSum:
             own = clip(*args)
             return own._replace(gradients=summed(own.gradients))
 
@@ -133,21 +142,19 @@ class BatchClipper:
 
     def _on_one(
         self,
-        data: Any,
-        l2_norm_clip: tf.Tensor,
+        batch: Batch,
+        l2_norm_clip: Tensor,
         objective: Objective,
         on_outputs: OnOutputs | None,
     ) -> ClippedSum:
         """Clip and add up the units of any number of rows, on one replica."""
-        examples_per_unit, physical_batch_size = self.plan
-        rows_per_unit = examples_per_unit
-        augmentation = self.augmentation
+        rows_per_unit, augmentation = self.examples_per_unit, self.augmentation
         if augmentation is not None:
             rows_per_unit *= augmentation.multiplicity
             objective = dataclasses.replace(objective, views=augmentation.multiplicity)
         clip = clip_as_tensor(l2_norm_clip, objective.variables)
 
-        def run_pass(batch: Batch, clip: tf.Tensor) -> Any:
+        def run_pass(batch: Batch, clip: Tensor) -> tuple[list[Tensor], Tensor, Nest]:
             options = {"l2_norm_clip": clip, "rows_per_unit": rows_per_unit}
             try:
                 return self.engine.clip_and_sum(objective, batch, **options)
@@ -166,27 +173,202 @@ class BatchClipper:
         if self.jit_compile:
             run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
-        def run_views(batch: Batch) -> Any:
+        def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
             if augmentation is None:
                 return run_pass(batch, clip)
             sums, norms, y_pred = run_pass(augmentation.views(batch), clip)
             return sums, norms, augmentation.first(y_pred)
 
-        if physical_batch_size is None:
-            sums, norms, y_pred = run_whole(
-                run_views,
-                data,
-                rows_per_unit=examples_per_unit,
-            )
-            if on_outputs is not None:
-                on_outputs(data, tf.convert_to_tensor(number_of_rows(data)), y_pred)
+        if self.physical_batch_size is None:
+            run = run_whole
         else:
-            sums, norms = run_in_passes(
-                run_views,
-                data,
-                rows_per_unit=examples_per_unit,
-                physical_batch_size=physical_batch_size,
-                on_outputs=on_outputs,
+            run = functools.partial(
+                run_in_passes,
+                physical_batch_size=self.physical_batch_size,
                 shared_states=_keras.shared_seed_states(self.model),
             )
-        return ClippedSum(sums, norms, clip, examples_per_unit)
+        sums, norms = run(
+            run_views,
+            batch,
+            rows_per_unit=self.examples_per_unit,
+            on_outputs=on_outputs,
+        )
+        return ClippedSum(sums, norms, clip, self.examples_per_unit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """All that a training function is made for.
+
+    A model that is asked to train makes one. Where it differs from that of the training
+    before, the function is made anew.
+
+    Attributes:
+        clipper: Clips the batches.
+        objective: The plain loss of each example.
+        scheme: How the batches are drawn.
+        optimizer: Has the clip norm, the noise, and the steps.
+        recorder: Counts the steps.
+        ascent: The loss that takes gradients uphill, if any.
+        released: The gradient that was released last, for `SAT`.
+        callbacks: Those that act in the graph of a step.
+    """
+
+    clipper: BatchClipper
+    objective: Objective
+    scheme: Scheme
+    optimizer: DPOptimizer
+    recorder: LedgerRecorder
+    ascent: AscentLoss | None
+    released: ReleasedGradient
+    callbacks: tuple[StepCallback, ...] = ()
+
+    @property
+    def queries(self) -> list[Query]:
+        """What the callbacks ask in each step, beside the gradients."""
+        return [query for callback in self.callbacks for query in callback.queries]
+
+    @property
+    def changes_noise(self) -> bool:
+        """Whether callbacks change what the noise of steps counts as."""
+        changing = any(
+            callback.has_own("scheduled_noise_multiplier")
+            for callback in self.callbacks
+        )
+        return changing or bool(self.queries)
+
+    def counted(self, iteration: Tensor) -> Tensor:
+        """Return what the noise of steps counts as, with what callbacks ask.
+
+        Args:
+            iteration: The optimizer's `iterations`, of any shape.
+
+        Returns:
+            Multiples of the clip norm, float64, of that shape.
+        """
+        noise_multiplier = self.optimizer.noise_multiplier.value
+        noise_multiplier = tf.broadcast_to(noise_multiplier, tf.shape(iteration))
+        for callback in self.callbacks:
+            scheduled = callback.scheduled_noise_multiplier(iteration)
+            if scheduled is not None:
+                noise_multiplier = scheduled
+        noise_multiplier = self.optimizer.mechanism.counted(noise_multiplier)
+        for query in self.queries:
+            both = folded(noise_multiplier, query.noise_multiplier)
+            noise_multiplier = tf.where(
+                query.asks_at(iteration), both, noise_multiplier
+            )
+        return noise_multiplier
+
+    def objective_uphill(self) -> Objective:
+        """Return the objective, its gradients taken where `BAM` wants them."""
+        if not isinstance(self.ascent, BAM):
+            return self.objective
+        ascent = self.ascent.ascent_at(self.optimizer.iterations.value)
+        return dataclasses.replace(self.objective, ascent=ascent)
+
+    def uphill(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the weights are where `SAT` wants them."""
+        if not isinstance(self.ascent, SAT):
+            return contextlib.nullcontext()
+        self.released.build(self.objective.variables)
+        iteration = self.optimizer.iterations.value
+        return self.released.uphill(self.ascent.radius_at(iteration))
+
+
+def private_step(
+    session: Session,
+    batch: Batch,
+    *,
+    has_room: Callable[[Tensor], Tensor],
+    on_outputs: Callable[[Tensor, Nest, Tensor, Nest], None],
+    fingerprint: Tensor | None = None,
+) -> None:
+    """Take one private step if the budget has room for it.
+
+    Noise is drawn once, with the C that clipped, for all replicas; the step is counted
+    before any weight moves.
+
+    Args:
+        session: What the step is made for.
+        batch: Of the step; what each replica has of it.
+        has_room: Tells for what the noise counts as whether there is room, a scalar
+            bool tensor.
+        on_outputs: Sees whether there is room, and for each pass what the engine's
+            `OnOutputs` sees.
+        fingerprint: Of the batch; processes compare it.
+    """
+    optimizer, clipper, recorder = session.optimizer, session.clipper, session.recorder
+    replicas, variables = clipper.replicas, session.objective.variables
+    for callback in session.callbacks:
+        callback.before_step(optimizer)
+    noise_multiplier = session.counted(optimizer.iterations.value)
+    room = has_room(noise_multiplier)
+    stream = optimizer.mechanism.stream(optimizer.mechanism.number)
+    if replicas.processes > 1:
+        stream = agreed_stream(
+            replicas,
+            stream,
+            fingerprint,
+            [
+                optimizer.l2_norm_clip.value,
+                optimizer.noise_multiplier.value,
+                noise_multiplier,
+                recorder.own_steps,
+                room,
+            ],
+        )
+    looks = any(callback.has_own("nonprivate_step") for callback in session.callbacks)
+    clip_again = clipper.later(
+        batch, session.objective, clipper.states() if looks else []
+    )
+    with session.uphill():
+        clipped_sum = clipper.clip(
+            batch,
+            optimizer.l2_norm_clip.value,
+            session.objective_uphill(),
+            functools.partial(on_outputs, room),
+        )
+
+    def apply() -> bool:
+        of_first = replicas.first(clipped_sum)
+        if session.callbacks:
+            _learn(session, clipper.joined(clipped_sum), stream, clip_again)
+        begins = optimizer.begin_update(of_first, variables, recorder, noise_multiplier)
+        with _keras.gradients_are_summed(optimizer.inner_optimizer):
+            released = replicas.run(
+                lambda clipped_sum: optimizer.update(
+                    clipped_sum, variables, stream=stream, begins=begins
+                ),
+                clipped_sum,
+            )
+        if isinstance(session.ascent, SAT):
+            session.released.remember(replicas.first(released))
+        return True
+
+    tf.cond(room, apply, lambda: False)
+
+
+def _learn(
+    session: Session,
+    clipped_sum: ClippedSum,
+    stream: Tensor,
+    clip_again: Callable[..., ClippedSum],
+) -> None:
+    """Let callbacks learn from a step before weights move."""
+    answers = Answers(clipped_sum, stream)
+    for callback in session.callbacks:
+        if callback.has_own("during_step"):
+            units = session.optimizer.expected_units(clipped_sum.examples_per_unit)
+            step = Step(session.optimizer, units, answers.of(callback))
+            callback.during_step(step)
+        if callback.has_own("nonprivate_step"):
+            callback.nonprivate_step(
+                NonprivateStep(
+                    session.optimizer,
+                    clipped_sum,
+                    clip_again,
+                    session.ascent,
+                    session.released,
+                )
+            )

@@ -1,0 +1,194 @@
+"""What noise is: it is drawn, has a secret, and costs."""
+
+import abc
+import os
+import secrets
+import warnings
+import weakref
+from typing import ClassVar, Self
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _keras, _validate
+from tfdp._types import Config, Tensor, Variable
+from tfdp.clipping import ClippedSum
+from tfdp.sampling import Scheme
+
+# A forked process has the keys of its parent, and must not draw the parent's noise.
+_living: weakref.WeakSet["Mechanism"] = weakref.WeakSet()
+
+
+def _renew_keys() -> None:
+    for source in _living:
+        # A child cannot use its parent's GPU, nor draw with a key that lies there.
+        if not source.is_on_gpu:
+            source.renew_key()
+
+
+os.register_at_fork(after_in_child=_renew_keys)
+
+
+class Mechanism(abc.ABC):
+    """The noise of a training's steps, drawn with a secret key of its own.
+
+    A subclass says how noise is added (`noised`) and, if steps share noise, what that
+    costs. The noise of a step is to be a function of the step's stream, which no two
+    steps share, and of what the mechanism remembers of the steps before.
+
+    The generator is Philox, counter-based, keyed by the operating system. The key lives
+    in a variable that is never saved, exported or made a constant of a graph;
+    `keras.utils.set_random_seed`, TensorFlow's global seed and NumPy's global generator
+    have no influence. Philox is not certified as cryptographically secure, and Gaussian
+    noise in floating point does not protect single released gradients against attacks
+    on their low-order bits [1]_.
+
+    Noise that steps share is a secret of all of them: what a mechanism remembers is as
+    secret as the data. It belongs into variables made in `build`, which are neither
+    saved nor exported. A pass that was interrupted is therefore begun anew, with fresh
+    noise, and counts twice; every call of `fit` has a key of its own.
+
+    Args:
+        noise_seed: None for a key from the operating system. An integer makes the
+            noise reproducible, which is for tests: whoever knows it can subtract
+            the noise, and a warning says so.
+
+    Attributes:
+        correlates_steps: Whether the steps of a pass share noise, so that all of them
+            are one release. Such noise needs batches of which it is known that an
+            example is in a pass at most once.
+
+    References:
+        .. [1] Mironov, "On Significance of the Least Significant Bits for
+           Differential Privacy", CCS 2012. https://doi.org/10.1145/2382196.2382264
+    """
+
+    correlates_steps: ClassVar[bool] = False
+
+    def __init__(self, noise_seed: int | None = None) -> None:
+        if noise_seed is not None:
+            noise_seed = _validate.seed("noise_seed", noise_seed)
+            warnings.warn(
+                "The privacy noise is reproducible: whoever knows the seed can "
+                f"subtract it. Received: noise_seed={noise_seed}. For a run that is to "
+                "be private leave `noise_seed` out.",
+                stacklevel=3,
+            )
+        self.noise_seed = noise_seed
+        _living.add(self)
+        with tf.init_scope(), _keras.unmirrored_variables():
+            self._key = tf.Variable(self._new_key(), trainable=False, name="noise_key")
+            self._number = tf.Variable(
+                0, trainable=False, dtype=tf.int64, name="noise_number"
+            )
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the key lies in the memory of a GPU."""
+        return "GPU" in str(self._key.device)
+
+    def renew_key(self) -> None:
+        """Take a fresh key from the operating system; a seeded key stays."""
+        self._key.assign(self._new_key())
+
+    def _new_key(self) -> np.ndarray:
+        if self.noise_seed is None:
+            return np.frombuffer(secrets.token_bytes(16), np.int64)
+        return (
+            np.random
+            .SeedSequence(self.noise_seed)
+            .generate_state(2, np.uint64)
+            .view(np.int64)
+        )
+
+    @property
+    def number(self) -> Tensor:
+        """Of the next step, a scalar int64 tensor."""
+        return self._number.read_value()
+
+    def count(self) -> None:
+        """Count one step, as an operation of the graph."""
+        self._number.assign_add(1)
+
+    def skip_to(self, number: int) -> None:
+        """Leave out the numbers before this one: a seeded key may have used them."""
+        self._number.assign(max(int(self._number.numpy()), number))
+
+    def stream(self, step: Tensor) -> Tensor:
+        """Return what all the noise of a step is a function of, with this key.
+
+        Who knows it can subtract the noise: it is as secret as the key.
+
+        Args:
+            step: Scalar int64 tensor, a number that never repeats for this key.
+
+        Returns:
+            int64, shape ``(2,)``.
+        """
+        return self._key + tf.stack([step, tf.zeros_like(step)])
+
+    def build(self, variables: list[Variable]) -> None:  # noqa: B027 (most keep none)
+        """Make what the mechanism remembers, before the first step of a training.
+
+        Args:
+            variables: The trainable variables.
+        """
+
+    def check(self, scheme: Scheme) -> None:
+        """Refuse batches for which the noise is not accounted.
+
+        Args:
+            scheme: How the batches are drawn.
+
+        Raises:
+            ValueError: If steps share noise and the batches make no passes.
+        """
+        if self.correlates_steps and not scheme.counts_passes:
+            raise ValueError(
+                f"`{type(self).__name__}` has noise that the steps of a pass share, and "
+                "needs batches in which an example is at most once a pass. Received: "
+                f"{scheme}. Use `DPModel(model, sampling='shuffle')`."
+            )
+
+    def counted(self, noise_multiplier: Tensor) -> Tensor:
+        """Return the noise of a release over its l2 sensitivity.
+
+        Args:
+            noise_multiplier: That of the steps, float64, of any shape.
+
+        Returns:
+            What it counts as, of that shape: the same, where no steps share noise.
+        """
+        return noise_multiplier
+
+    @abc.abstractmethod
+    def noised(
+        self,
+        clipped_sum: ClippedSum,
+        *,
+        noise_multiplier: Tensor,
+        stream: Tensor,
+        begins: Tensor | bool = True,
+    ) -> list[Tensor]:
+        """Add the noise of a step, as operations of the graph.
+
+        Args:
+            clipped_sum: What to noise; its own C is the one that counts.
+            noise_multiplier: Scalar tensor; 0 adds nothing.
+            stream: Of the step, from `stream`.
+            begins: Whether a new pass begins with the step: nothing that is remembered
+                may enter its noise.
+
+        Returns:
+            The noised sums, in order, of the sums' shapes; float64 where the sum is,
+            float32 otherwise.
+        """
+
+    def get_config(self) -> Config:
+        """Return the arguments that rebuild the mechanism."""
+        return {"noise_seed": self.noise_seed}
+
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        """Rebuild a mechanism from `get_config`."""
+        return cls(**config)

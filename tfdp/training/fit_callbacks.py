@@ -1,0 +1,168 @@
+"""What `DPModel.fit` calls while it runs: tfdp's own callbacks, then the user's."""
+
+import collections
+import contextlib
+import math
+import warnings
+from collections.abc import Callable
+
+import keras
+
+from tfdp._types import Logs, Nest
+from tfdp.data.training_data import TrainingData
+from tfdp.distribute.replicas import Replicas
+from tfdp.distribute.workers import check_same_model
+from tfdp.errors import PrivacyBudgetError
+from tfdp.optimizers import DPOptimizer
+from tfdp.runs.histories import remember_values
+from tfdp.runs.recorder import LedgerRecorder
+from tfdp.training.callback import StepCallback
+
+# How names of logged values begin that do not tell of the private rows, or are noised.
+_HARMLESS = ("val_", "public_", "epsilon", "l2_norm_clip", "noise_multiplier")
+
+
+class LedgerCallback(StepCallback):
+    """Tells the ledger where epochs begin, and ends `fit` when the budget is spent.
+
+    Args:
+        recorder: Of the model that trains.
+        data: What it trains on.
+        replicas: That train it.
+        optimizer: That trains it.
+        limit_to_budget: Works out how many steps there is room for, given how many
+            are about to be taken at once.
+
+    Raises:
+        PrivacyBudgetError: When an epoch begins, if what was restored leaves no
+            room for a step.
+    """
+
+    def __init__(
+        self,
+        recorder: LedgerRecorder,
+        data: TrainingData,
+        replicas: Replicas,
+        optimizer: DPOptimizer,
+        limit_to_budget: Callable[[int], None],
+    ) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._data = data
+        self._replicas = replicas
+        self._optimizer = optimizer
+        self._limit_to_budget = limit_to_budget
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Expect to see the first epoch, which may not be the one asked for."""
+        self._has_begun = False
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Begin a new pass, and remember which draws are used up."""
+        if not self._has_begun:
+            # After a backup was restored some epochs are not run.
+            epochs = self.params["epochs"] - epoch
+            self._recorder.planned_items = planned_items(self._data, epochs)
+            self._check_same_model(epoch)
+            self._has_begun = True
+        if self._data.begins_pass_each_epoch:
+            self._recorder.begin_item()
+        if self._data.drawn is not None:
+            self._recorder.sampled_epochs = self._data.drawn.epoch
+        # What a backup restored may have spent the budget.
+        self._limit_to_budget(1)
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        """Tell the other processes, which may have epochs to run, if there was none."""
+        if not self._has_begun:
+            self._check_same_model(self.params["epochs"])
+
+    def _check_same_model(self, epoch: int) -> None:
+        check_same_model(
+            self._replicas,
+            [*(self._recorder.weights() or []), *self._optimizer.variables],
+            {
+                "first epoch": epoch,
+                "steps of the optimizer": int(self._optimizer.iterations.numpy()),
+            },
+            self._recorder.ledger,
+        )
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        """Ask for the steps to come: others may have taken some meanwhile."""
+        with contextlib.suppress(PrivacyBudgetError):
+            self._limit_to_budget(self.model.steps_per_execution)
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Stop if the budget has no room, also where the noise has changed."""
+        try:
+            self._limit_to_budget(1)
+        except PrivacyBudgetError:
+            self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Recognise later copies of what the weights are now."""
+        remember_values(self._recorder.weights() or [])
+
+
+def _flattened(callbacks: Nest) -> list[keras.callbacks.Callback]:
+    """List callbacks, those in lists and in Keras's lists of callbacks included."""
+    found = []
+    for callback in keras.tree.flatten([] if callbacks is None else callbacks):
+        if isinstance(callback, keras.callbacks.CallbackList):
+            found += _flattened(callback.callbacks)
+        else:
+            found.append(callback)
+    return found
+
+
+def planned_items(data: TrainingData, epochs: int) -> int | None:
+    """Return how many steps or passes the ledger is to count in some epochs.
+
+    Args:
+        data: To train on.
+        epochs: How many.
+
+    Returns:
+        Their number, None if the data do not tell.
+    """
+    if data.begins_pass_each_epoch and data.batches_per_pass > 1:
+        return epochs
+    steps = data.steps_per_epoch and data.steps_per_epoch * epochs
+    return steps and math.ceil(steps / data.batches_per_pass)
+
+
+def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:
+    """List callbacks, tfdp's own first; warn of those that read private metrics.
+
+    Args:
+        callbacks: What `fit` got.
+
+    Returns:
+        The callbacks as a flat list.
+
+    Raises:
+        ValueError: If two of tfdp's callbacks set the same variable.
+    """
+    callbacks = _flattened(callbacks)
+    for callback in callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and not monitor.startswith(_HARMLESS):
+            warnings.warn(
+                f"`{type(callback).__name__}` decides by a metric of the private "
+                "data, and no noise covers its decision. Received: monitor="
+                f"{monitor!r}. Monitor a metric of public validation data, "
+                f"`monitor='val_{monitor}'`.",
+                stacklevel=3,
+            )
+    setters = collections.defaultdict(list)
+    for callback in callbacks:
+        if isinstance(callback, StepCallback) and callback.sets is not None:
+            setters[callback.sets].append(type(callback).__name__)
+    for name, types in setters.items():
+        if len(types) > 1:
+            raise ValueError(
+                f"Only one callback may set `{name}`. Received: callbacks="
+                f"[{', '.join(types)}]. Leave all but one out."
+            )
+    return sorted(callbacks, key=lambda item: not isinstance(item, StepCallback))

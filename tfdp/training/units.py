@@ -1,0 +1,70 @@
+"""How a logical batch is cut: what is clipped together, what runs together."""
+
+import math
+
+from tfdp.optimizers import DPOptimizer
+from tfdp.sampling import Scheme
+
+
+def units_and_passes(
+    scheme: Scheme,
+    *,
+    optimizer: DPOptimizer,
+    physical_batch_size: int | None,
+    jit_compile: bool,
+    replicas: int = 1,
+) -> tuple[int, int | None]:
+    """Settle what depends on the expected batch size, also in the optimizer.
+
+    Args:
+        scheme: How the batches are drawn.
+        optimizer: Says how many microbatches there are; and the batch size, if the
+            scheme does not know.
+        physical_batch_size: Rows in a pass, if the user wants a number.
+        jit_compile: Whether XLA compiles the passes.
+        replicas: How many share a batch; a pass is of one of them.
+
+    Returns:
+        Examples whose mean gradient is clipped; and rows in a pass through the model,
+        None where a batch of any size runs whole.
+
+    Raises:
+        ValueError: If the batch size is not known, or the sizes, or microbatches and
+            the sampling, do not go together.
+    """
+    batch_size = scheme.expected_batch_size or optimizer.expected_batch_size
+    if batch_size is None:
+        raise ValueError(
+            "The expected batch size of these data is not known, and the divisor "
+            "of the noised sum is never taken from the data. Received: "
+            f"expected_batch_size=None. Use `{type(optimizer).__name__}(..., "
+            "expected_batch_size=256)` or `private.fit(tfdp.data.declare(dataset, "
+            "number_of_examples=..., expected_batch_size=256, sampling=...))`."
+        )
+    optimizer.expect_batch_size(batch_size)
+    examples_per_unit = optimizer.examples_per_unit(batch_size)
+    if examples_per_unit > 1 and not scheme.allows_units:
+        raise ValueError(
+            "Microbatches of several examples need batches of fixed size: under "
+            "Poisson sampling one example more shifts all groups behind it, and "
+            "no clipping bounds that. Received: num_microbatches="
+            f"{optimizer.num_microbatches}, batch_size={batch_size:g}. Use "
+            "`num_microbatches=None`, or `DPModel(model, sampling='shuffle')`."
+        )
+    if physical_batch_size is None and jit_compile:
+        # XLA compiles for one size: hardly any Poisson batch is larger.
+        share = batch_size / replicas
+        rows = math.ceil(share + 4 * math.sqrt(share))
+        physical_batch_size = _next_multiple(rows, examples_per_unit)
+    if physical_batch_size is not None and physical_batch_size % examples_per_unit:
+        raise ValueError(
+            "`physical_batch_size` must hold whole microbatches. Received: "
+            f"physical_batch_size={physical_batch_size}, {examples_per_unit} "
+            "examples in a microbatch. Use `physical_batch_size="
+            f"{_next_multiple(physical_batch_size, examples_per_unit)}`."
+        )
+    return examples_per_unit, physical_batch_size
+
+
+def _next_multiple(rows: int, factor: int) -> int:
+    return rows + -rows % factor
