@@ -1,11 +1,11 @@
 """What a client does before anything leaves it: clip its gradient, and noise it."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdp._types import Array, Loss, Nest, Tensor
 from tfdp.clipping import ClippedSum, clip_and_sum
 from tfdp.errors import NotPrivateError
 from tfdp.gradients import clipped_gradients
@@ -15,10 +15,10 @@ from tfdp.optimizers.dp_optimizer import checked_clip, checked_noise_multiplier
 
 def client_update(
     model: keras.Model,
-    loss: Any,
-    x: Any,
-    y: Any,
-    sample_weight: Any = None,
+    loss: Loss,
+    x: Nest,
+    y: Nest,
+    sample_weight: Nest = None,
     *,
     l2_norm_clip: float,
     noise_multiplier: float,
@@ -84,7 +84,7 @@ def client_update(
 
 
 def privatize(
-    update: Sequence[Any], *, l2_norm_clip: float, noise_multiplier: float
+    update: Sequence[Array | Tensor], *, l2_norm_clip: float, noise_multiplier: float
 ) -> list[tf.Tensor]:
     """Clip an update as a whole, and noise it.
 
