@@ -3,15 +3,16 @@
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tfdp import _validate
+from tfdp._types import Array, Nest
 from tfdp.accounting.text import filled
 from tfdp.errors import PrivacyBudgetError
 from tfdp.variational.scaled_posteriors import (
+    LogLikelihood,
     Prior,
     ScaledPosterior,
     clipped,
@@ -46,7 +47,7 @@ class PosteriorSample:
         likelihood_weight: What log-likelihoods were multiplied by, at most 1.
     """
 
-    theta: np.ndarray
+    theta: Array
     epsilon: float
     epsilon_if_exact: float
     exactness: str
@@ -80,9 +81,9 @@ class PosteriorSample:
 
 
 def one_posterior_sample(
-    log_likelihood: str | Callable[[np.ndarray, Any, Any], Any],
-    x: Any,
-    y: Any = None,
+    log_likelihood: str | LogLikelihood,
+    x: Array,
+    y: Nest = None,
     *,
     epsilon: float,
     radius: float,
@@ -155,7 +156,7 @@ def one_posterior_sample(
 
     References:
         .. [1] Wang et al., "Privacy for Free: Posterior Sampling and Stochastic
-           Gradient Monte Carlo", ICML 2015, section 3.
+           Gradient Monte Carlo", ICML 2015, section 3, Theorem 1.
            https://arxiv.org/abs/1502.07645
     """
     epsilon = _validate.positive("epsilon", epsilon)
@@ -177,7 +178,7 @@ def one_posterior_sample(
         posterior = of_function(
             log_likelihood,
             (clipped(rows, radius), y),
-            likelihood_weight=_weightof_function(
+            likelihood_weight=_weight_and_cost(
                 epsilon, radius, y, bound=bound, lipschitz=lipschitz
             ),
             bound=bound,
@@ -202,8 +203,13 @@ def one_posterior_sample(
     )
 
 
-def _weightof_function(
-    epsilon: float, radius: float, y: Any, *, bound: Any, lipschitz: Any
+def _weight_and_cost(
+    epsilon: float,
+    radius: float,
+    y: Nest,
+    *,
+    bound: float | None,
+    lipschitz: float | None,
 ) -> tuple[float, float]:
     """Return what log-likelihoods are multiplied by, and what a draw then costs."""
     if (bound is None) == (lipschitz is None):
@@ -211,6 +217,8 @@ def _weightof_function(
             "A log-likelihood must come with either `bound` or `lipschitz`. Received: "
             f"bound={bound}, lipschitz={lipschitz}. Use `bound=B` for |log p| <= B."
         )
+    # Another record in the place of one changes the log-likelihood by 2 B at most, or by
+    # 2 L R, and the logarithm of the integral that the posterior is divided by as much.
     if bound is not None:
         cost = 4 * _validate.positive("bound", bound)
     else:
@@ -224,7 +232,7 @@ def _weightof_function(
     return weight, weight * cost
 
 
-def _checked_rows(x: Any) -> np.ndarray:
+def _checked_rows(x: Array) -> Array:
     rows = np.asarray(x, np.float64)
     if rows.ndim != 2 or not rows.size or not np.isfinite(rows).all():
         raise ValueError(
@@ -235,7 +243,7 @@ def _checked_rows(x: Any) -> np.ndarray:
     return rows
 
 
-def _checked_labels(y: Any, records: int) -> np.ndarray:
+def _checked_labels(y: Nest, records: int) -> Array:
     labels = np.ravel(np.asarray(y))
     if labels.shape != (records,) or not np.isin(labels, (0, 1)).all():
         raise ValueError(
@@ -246,7 +254,7 @@ def _checked_labels(y: Any, records: int) -> np.ndarray:
     return np.asarray(labels == 1)
 
 
-def _refuse_arguments_of_functions(*arguments: Any) -> None:
+def _refuse_arguments_of_functions(*arguments: float | None) -> None:
     if any(argument is not None for argument in arguments):
         raise ValueError(
             "Logistic regression has its own bound. Received: bound, lipschitz, "
@@ -254,7 +262,7 @@ def _refuse_arguments_of_functions(*arguments: Any) -> None:
         )
 
 
-def _digest(rows: np.ndarray) -> bytes:
+def _digest(rows: Array) -> bytes:
     """Tell data by their inputs, rounded: targets do not make other records of them."""
     digest = hashlib.blake2b(f"{rows.shape}".encode())
     # Zero has two signs.

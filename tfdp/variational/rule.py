@@ -1,13 +1,12 @@
 """Rule of variational layers: gradients of means and of scales, in factors."""
 
-from typing import Any
-
 import tensorflow as tf
 
+from tfdp._types import Tensor
 from tfdp.rules import Call, OuterProducts, PerRow, ScaledProducts, Term
 
 
-def variational_dense(call: Call) -> Any:
+def variational_dense(call: Call) -> Tensor:
     """Rule of `tfdp.variational.VariationalDense`.
 
     Where weights are drawn, ``z = x (mean + scale * eps)``, the gradient of a mean is
@@ -49,7 +48,7 @@ def variational_dense(call: Call) -> Any:
     return layer.outputs(*moments, training=training)
 
 
-def _of_drawn_weights(call: Call, x: tf.Tensor) -> Any:
+def _of_drawn_weights(call: Call, x: Tensor) -> Tensor:
     layer = call.layer
     noise = layer.noise(x)
 
