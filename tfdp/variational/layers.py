@@ -160,7 +160,7 @@ class VariationalDense(keras.layers.Layer):
     ) -> list[Variable]:
         # So that its softplus is the scale.
         rho = self.initial_scale + math.log(-math.expm1(-self.initial_scale))
-        starts = (initializer, keras.initializers.Constant(rho))
+        starts = {"mean": initializer, "rho": keras.initializers.Constant(rho)}
         return [
             self.add_weight(
                 name=f"{name}_{kind}",
@@ -168,8 +168,8 @@ class VariationalDense(keras.layers.Layer):
                 initializer=start,
                 regularizer=divergence,
             )
-            for kind, start, divergence in zip(
-                ("mean", "rho"), starts, self._divergences, strict=True
+            for (kind, start), divergence in zip(
+                starts.items(), self._divergences, strict=True
             )
         ]
 

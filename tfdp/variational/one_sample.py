@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,15 +22,9 @@ from tfdp.variational.scaled_posteriors import (
 
 _LOGISTIC = "logistic_regression"
 
-# What was drawn from some data in this process, by a digest of the data.
-_drawn: dict[bytes, "_Drawn"] = {}
-
-
-class _Drawn(NamedTuple):
-    """All draws from some data: their epsilon if exact, and whether all were."""
-
-    epsilon: float = 0.0
-    exactly: bool = True
+# What all draws from some data cost in this process, and what they would if all were
+# exact, by a digest of the data.
+_spent: dict[bytes, tuple[float, float]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +163,12 @@ def one_posterior_sample(
     rows = _checked_rows(x)
     if isinstance(log_likelihood, str):
         _validate.one_of("log_likelihood", log_likelihood, (_LOGISTIC,))
-        _refuse_arguments_of_functions(bound, lipschitz, number_of_parameters)
+        of_functions = bound, lipschitz, number_of_parameters
+        if of_functions != (None, None, None):
+            raise ValueError(
+                "Logistic regression has its own bound. Received: bound, lipschitz, "
+                f"number_of_parameters={of_functions}. Leave them out."
+            )
         posterior = logistic(
             rows, _checked_labels(y, len(rows)), epsilon, radius, prior
         )
@@ -188,7 +186,7 @@ def one_posterior_sample(
             ),
         )
     # Counted before anything is drawn.
-    drawn = _count(_digest(rows), posterior, again=again)
+    spent, spent_if_exact = _count(_digest(rows), posterior, again=again)
     rng = np.random.default_rng()
     if posterior.draw is None:
         theta = end_of_chain(posterior, prior, rng)
@@ -196,8 +194,8 @@ def one_posterior_sample(
         theta = posterior.draw(rng)
     return PosteriorSample(
         theta=theta,
-        epsilon=drawn.epsilon if drawn.exactly else math.inf,
-        epsilon_if_exact=drawn.epsilon,
+        epsilon=spent,
+        epsilon_if_exact=spent_if_exact,
         exactness="approximate" if posterior.draw is None else "exact",
         likelihood_weight=posterior.likelihood_weight,
     )
@@ -254,14 +252,6 @@ def _checked_labels(y: Nest, records: int) -> Array:
     return np.asarray(labels == 1)
 
 
-def _refuse_arguments_of_functions(*arguments: float | None) -> None:
-    if any(argument is not None for argument in arguments):
-        raise ValueError(
-            "Logistic regression has its own bound. Received: bound, lipschitz, "
-            f"number_of_parameters={arguments}. Leave them out."
-        )
-
-
 def _digest(rows: Array) -> bytes:
     """Tell data by their inputs, rounded: targets do not make other records of them."""
     digest = hashlib.blake2b(f"{rows.shape}".encode())
@@ -270,16 +260,17 @@ def _digest(rows: Array) -> bytes:
     return digest.digest()
 
 
-def _count(digest: bytes, posterior: ScaledPosterior, *, again: bool) -> _Drawn:
+def _count(
+    digest: bytes, posterior: ScaledPosterior, *, again: bool
+) -> tuple[float, float]:
     """Add a draw to those from the same data, or refuse it."""
-    before = _drawn.get(digest)
-    if before is not None and not again:
+    spent, spent_if_exact = _spent.get(digest, (0.0, 0.0))
+    if digest in _spent and not again:
         raise PrivacyBudgetError(
             "These data were drawn from before, and one sample is what the privacy is "
-            f"of. Received: a draw after others with epsilon {before.epsilon:.3f}. Use "
+            f"of. Received: a draw after others with epsilon {spent_if_exact:.3f}. Use "
             f"`again=True` to add {posterior.epsilon:.3f} to that."
         )
-    epsilon, exactly = before or _Drawn()
-    drawn = _Drawn(epsilon + posterior.epsilon, exactly and posterior.draw is not None)
-    _drawn[digest] = drawn
-    return drawn
+    spent += math.inf if posterior.draw is None else posterior.epsilon
+    _spent[digest] = spent, spent_if_exact + posterior.epsilon
+    return _spent[digest]
