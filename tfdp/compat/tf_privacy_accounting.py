@@ -40,7 +40,7 @@ def compute_dp_sgd_privacy(
         Epsilon, and the Rényi order at which it was found.
 
     Raises:
-        TypeError: If an argument is no number.
+        TypeError: If an argument has another type.
         ValueError: If an argument is out of its range.
 
     Example:
@@ -89,7 +89,7 @@ def compute_dp_sgd_privacy_statement(
         The text, with epsilon rounded to three decimals.
 
     Raises:
-        TypeError: If an argument is no number.
+        TypeError: If an argument has another type.
         ValueError: If an argument is out of its range.
 
     Example:

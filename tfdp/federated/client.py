@@ -51,7 +51,7 @@ def client_update(
         One tensor for each of ``model.trainable_variables``.
 
     Raises:
-        TypeError: If a number is none.
+        TypeError: If an argument has another type.
         ValueError: If a number is out of its range, the client has no example, or the
             model or the loss is refused by `tfdp.clipped_gradients`.
         NotPrivateError: Inside a `tf.function`, which would repeat the noise.
@@ -101,7 +101,7 @@ def privatize(
         One tensor for each array, float64 where it is, and float32 otherwise.
 
     Raises:
-        TypeError: If a number is none, or `update` no list of floating point arrays.
+        TypeError: If an argument has another type.
         ValueError: If a number is out of its range.
         NotPrivateError: Inside a `tf.function`, which would repeat the noise.
 

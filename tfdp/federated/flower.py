@@ -118,7 +118,7 @@ def local_dp_mod(budget: LocalBudget, *, max_l2_norm_clip: float) -> Mod:
         The mod.
 
     Raises:
-        TypeError: If `budget` is no `LocalBudget`, or `max_l2_norm_clip` no number.
+        TypeError: If an argument has another type.
         ValueError: If `max_l2_norm_clip` is out of its range.
 
     Example:
@@ -129,11 +129,7 @@ def local_dp_mod(budget: LocalBudget, *, max_l2_norm_clip: float) -> Mod:
         >>> app = ClientApp(mods=[local_dp_mod(budget, max_l2_norm_clip=1.0)])
         >>> folder.cleanup()
     """
-    if not isinstance(budget, LocalBudget):
-        raise TypeError(
-            "`budget` must be a `LocalBudget`. Received: budget of type "
-            f"{type(budget).__name__}."
-        )
+    _validate.instance("budget", budget, LocalBudget)
     ceiling = checked_clip(_validate.positive("max_l2_norm_clip", max_l2_norm_clip))
 
     def mod(

@@ -14,7 +14,7 @@ def checked_optimizer(optimizer: object) -> keras.optimizers.Optimizer:
         optimizer: The server's optimizer, or the name of one.
 
     Raises:
-        TypeError: If it is none, or clips, noises or scales itself.
+        TypeError: If it is something else, or clips, noises or scales itself.
     """
     if isinstance(optimizer, str):
         optimizer = keras.optimizers.get(optimizer)

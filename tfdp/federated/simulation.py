@@ -144,12 +144,13 @@ class Simulation:
         noise_seed: int | None = None,
     ) -> None:
         self.model = model
-        _check_type("clients", clients, VirtualClients)
+        _validate.instance("clients", clients, VirtualClients)
         self._clients = clients
         self.optimizer = checked_optimizer(optimizer)
         if clip_policy is not None:
-            _check_type("clip_policy", clip_policy, (ClipNormScheduler, AdaptiveClip))
-        # A copy, which nobody changes.
+            policies = ClipNormScheduler, AdaptiveClip
+            _validate.instance("clip_policy", clip_policy, *policies)
+        # A copy: whoever changes theirs later does not change what is accounted.
         self._clip_policy = copy.copy(clip_policy)
         self._l2_norm_clip = checked_clip(l2_norm_clip)
         self._noise_multiplier = checked_local_noise(noise_multiplier)
@@ -232,7 +233,7 @@ class Simulation:
         directory: str | os.PathLike[str] | None = None,
         verbose: int = 1,
     ) -> dict[str, list[float]]:
-        """Run until there were as many rounds, those run before included.
+        """Run rounds until there have been so many, earlier calls included.
 
         After every `evaluate_every` rounds, and after the last, the history gets an
         entry: ``round``, ``l2_norm_clip`` of that round, ``val_loss`` and metrics of the
@@ -240,7 +241,7 @@ class Simulation:
         ``nonprivate_clipped_share``, which no noise protects.
 
         Args:
-            rounds: How many rounds there will have been.
+            rounds: How many rounds there are to be in all.
             validation_data: Inputs and targets.
             evaluate_every: Rounds from one entry of the history to the next.
             directory: Folder for `history.csv`, written with every entry, and for the
@@ -254,7 +255,7 @@ class Simulation:
             The history, of all rounds.
 
         Raises:
-            TypeError: If a number is none.
+            TypeError: If an argument has another type.
             ValueError: If a client would take part more than `max_participations`
                 times, a value of the schedule is out of range, or the folder holds
                 the state of a simulation with other settings.
@@ -571,15 +572,3 @@ def _name_of(loss: Loss) -> str:
     if isinstance(loss, str):
         return loss
     return str(getattr(loss, "name", getattr(loss, "__name__", type(loss).__name__)))
-
-
-def _check_type(name: str, value: object, types: type | tuple[type, ...]) -> None:
-    """Raise if `value` is of none of the types."""
-    if isinstance(value, types):
-        return
-    types = types if isinstance(types, tuple) else (types,)
-    allowed = " or ".join(f"`{each.__name__}`" for each in types)
-    raise TypeError(
-        f"`{name}` must be a {allowed}. Received: {name} of type "
-        f"{type(value).__name__}."
-    )

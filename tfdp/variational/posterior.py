@@ -69,7 +69,7 @@ def posterior_samples(
         As `posterior`, arrays with a leading axis of length `number`.
 
     Raises:
-        TypeError: If `number` is none.
+        TypeError: If `number` is not a number.
         ValueError: If it is less than 1, or there is no variational layer.
     """
     number = _validate.positive_int("number", number)
@@ -97,7 +97,7 @@ def credible_intervals(
         As `posterior`, lower and upper ends.
 
     Raises:
-        TypeError: If `level` is no number.
+        TypeError: If `level` is not a number.
         ValueError: If `level` is out of its range, or there is no variational layer.
     """
     level = _validate.probability("level", level)
@@ -130,7 +130,7 @@ def predictive_mean(
         Of the outputs' shape.
 
     Raises:
-        TypeError: If `draws` is no number.
+        TypeError: If `draws` is not a number.
         ValueError: If it is less than 1, or there is no variational layer.
     """
     model = _unwrapped(model)

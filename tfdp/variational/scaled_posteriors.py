@@ -256,7 +256,7 @@ def of_function(
                 f"{values.shape} for {records} records. Return an array of shape (N,)."
             )
         if bound is not None:
-            # No error for what is no number: it would tell of a single record.
+            # NaN raises no error: that would tell of a single record.
             values = np.clip(np.where(np.isnan(values), -bound, values), -bound, bound)
         elif not np.isfinite(values).all():
             raise ValueError(
