@@ -12,6 +12,7 @@ from tfdp.accounting.segments import PoissonSteps, Segment, ShuffledPasses
 from tfdp.accounting.text import filled
 from tfdp.accounting.users import user_epsilon
 
+# Those of TensorFlow Privacy: with others epsilon would be another.
 _ORDERS = (
     [1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5]
     + [float(order) for order in range(5, 64)]
@@ -139,6 +140,7 @@ def compute_dp_sgd_privacy_statement(
     ])
 
 
+# Both ways of drawing batches: nothing in the numbers tells which it was.
 _Training: TypeAlias = tuple[ShuffledPasses, PoissonSteps]
 
 
