@@ -66,3 +66,11 @@ def test_one_of_names_the_choices():
     assert _validate.one_of("name", "b", ("a", "b")) == "b"
     with pytest.raises(ValueError, match=r"one of 'a', 'b'\. Received: name='c'\."):
         _validate.one_of("name", "c", ("a", "b"))
+
+
+def test_instance_names_the_types():
+    _validate.instance("name", 1, str, int)
+    with pytest.raises(
+        TypeError, match=r"`str` or `bytes`\. Received: name of type int\."
+    ):
+        _validate.instance("name", 1, str, bytes)

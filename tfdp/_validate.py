@@ -79,6 +79,16 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     return str(value)
 
 
+def instance(name: str, value: object, *types: type) -> None:
+    """Raise a TypeError if `value` is of none of the types."""
+    if not isinstance(value, types):
+        allowed = " or ".join(f"`{each.__name__}`" for each in types)
+        raise TypeError(
+            f"`{name}` must be a {allowed}. Received: {name} of type "
+            f"{type(value).__name__}."
+        )
+
+
 def _rule(name: str, rule: str, value: Any, fix: str) -> str:
     message = f"`{name}` {rule}. Received: {name}={value!r}."
     return f"{message} {fix}" if fix else message

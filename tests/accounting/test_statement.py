@@ -7,7 +7,7 @@ import pytest
 from tfdp.accounting.ledger import Ledger, compose
 from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSteps
 from tfdp.accounting.statement import privacy_report, privacy_statement
-from tfdp.accounting.tf_privacy import compute_dp_sgd_privacy_statement
+from tfdp.compat.tf_privacy_accounting import compute_dp_sgd_privacy_statement
 
 # Much noise, which makes it cheap to account for.
 POISSON = PoissonSteps(14_063, 8.0, 60_000, 256)

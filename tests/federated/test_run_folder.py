@@ -1,17 +1,24 @@
 """States and histories on the disk."""
 
 import csv
+import json
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.federated.run_folder import State, read_state, write_state
+from tfdp.federated.run_folder import (
+    State,
+    forget_rounds,
+    interrupted_rounds,
+    note_round,
+    read_state,
+    write_state,
+)
 
 STATE = State(
     settings={"noise": 1.0},
     clips=[0.1, 0.1],
-    interrupted=[1],
     next_clip=0.3,
     history={"round": [1, 2], "val_loss": [float("inf"), 2.5]},
     nonprivate_norms=np.array([1.0, np.nan]),
@@ -58,3 +65,27 @@ def test_a_state_of_something_else_is_explained(tmp_path):
     np.savez(tmp_path / "state.npz", about="{}", nonprivate_norms=np.zeros(1))
     with pytest.raises(ValueError, match="whose state is damaged"):
         read_state(tmp_path)
+
+
+def test_rounds_that_were_begun_and_not_finished(tmp_path):
+    assert not interrupted_rounds(tmp_path, 0)
+    for number in (0, 1, 2, 2, 2, 3, 4):
+        note_round(tmp_path, number)
+    with (tmp_path / "rounds_begun.txt").open("a") as file:
+        file.write("5")  # a kill cut it off
+    # One of each was finished.
+    assert interrupted_rounds(tmp_path, 5) == {2: 2}
+    # Whichever were begun after the state was written were not.
+    assert interrupted_rounds(tmp_path, 3) == {2: 2, 3: 1, 4: 1}
+    # Rounds that ran elsewhere are in no file.
+    assert interrupted_rounds(tmp_path, 9) == {2: 2}
+    forget_rounds(tmp_path)
+    assert not interrupted_rounds(tmp_path, 0)
+
+
+def test_states_that_list_interrupted_rounds(tmp_path):
+    """As older versions wrote them."""
+    about = {key: [] for key in ("settings", "clips", "next_clip", "history")}
+    path = tmp_path / "state.npz"
+    np.savez(path, about=json.dumps(about | {"interrupted": [3]}), nonprivate_norms=[])
+    assert read_state(tmp_path).values == []

@@ -22,7 +22,7 @@ LOGISTIC = {"radius": 2.5, "weight_radius": 4.0, "epsilon": 1.0}
 
 @pytest.fixture(autouse=True)
 def nothing_drawn(monkeypatch):
-    monkeypatch.setattr(one_sample, "_drawn", {})
+    monkeypatch.setattr(one_sample, "_spent", {})
 
 
 @pytest.fixture

@@ -20,7 +20,9 @@ from tfdp.accounting.segments import ShuffledPasses as ShuffledPasses
 from tfdp.accounting.segments import UnamplifiedSteps as UnamplifiedSteps
 from tfdp.accounting.statement import privacy_report as privacy_report
 from tfdp.accounting.statement import privacy_statement as privacy_statement
-from tfdp.accounting.tf_privacy import compute_dp_sgd_privacy as compute_dp_sgd_privacy
-from tfdp.accounting.tf_privacy import (
+from tfdp.compat.tf_privacy_accounting import (
+    compute_dp_sgd_privacy as compute_dp_sgd_privacy,
+)
+from tfdp.compat.tf_privacy_accounting import (
     compute_dp_sgd_privacy_statement as compute_dp_sgd_privacy_statement,
 )

@@ -74,7 +74,7 @@ def calibrate_local_noise_multiplier(
         up.
 
     Raises:
-        TypeError: If a number is none.
+        TypeError: If an argument has another type.
         ValueError: If an argument is out of its range.
 
     Example:
@@ -122,7 +122,7 @@ def local_epsilon(
         An upper bound, ``0`` without a reply and ``inf`` without noise.
 
     Raises:
-        TypeError: If a number is none.
+        TypeError: If an argument has another type.
         ValueError: If an argument is out of its range.
 
     Example:
@@ -215,7 +215,7 @@ def local_privacy_statement(
         The text, with epsilon rounded to three decimals.
 
     Raises:
-        TypeError: If a number is none.
+        TypeError: If an argument has another type.
         ValueError: If an argument is out of its range.
 
     Example:

@@ -1,11 +1,11 @@
 """What a client does before anything leaves it: clip its gradient, and noise it."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdp._types import Array, Loss, Nest, Tensor
 from tfdp.clipping import ClippedSum, clip_and_sum
 from tfdp.errors import NotPrivateError
 from tfdp.mechanisms.gaussian import Gaussian, add_reply_noise
@@ -15,10 +15,10 @@ from tfdp.training.loops import clipped_gradients
 
 def client_update(
     model: keras.Model,
-    loss: Any,
-    x: Any,
-    y: Any,
-    sample_weight: Any = None,
+    loss: Loss,
+    x: Nest,
+    y: Nest,
+    sample_weight: Nest = None,
     *,
     l2_norm_clip: float,
     noise_multiplier: float,
@@ -51,7 +51,7 @@ def client_update(
         One tensor for each of ``model.trainable_variables``.
 
     Raises:
-        TypeError: If a number is none.
+        TypeError: If an argument has another type.
         ValueError: If a number is out of its range, the client has no example, or the
             model or the loss is refused by `tfdp.clipped_gradients`.
         NotPrivateError: Inside a `tf.function`, which would repeat the noise.
@@ -84,7 +84,7 @@ def client_update(
 
 
 def privatize(
-    update: Sequence[Any], *, l2_norm_clip: float, noise_multiplier: float
+    update: Sequence[Array | Tensor], *, l2_norm_clip: float, noise_multiplier: float
 ) -> list[tf.Tensor]:
     """Clip an update as a whole, and noise it.
 
@@ -101,7 +101,7 @@ def privatize(
         One tensor for each array, float64 where it is, and float32 otherwise.
 
     Raises:
-        TypeError: If a number is none, or `update` no list of floating point arrays.
+        TypeError: If an argument has another type.
         ValueError: If a number is out of its range.
         NotPrivateError: Inside a `tf.function`, which would repeat the noise.
 

@@ -37,7 +37,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -45,6 +45,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree, _validate
+from tfdp._types import Loss, Nest
 from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.federated.client import privatize
 from tfdp.federated.local_budget import LocalBudget as LocalBudget
@@ -117,7 +118,7 @@ def local_dp_mod(budget: LocalBudget, *, max_l2_norm_clip: float) -> Mod:
         The mod.
 
     Raises:
-        TypeError: If `budget` is no `LocalBudget`, or `max_l2_norm_clip` no number.
+        TypeError: If an argument has another type.
         ValueError: If `max_l2_norm_clip` is out of its range.
 
     Example:
@@ -128,11 +129,7 @@ def local_dp_mod(budget: LocalBudget, *, max_l2_norm_clip: float) -> Mod:
         >>> app = ClientApp(mods=[local_dp_mod(budget, max_l2_norm_clip=1.0)])
         >>> folder.cleanup()
     """
-    if not isinstance(budget, LocalBudget):
-        raise TypeError(
-            "`budget` must be a `LocalBudget`. Received: budget of type "
-            f"{type(budget).__name__}."
-        )
+    _validate.instance("budget", budget, LocalBudget)
     ceiling = checked_clip(_validate.positive("max_l2_norm_clip", max_l2_norm_clip))
 
     def mod(
@@ -234,7 +231,10 @@ def _private_arrays(
     # Half precision overflows, before the noise and after it.
     with np.errstate(over="ignore", invalid="ignore"):
         noised = privatize(
-            [update[key].astype(_wide(zeros[key].dtype)) for key in floating],
+            [
+                update[key].astype("float64" if zeros[key].itemsize >= 8 else "float32")
+                for key in floating
+            ],
             l2_norm_clip=l2_norm_clip,
             noise_multiplier=noise_multiplier,
         )
@@ -248,16 +248,12 @@ def _is_floating(dtype: np.dtype) -> bool:
     return np.issubdtype(dtype, np.floating) or dtype == tf.bfloat16.as_numpy_dtype
 
 
-def _wide(dtype: np.dtype) -> type[np.floating]:
-    return np.float64 if dtype.itemsize >= 8 else np.float32
-
-
 def _content(arrays: _Arrays) -> RecordDict:
     """Return what a reply consists of."""
-    records: dict[str, Any] = {_METRICS: MetricRecord({"num-examples": 1})}
+    records: dict[str, ArrayRecord] = {}
     for (record_name, name), array in arrays.items():
         records.setdefault(record_name, ArrayRecord())[name] = Array(array)
-    return RecordDict(records)
+    return RecordDict({**records, _METRICS: MetricRecord({"num-examples": 1})})
 
 
 def set_weights(model: keras.Model, arrays: ArrayRecord) -> None:
@@ -286,10 +282,10 @@ def set_weights(model: keras.Model, arrays: ArrayRecord) -> None:
 def gradient_reply(
     message: Message,
     model: keras.Model,
-    loss: Any,
-    x: Any,
-    y: Any,
-    sample_weight: Any = None,
+    loss: Loss,
+    x: Nest,
+    y: Nest,
+    sample_weight: Nest = None,
 ) -> Message:
     """Answer a train message with the gradient of the client's own examples.
 

@@ -29,9 +29,9 @@ class LocalBudget:
         then. A participation is on the disk before `spend` returns, and several
         processes and threads may share a ledger. Nothing in it is named after what a
         server assigns, such as Flower's `node_id`, so that no server can begin a new
-        one. Whoever can delete the file, or put an older one in its place, can, and
-        only an object that has read the newer one goes on knowing it: keep the file as
-        safe as the data.
+        one. Whoever can delete the file, or put an older one in its place, can make
+        the client forget; only a `LocalBudget` that has read the newer one remembers
+        it. Keep the file as safe as the data.
 
     Args:
         path: The ledger, a JSON file, made with the first participation; beside it
@@ -43,7 +43,7 @@ class LocalBudget:
         neighboring_relation: See `calibrate_local_noise_multiplier`.
 
     Raises:
-        TypeError: If a number is none.
+        TypeError: If an argument has another type.
         ValueError: If an argument is out of its range, or the file no such ledger.
         OSError: If the folder cannot be written to.
 

@@ -3,12 +3,14 @@
 import csv
 import json
 import zipfile
+from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tfdp._files import replaced
+from tfdp._types import Array, Config
 
 _STATE, _HISTORY, _BEGUN = "state.npz", "history.csv", "rounds_begun.txt"
 
@@ -19,20 +21,18 @@ class State(NamedTuple):
     Attributes:
         settings: What it has in common with an equal one, as JSON has it.
         clips: C of every round.
-        interrupted: Numbers of rounds, as often as they were begun and not finished.
-        next_clip: C of the next.
+        next_clip: C of the next round.
         history: See `Simulation.run`.
         nonprivate_norms: See `Simulation`.
         values: Of the variables that rounds change.
     """
 
-    settings: dict[str, Any]
+    settings: Config
     clips: list[float]
-    interrupted: list[int]
     next_clip: float
     history: dict[str, list[float]]
-    nonprivate_norms: np.ndarray
-    values: list[np.ndarray]
+    nonprivate_norms: Array
+    values: list[Array]
 
 
 def write_state(folder: Path, state: State) -> None:
@@ -84,8 +84,8 @@ def read_state(folder: Path) -> State | None:
             about = json.loads(str(state["about"]))
             norms = state["nonprivate_norms"]
             values = [state[f"arr_{n}"] for n in range(len(state.files) - 2)]
-        # Older states have none.
-        about.setdefault("interrupted", [])
+        # In older states; `rounds_begun.txt` says the same.
+        about.pop("interrupted", None)
         return State(**about, nonprivate_norms=norms, values=values)
     except (TypeError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(
@@ -93,6 +93,11 @@ def read_state(folder: Path) -> State | None:
             f"directory='{folder}', whose state is damaged ({error}). Delete "
             f"'{_STATE}' to begin anew."
         ) from error
+
+
+def forget_rounds(folder: Path) -> None:
+    """Begin anew, where the state of an earlier simulation was deleted."""
+    (folder / _BEGUN).unlink(missing_ok=True)
 
 
 def note_round(folder: Path, number: int) -> None:
@@ -106,19 +111,17 @@ def note_round(folder: Path, number: int) -> None:
         file.write(f"{number}\n")
 
 
-def rounds_without_end(folder: Path, state: State) -> list[int]:
-    """Return the rounds that were begun after a state was written.
+def interrupted_rounds(folder: Path, finished: int) -> Counter[int]:
+    """Count the rounds that were begun in a folder and not finished.
 
     Args:
         folder: Exists.
-        state: What is in it.
+        finished: How many rounds the state knows.
 
     Returns:
-        Their numbers, as often as they were begun.
+        Of each round's number, how often.
     """
     path = folder / _BEGUN
-    if not path.exists():
-        return []
     # A last line without an end was not followed by a round.
-    begun = [int(line) for line in path.read_text().split("\n")[:-1]]
-    return [number for number in begun if number >= len(state.clips)]
+    begun = path.read_text().split("\n")[:-1] if path.exists() else []
+    return Counter(map(int, begun)) - Counter(range(finished))

@@ -1,21 +1,20 @@
 """What a server does with the mean of clients' replies."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
+from tfdp._types import Variable
 from tfdp.optimizers.dp_optimizer import DPOptimizer, with_regularizer
 
 
-def checked_optimizer(optimizer: Any) -> keras.optimizers.Optimizer:
+def checked_optimizer(optimizer: object) -> keras.optimizers.Optimizer:
     """Return a plain Keras optimizer, or raise.
 
     Args:
         optimizer: The server's optimizer, or the name of one.
 
     Raises:
-        TypeError: If it is none, or clips, noises or scales itself.
+        TypeError: If it is something else, or clips, noises or scales itself.
     """
     if isinstance(optimizer, str):
         optimizer = keras.optimizers.get(optimizer)
@@ -30,7 +29,9 @@ def checked_optimizer(optimizer: Any) -> keras.optimizers.Optimizer:
 
 
 def apply_mean(
-    optimizer: keras.optimizers.Optimizer, mean: list[tf.Tensor], variables: list[Any]
+    optimizer: keras.optimizers.Optimizer,
+    mean: list[tf.Tensor],
+    variables: list[Variable],
 ) -> None:
     """Let the optimizer apply a mean of noised gradients, regularizers' added.
 

@@ -10,7 +10,6 @@ import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -18,6 +17,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree, _validate
+from tfdp._types import Config, Loss, Nest, Variable
 from tfdp.accounting.local import (
     RELATIONS,
     TrustedQueries,
@@ -27,13 +27,15 @@ from tfdp.accounting.local import (
 from tfdp.callbacks.adaptive import AdaptiveClip
 from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.clipping import ClippedSum
+from tfdp.engines import Engine
 from tfdp.engines.passes import number_of_rows
 from tfdp.federated.client import checked_local_noise
 from tfdp.federated.run_folder import (
     State,
+    forget_rounds,
+    interrupted_rounds,
     note_round,
     read_state,
-    rounds_without_end,
     write_state,
 )
 from tfdp.federated.server import apply_mean, checked_optimizer
@@ -123,9 +125,9 @@ class Simulation:
     def __init__(
         self,
         model: keras.Model,
-        loss: Any,
-        x: Any,
-        y: Any,
+        loss: Loss,
+        x: Nest,
+        y: Nest,
         *,
         clients: VirtualClients,
         optimizer: keras.optimizers.Optimizer | str,
@@ -135,19 +137,20 @@ class Simulation:
         max_participations: int = 1,
         neighboring_relation: str = "replace_one",
         noise: str = "aggregate",
-        metrics: Sequence[Any] = (),
-        engine: Any = "auto",
+        metrics: Sequence[keras.metrics.Metric | str] = (),
+        engine: Engine | str = "auto",
         physical_batch_size: int | None = None,
         jit_compile: bool = False,
         noise_seed: int | None = None,
     ) -> None:
         self.model = model
-        _check_type("clients", clients, VirtualClients)
+        _validate.instance("clients", clients, VirtualClients)
         self._clients = clients
         self.optimizer = checked_optimizer(optimizer)
         if clip_policy is not None:
-            _check_type("clip_policy", clip_policy, (ClipNormScheduler, AdaptiveClip))
-        # A copy, which nobody changes.
+            policies = ClipNormScheduler, AdaptiveClip
+            _validate.instance("clip_policy", clip_policy, *policies)
+        # A copy: whoever changes theirs later does not change what is accounted.
         self._clip_policy = copy.copy(clip_policy)
         self._l2_norm_clip = checked_clip(l2_norm_clip)
         self._noise_multiplier = checked_local_noise(noise_multiplier)
@@ -157,7 +160,8 @@ class Simulation:
         self._neighboring_relation = _validate.one_of(
             "neighboring_relation", neighboring_relation, RELATIONS
         )
-        self._each_draws = _validate.one_of("noise", noise, _NOISES) == "per_client"
+        noises = ("aggregate", "per_client")
+        self._each_draws = _validate.one_of("noise", noise, noises) == "per_client"
         self._mechanism = (
             GaussianOfEach(self._clients.clients_per_round, noise_seed)
             if self._each_draws
@@ -177,13 +181,14 @@ class Simulation:
             model(_tree.map_tensors(lambda tensor: tensor[:1], self._data[0]))
         self.optimizer.build(model.trainable_variables)
 
-        def clipped(x: Any, y: Any, clip: tf.Tensor) -> ClippedSum:
+        def clipped(x: Nest, y: Nest, clip: tf.Tensor) -> ClippedSum:
             return clipped_gradients(
                 model,
                 loss,
                 x,
                 y,
                 l2_norm_clip=clip,
+                # A client's examples lie together: its gradient is that of a group.
                 num_microbatches=self._clients.clients_per_round,
                 engine=engine,
                 physical_batch_size=physical_batch_size,
@@ -197,8 +202,8 @@ class Simulation:
         self._loss_name = _name_of(loss)
         self._folders: set[Path] = set()
         self._clips: list[float] = []
-        # Rounds that were begun and not finished, each time that happened.
-        self._interrupted: list[int] = []
+        # How often a round was begun, not finished, and then run again.
+        self._interrupted = 0
         self._next_clip = self._l2_norm_clip
         self.history: dict[str, list[float]] = {}
         self.nonprivate_norms = np.zeros(0)
@@ -227,12 +232,12 @@ class Simulation:
         self,
         rounds: int,
         *,
-        validation_data: tuple[Any, Any] | None = None,
+        validation_data: tuple[Nest, Nest] | None = None,
         evaluate_every: int = 100,
         directory: str | os.PathLike[str] | None = None,
         verbose: int = 1,
     ) -> dict[str, list[float]]:
-        """Run until there were as many rounds, those run before included.
+        """Run rounds until there have been so many, earlier calls included.
 
         After every `evaluate_every` rounds, and after the last, the history gets an
         entry: ``round``, ``l2_norm_clip`` of that round, ``val_loss`` and metrics of the
@@ -240,7 +245,7 @@ class Simulation:
         ``nonprivate_clipped_share``, which no noise protects.
 
         Args:
-            rounds: How many rounds there will have been.
+            rounds: How many rounds there are to be in all.
             validation_data: Inputs and targets.
             evaluate_every: Rounds from one entry of the history to the next.
             directory: Folder for `history.csv`, written with every entry, and for the
@@ -254,7 +259,7 @@ class Simulation:
             The history, of all rounds.
 
         Raises:
-            TypeError: If a number is none.
+            TypeError: If an argument has another type.
             ValueError: If a client would take part more than `max_participations`
                 times, a value of the schedule is out of range, or the folder holds
                 the state of a simulation with other settings.
@@ -306,7 +311,7 @@ class Simulation:
         return local_epsilon(
             self._noise_multiplier,
             delta,
-            participations=self._participations(self.rounds),
+            participations=self._participations,
             neighboring_relation=self._neighboring_relation,
         )
 
@@ -319,7 +324,6 @@ class Simulation:
         Returns:
             The text; see `tfdp.accounting.local_privacy_statement`.
         """
-        participations = self._participations(self.rounds)
         policy, queries = self._clip_policy, None
         if isinstance(policy, AdaptiveClip):
             queries = TrustedQueries(
@@ -327,21 +331,22 @@ class Simulation:
                 policy.query.noise_multiplier,
                 policy.replaced_over_left_out,
                 per_client=min(
-                    participations,
-                    len(self._interrupted) + self.rounds // policy.query.every,
+                    self._participations,
+                    self._interrupted + self.rounds // policy.query.every,
                 ),
             )
         return local_privacy_statement(
             self._noise_multiplier,
             delta,
-            participations=participations,
+            participations=self._participations,
             neighboring_relation=self._neighboring_relation,
             queries=queries,
         )
 
-    def _participations(self, rounds: int) -> int:
-        """Return how often a client takes part at most in so many rounds."""
-        return self._clients.participations(rounds) + len(self._interrupted)
+    @property
+    def _participations(self) -> int:
+        """How often a client has taken part at most."""
+        return self._clients.participations(self.rounds) + self._interrupted
 
     def _check_participations(self, rounds: int) -> None:
         needed = self._clients.participations(rounds)
@@ -366,7 +371,8 @@ class Simulation:
     def _one_more_round(self) -> None:
         number, clip = self.rounds, self._next_clip
         clients = self._clients.of_round(number)
-        # Counted first: a round that is interrupted has used up clients and noise.
+        # Counted first: a round that is interrupted has used up clients, and the noise
+        # that goes by its number.
         self._clips.append(clip)
         norms, next_clip = self._round(
             tf.constant(self._clients.rows(clients, self._rows)),
@@ -380,9 +386,6 @@ class Simulation:
         self, rows: tf.Tensor, clip: tf.Tensor, number: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Run a round in the graph; return norms before clipping and the next C."""
-        rows = tf.ensure_shape(
-            rows, [self._clients.clients_per_round * self._clients.examples_per_client]
-        )
         x, y = _tree.map_tensors(lambda tensor: tf.gather(tensor, rows), self._data)
         clipped_sum = self._clipped(x, y, clip)
         contributors = self._clients.clients_per_round
@@ -416,7 +419,7 @@ class Simulation:
             stream=self._mechanism.stream(number),
         )
 
-    def _note(self, validation_data: tuple[Any, Any] | None) -> None:
+    def _note(self, validation_data: tuple[Nest, Nest] | None) -> None:
         """Add an entry to the history."""
         clip = self._clips[-1]
         entry = {"round": self.rounds, "l2_norm_clip": clip}
@@ -443,14 +446,14 @@ class Simulation:
         ]
         return [("l2_norm_clip", self._clips[-1]), *latest]
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> Config:
         """Return what two runs that are the same have in common, as JSON has it."""
         policy = self._clip_policy
         # Keras numbers the names.
         optimizer = self.optimizer.get_config() | {
             "name": type(self.optimizer).__name__
         }
-        settings: dict[str, Any] = {
+        settings: Config = {
             "clients": dataclasses.asdict(self._clients),
             "noise_multiplier": self._noise_multiplier,
             "optimizer": optimizer,
@@ -465,14 +468,14 @@ class Simulation:
         if isinstance(policy, AdaptiveClip):
             settings["clip_policy"] = [type(policy).__name__, *policy.settings()]
             settings["l2_norm_clip"] = self._l2_norm_clip
-        as_json: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+        as_json: Config = json.loads(json.dumps(settings, default=str))
         return as_json
 
     @functools.cached_property
     def _data_checksums(self) -> list[int]:
         return [zlib.crc32(tensor.numpy()) for tensor in _tree.tensors(self._data)]
 
-    def _variables(self) -> list[Any]:
+    def _variables(self) -> list[Variable]:
         """List all that a round changes, the states of random layers included."""
         return [*self.model.variables, *self.optimizer.variables]
 
@@ -480,7 +483,6 @@ class Simulation:
         state = State(
             settings=self._settings(),
             clips=self._clips,
-            interrupted=self._interrupted,
             next_clip=self._next_clip,
             history=self.history,
             nonprivate_norms=self.nonprivate_norms,
@@ -492,17 +494,18 @@ class Simulation:
         """Go on from the state in a folder, or write one."""
         state = read_state(folder)
         if state is None:
+            forget_rounds(folder)
             self._save(folder)
             return
         self._restore(folder, state)
-        begun = rounds_without_end(folder, state)
-        if begun:
+        interrupted = interrupted_rounds(folder, self.rounds)
+        if interrupted[self.rounds]:
             logging.warning(
                 "Round %d was interrupted and is run again: its clients count as "
                 "having taken part once more.",
-                begun[-1],
+                self.rounds,
             )
-        self._interrupted = [*self._interrupted, *begun]
+        self._interrupted = interrupted.total()
         self._check_participations(self.rounds)
 
     def _restore(self, folder: Path, state: State) -> None:
@@ -526,11 +529,7 @@ class Simulation:
         for variable, value in zip(self._variables(), state.values, strict=True):
             variable.assign(value)
         self._clips, self._next_clip = state.clips, state.next_clip
-        self._interrupted = state.interrupted
         self.history, self.nonprivate_norms = state.history, state.nonprivate_norms
-
-
-_NOISES = ("aggregate", "per_client")
 
 
 class _Evaluator(keras.Model):
@@ -541,12 +540,12 @@ class _Evaluator(keras.Model):
         super().__init__(name="evaluator")
         self.model = model
 
-    def call(self, x: Any) -> Any:
+    def call(self, x: Nest) -> Nest:
         """Run the model."""
         return self.model(x, training=False)
 
 
-def _checked_pair(validation_data: Any) -> tuple[Any, Any] | None:
+def _checked_pair(validation_data: object) -> tuple[Nest, Nest] | None:
     """Return inputs and targets, or raise."""
     if validation_data is None:
         return None
@@ -565,20 +564,8 @@ def _checked_pair(validation_data: Any) -> tuple[Any, Any] | None:
     return x, y
 
 
-def _name_of(loss: Any) -> str:
+def _name_of(loss: Loss) -> str:
     """Return what a loss is called, in every process alike."""
     if isinstance(loss, str):
         return loss
     return str(getattr(loss, "name", getattr(loss, "__name__", type(loss).__name__)))
-
-
-def _check_type(name: str, value: Any, types: Any) -> None:
-    """Raise if `value` is of none of the types."""
-    if isinstance(value, types):
-        return
-    types = types if isinstance(types, tuple) else (types,)
-    allowed = " or ".join(f"`{each.__name__}`" for each in types)
-    raise TypeError(
-        f"`{name}` must be a {allowed}. Received: {name} of type "
-        f"{type(value).__name__}."
-    )

@@ -1,21 +1,22 @@
 """Keras's common optimizers, private, in one call."""
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import keras
 
+from tfdp._types import Config
 from tfdp.mechanisms import Mechanism
 from tfdp.optimizers.dp_optimizer import DPOptimizer
 
 
-class _Family(DPOptimizer):
+class Family(DPOptimizer):
     """A `DPOptimizer` that makes its inner optimizer from its own arguments."""
 
     inner_class: ClassVar[type[keras.optimizers.Optimizer]]
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         l2_norm_clip: float,
         noise_multiplier: float,
         num_microbatches: int | None = None,
@@ -23,7 +24,7 @@ class _Family(DPOptimizer):
         noise_seed: int | None = None,
         mechanism: Mechanism | None = None,
         name: str | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(
             self.inner_class(*args, **kwargs),
@@ -36,12 +37,12 @@ class _Family(DPOptimizer):
             name=name,
         )
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the inner optimizer's arguments and the private ones."""
         return {**self.inner_optimizer.get_config(), **self._private_config()}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
+    def from_config(cls, config: Config, custom_objects: Config | None = None) -> Self:
         """Rebuild an optimizer from `get_config`."""
         if isinstance(config.get("learning_rate"), dict):
             config["learning_rate"] = keras.saving.deserialize_keras_object(
@@ -51,7 +52,7 @@ class _Family(DPOptimizer):
 
 
 @keras.saving.register_keras_serializable("tfdp")
-class DPSGD(_Family):
+class DPSGD(Family):
     """`keras.optimizers.SGD` as a `DPOptimizer`: takes the arguments of both.
 
     Example:
@@ -64,35 +65,35 @@ class DPSGD(_Family):
 
 
 @keras.saving.register_keras_serializable("tfdp")
-class DPAdam(_Family):
+class DPAdam(Family):
     """`keras.optimizers.Adam` as a `DPOptimizer`: takes the arguments of both."""
 
     inner_class = keras.optimizers.Adam
 
 
 @keras.saving.register_keras_serializable("tfdp")
-class DPAdamW(_Family):
+class DPAdamW(Family):
     """`keras.optimizers.AdamW` as a `DPOptimizer`: takes the arguments of both."""
 
     inner_class = keras.optimizers.AdamW
 
 
 @keras.saving.register_keras_serializable("tfdp")
-class DPAdagrad(_Family):
+class DPAdagrad(Family):
     """`keras.optimizers.Adagrad` as a `DPOptimizer`: takes the arguments of both."""
 
     inner_class = keras.optimizers.Adagrad
 
 
 @keras.saving.register_keras_serializable("tfdp")
-class DPNadam(_Family):
+class DPNadam(Family):
     """`keras.optimizers.Nadam` as a `DPOptimizer`: takes the arguments of both."""
 
     inner_class = keras.optimizers.Nadam
 
 
 @keras.saving.register_keras_serializable("tfdp")
-class DPRMSprop(_Family):
+class DPRMSprop(Family):
     """`keras.optimizers.RMSprop` as a `DPOptimizer`: takes the arguments of both."""
 
     inner_class = keras.optimizers.RMSprop

@@ -1,19 +1,16 @@
 """Layers whose weights have a posterior: independent Gaussians."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import keras
 from keras import ops
 
 from tfdp import _validate
+from tfdp._types import Config, Tensor, Variable
 from tfdp._views import number_of_views
 from tfdp.losses.regularizers import GaussianDivergence
-
-DRAWS = ("shared", "per_example", "local")
-
-# Variances below count as this: the gradient of a root at zero is none.
-_LEAST_VARIANCE = 1e-30
 
 
 class Noise(NamedTuple):
@@ -24,8 +21,8 @@ class Noise(NamedTuple):
         bias: Shape ``(V, p)``, or None.
     """
 
-    kernel: Any
-    bias: Any
+    kernel: Tensor
+    bias: Tensor | None
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
@@ -105,13 +102,13 @@ class VariationalDense(keras.layers.Layer):
         prior_scale: float = 1.0,
         draws: str = "local",
         kl: str = "outside",
-        activation: Any = None,
+        activation: Callable[[Tensor], Tensor] | str | None = None,
         use_bias: bool = True,
         initial_scale: float = 0.1,
-        kernel_initializer: Any = "glorot_uniform",
-        bias_initializer: Any = "zeros",
+        kernel_initializer: keras.initializers.Initializer | str = "glorot_uniform",
+        bias_initializer: keras.initializers.Initializer | str = "zeros",
         seed: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(**kwargs)
         self.units = _validate.positive_int("units", units)
@@ -124,7 +121,8 @@ class VariationalDense(keras.layers.Layer):
             )
             for part in ("mean", "scale")
         ]
-        self.draws = _validate.one_of("draws", draws, DRAWS)
+        all_draws = ("shared", "per_example", "local")
+        self.draws = _validate.one_of("draws", draws, all_draws)
         self.activation = keras.activations.get(activation)
         self.use_bias = use_bias
         self.initial_scale = _validate.positive("initial_scale", initial_scale)
@@ -135,7 +133,7 @@ class VariationalDense(keras.layers.Layer):
         # Read by the engine that takes one example at a time.
         self.seed_generator.is_same_for_all_rows = draws == "shared"
 
-    def build(self, input_shape: Any) -> None:
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
         """Add means and scales of the kernel, and of the bias."""
         if self.draws == "local" and len(input_shape) != 2:
             raise ValueError(
@@ -155,23 +153,25 @@ class VariationalDense(keras.layers.Layer):
             )
 
     def _add(
-        self, name: str, shape: tuple[int, ...], initializer: Any
-    ) -> tuple[Any, Any]:
+        self,
+        name: str,
+        shape: tuple[int | None, ...],
+        initializer: keras.initializers.Initializer,
+    ) -> list[Variable]:
         # So that its softplus is the scale.
         rho = self.initial_scale + math.log(-math.expm1(-self.initial_scale))
-        starts = (initializer, keras.initializers.Constant(rho))
-        mean, rho = (
+        starts = {"mean": initializer, "rho": keras.initializers.Constant(rho)}
+        return [
             self.add_weight(
                 name=f"{name}_{kind}",
                 shape=shape,
                 initializer=start,
                 regularizer=divergence,
             )
-            for kind, start, divergence in zip(
-                ("mean", "rho"), starts, self._divergences, strict=True
+            for (kind, start), divergence in zip(
+                starts.items(), self._divergences, strict=True
             )
-        )
-        return mean, rho
+        ]
 
     @property
     def wide_dtype(self) -> str:
@@ -179,22 +179,22 @@ class VariationalDense(keras.layers.Layer):
         return str(keras.backend.result_type(self.compute_dtype, "float32"))
 
     @property
-    def kernel_scale(self) -> Any:
+    def kernel_scale(self) -> Tensor:
         """Standard deviations of the kernel's weights, of its shape."""
         return scale_of(self.kernel_rho)
 
     @property
-    def bias_scale(self) -> Any:
+    def bias_scale(self) -> Tensor | None:
         """Standard deviations of the bias, of its shape; None without one."""
         return None if self.bias_rho is None else scale_of(self.bias_rho)
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
+    def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
         """Apply weights: drawn ones in training, otherwise their means."""
         if training and self.draws != "local":
             return self.activation(self.multiplied(inputs, self.noise(inputs)))
         return self.outputs(*self.moments(inputs), training=training)
 
-    def noise(self, inputs: Any) -> Noise:
+    def noise(self, inputs: Tensor) -> Noise:
         """Draw what weights of `"shared"` and `"per_example"` are made of.
 
         Args:
@@ -209,11 +209,11 @@ class VariationalDense(keras.layers.Layer):
             return Noise(kernel, None)
         return Noise(kernel, self._normal((number, *self.bias_mean.shape)))
 
-    def _normal(self, shape: Any) -> Any:
+    def _normal(self, shape: tuple[int | Tensor, ...]) -> Tensor:
         dtype = self.wide_dtype
         return keras.random.normal(shape, dtype=dtype, seed=self.seed_generator)
 
-    def multiplied(self, inputs: Any, noise: Noise) -> Any:
+    def multiplied(self, inputs: Tensor, noise: Noise) -> Tensor:
         """Multiply inputs by drawn weights.
 
         Args:
@@ -223,28 +223,26 @@ class VariationalDense(keras.layers.Layer):
         Returns:
             Shape ``(R, ..., p)``, before the activation.
         """
-        mean, scale = ops.convert_to_tensor(self.kernel_mean), self.kernel_scale
-        dtype = noise.kernel.dtype
-        kernels = ops.cast(mean, dtype) + ops.cast(scale, dtype) * noise.kernel
+        kernels = _drawn(self.kernel_mean, self.kernel_rho, noise.kernel)
         number = ops.shape(kernels)[0]
         d, p = self.kernel_mean.shape
         between = ops.shape(inputs)[1:-1]
         positions = math.prod(between) if between else 1
-        rows = ops.reshape(ops.cast(inputs, dtype), (-1, number, positions, d))
+        rows = ops.cast(inputs, kernels.dtype)
+        rows = ops.reshape(rows, (-1, number, positions, d))
         # One product for each draw: TensorFlow's product of matrices that are broadcast
         # was seen to write beside its memory.
         rows = ops.reshape(ops.transpose(rows, (1, 0, 2, 3)), (number, -1, d))
         outputs = ops.matmul(rows, kernels)
         if noise.bias is not None:
-            mean, scale = ops.convert_to_tensor(self.bias_mean), self.bias_scale
-            biases = ops.cast(mean, dtype) + ops.cast(scale, dtype) * noise.bias
+            biases = _drawn(self.bias_mean, self.bias_rho, noise.bias)
             outputs += biases[:, None]
         outputs = ops.reshape(outputs, (number, -1, positions, p))
         outputs = ops.transpose(outputs, (1, 0, 2, 3))
         shape = (ops.shape(inputs)[0], *between, p)
         return ops.cast(ops.reshape(outputs, shape), self.compute_dtype)
 
-    def moments(self, inputs: Any) -> tuple[Any, Any]:
+    def moments(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance of the outputs under the posterior.
 
         Args:
@@ -264,7 +262,9 @@ class VariationalDense(keras.layers.Layer):
             variance += ops.square(ops.cast(self.bias_scale, dtype))
         return mean, variance
 
-    def outputs(self, mean: Any, variance: Any, *, training: bool | None) -> Any:
+    def outputs(
+        self, mean: Tensor, variance: Tensor, *, training: bool | None
+    ) -> Tensor:
         """Make outputs of their moments.
 
         Args:
@@ -276,15 +276,16 @@ class VariationalDense(keras.layers.Layer):
             The layer's outputs, of the same shape.
         """
         if training:
-            scale = ops.sqrt(ops.maximum(variance, _LEAST_VARIANCE))
-            mean += scale * self._normal(ops.shape(mean))
+            mean += root_of(variance) * self._normal(ops.shape(mean))
         return self.activation(ops.cast(mean, self.compute_dtype))
 
-    def compute_output_shape(self, input_shape: Any) -> tuple[Any, ...]:
+    def compute_output_shape(
+        self, input_shape: tuple[int | None, ...]
+    ) -> tuple[int | None, ...]:
         """Return the shape of the outputs."""
         return (*input_shape[:-1], self.units)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the arguments."""
         divergence, _ = self._divergences
         return {
@@ -303,6 +304,17 @@ class VariationalDense(keras.layers.Layer):
         }
 
 
-def scale_of(rho: Any) -> Any:
+def _drawn(mean: Variable, rho: Variable, noise: Tensor) -> Tensor:
+    """Make weights of standard normal numbers."""
+    mean, scale = ops.convert_to_tensor(mean), scale_of(rho)
+    return ops.cast(mean, noise.dtype) + ops.cast(scale, noise.dtype) * noise
+
+
+def scale_of(rho: Variable | Tensor) -> Tensor:
     """Return the standard deviations that a variable stands for."""
     return ops.softplus(ops.convert_to_tensor(rho))
+
+
+def root_of(variance: Tensor) -> Tensor:
+    """Return standard deviations; at zero the gradient would be infinite."""
+    return ops.sqrt(ops.maximum(variance, 1e-30))

@@ -1,13 +1,13 @@
 """Logistic regression with a posterior over its coefficients."""
 
 import math
-from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
-from tfdp.variational.layers import VariationalDense
+from tfdp._types import Config, Tensor
+from tfdp.variational.layers import VariationalDense, root_of
 
 # For narrow Gaussians, of which these are nodes.
 _NODES, _WEIGHTS = np.polynomial.hermite.hermgauss(32)
@@ -29,16 +29,18 @@ class PredictiveLogit(VariationalDense):
     the Gaussian is the same integral.
     """
 
-    def outputs(self, mean: Any, variance: Any, *, training: bool | None) -> Any:
+    def outputs(
+        self, mean: Tensor, variance: Tensor, *, training: bool | None
+    ) -> Tensor:
         """Draw logits in training; average their probabilities at inference."""
         if training:
             return super().outputs(mean, variance, training=training)
-        scale = ops.sqrt(ops.maximum(variance, 1e-30))
+        scale = root_of(variance)
         logit = ops.where(scale < 1, _of_narrow(mean, scale), _of_wide(mean, scale))
         return ops.cast(logit, self.compute_dtype)
 
 
-def _of_narrow(mean: Any, scale: Any) -> Any:
+def _of_narrow(mean: Tensor, scale: Tensor) -> Tensor:
     scale = ops.minimum(scale, 1.0)
     nodes = ops.convert_to_tensor(math.sqrt(2) * _NODES, mean.dtype)
     logits = mean[..., None] + scale[..., None] * nodes
@@ -50,7 +52,7 @@ def _of_narrow(mean: Any, scale: Any) -> Any:
     return positive - negative
 
 
-def _of_wide(mean: Any, scale: Any) -> Any:
+def _of_wide(mean: Tensor, scale: Tensor) -> Tensor:
     scale = ops.maximum(scale, 1.0)
     nodes = ops.convert_to_tensor(_LOGISTIC_NODES, mean.dtype)
     weights = ops.convert_to_tensor(_LOGISTIC_WEIGHTS, mean.dtype)
@@ -112,10 +114,10 @@ class BayesianLogisticRegression(keras.Model):
         use_bias: bool = True,
         initial_scale: float = 0.1,
         seed: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(**kwargs)
-        self._config: dict[str, Any] = {
+        self._config: Config = {
             "number_of_examples": number_of_examples,
             "prior_scale": prior_scale,
             "draws": draws,
@@ -128,15 +130,15 @@ class BayesianLogisticRegression(keras.Model):
             1, kernel_initializer="zeros", name="logit", **self._config
         )
 
-    def build(self, input_shape: Any) -> None:
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
         """Build the layer."""
         self.logit.build(input_shape)
         self.built = True
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
+    def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
         """Return logits."""
         return self.logit(inputs, training=training)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the arguments."""
         return {**super().get_config(), **self._config}

@@ -3,15 +3,15 @@
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from tfdp import _validate
+from tfdp._types import Array, Nest
 from tfdp.accounting.text import filled
 from tfdp.errors import PrivacyBudgetError
 from tfdp.variational.scaled_posteriors import (
+    LogLikelihood,
     Prior,
     ScaledPosterior,
     clipped,
@@ -22,15 +22,9 @@ from tfdp.variational.scaled_posteriors import (
 
 _LOGISTIC = "logistic_regression"
 
-# What was drawn from some data in this process, by a digest of the data.
-_drawn: dict[bytes, "_Drawn"] = {}
-
-
-class _Drawn(NamedTuple):
-    """All draws from some data: their epsilon if exact, and whether all were."""
-
-    epsilon: float = 0.0
-    exactly: bool = True
+# What all draws from some data cost in this process, and what they would if all were
+# exact, by a digest of the data.
+_spent: dict[bytes, tuple[float, float]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +40,7 @@ class PosteriorSample:
         likelihood_weight: What log-likelihoods were multiplied by, at most 1.
     """
 
-    theta: np.ndarray
+    theta: Array
     epsilon: float
     epsilon_if_exact: float
     exactness: str
@@ -80,9 +74,9 @@ class PosteriorSample:
 
 
 def one_posterior_sample(
-    log_likelihood: str | Callable[[np.ndarray, Any, Any], Any],
-    x: Any,
-    y: Any = None,
+    log_likelihood: str | LogLikelihood,
+    x: Array,
+    y: Nest = None,
     *,
     epsilon: float,
     radius: float,
@@ -155,7 +149,7 @@ def one_posterior_sample(
 
     References:
         .. [1] Wang et al., "Privacy for Free: Posterior Sampling and Stochastic
-           Gradient Monte Carlo", ICML 2015, section 3.
+           Gradient Monte Carlo", ICML 2015, section 3, Theorem 1.
            https://arxiv.org/abs/1502.07645
     """
     epsilon = _validate.positive("epsilon", epsilon)
@@ -169,7 +163,12 @@ def one_posterior_sample(
     rows = _checked_rows(x)
     if isinstance(log_likelihood, str):
         _validate.one_of("log_likelihood", log_likelihood, (_LOGISTIC,))
-        _refuse_arguments_of_functions(bound, lipschitz, number_of_parameters)
+        of_functions = bound, lipschitz, number_of_parameters
+        if of_functions != (None, None, None):
+            raise ValueError(
+                "Logistic regression has its own bound. Received: bound, lipschitz, "
+                f"number_of_parameters={of_functions}. Leave them out."
+            )
         posterior = logistic(
             rows, _checked_labels(y, len(rows)), epsilon, radius, prior
         )
@@ -177,7 +176,7 @@ def one_posterior_sample(
         posterior = of_function(
             log_likelihood,
             (clipped(rows, radius), y),
-            likelihood_weight=_weightof_function(
+            likelihood_weight=_weight_and_cost(
                 epsilon, radius, y, bound=bound, lipschitz=lipschitz
             ),
             bound=bound,
@@ -187,7 +186,7 @@ def one_posterior_sample(
             ),
         )
     # Counted before anything is drawn.
-    drawn = _count(_digest(rows), posterior, again=again)
+    spent, spent_if_exact = _count(_digest(rows), posterior, again=again)
     rng = np.random.default_rng()
     if posterior.draw is None:
         theta = end_of_chain(posterior, prior, rng)
@@ -195,15 +194,20 @@ def one_posterior_sample(
         theta = posterior.draw(rng)
     return PosteriorSample(
         theta=theta,
-        epsilon=drawn.epsilon if drawn.exactly else math.inf,
-        epsilon_if_exact=drawn.epsilon,
+        epsilon=spent,
+        epsilon_if_exact=spent_if_exact,
         exactness="approximate" if posterior.draw is None else "exact",
         likelihood_weight=posterior.likelihood_weight,
     )
 
 
-def _weightof_function(
-    epsilon: float, radius: float, y: Any, *, bound: Any, lipschitz: Any
+def _weight_and_cost(
+    epsilon: float,
+    radius: float,
+    y: Nest,
+    *,
+    bound: float | None,
+    lipschitz: float | None,
 ) -> tuple[float, float]:
     """Return what log-likelihoods are multiplied by, and what a draw then costs."""
     if (bound is None) == (lipschitz is None):
@@ -211,6 +215,8 @@ def _weightof_function(
             "A log-likelihood must come with either `bound` or `lipschitz`. Received: "
             f"bound={bound}, lipschitz={lipschitz}. Use `bound=B` for |log p| <= B."
         )
+    # Another record in the place of one changes the log-likelihood by 2 B at most, or by
+    # 2 L R, and the logarithm of the integral that the posterior is divided by as much.
     if bound is not None:
         cost = 4 * _validate.positive("bound", bound)
     else:
@@ -224,7 +230,7 @@ def _weightof_function(
     return weight, weight * cost
 
 
-def _checked_rows(x: Any) -> np.ndarray:
+def _checked_rows(x: Array) -> Array:
     rows = np.asarray(x, np.float64)
     if rows.ndim != 2 or not rows.size or not np.isfinite(rows).all():
         raise ValueError(
@@ -235,7 +241,7 @@ def _checked_rows(x: Any) -> np.ndarray:
     return rows
 
 
-def _checked_labels(y: Any, records: int) -> np.ndarray:
+def _checked_labels(y: Nest, records: int) -> Array:
     labels = np.ravel(np.asarray(y))
     if labels.shape != (records,) or not np.isin(labels, (0, 1)).all():
         raise ValueError(
@@ -246,15 +252,7 @@ def _checked_labels(y: Any, records: int) -> np.ndarray:
     return np.asarray(labels == 1)
 
 
-def _refuse_arguments_of_functions(*arguments: Any) -> None:
-    if any(argument is not None for argument in arguments):
-        raise ValueError(
-            "Logistic regression has its own bound. Received: bound, lipschitz, "
-            f"number_of_parameters={arguments}. Leave them out."
-        )
-
-
-def _digest(rows: np.ndarray) -> bytes:
+def _digest(rows: Array) -> bytes:
     """Tell data by their inputs, rounded: targets do not make other records of them."""
     digest = hashlib.blake2b(f"{rows.shape}".encode())
     # Zero has two signs.
@@ -262,16 +260,17 @@ def _digest(rows: np.ndarray) -> bytes:
     return digest.digest()
 
 
-def _count(digest: bytes, posterior: ScaledPosterior, *, again: bool) -> _Drawn:
+def _count(
+    digest: bytes, posterior: ScaledPosterior, *, again: bool
+) -> tuple[float, float]:
     """Add a draw to those from the same data, or refuse it."""
-    before = _drawn.get(digest)
-    if before is not None and not again:
+    spent, spent_if_exact = _spent.get(digest, (0.0, 0.0))
+    if digest in _spent and not again:
         raise PrivacyBudgetError(
             "These data were drawn from before, and one sample is what the privacy is "
-            f"of. Received: a draw after others with epsilon {before.epsilon:.3f}. Use "
+            f"of. Received: a draw after others with epsilon {spent_if_exact:.3f}. Use "
             f"`again=True` to add {posterior.epsilon:.3f} to that."
         )
-    epsilon, exactly = before or _Drawn()
-    drawn = _Drawn(epsilon + posterior.epsilon, exactly and posterior.draw is not None)
-    _drawn[digest] = drawn
-    return drawn
+    spent += math.inf if posterior.draw is None else posterior.epsilon
+    _spent[digest] = spent, spent_if_exact + posterior.epsilon
+    return _spent[digest]

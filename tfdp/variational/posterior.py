@@ -2,13 +2,14 @@
 
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate
+from tfdp._types import Array, Nest, Tensor, Variable
 from tfdp.model import DPModel
 from tfdp.variational.layers import VariationalDense, scale_of
 
@@ -21,8 +22,8 @@ class Gaussian(NamedTuple):
         scale: Standard deviations, of the same shape.
     """
 
-    mean: np.ndarray
-    scale: np.ndarray
+    mean: Array
+    scale: Array
 
 
 def posterior(model: keras.Model) -> dict[str, Gaussian]:
@@ -68,7 +69,7 @@ def posterior_samples(
         As `posterior`, arrays with a leading axis of length `number`.
 
     Raises:
-        TypeError: If `number` is none.
+        TypeError: If `number` is not a number.
         ValueError: If it is less than 1, or there is no variational layer.
     """
     number = _validate.positive_int("number", number)
@@ -96,7 +97,7 @@ def credible_intervals(
         As `posterior`, lower and upper ends.
 
     Raises:
-        TypeError: If `level` is no number.
+        TypeError: If `level` is not a number.
         ValueError: If `level` is out of its range, or there is no variational layer.
     """
     level = _validate.probability("level", level)
@@ -109,10 +110,10 @@ def credible_intervals(
 
 def predictive_mean(
     model: keras.Model,
-    x: Any,
+    x: Nest,
     *,
     draws: int = 100,
-    activation: Callable[[Any], Any] | None = None,
+    activation: Callable[[Tensor], Tensor] | None = None,
     seed: int | None = None,
 ) -> np.ndarray:
     """Average a model's outputs over weights drawn from the posterior.
@@ -129,7 +130,7 @@ def predictive_mean(
         Of the outputs' shape.
 
     Raises:
-        TypeError: If `draws` is no number.
+        TypeError: If `draws` is not a number.
         ValueError: If it is less than 1, or there is no variational layer.
     """
     model = _unwrapped(model)
@@ -143,7 +144,7 @@ def predictive_mean(
     certain = [tf.fill(rho.shape, tf.constant(-np.inf, rho.dtype)) for rho in rhos]
 
     @tf.function
-    def outputs(weights: list[tf.Tensor]) -> Any:
+    def outputs(weights: list[Tensor]) -> Tensor:
         values = [*zip(means, weights, strict=True), *zip(rhos, certain, strict=True)]
         with keras.StatelessScope(state_mapping=values):
             y = model(x, training=False)
@@ -161,7 +162,7 @@ def _unwrapped(model: keras.Model) -> keras.Model:
     return inner
 
 
-def _variables(model: keras.Model) -> Iterator[tuple[str, Any, Any]]:
+def _variables(model: keras.Model) -> Iterator[tuple[str, Variable, Variable]]:
     """Yield names, and the variables of means and of scales."""
     model = _unwrapped(model)
     layers = [

@@ -1,13 +1,13 @@
 """Rule of variational layers: gradients of means and of scales, in factors."""
 
-from typing import Any
-
 import tensorflow as tf
 
+from tfdp._types import Tensor, Variable
 from tfdp.rules import Call, OuterProducts, PerRow, ScaledProducts, Term
+from tfdp.variational.layers import Noise, VariationalDense
 
 
-def variational_dense(call: Call) -> Any:
+def variational_dense(call: Call) -> Tensor:
     """Rule of `tfdp.variational.VariationalDense`.
 
     Where weights are drawn, ``z = x (mean + scale * eps)``, the gradient of a mean is
@@ -24,52 +24,64 @@ def variational_dense(call: Call) -> Any:
     layer, training = call.layer, call.bound()["training"]
     x = tf.cast(call.inputs, layer.wide_dtype)
     if training and layer.draws != "local":
-        return _of_drawn_weights(call, x)
-    mean, variance = layer.moments(x)
+        noise = layer.noise(x)
 
-    def terms(g_mean: tf.Tensor, g_variance: tf.Tensor) -> list[Term]:
-        # The derivative of scale^2.
-        scales = [
-            2 * layer.kernel_scale * tf.sigmoid(tf.convert_to_tensor(layer.kernel_rho))
-        ]
-        found = [
-            OuterProducts(layer.kernel_mean, x, g_mean),
-            ScaledProducts(layer.kernel_rho, tf.square(x), g_variance, scales),
-        ]
-        if layer.bias_mean is not None:
-            slope = tf.sigmoid(tf.convert_to_tensor(layer.bias_rho))
-            slope *= 2 * layer.bias_scale
-            found += [
-                PerRow(layer.bias_mean, g_mean),
-                PerRow(layer.bias_rho, g_variance * tf.cast(slope, g_mean.dtype)),
-            ]
-        return found
+        def of_weights(g: Tensor) -> list[Term]:
+            return _terms(layer, (x, g), (x, g), noise)
 
-    moments = call.watch_all([mean, variance], terms, linear_terms=None)
+        return layer.activation(call.watch(layer.multiplied(x, noise), of_weights))
+
+    def of_moments(g_mean: Tensor, g_variance: Tensor) -> list[Term]:
+        # The derivatives of variances by scales, the same for all rows.
+        twice = [
+            None if scale is None else 2 * scale[None]
+            for scale in (layer.kernel_scale, layer.bias_scale)
+        ]
+        return _terms(layer, (x, g_mean), (tf.square(x), g_variance), Noise(*twice))
+
+    # No linear terms: variances are not linear in the scales.
+    moments = call.watch_all([*layer.moments(x)], of_moments, linear_terms=None)
     return layer.outputs(*moments, training=training)
 
 
-def _of_drawn_weights(call: Call, x: tf.Tensor) -> Any:
-    layer = call.layer
-    noise = layer.noise(x)
+def _terms(
+    layer: VariationalDense,
+    of_means: tuple[Tensor, Tensor],
+    of_scales: tuple[Tensor, Tensor],
+    by_scales: Noise,
+) -> list[Term]:
+    """List the terms of all variables.
 
-    def terms(g: tf.Tensor) -> list[Term]:
-        slopes = tf.sigmoid(tf.convert_to_tensor(layer.kernel_rho))
-        scales = noise.kernel * tf.cast(slopes, noise.kernel.dtype)
-        found = [
-            OuterProducts(layer.kernel_mean, x, g),
-            ScaledProducts(layer.kernel_rho, x, g, scales),
+    Args:
+        layer: The layer.
+        of_means: Inputs and gradients of the product with the means.
+        of_scales: Those of the product that the scales are in.
+        by_scales: The derivatives by the scales of what is multiplied there.
+
+    Returns:
+        Two terms, or four with a bias.
+    """
+    found = [
+        OuterProducts(layer.kernel_mean, *of_means),
+        ScaledProducts(
+            layer.kernel_rho,
+            *of_scales,
+            by_scales.kernel * _slope(layer.kernel_rho, by_scales.kernel),
+        ),
+    ]
+    if layer.bias_mean is not None:
+        (_, g_mean), (_, g_scale) = of_means, of_scales
+        by_rho = by_scales.bias * _slope(layer.bias_rho, by_scales.bias)
+        found += [
+            PerRow(layer.bias_mean, g_mean),
+            PerRow(layer.bias_rho, _for_rows(by_rho, g_scale) * g_scale),
         ]
-        if layer.bias_mean is not None:
-            slope = tf.sigmoid(tf.convert_to_tensor(layer.bias_rho))
-            of_rows = noise.bias * tf.cast(slope, noise.bias.dtype)
-            found += [
-                PerRow(layer.bias_mean, g),
-                PerRow(layer.bias_rho, _for_rows(of_rows, g) * g),
-            ]
-        return found
+    return found
 
-    return layer.activation(call.watch(layer.multiplied(x, noise), terms))
+
+def _slope(rho: Variable, like: Tensor) -> Tensor:
+    """Return the derivative of the scale: of softplus it is the sigmoid."""
+    return tf.cast(tf.sigmoid(tf.convert_to_tensor(rho)), like.dtype)
 
 
 def _for_rows(of_views: tf.Tensor, g: tf.Tensor) -> tf.Tensor:

@@ -3,10 +3,15 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
+
+from tfdp._types import Array, Nest, Tensor
+
+# ``(theta, x, y) -> (N,)``.
+LogLikelihood: TypeAlias = Callable[[Array, Array, Nest], Array | Tensor]
 
 # Where more proposals than this may be needed for a draw, Markov chains are used.
 _MOST_PROPOSALS = 1e6
@@ -31,7 +36,7 @@ class Prior(NamedTuple):
         share = float(tf.math.igamma(half, (self.radius / self.scale) ** 2 / 2))
         return max(share, 1e-300)
 
-    def allows(self, thetas: np.ndarray) -> np.ndarray:
+    def allows(self, thetas: Array) -> Array:
         """``(S, P)`` -> ``(S,)``, whether they lie in the ball."""
         return np.asarray(np.linalg.norm(thetas, axis=1) <= self.radius)
 
@@ -50,12 +55,12 @@ class ScaledPosterior(NamedTuple):
     parameters: int
     likelihood_weight: float
     epsilon: float
-    log_likelihoods: Callable[[np.ndarray], np.ndarray]
-    draw: Callable[[np.random.Generator], np.ndarray] | None
+    log_likelihoods: Callable[[Array], Array]
+    draw: Callable[[np.random.Generator], Array] | None
 
 
 def logistic(
-    rows: np.ndarray, labels: np.ndarray, epsilon: float, radius: float, prior: Prior
+    rows: Array, labels: Array, epsilon: float, radius: float, prior: Prior
 ) -> ScaledPosterior:
     """Describe logistic regression with an intercept."""
     if not radius > 1:
@@ -65,19 +70,19 @@ def logistic(
         )
     inputs = clipped(rows, math.sqrt(radius**2 - 1))
     inputs = np.concatenate([inputs, np.ones((len(inputs), 1))], axis=1)
-    # A record adds ln sigmoid(s), where s lies between -D R and D R: between both ends
-    # there are D R.
+    # A record adds ln sigmoid(s), where s lies between -D R and D R. Its values there
+    # are D R apart at most, and so much can the integral's logarithm change too.
     reach = prior.radius * radius
     weight = min(1.0, epsilon / (2 * reach))
     signed = inputs * np.where(labels, 1.0, -1.0)[:, None]
 
-    def log_likelihoods(thetas: np.ndarray) -> np.ndarray:
+    def log_likelihoods(thetas: Array) -> Array:
         parts = np.array_split(thetas, 1 + thetas.shape[0] * len(rows) // _MOST_NUMBERS)
         return np.concatenate([
             -weight * np.logaddexp(0, -part @ signed.T).sum(1) for part in parts
         ])
 
-    # At most: of a record's ln sigmoid the slope is radius, and its change radius^2 / 4.
+    # By theta, ln sigmoid has a slope of radius at most and bends by radius^2 / 4.
     slope, curvature = (weight * len(rows) * each for each in (radius, radius**2 / 4))
     parameters = inputs.shape[1]
     draw = None
@@ -93,14 +98,16 @@ def _least_share_accepted(
 ) -> float:
     """Bound from below how many proposals `_draw_concave` accepts, whatever the data.
 
-    The log-likelihood lies above a parabola, so what is accepted is at least a Gaussian
-    times ``exp(-kappa u)``, for the distance u from the edge, cut off by the ball. The
-    farther from its middle the mode is, the less of that is inside. All of it is an
-    integral over u.
+    The log-likelihood lies above a parabola that touches it at the mode. So what is
+    accepted is at least a Gaussian times ``exp(-kappa u)``, where u is the distance from
+    the tangent plane at the edge, as far as it lies in the ball. Least of it does where
+    the mode is at the edge: that is what is assumed. For each u the other directions
+    are a Gaussian in a ball, and what is left is an integral over u.
 
     Args:
         parameters: P.
-        slope: Bounds the slope of the weighted log-likelihood, and so kappa.
+        slope: Bounds the slope of the weighted log-likelihood, and so kappa, by which
+            the posterior may rise at the edge.
         curvature: Bounds its second derivatives.
         prior: The prior.
 
@@ -111,6 +118,7 @@ def _least_share_accepted(
     steep = precision + curvature
     # Everything happens close to the edge, or all over the ball.
     u = prior.radius * np.logspace(-12, math.log10(2), 4000)
+    # Of the radius of the ball's section at u, and the Gaussian's share in there.
     squares = np.maximum(2 * prior.radius * u - u**2, 0)
     beside = np.ones_like(u)
     if parameters > 1:
@@ -121,6 +129,7 @@ def _least_share_accepted(
     for outwards in [0.0, *np.geomspace(1e-3 * max(slope, 1e-9), max(slope, 1e-9), 30)]:
         density = beside * np.exp(-outwards * u - steep * u**2 / 2)
         inside = (np.diff(u) * (density[1:] + density[:-1])).sum() / 2
+        # Both Gaussians without their exponentials: what is accepted over proposals.
         of_proposals = precision + outwards / prior.radius
         log_share = (parameters / 2) * math.log(of_proposals / (2 * math.pi))
         log_share -= ((parameters - 1) / 2) * math.log(steep / (2 * math.pi))
@@ -129,12 +138,12 @@ def _least_share_accepted(
 
 
 def _draw_concave(
-    log_likelihoods: Callable[[np.ndarray], np.ndarray],
-    signed: np.ndarray,
+    log_likelihoods: Callable[[Array], Array],
+    signed: Array,
     weight: float,
     prior: Prior,
     rng: np.random.Generator,
-) -> np.ndarray:
+) -> Array:
     """Draw from the posterior of logistic regression by rejection.
 
     A concave function lies below its tangent at any point c. With it in place of the
@@ -168,6 +177,7 @@ def _draw_concave(
         moves = rng.standard_normal((_PROPOSALS, len(center))) / math.sqrt(precision)
         moves += rest / precision
         thetas = center + moves
+        # Below the tangent, and in the ball: neither of the two parts exceeds 0 there.
         log_accepted = log_likelihoods(thetas) - at_center - moves @ slope
         squares = np.square(moves).sum(1)
         log_accepted += outwards * (moves @ normal + squares / (2 * prior.radius))
@@ -177,14 +187,14 @@ def _draw_concave(
             return np.array(accepted[0])
 
 
-def _mode(signed: np.ndarray, weight: float, prior: Prior) -> np.ndarray:
+def _mode(signed: Array, weight: float, prior: Prior) -> Array:
     """Find the posterior's mode in the ball, by Newton's method."""
 
-    def objective(theta: np.ndarray, precision: float) -> float:
+    def objective(theta: Array, precision: float) -> float:
         likelihood = -weight * np.logaddexp(0, -signed @ theta).sum()
         return float(likelihood - precision * (theta @ theta) / 2)
 
-    def mode(precision: float) -> np.ndarray:
+    def mode(precision: float) -> Array:
         theta = np.zeros(signed.shape[1])
         for _ in range(1000):
             shares = _sigmoid(-signed @ theta)
@@ -201,6 +211,7 @@ def _mode(signed: np.ndarray, weight: float, prior: Prior) -> np.ndarray:
                 break
         return theta
 
+    # In the ball, or where a narrower prior puts the mode on its edge.
     low = high = prior.scale**-2
     found = mode(low)
     if np.linalg.norm(found) <= prior.radius:
@@ -215,13 +226,13 @@ def _mode(signed: np.ndarray, weight: float, prior: Prior) -> np.ndarray:
     return np.array(found * (prior.radius / np.linalg.norm(found)))
 
 
-def _sigmoid(z: np.ndarray) -> np.ndarray:
+def _sigmoid(z: Array) -> Array:
     return np.asarray(np.exp(-np.logaddexp(0, -z)))
 
 
 def of_function(
-    log_likelihood: Any,
-    data: tuple[np.ndarray, Any],
+    log_likelihood: LogLikelihood,
+    data: tuple[Array, Nest],
     *,
     likelihood_weight: tuple[float, float],
     bound: float | None,
@@ -237,7 +248,7 @@ def of_function(
     records = len(data[0])
     weight, epsilon = likelihood_weight
 
-    def of_one(theta: np.ndarray) -> float:
+    def of_one(theta: Array) -> float:
         values = np.asarray(log_likelihood(theta, *data), np.float64)
         if values.shape != (records,):
             raise ValueError(
@@ -245,7 +256,7 @@ def of_function(
                 f"{values.shape} for {records} records. Return an array of shape (N,)."
             )
         if bound is not None:
-            # No error for what is no number: it would tell of a single record.
+            # NaN raises no error: that would tell of a single record.
             values = np.clip(np.where(np.isnan(values), -bound, values), -bound, bound)
         elif not np.isfinite(values).all():
             raise ValueError(
@@ -254,10 +265,10 @@ def of_function(
             )
         return weight * float(values.sum())
 
-    def log_likelihoods(thetas: np.ndarray) -> np.ndarray:
+    def log_likelihoods(thetas: Array) -> Array:
         return np.array([of_one(theta) for theta in thetas])
 
-    def draw(rng: np.random.Generator) -> np.ndarray:
+    def draw(rng: np.random.Generator) -> Array:
         """Accept what the prior proposes, by the likelihood over its bound."""
         most = weight * records * (bound or 0.0)
         while True:
@@ -278,7 +289,7 @@ def of_function(
 
 def end_of_chain(
     posterior: ScaledPosterior, prior: Prior, rng: np.random.Generator
-) -> np.ndarray:
+) -> Array:
     """Return where elliptical slice sampling is after many steps.
 
     Murray et al., "Elliptical slice sampling", AISTATS 2010, figure 2. It needs no
@@ -303,7 +314,7 @@ def end_of_chain(
     return theta
 
 
-def clipped(rows: np.ndarray, radius: float) -> np.ndarray:
+def clipped(rows: Array, radius: float) -> Array:
     """Bring rows of a greater l2 norm into the ball."""
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     # Rounding must not bring them out again.

@@ -43,7 +43,7 @@ def dp_sgld(
         A `DPSGD`.
 
     Raises:
-        TypeError: If a number is none.
+        TypeError: If an argument has another type.
         ValueError: If a number is out of its range.
 
     Example:

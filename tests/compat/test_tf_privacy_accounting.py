@@ -4,10 +4,10 @@ import re
 import pytest
 from dp_accounting import rdp
 
-from tfdp.accounting import tf_privacy
 from tfdp.accounting.ledger import Ledger
 from tfdp.accounting.segments import PoissonSteps, ShuffledPasses
-from tfdp.accounting.tf_privacy import (
+from tfdp.compat import tf_privacy_accounting
+from tfdp.compat.tf_privacy_accounting import (
     compute_dp_sgd_privacy,
     compute_dp_sgd_privacy_statement,
 )
@@ -75,7 +75,7 @@ def test_no_noise_is_infinite():
 
 def test_all_of_the_data_in_a_batch():
     result, _ = compute_dp_sgd_privacy(100, 100, 4.0, 3, 1e-5)
-    orders = rdp.RdpAccountant(tf_privacy._ORDERS)
+    orders = rdp.RdpAccountant(tf_privacy_accounting._ORDERS)
     gaussian = ShuffledPasses(3, 4.0, 100, 100).event()
     assert result == orders.compose(gaussian).get_epsilon(1e-5)
 
@@ -84,14 +84,14 @@ def test_all_of_the_data_in_a_batch():
     ("epochs", "passes", "steps"), [(60, 60, 14_063), (0.5, 1, 118), (1.5, 2, 352)]
 )
 def test_fractional_epochs_are_rounded_up(epochs, passes, steps):
-    shuffled, poisson = tf_privacy._training(60_000, 256, epochs, 1.1)
+    shuffled, poisson = tf_privacy_accounting._training(60_000, 256, epochs, 1.1)
     assert (shuffled.count, poisson.count) == (passes, steps)
 
 
 @pytest.mark.parametrize("steps", range(1, 2000, 17))
 def test_the_epochs_of_some_steps_are_those_steps(steps):
     """In floating point, 235 * 256 / 60000 epochs are a little more than 235 steps."""
-    _, poisson = tf_privacy._training(60_000, 256, steps * 256 / 60_000, 1.1)
+    _, poisson = tf_privacy_accounting._training(60_000, 256, steps * 256 / 60_000, 1.1)
     assert poisson.count == steps
 
 

@@ -12,6 +12,7 @@ from tfdp.accounting.segments import PoissonSteps, Segment, ShuffledPasses
 from tfdp.accounting.text import filled
 from tfdp.accounting.users import user_epsilon
 
+# Those of TensorFlow Privacy: with others epsilon would be another.
 _ORDERS = (
     [1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 4.5]
     + [float(order) for order in range(5, 64)]
@@ -40,7 +41,7 @@ def compute_dp_sgd_privacy(
         Epsilon, and the Rényi order at which it was found.
 
     Raises:
-        TypeError: If an argument is no number.
+        TypeError: If an argument has another type.
         ValueError: If an argument is out of its range.
 
     Example:
@@ -89,7 +90,7 @@ def compute_dp_sgd_privacy_statement(
         The text, with epsilon rounded to three decimals.
 
     Raises:
-        TypeError: If an argument is no number.
+        TypeError: If an argument has another type.
         ValueError: If an argument is out of its range.
 
     Example:
@@ -139,6 +140,7 @@ def compute_dp_sgd_privacy_statement(
     ])
 
 
+# Both ways of drawing batches: nothing in the numbers tells which it was.
 _Training: TypeAlias = tuple[Segment, Segment]
 
 

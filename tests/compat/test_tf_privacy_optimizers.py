@@ -1,5 +1,7 @@
 """TensorFlow Privacy's names take its arguments in its order."""
 
+import inspect
+
 import keras
 import pytest
 
@@ -55,6 +57,28 @@ def test_configuration_round_trip(name, inner, fourth):
     again = keras.saving.deserialize_keras_object(serialized)
     assert type(again) is type(optimizer)
     assert again.get_config() == optimizer.get_config()
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_files_are_read_whichever_module_wrote_them(name):
+    optimizer = getattr(optimizers, name)(0.5, 1.25, 4)
+    serialized = keras.saving.serialize_keras_object(optimizer)
+    assert serialized["registered_name"] == f"tfdp>{name}"
+    older = serialized | {"module": "tfdp.optimizers.tf_privacy"}
+    again = keras.saving.deserialize_keras_object(older)
+    assert type(again) is type(optimizer)
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_the_signature_tells_the_order(name):
+    optimizer = getattr(optimizers, name)
+    fourth = "gradient_accumulation_steps"
+    if name not in PLAIN_IDS:
+        fourth = "unconnected_gradients_to_zero"
+    assert list(inspect.signature(optimizer).parameters) == [
+        "l2_norm_clip", "noise_multiplier", "num_microbatches", fourth, "args", "kwargs"
+    ]  # fmt: skip
+    assert fourth in inspect.getdoc(optimizer.__init__)
 
 
 @pytest.mark.parametrize("name", PLAIN_IDS)

@@ -1,0 +1,1 @@
+"""Names that code written for other libraries knows."""
