@@ -203,7 +203,6 @@ class DPModel(_keras.ReplicatedModel):
         self.train_function: Any = None
         self.test_function: Any = None
         self._chosen_engine: engines.Engine | None = None
-        self._sizes: tuple[int, int | None] = (1, None)
         self._objective_of_compile: Objective | None = None
         self._ascent: AscentLoss | None = None
         self._released = ReleasedGradient()
@@ -688,7 +687,10 @@ class DPModel(_keras.ReplicatedModel):
         """Take one private step, what is not run on all replicas once for them all."""
         if self._session is None or not self.recorder.is_in_fit:
             # In a loop of one's own: without what the last `fit` had.
-            self._settle(self.recorder.scheme, self._sizes)
+            with tf.init_scope():
+                session = self._settle(UNDECLARED, self._units_and_passes(UNDECLARED))
+                if self.recorder.scheme != session.scheme:
+                    self.recorder.begin(session.scheme)
         assert self._session is not None  # noqa: S101
         private_step(
             self._session,
@@ -760,14 +762,13 @@ class DPModel(_keras.ReplicatedModel):
 
     def _units_and_passes(self, scheme: Scheme) -> tuple[int, int | None]:
         """Settle the sizes that depend on the expected batch size."""
-        self._sizes = units_and_passes(
+        return units_and_passes(
             scheme,
             optimizer=self.optimizer,
             physical_batch_size=self.physical_batch_size,
             jit_compile=self.jit_compile,
             replicas=self._replicas.number,
         )
-        return self._sizes
 
     def _settle(
         self,

@@ -118,9 +118,7 @@ class AdaptiveQuantileClip(AdaptiveClip):
             "count_noise_multiplier", count_noise_multiplier
         )
         self.query = Query(
-            lambda norm, clip: tf.where(
-                norm <= tf.cast(clip, norm.dtype), _float64(0.5), _float64(-0.5)
-            ),
+            lambda norm, clip: tf.where(norm <= clip, _float64(0.5), _float64(-0.5)),
             sensitivity=0.5,
             noise_multiplier=self.count_noise_multiplier,
         )

@@ -28,7 +28,7 @@ class Query:
 
     Args:
         of_unit: From the norm of a unit's gradient before clipping and the step's clip
-            norm, scalars, to a vector of `shape`, all tensors.
+            norm, scalars of the same dtype, to a vector of `shape`.
         sensitivity: The largest length of that vector, positive.
         noise_multiplier: Standard deviation of the noise of each entry of the sum over
             `sensitivity`, positive.
@@ -74,9 +74,10 @@ class Query:
         Returns:
             float64, of the query's shape.
         """
+        clip_of_norms = tf.cast(clip, norms.dtype)
 
         def bounded(norm: Tensor) -> Tensor:
-            vector = tf.cast(self.of_unit(norm, clip), tf.float64)
+            vector = tf.cast(self.of_unit(norm, clip_of_norms), tf.float64)
             vector = tf.ensure_shape(vector, self.shape)
             length = tf.norm(vector)
             limit = tf.constant(self.sensitivity, tf.float64)

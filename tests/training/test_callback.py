@@ -1,0 +1,236 @@
+"""Callbacks of one's own see nothing without noise, and pay for what they ask."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tfdp.accounting.levels import folded
+from tfdp.callbacks import Query, StepCallback
+from tfdp.errors import NotPrivateError
+
+ROWS, CLIP = 40, 1.0
+NORMS = np.linspace(0.1, 4.0, ROWS)
+
+
+def few(norm, clip):
+    return tf.cast(norm <= clip, tf.float64)
+
+
+COUNT = Query(few, sensitivity=1.0, noise_multiplier=5.0)
+
+
+class Counts(StepCallback):
+    """Keeps how many units are not clipped."""
+
+    sets = "l2_norm_clip"
+
+    def __init__(self, *queries):
+        super().__init__()
+        self.asked = queries or (COUNT,)
+        self.answers = tf.Variable(tf.zeros([3, len(self.asked)], tf.float64))
+        self.steps = tf.Variable(0)
+
+    def during_step(self, step):
+        answers = [step.ask(query) for query in self.asked]
+        self.answers[self.steps].assign(tf.stack(answers))
+        self.steps.assign_add(1)
+
+
+def trained(*callbacks, noise_multiplier=2.0, **options):
+    """Units whose gradients have known norms, all of them in every step."""
+    inner = keras.Sequential([
+        keras.Input((1,)),
+        keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+    ])
+    model = tfdp.DPModel(inner)
+    model.compile(
+        tfdp.optimizers.DPSGD(
+            1e-9, l2_norm_clip=CLIP, noise_multiplier=noise_multiplier
+        ),
+        lambda y_true, y_pred: keras.ops.sum(y_pred, axis=-1),
+        **options,
+    )
+    model.fit(
+        NORMS[:, None],
+        np.zeros((ROWS, 1)),
+        batch_size=ROWS,
+        steps_per_epoch=3,
+        verbose=0,
+        callbacks=list(callbacks),
+    )
+    return model
+
+
+def z_of(model):
+    (segment,) = model.ledger.segments
+    return segment.noise_multiplier
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"run_eagerly": True}, marks=pytest.mark.slow),
+        pytest.param({"jit_compile": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_answer_is_a_noised_sum_that_the_ledger_counts(options):
+    counts = Counts()
+    model = trained(counts, **options)
+    truth = np.sum(NORMS <= CLIP)
+    errors = counts.answers.numpy().ravel() - truth
+    assert np.all(errors != 0)
+    assert np.abs(errors).max() < 5 * 6
+    assert len(set(errors)) == 3
+    assert z_of(model) == pytest.approx(folded(2.0, 5.0), rel=1e-9)
+
+
+def test_several_queries_have_noise_of_their_own_and_cost_together():
+    other = Query(few, sensitivity=1.0, noise_multiplier=4.0)
+    counts = Counts(COUNT, other)
+    model = trained(counts)
+    standardized = (counts.answers.numpy() - np.sum(NORMS <= CLIP)) / [5.0, 4.0]
+    assert np.all(standardized[:, 0] != standardized[:, 1])
+    assert z_of(model) == pytest.approx(folded(folded(2.0, 5.0), 4.0), rel=1e-9)
+
+
+def test_queries_now_and_then_cost_now_and_then():
+    rare = Query(few, sensitivity=1.0, noise_multiplier=5.0, every=2)
+    counts = Counts(rare)
+    model = trained(counts)
+    assert np.isnan(counts.answers.numpy().ravel()).tolist() == [False, True, False]
+    asked, others = sorted(model.ledger.segments, key=lambda s: s.noise_multiplier)
+    assert (asked.count, others.count) == (2, 1)
+    assert asked.noise_multiplier == pytest.approx(folded(2.0, 5.0), rel=1e-9)
+    assert others.noise_multiplier == pytest.approx(2.0, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "of_unit",
+    [
+        lambda norm, clip: 1e6 * tf.cast(norm, tf.float64),
+        lambda norm, clip: tf.fill([], tf.constant(np.inf, tf.float64)),
+        lambda norm, clip: tf.cast(norm, tf.float64) * np.nan,
+    ],
+)
+def test_a_unit_moves_an_answer_by_no_more_than_was_declared(of_unit):
+    query = Query(of_unit, sensitivity=0.5, noise_multiplier=1.0)
+    clip, no_noise = tf.constant(CLIP, tf.float64), tf.zeros([])
+    norms = tf.constant([3.0, np.inf, np.nan, 0.0])
+    whole = query.answer(norms, clip, no_noise)
+    for left_out in range(4):
+        rest = tf.gather(norms, [n for n in range(4) if n != left_out])
+        assert abs(float(whole - query.answer(rest, clip, no_noise))) <= 0.5
+    assert float(query.answer(norms[:0], clip, no_noise)) == 0
+
+
+def test_vectors_are_bounded_as_a_whole():
+    query = Query(
+        lambda norm, clip: tf.fill([4], tf.cast(norm, tf.float64)),
+        sensitivity=1.0,
+        noise_multiplier=1.0,
+        shape=(4,),
+    )
+    answer = query.answer(tf.constant([100.0]), tf.constant(1.0), tf.zeros([4]))
+    np.testing.assert_allclose(answer, [0.5] * 4)
+
+
+def test_units_of_several_examples_pay_twice():
+    counts = Counts()
+    inner = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model = tfdp.DPModel(inner, sampling="shuffle")
+    model.compile(
+        tfdp.optimizers.DPSGD(
+            0.1, l2_norm_clip=CLIP, noise_multiplier=2.0, num_microbatches=20
+        ),
+        "mse",
+    )
+    x = NORMS[:, None]
+    model.fit(x, x, batch_size=ROWS, verbose=0, callbacks=[counts])
+    assert z_of(model) == pytest.approx(folded(2.0, 5.0) / 2, rel=1e-9)
+
+
+def test_what_was_not_announced_is_not_answered():
+    class Fickle(StepCallback):
+        rehearsed = False
+
+        def during_step(self, step):
+            if self.rehearsed:
+                step.ask(COUNT)
+            self.rehearsed = True
+
+    with pytest.raises(NotPrivateError, match=r"`Fickle.during_step` asks other quer"):
+        trained(Fickle())
+
+
+def test_a_step_shows_no_norms_and_no_gradients():
+    class Looks(StepCallback):
+        def during_step(self, step):
+            self.seen = step
+
+    looks = Looks()
+    model = trained(looks)
+    public = {name for name in dir(looks.seen) if not name.startswith("_")}
+    assert public == {"ask", "asks", "expected_units", "optimizer"}
+    assert z_of(model) == 2.0
+
+
+def test_without_noise_only_by_its_name():
+    class Logs(StepCallback):
+        def __init__(self):
+            super().__init__()
+            self.nonprivate_norms = tf.Variable(tf.zeros([ROWS]))
+
+        def nonprivate_step(self, step):
+            self.nonprivate_norms.assign(step.clipped_sum.norms)
+
+    logs = Logs()
+    trained(logs)
+    np.testing.assert_allclose(np.sort(logs.nonprivate_norms), NORMS, rtol=1e-5)
+
+
+def test_a_clip_norm_that_is_set_acts_from_the_next_step_on():
+    class Halves(StepCallback):
+        sets = "l2_norm_clip"
+
+        def during_step(self, step):
+            clip = step.optimizer.l2_norm_clip
+            clip.assign(clip / 2)
+
+    model = trained(Halves())
+    assert float(model.optimizer.l2_norm_clip) == CLIP / 8
+    assert z_of(model) == 2.0
+
+
+def test_fits_with_the_same_callbacks_are_traced_once():
+    counts = Counts()
+    model = trained(counts)
+    counts.steps.assign(0)
+    function = model.train_function
+    x = NORMS[:, None]
+    options = {"batch_size": ROWS, "steps_per_epoch": 1, "verbose": 0}
+    model.fit(x, np.zeros((ROWS, 1)), callbacks=[counts], **options)
+    assert model.train_function is function
+    model.fit(x, np.zeros((ROWS, 1)), **options)
+    assert model.train_function is not function
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sensitivity": 0.0},
+        {"sensitivity": float("nan")},
+        {"noise_multiplier": 0.0},
+        {"noise_multiplier": float("inf")},
+        {"every": 0},
+        {"every": 1.5},
+    ],
+    ids=str,
+)
+def test_numbers_out_of_range_are_refused(wrong):
+    arguments = {"sensitivity": 1.0, "noise_multiplier": 1.0} | wrong
+    with pytest.raises(ValueError, match=f"`{next(iter(wrong))}`"):
+        Query(few, **arguments)
