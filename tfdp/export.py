@@ -17,11 +17,11 @@ import tensorflow as tf
 
 import tfdp
 from tfdp import _keras, _tree, _validate
+from tfdp._types import Nest, Tensor
 from tfdp.accounting import privacy_report, privacy_statement
 from tfdp.errors import NotPrivateError
 from tfdp.histories import was_trained
 from tfdp.model import DPModel
-from tfdp.validation import changed_variables
 
 _SIGNATURE = "serving_default"
 
@@ -406,7 +406,21 @@ def _rehearse(
             f"of shape {shapes}. Use `export_private_model(..., warmup=rows)` with "
             f"public rows that it can. {error}"
         ) from error
-    changed = changed_variables(model, lambda: _predicted(model, inputs, rows))
+    _check_keeps_nothing(model, inputs, rows)
+
+
+def _check_keeps_nothing(
+    model: keras.Model, inputs: Nest, rows: Mapping[str, Tensor]
+) -> None:
+    """Refuse a model whose predictions change it, random seeds apart."""
+    before = [variable.numpy() for variable in model.variables]
+    _predicted(model, inputs, rows)
+    changed = []
+    for variable, value in zip(model.variables, before, strict=True):
+        if not np.array_equal(variable.numpy(), value):
+            variable.assign(value)
+            if "seed_generator" not in variable.path:
+                changed.append(f"`{variable.path}`")
     if changed:
         raise ValueError(
             f"Model `{model.name}` must keep nothing of the rows that it predicts for: "

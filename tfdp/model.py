@@ -28,6 +28,7 @@ from tfdp._noise_plan import NoisePlan
 from tfdp._plan import Plan
 from tfdp._released import ReleasedGradient
 from tfdp._replicas import function_of_batches
+from tfdp._tree import signature_of
 from tfdp._workers import (
     agree_on_training,
     check_distribution,
@@ -42,7 +43,7 @@ from tfdp.budgets import (
     enforce_budgets_of_loops,
     room_in_graph,
 )
-from tfdp.checks.tracing import signature_of
+from tfdp.checks.engine import choose
 from tfdp.data import PoissonDataset
 from tfdp.data.shares import Share, agreed_stream, check_shareable, shared_out
 from tfdp.data.training_data import (
@@ -54,7 +55,6 @@ from tfdp.data.training_data import (
     training_data,
 )
 from tfdp.engines import explanation
-from tfdp.engines.choice import choose
 from tfdp.errors import (
     NotPrivateError,
     PrivacyBudgetError,

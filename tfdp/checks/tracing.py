@@ -1,7 +1,6 @@
 """Builds the graph of a model's pass, and says what lets its rows meet."""
 
 import contextlib
-import contextvars
 import functools
 import os
 import random
@@ -12,7 +11,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdp import _keras, _tree
+from tfdp import _keras
+from tfdp._tracing import traced_by
 from tfdp.checks.graph import METRIC, Analysis
 from tfdp.checks.sizes import Size
 from tfdp.checks.values import FREE, PLAIN, WITHIN, Cause, Layout, Value
@@ -101,15 +101,13 @@ class Trace:
             and that nothing is kept of the data.
         """
         function = tf.function(run, autograph=False)
-        token = _tracing.set(self)
         chance = random.getstate()
         with _keras.own_global_seed():
             try:
-                with self._observing():
+                with traced_by(self), self._observing():
                     graph = function.get_concrete_function(*signature).graph
             finally:
                 random.setstate(chance)
-                _tracing.reset(token)
             specs = [spec for spec in tf.nest.flatten(signature) if spec is not None]
             found: dict[Cause, Found] = {}
             is_open = any(None in spec.shape.as_list()[1:] for spec in specs)
@@ -294,22 +292,6 @@ class Trace:
         return min(spans, key=lambda span: span[0])[1] if spans else None
 
 
-_tracing: contextvars.ContextVar[Trace | None] = contextvars.ContextVar(
-    "tracing", default=None
-)
-
-
-def tracing() -> Trace | None:
-    """Return the trace that is being made, if one is."""
-    return _tracing.get()
-
-
-def part_of_trace(owner: Any) -> contextlib.AbstractContextManager[None]:
-    """Note, if a trace is being made, whose operations are made inside."""
-    trace = tracing()
-    return contextlib.nullcontext() if trace is None else trace.part(owner)
-
-
 def _outer(graph: Any) -> list[tuple[Any, Any]]:
     """List the tensors of the outer graph that a graph reads, with its own for them."""
     return [
@@ -339,21 +321,3 @@ def line_of(op: Any) -> str | None:
         elif is_called and not frame.filename.startswith(_LIBRARIES):
             line = f"{frame.filename}:{frame.lineno}"
     return line
-
-
-def signature_of(tree: Any, rows: int | None = None) -> Any:
-    """Describe arrays whose leading axis is that of the rows.
-
-    Args:
-        tree: Nested arrays.
-        rows: How many rows a batch has; None for any number.
-
-    Returns:
-        The same nest of `tf.TensorSpec`.
-    """
-    return _tree.map_tensors(
-        lambda leaf: tf.TensorSpec(
-            [rows, *leaf.shape[1:]], tf.as_dtype(getattr(leaf, "dtype", None))
-        ),
-        tree,
-    )

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp.checks.tracing import tracing
+from tfdp._tracing import tracing
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
 from tfdp.rules.terms import PerRow, Term
