@@ -1,9 +1,12 @@
 """What is known of a tensor: where its rows are, and what mixed them."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
+from tfdp._types import Array
 from tfdp.checks.sizes import Length
 
 # In place of an axis: the tensor belongs to one row as a whole.
@@ -22,8 +25,8 @@ class Cause(NamedTuple):
         variable: Name of the variable that it changes, if that is the matter.
     """
 
-    op: Any
-    outer: Any
+    op: tf.Operation
+    outer: tf.Operation
     is_certain: bool
     why: str
     variable: str | None = None
@@ -63,7 +66,7 @@ class Value(NamedTuple):
     axis: int | None = None
     layout: Layout = PLAIN
     lengths: tuple[Length | None, ...] | None = None
-    numbers: np.ndarray | None = None
+    numbers: Array | None = None
     causes: frozenset[Cause] = frozenset()
     variable: str | None = None
 
@@ -74,8 +77,24 @@ class Value(NamedTuple):
             return None
         return self.axis - len(self.lengths)
 
+    @property
+    def rank(self) -> int | None:
+        """How many axes there are; None if that is not known."""
+        return None if self.lengths is None else len(self.lengths)
+
 
 FREE = Value()
+
+
+def have_rows(values: Iterable[Value]) -> bool:
+    """Tell whether any of these tensors depends on data."""
+    return any(each.axis is not None for each in values)
+
+
+def causes_of(values: Iterable[Value]) -> frozenset[Cause]:
+    """Collect all that is the matter with tensors."""
+    return frozenset[Cause]().union(*(each.causes for each in values))
+
 
 # In place of a variable's name: a list that has no tensors yet.
 NEW_LIST = "a new list"

@@ -1,17 +1,8 @@
 """Lists of tensors, as loops have them: described as if they were stacked."""
 
-from typing import Any
-
-from tfdp.checks.sizes import (
-    same,
-)
-from tfdp.checks.step import (
-    COUNTS,
-    Step,
-    counting,
-    rule,
-)
-from tfdp.checks.values import FREE, NEW_LIST, NO_NUMBERS, Value
+from tfdp.checks.sizes import same
+from tfdp.checks.step import COUNTS, Step, counting, rule
+from tfdp.checks.values import FREE, NEW_LIST, NO_NUMBERS, Cause, Value
 
 
 @rule("TensorListReserve")
@@ -19,9 +10,8 @@ def _reserved(step: Step) -> Value:
     number = step.inputs[1]
     if number.axis is not None:
         return step.mixed("has a length that depends on rows")
-    known = number.numbers
     # Of the axes of its tensors nothing is known yet.
-    lengths = None if known is None else (known.item(),)
+    lengths = None if number.numbers is None else (number.numbers.item(),)
     return FREE._replace(lengths=lengths, causes=number.causes, variable=NEW_LIST)
 
 
@@ -32,15 +22,12 @@ def _empty_list(step: Step) -> Value:
 
 @rule("TensorListFromTensor")
 def _list(step: Step) -> Value:
-    value = step.inputs[0]
-    return value._replace(numbers=None)
+    return step.inputs[0]._replace(numbers=None)
 
 
 @rule("TensorListStack")
 def _stacked(step: Step) -> Value:
     value = step.inputs[0]
-    if value.axis is None:
-        return step.output(None, lengths=value.lengths, causes=value.causes)
     return step.output(
         value.axis, value.layout, lengths=value.lengths, causes=value.causes
     )
@@ -51,13 +38,11 @@ def _about_list(step: Step) -> Value:
     value = step.inputs[0]
     if value.axis == 0:
         return step.mixed(COUNTS)
-    lengths = value.lengths
-    if lengths is None or not lengths:
-        return step.output(None, causes=step.causes | counting(step))
+    lengths = value.lengths or (None,)
     shown = lengths[:1] if step.op.type == "TensorListLength" else lengths[1:]
-    if any(not isinstance(length, int) for length in shown):
-        return step.output(None, causes=step.causes | counting(step))
-    return step.output(None)
+    is_known = value.lengths and all(isinstance(length, int) for length in shown)
+    causes = step.causes if is_known else step.causes | counting(step)
+    return step.output(None, causes=causes)
 
 
 @rule("TensorListGetItem")
@@ -65,22 +50,16 @@ def _item(step: Step) -> Value:
     value, index, *_ = step.inputs
     if index.axis is not None:
         return step.mixed("takes a part that depends on rows")
-    return _element(step, value, 0, index.causes)
+    return _element(step, value, value.causes | index.causes)
 
 
-def _element(step: Step, value: Value, number: int, causes: Any = frozenset()) -> Value:
-    causes = causes | value.causes
+def _element(step: Step, value: Value, causes: frozenset[Cause]) -> Value:
     if value.axis == 0:
-        return step.mixed(
-            "takes the rows of a batch apart", number=number, causes=causes
-        )
-    rows = None if value.axis is None else value.axis - 1
-    lengths = None if value.lengths is None else value.lengths[1:]
+        return step.mixed("takes the rows of a batch apart", causes=causes)
     return step.output(
-        rows,
+        None if value.axis is None else value.axis - 1,
         value.layout,
-        lengths=lengths,
-        number=number,
+        lengths=None if value.lengths is None else value.lengths[1:],
         numbers=None if value.numbers is NO_NUMBERS else value.numbers,
         causes=causes,
     )
@@ -91,7 +70,7 @@ def _with_item(step: Step) -> Value:
     value, index, item, *_ = step.inputs
     if index.axis is not None:
         return step.mixed("takes a part that depends on rows")
-    return _grown(step, value, item, index.causes)
+    return _grown(step, value, item, value.causes | item.causes | index.causes)
 
 
 @rule("TensorListPushBack")
@@ -99,37 +78,31 @@ def _pushed(step: Step) -> Value:
     value, item = step.inputs
     if value.axis == 0:
         return step.mixed("puts other entries behind the rows")
-    return _grown(step, value, item)
+    return _grown(step, value, item, step.causes)
 
 
-def _grown(step: Step, value: Value, item: Value, causes: Any = frozenset()) -> Value:
-    own = (value.lengths or (None,))[:1]
-    lengths = None if item.lengths is None else (*own, *item.lengths)
-    rows = None if item.axis is None else item.axis + 1
-    causes = value.causes | item.causes | causes
-    is_new = value.numbers is NO_NUMBERS
-    if value.axis is not None and (
-        item.axis is not None and (rows, item.layout) != (value.axis, value.layout)
-    ):
-        return step.mixed("puts rows on different axes of a list", causes=causes)
-    if rows is None and value.axis is not None:
-        rows = value.axis
-    layout = item.layout if item.axis is not None else value.layout
-    numbers = item.numbers if is_new or same(value.numbers, item.numbers) else None
-    if value.lengths is not None and lengths is not None:
-        lengths = value.lengths if len(value.lengths) == len(lengths) else lengths
-    elif lengths is None:
-        lengths = value.lengths
-    return Value(rows, layout, lengths, numbers, causes)
+def _grown(step: Step, value: Value, item: Value, causes: frozenset[Cause]) -> Value:
+    """Describe a list with one more tensor in it."""
+    axis, layout, lengths, *_ = value
+    if item.axis is not None:
+        place = (item.axis + 1, item.layout)
+        if axis is not None and (axis, layout) != place:
+            return step.mixed("puts rows on different axes of a list", causes=causes)
+        axis, layout = place
+    if item.rank is not None and (lengths is None or len(lengths) != item.rank + 1):
+        # Of a list that was empty only its own length was known.
+        lengths = (*(lengths or (None,))[:1], *(item.lengths or ()))
+    # What is in each of its tensors is known if they are all alike.
+    is_alike = value.numbers is NO_NUMBERS or same(value.numbers, item.numbers)
+    return Value(axis, layout, lengths, item.numbers if is_alike else None, causes)
 
 
 @rule("TensorListPopBack")
-def _popped(step: Step) -> list[Value]:
+def _popped(step: Step) -> Value:
     value = step.inputs[0]
     if value.axis == 0:
-        why = "takes the rows of a batch apart"
-        return [step.mixed(why, number=n) for n in range(2)]
-    return [value, _element(step, value, 1)]
+        return step.mixed("takes the rows of a batch apart")
+    return _element(step, value, value.causes) if step.number else value
 
 
 @rule("TensorListResize")
@@ -142,18 +115,12 @@ def _resized(step: Step) -> Value:
 
 
 @rule("TensorListConcatV2", "TensorListConcat")
-def _concatenated(step: Step) -> list[Value]:
+def _concatenated(step: Step) -> Value:
     value = step.inputs[0]
-    causes = step.causes
-    if not value.lengths or not isinstance(value.lengths[0], int):
-        causes |= counting(step)
-    if value.axis is None:
-        return [step.output(None, number=n, causes=causes) for n in range(2)]
-    if value.axis == 1 or value.axis == 0:
-        return [
-            step.mixed("puts other entries behind the rows", number=n) for n in (0, 1)
-        ]
-    return [
-        step.output(value.axis - 1, value.layout, number=0, causes=causes),
-        step.output(None, number=1, causes=causes),
-    ]
+    if value.axis in (0, 1):
+        return step.mixed("puts other entries behind the rows")
+    length, *_ = value.lengths or (None,)
+    causes = step.causes if isinstance(length, int) else step.causes | counting(step)
+    if value.axis is None or step.number:
+        return step.output(None, causes=causes)
+    return step.output(value.axis - 1, value.layout, causes=causes)
