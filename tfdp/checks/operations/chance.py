@@ -3,30 +3,18 @@
 from tfdp.checks.step import COUNTS, Step, lengths_from, rule
 from tfdp.checks.values import Value, causes_of, have_rows
 
-_DRAWS = [
-    "RandomStandardNormal",
-    "RandomUniform",
-    "RandomUniformInt",
-    "StatefulStandardNormalV2",
-    "StatefulTruncatedNormal",
-    "StatefulUniform",
-    "StatefulUniformFullInt",
-    "StatefulUniformInt",
-    "StatelessRandomNormal",
-    "StatelessRandomNormalV2",
-    "StatelessRandomUniform",
-    "StatelessRandomUniformFullInt",
-    "StatelessRandomUniformFullIntV2",
-    "StatelessRandomUniformInt",
-    "StatelessRandomUniformIntV2",
-    "StatelessRandomUniformV2",
-    "StatelessTruncatedNormal",
-    "StatelessTruncatedNormalV2",
-    "TruncatedNormal",
-]
+_DRAWS = """
+    RandomStandardNormal RandomUniform RandomUniformInt StatefulStandardNormalV2
+    StatefulTruncatedNormal StatefulUniform StatefulUniformFullInt
+    StatefulUniformInt StatelessRandomNormal StatelessRandomNormalV2
+    StatelessRandomUniform StatelessRandomUniformFullInt
+    StatelessRandomUniformFullIntV2 StatelessRandomUniformInt
+    StatelessRandomUniformIntV2 StatelessRandomUniformV2 StatelessTruncatedNormal
+    StatelessTruncatedNormalV2 TruncatedNormal
+"""
 
 
-@rule(*_DRAWS)
+@rule(*_DRAWS.split())
 def _draw(step: Step) -> Value:
     """Describe random numbers: which ones they are depends on no data."""
     if have_rows(step.inputs):

@@ -39,157 +39,34 @@ def _joined_lists(step: Step, values: Sequence[Value]) -> Value:
 
 
 # What treats each entry alone: copies, casts, functions, their gradients, strings.
-_ELEMENTWISE = [
-    "CheckNumerics",
-    "CheckNumericsV2",
-    "Copy",
-    "CopyHost",
-    "DebugIdentityV2",
-    "DeepCopy",
-    "EnsureShape",
-    "Identity",
-    "PreventGradient",
-    "Snapshot",
-    "StopGradient",
-    "Bitcast",
-    "Bucketize",
-    "Cast",
-    "FakeQuantWithMinMaxArgs",
-    "FakeQuantWithMinMaxVars",
-    "Abs",
-    "AccumulateNV2",
-    "Acos",
-    "Acosh",
-    "Add",
-    "AddN",
-    "AddV2",
-    "Angle",
-    "ApproximateEqual",
-    "Asin",
-    "Asinh",
-    "Atan",
-    "Atan2",
-    "Atanh",
-    "BesselI0e",
-    "BesselI1e",
-    "Betainc",
-    "BitwiseAnd",
-    "BitwiseOr",
-    "BitwiseXor",
-    "Ceil",
-    "ClipByValue",
-    "Complex",
-    "ComplexAbs",
-    "Conj",
-    "Cos",
-    "Cosh",
-    "Digamma",
-    "Div",
-    "DivNoNan",
-    "Elu",
-    "Erf",
-    "Erfc",
-    "Erfcinv",
-    "Erfinv",
-    "Exp",
-    "Expm1",
-    "Floor",
-    "FloorDiv",
-    "FloorMod",
-    "Greater",
-    "GreaterEqual",
-    "Igamma",
-    "Igammac",
-    "Imag",
-    "Inv",
-    "Invert",
-    "IsFinite",
-    "IsInf",
-    "IsNan",
-    "LeakyRelu",
-    "LeftShift",
-    "Less",
-    "LessEqual",
-    "Lgamma",
-    "Log",
-    "Log1p",
-    "LogicalAnd",
-    "LogicalNot",
-    "LogicalOr",
-    "Maximum",
-    "Minimum",
-    "Mod",
-    "Mul",
-    "MulNoNan",
-    "Ndtri",
-    "Neg",
-    "NextAfter",
-    "NotEqual",
-    "Polygamma",
-    "PopulationCount",
-    "Pow",
-    "Real",
-    "RealDiv",
-    "Reciprocal",
-    "Relu",
-    "Relu6",
-    "RightShift",
-    "Rint",
-    "Round",
-    "Rsqrt",
-    "Selu",
-    "Sigmoid",
-    "Sign",
-    "Sin",
-    "Sinh",
-    "Softplus",
-    "Softsign",
-    "Sqrt",
-    "Square",
-    "SquaredDifference",
-    "Sub",
-    "Tan",
-    "Tanh",
-    "TruncateDiv",
-    "TruncateMod",
-    "Xdivy",
-    "Xlog1py",
-    "Xlogy",
-    "Zeta",
-    "EluGrad",
-    "InvGrad",
-    "LeakyReluGrad",
-    "ReciprocalGrad",
-    "Relu6Grad",
-    "ReluGrad",
-    "RsqrtGrad",
-    "SeluGrad",
-    "SigmoidGrad",
-    "SoftplusGrad",
-    "SoftsignGrad",
-    "SqrtGrad",
-    "TanhGrad",
-    "AsString",
-    "DecodeBase64",
-    "EncodeBase64",
-    "RegexFullMatch",
-    "RegexReplace",
-    "StaticRegexFullMatch",
-    "StaticRegexReplace",
-    "StringJoin",
-    "StringLength",
-    "StringLower",
-    "StringStrip",
-    "StringToHashBucket",
-    "StringToHashBucketFast",
-    "StringToHashBucketStrong",
-    "StringToNumber",
-    "StringUpper",
-    "Substr",
-]
+_ELEMENTWISE = """
+    CheckNumerics CheckNumericsV2 Copy CopyHost DebugIdentityV2 DeepCopy
+    EnsureShape Identity PreventGradient Snapshot StopGradient
+
+    Bitcast Bucketize Cast FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars
+
+    Abs AccumulateNV2 Acos Acosh Add AddN AddV2 Angle ApproximateEqual Asin Asinh
+    Atan Atan2 Atanh BesselI0e BesselI1e Betainc BitwiseAnd BitwiseOr BitwiseXor
+    Ceil ClipByValue Complex ComplexAbs Conj Cos Cosh Digamma Div DivNoNan Elu Erf
+    Erfc Erfcinv Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual
+    Igamma Igammac Imag Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift Less
+    LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod
+    Mul MulNoNan Ndtri Neg NextAfter NotEqual Polygamma PopulationCount Pow Real
+    RealDiv Reciprocal Relu Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign
+    Sin Sinh Softplus Softsign Sqrt Square SquaredDifference Sub Tan Tanh
+    TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
+
+    EluGrad InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad
+    SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad TanhGrad
+
+    AsString DecodeBase64 EncodeBase64 RegexFullMatch RegexReplace
+    StaticRegexFullMatch StaticRegexReplace StringJoin StringLength StringLower
+    StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong
+    StringToNumber StringUpper Substr
+"""
 
 
-@rule(*_ELEMENTWISE)
+@rule(*_ELEMENTWISE.split())
 def _elementwise(step: Step) -> Value:
     return joined(step, step.inputs)
 

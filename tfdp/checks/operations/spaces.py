@@ -6,50 +6,22 @@ from tfdp.checks.step import Step, has_fixed_rest, rule
 from tfdp.checks.values import Layout, Value, have_rows
 
 # What takes one tensor of rows, and others that have none: kernels, sizes, amounts.
-_SPATIAL = [
-    "AdjustContrastv2",
-    "AdjustHue",
-    "AdjustSaturation",
-    "AvgPool",
-    "AvgPool3D",
-    "Conv",
-    "Conv2D",
-    "Conv3D",
-    "DepthToSpace",
-    "DepthwiseConv2dNative",
-    "Dilation2D",
-    "ExtractImagePatches",
-    "HSVToRGB",
-    "LRN",
-    "MaxPool",
-    "MaxPool3D",
-    "MaxPoolV2",
-    "RGBToHSV",
-    "ResizeArea",
-    "ResizeBicubic",
-    "ResizeBilinear",
-    "ResizeNearestNeighbor",
-    "ScaleAndTranslate",
-    "SpaceToDepth",
-]
+_SPATIAL = """
+    AdjustContrastv2 AdjustHue AdjustSaturation AvgPool AvgPool3D Conv Conv2D
+    Conv3D DepthToSpace DepthwiseConv2dNative Dilation2D ExtractImagePatches
+    HSVToRGB LRN MaxPool MaxPool3D MaxPoolV2 RGBToHSV ResizeArea ResizeBicubic
+    ResizeBilinear ResizeNearestNeighbor ScaleAndTranslate SpaceToDepth
+"""
 
 # What takes several tensors of rows, as gradients take inputs, outputs and theirs.
-_OF_SEVERAL = [
-    "AvgPool3DGrad",
-    "AvgPoolGrad",
-    "ImageProjectiveTransformV2",
-    "ImageProjectiveTransformV3",
-    "LRNGrad",
-    "MaxPool3DGrad",
-    "MaxPoolGrad",
-    "MaxPoolGradGrad",
-    "ResizeBicubicGrad",
-    "ResizeBilinearGrad",
-    "ResizeNearestNeighborGrad",
-]
+_OF_SEVERAL = """
+    AvgPool3DGrad AvgPoolGrad ImageProjectiveTransformV2
+    ImageProjectiveTransformV3 LRNGrad MaxPool3DGrad MaxPoolGrad MaxPoolGradGrad
+    ResizeBicubicGrad ResizeBilinearGrad ResizeNearestNeighborGrad
+"""
 
 
-@rule(*_SPATIAL)
+@rule(*_SPATIAL.split())
 def _spatial(step: Step) -> Value:
     value, *others = step.inputs
     if have_rows(others):
@@ -61,7 +33,7 @@ def _spatial(step: Step) -> Value:
     return step.like(value)
 
 
-@rule(*_OF_SEVERAL)
+@rule(*_OF_SEVERAL.split())
 def _of_several(step: Step) -> Value:
     rows = [each for each in step.inputs if each.axis is not None]
     if not rows:
