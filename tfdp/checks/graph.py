@@ -8,9 +8,18 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp.checks.operations import apply
-from tfdp.checks.sizes import CONSTANTS, Size, constant, is_fixed, same
+from tfdp.checks.sizes import CONSTANTS, Length, Size, constant, is_fixed, same
 from tfdp.checks.step import COUNTS, Step, has_effect, of_numbers, static_lengths
-from tfdp.checks.values import NEW_LIST, NO_NUMBERS, PLAIN, WITHIN, Cause, Value
+from tfdp.checks.values import (
+    NEW_LIST,
+    NO_NUMBERS,
+    PLAIN,
+    WITHIN,
+    Cause,
+    Value,
+    is_open,
+    with_shape,
+)
 
 _MOST_NUMBERS = 256
 _MOST_ROUNDS = 12
@@ -189,39 +198,40 @@ class Analysis:
             for n, value in enumerate(state)
         ]
 
-    def _join(self, op: Any, first: Value, second: Value) -> Value:
+    def _join(self, op: tf.Operation, first: Value, second: Value) -> Value:
         """Return what holds for a tensor that is one or the other."""
+        # What has rows says where they are; what is filled, what is in a list.
+        leads = second.axis is not None or not is_open(second)
+        main, other = (
+            (second, first) if first.axis is None and leads else (first, second)
+        )
         causes = first.causes | second.causes
-        numbers = _joined_numbers(first.numbers, second.numbers)
-        main = second if first.axis is None else first
         if WITHIN in (first.axis, second.axis):
             return main._replace(axis=WITHIN, numbers=None, causes=causes)
-        if (
-            first.axis is not None
-            and second.axis is not None
-            and first[:2] != second[:2]
-        ):
+        step = self._step(op, [])
+        if other.axis is not None and main[:2] != other[:2]:
             why = "has rows on another axis from one time to the next"
-            causes |= {self._step(op, []).cause(why)}
-        lengths = main.lengths
-        if first.lengths is not None and second.lengths is not None:
-            if len(first.lengths) == len(second.lengths):
-                pairs = zip(first.lengths, second.lengths, strict=True)
-                lengths = tuple(a if a == b else None for a, b in pairs)
-            else:
-                lengths = None
-        elif first.axis is not None or second.axis is not None:
-            lengths = main.lengths if None in (first.axis, second.axis) else None
+            causes |= {step.cause(why)}
+        lengths = _joined_lengths(main, other)
         if main.axis is not None and not _has_rows(lengths, main.axis):
-            known = [e.lengths for e in (first, second) if e.axis is not None]
+            known = [each.lengths for each in (main, other) if each.axis is not None]
             if all(_has_rows(each, main.axis) for each in known):
-                if _is_open(first) or _is_open(second):
-                    # A list that is filled in the first round.
-                    lengths = main.lengths
-                else:
-                    why = "has another shape from one time to the next"
-                    causes |= {self._step(op, []).cause(why)}
-        return main._replace(lengths=lengths, numbers=numbers, causes=causes)
+                why = "has another shape from one time to the next"
+                causes |= {step.cause(why)}
+        numbers = _joined_numbers(first.numbers, second.numbers)
+        # Still there may be nothing in a list: after a loop without a round.
+        name = NEW_LIST if is_open(first) or is_open(second) else main.variable
+        return Value(main.axis, main.layout, lengths, numbers, causes, name)
+
+
+def _joined_lengths(main: Value, other: Value) -> tuple[Length | None, ...] | None:
+    """Return the lengths of what is one tensor or the other; None if not known."""
+    lengths, others = main.lengths, other.lengths
+    if lengths is not None and is_open(other):
+        others = with_shape(others, lengths[1:])
+    if lengths is None or others is None or len(lengths) != len(others):
+        return None
+    return tuple(a if a == b else None for a, b in zip(lengths, others, strict=True))
 
 
 def _is_list(op: Any, number: int) -> bool:
@@ -230,11 +240,6 @@ def _is_list(op: Any, number: int) -> bool:
 
 def _has_rows(lengths: Any, axis: int) -> bool:
     return lengths is not None and axis < len(lengths) and lengths[axis] is not None
-
-
-def _is_open(value: Value) -> bool:
-    """Tell whether a list has no tensors yet."""
-    return value.axis is None and value.variable == NEW_LIST
 
 
 def _joined_numbers(first: Any, second: Any) -> Any:

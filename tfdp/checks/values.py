@@ -1,6 +1,6 @@
 """What is known of a tensor: where its rows are, and what mixed them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -96,8 +96,34 @@ def causes_of(values: Iterable[Value]) -> frozenset[Cause]:
     return frozenset[Cause]().union(*(each.causes for each in values))
 
 
-# In place of a variable's name: a list that has no tensors yet.
+# In place of a variable's name: a list that may have no tensors. What is taken from it
+# are zeros then, whose shape is what was asked for. Of the lengths that it has the first
+# is its own; those of its tensors are there if their number is known.
 NEW_LIST = "a new list"
 
 # The numbers of a list that has no tensors yet.
 NO_NUMBERS = np.empty([0], object)
+
+
+def is_open(value: Value) -> bool:
+    """Tell whether a list may have no tensors."""
+    return value.variable == NEW_LIST
+
+
+def with_shape(
+    lengths: tuple[Length | None, ...] | None, shape: Sequence[Length | None]
+) -> tuple[Length | None, ...] | None:
+    """Add to the lengths of a list what else is known of its tensors.
+
+    Args:
+        lengths: Its own length, and those of its tensors; None if not known.
+        shape: The lengths that its tensors have, as far as they are known.
+
+    Returns:
+        All lengths; None if they do not go together.
+    """
+    if lengths is None or len(lengths) not in (1, 1 + len(shape)):
+        return None
+    own = lengths[1:] or shape
+    both = [b if a is None else a for a, b in zip(own, shape, strict=True)]
+    return (lengths[0], *both)

@@ -104,9 +104,10 @@ def _like(step: Step) -> Value:
     if step.op.outputs[0].dtype == tf.variant:
         return like._replace(numbers=None)
     # Where something is the matter, its shape may depend on it.
-    is_known = like.lengths is not None and is_fixed(like.lengths)
+    lengths = like.lengths
+    is_known = lengths is not None and None not in lengths and is_fixed(lengths)
     causes = causes_of([] if is_known else [like])
-    return step.output(like.axis, like.layout, lengths=like.lengths, causes=causes)
+    return step.output(like.axis, like.layout, lengths=lengths, causes=causes)
 
 
 @rule("IdentityN")

@@ -1,23 +1,55 @@
 """Lists of tensors, as loops have them: described as if they were stacked."""
 
-from tfdp.checks.sizes import same
-from tfdp.checks.step import COUNTS, Step, counting, rule
-from tfdp.checks.values import FREE, NEW_LIST, NO_NUMBERS, Cause, Value
+from tfdp.checks.sizes import Length, constant, same
+from tfdp.checks.step import COUNTS, Step, counting, lengths_from, rule
+from tfdp.checks.values import (
+    NEW_LIST,
+    NO_NUMBERS,
+    PLAIN,
+    Cause,
+    Value,
+    have_rows,
+    is_open,
+    with_shape,
+)
 
 
-@rule("TensorListReserve")
-def _reserved(step: Step) -> Value:
-    number = step.inputs[1]
-    if number.axis is not None:
+@rule("TensorListReserve", "EmptyTensorList")
+def _new_list(step: Step) -> Value:
+    shape, number = step.inputs
+    if have_rows(step.inputs):
         return step.mixed("has a length that depends on rows")
-    # Of the axes of its tensors nothing is known yet.
-    lengths = None if number.numbers is None else (number.numbers.item(),)
-    return FREE._replace(lengths=lengths, causes=number.causes, variable=NEW_LIST)
+    is_empty = step.op.type == "EmptyTensorList"
+    own = None if is_empty or number.numbers is None else number.numbers.item()
+    lengths, causes = None, shape.causes
+    if shape.numbers is not None:
+        lengths, causes = (own, *_shape_from(shape)), frozenset[Cause]()
+    if not is_empty:
+        causes |= number.causes
+    numbers = NO_NUMBERS if is_empty else None
+    return Value(None, PLAIN, lengths, numbers, causes, NEW_LIST)
 
 
-@rule("EmptyTensorList")
-def _empty_list(step: Step) -> Value:
-    return FREE._replace(numbers=NO_NUMBERS, variable=NEW_LIST)
+def _shape_from(shape: Value) -> list[Length | None]:
+    """Read the shape of a list's tensors; nothing where it leaves open all of it."""
+    if shape.lengths == ():
+        return []
+    return [None if n == -1 else n for n in lengths_from(shape) or ()]
+
+
+def _asked(step: Step, value: Value, shape: Value) -> Value:
+    """Return a list whose tensors, if it has none, have the shape that is asked for."""
+    if not is_open(value):
+        return value
+    if shape.numbers is None or value.lengths is None:
+        causes = value.causes | shape.causes | counting(step)
+        return value._replace(lengths=None, causes=causes)
+    asked = _shape_from(shape)
+    if not asked and len(value.lengths) == 1 and shape.lengths == ():
+        # There is no such shape: there are tensors, or this fails.
+        return value._replace(lengths=None)
+    lengths = with_shape(value.lengths, asked or value.lengths[1:])
+    return value._replace(lengths=lengths)
 
 
 @rule("TensorListFromTensor")
@@ -27,7 +59,7 @@ def _list(step: Step) -> Value:
 
 @rule("TensorListStack")
 def _stacked(step: Step) -> Value:
-    value = step.inputs[0]
+    value = _asked(step, *step.inputs)
     return step.output(
         value.axis, value.layout, lengths=value.lengths, causes=value.causes
     )
@@ -38,18 +70,24 @@ def _about_list(step: Step) -> Value:
     value = step.inputs[0]
     if value.axis == 0:
         return step.mixed(COUNTS)
+    is_shape = step.op.type == "TensorListElementShape"
     lengths = value.lengths or (None,)
-    shown = lengths[:1] if step.op.type == "TensorListLength" else lengths[1:]
-    is_known = value.lengths and all(isinstance(length, int) for length in shown)
-    causes = step.causes if is_known else step.causes | counting(step)
-    return step.output(None, causes=causes)
+    shown = lengths[1:] if is_shape else lengths[:1]
+    causes = step.causes
+    if not value.lengths or not all(isinstance(length, int) for length in shown):
+        causes |= counting(step)
+    # Gradients of loops make lists of tensors of this shape.
+    is_known = is_shape and shown and None not in shown
+    numbers = constant(shown) if is_known else None
+    return step.output(None, numbers=numbers, causes=causes)
 
 
 @rule("TensorListGetItem")
 def _item(step: Step) -> Value:
-    value, index, *_ = step.inputs
+    value, index, shape = step.inputs
     if index.axis is not None:
         return step.mixed("takes a part that depends on rows")
+    value = _asked(step, value, shape)
     return _element(step, value, value.causes | index.causes)
 
 
@@ -89,9 +127,13 @@ def _grown(step: Step, value: Value, item: Value, causes: frozenset[Cause]) -> V
         if axis is not None and (axis, layout) != place:
             return step.mixed("puts rows on different axes of a list", causes=causes)
         axis, layout = place
-    if item.rank is not None and (lengths is None or len(lengths) != item.rank + 1):
-        # Of a list that was empty only its own length was known.
-        lengths = (*(lengths or (None,))[:1], *(item.lengths or ()))
+    if item.lengths is None:
+        lengths = None
+    elif is_open(value):
+        lengths = ((lengths or (None,))[0], *item.lengths)
+    elif lengths is not None:
+        is_same = lengths[1:] == item.lengths
+        lengths = lengths if is_same else None
     # What is in each of its tensors is known if they are all alike.
     is_alike = value.numbers is NO_NUMBERS or same(value.numbers, item.numbers)
     return Value(axis, layout, lengths, item.numbers if is_alike else None, causes)
@@ -102,7 +144,10 @@ def _popped(step: Step) -> Value:
     value = step.inputs[0]
     if value.axis == 0:
         return step.mixed("takes the rows of a batch apart")
-    return _element(step, value, value.causes) if step.number else value
+    if step.number == 0:
+        return value
+    value = _asked(step, value, step.inputs[1])
+    return _element(step, value, value.causes)
 
 
 @rule("TensorListResize")
@@ -119,7 +164,8 @@ def _concatenated(step: Step) -> Value:
     value = step.inputs[0]
     if value.axis in (0, 1):
         return step.mixed("puts other entries behind the rows")
-    length, *_ = value.lengths or (None,)
+    # Of a list that may have no tensors nobody knows how many entries they have.
+    length = None if is_open(value) or not value.lengths else value.lengths[0]
     causes = step.causes if isinstance(length, int) else step.causes | counting(step)
     if value.axis is None or step.number:
         return step.output(None, causes=causes)
