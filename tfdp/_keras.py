@@ -7,6 +7,7 @@ something breaks this file and nothing else.
 import contextlib
 import functools
 import inspect
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -118,6 +119,25 @@ def layers_by_path(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
     return list(found.values())
 
 
+@contextlib.contextmanager
+def attributes_replaced(
+    layer: keras.layers.Layer, **attributes: object
+) -> Iterator[None]:
+    """Let a layer have other attributes or methods, its `call` above all.
+
+    They are entries of the instance, which Keras does not track.
+    """
+    own = vars(layer)
+    original = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del own[name]
+        own.update(original)
+
+
 def is_only_its_layers(model: Any) -> bool:
     """Tell whether a model does what its layers do, and nothing by its own code."""
     names = ("call", "compute_loss", "train_step", "test_step", "compute_metrics")
@@ -180,8 +200,14 @@ def _own_generator() -> keras.random.SeedGenerator:
 
 @contextlib.contextmanager
 def own_global_seed() -> Iterator[keras.random.SeedGenerator]:
-    """Yield a generator that stands in for the one of unseeded random functions."""
+    """Let nothing that is random here change what is drawn later.
+
+    Yields:
+        A generator that stands in for the one of unseeded random functions.
+    """
     original = global_state.get_global_attribute(_GLOBAL_SEED)
+    # Keras seeds new generators and initializers by Python's numbers.
+    chance = random.getstate()
     generator = _own_generator()
     with tf.init_scope():
         generator.state.assign([0, 0])
@@ -190,6 +216,7 @@ def own_global_seed() -> Iterator[keras.random.SeedGenerator]:
         yield generator
     finally:
         global_state.set_global_attribute(_GLOBAL_SEED, original)
+        random.setstate(chance)
 
 
 def make_global_seed() -> None:

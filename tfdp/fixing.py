@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import random
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -74,18 +73,14 @@ def fix_model(model: keras.Model, groups: int = 32) -> keras.Model:
     groups = _validate.positive_int("groups", groups)
     _check(model)
     classes = {type(each).__name__: type(each) for each in _keras.flatten_layers(model)}
-    chance = random.getstate()
-    try:
-        with (
-            keras.saving.custom_object_scope(classes),
-            _keras.trusted_configs(),
-            _keras.own_global_seed(),
-        ):
-            copies = _Copies(groups)
-            fixed = copies.of(model)
-            copies.fill()
-    finally:
-        random.setstate(chance)
+    with (
+        keras.saving.custom_object_scope(classes),
+        _keras.trusted_configs(),
+        _keras.own_global_seed(),
+    ):
+        copies = _Copies(groups)
+        fixed = copies.of(model)
+        copies.fill()
     return fixed
 
 

@@ -84,26 +84,22 @@ def layer_problems(
     by_layer: dict[int, list[Found]] = {}
     of_variables = []
     for each in found:
-        if isinstance(each.layer, str):
-            of_variables += [each] * (each.layer != LOSS)
-            continue
-        by_layer.setdefault(id(each.layer or model), []).append(each)
-
-    return [
+        if not isinstance(each.layer, str):
+            by_layer.setdefault(id(each.layer or model), []).append(each)
+        elif each.layer != LOSS:
+            reason = (
+                "what its gradients are made of is no row's: "
+                f"{each.operation} {each.cause.why}"
+            )
+            of_variables.append(
+                Problem(each.layer, "variable", reason, _UNPROVEN.fix, is_certain=False)
+            )
+    of_layers = [
         Problem(path, type(layer).__name__, *flaw, is_certain)
         for path, layer in trace.layers
         for flaw, is_certain in _flaws(layer, trace, by_layer.get(id(layer), []))
-    ] + [
-        Problem(
-            each.layer,
-            "variable",
-            f"what its gradients are made of is no row's: {each.operation} "
-            f"{each.cause.why}",
-            _UNPROVEN.fix,
-            is_certain=False,
-        )
-        for each in of_variables
     ]
+    return of_layers + of_variables
 
 
 def _flaws(
