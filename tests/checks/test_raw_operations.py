@@ -262,6 +262,25 @@ def joined_zeros(x):
     return x * tf.reduce_sum(tf.ones_like(zeros))
 
 
+def either_length(x):
+    def zeros(shape):
+        return lambda: never_set(x, shape)
+
+    items = tf.cond(LENGTH > 1, zeros(tf.stack([number_of(x)])), zeros([5]))
+    return x * tf.reduce_sum(tf.ones_like(stacked(items, [-1], x.dtype)))
+
+
+def filled_or_not(x):
+    def filled():
+        return RAW.TensorListSetItem(
+            input_handle=never_set(x, -1), index=0, item=tf.ones([5], x.dtype)
+        )
+
+    items = tf.cond(LENGTH < 1, filled, lambda: never_set(x, -1))
+    shape = tf.stack([number_of(x)])
+    return x * tf.reduce_sum(tf.ones_like(stacked(items, shape, x.dtype)))
+
+
 def axes_of_zeros(x):
     """The number of axes of what nobody has put into a list."""
     shape = tf.concat([[1], tf.ones([number_of(x) % 2], tf.int32)], 0)
@@ -279,6 +298,8 @@ HIDDEN = [
     number_of_zeros,
     joined_zeros,
     axes_of_zeros,
+    either_length,
+    filled_or_not,
     lambda x: times(x, tf.reduce_sum(stacked(pushed_by_data(x), [], tf.int32))),
     lambda x: times(x, RAW.TensorListLength(input_handle=pushed_by_data(x))),
     lambda x: times(

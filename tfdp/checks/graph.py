@@ -9,11 +9,27 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp._types import Array, Tensor
 from tfdp.checks.operations import apply
-from tfdp.checks.sizes import CONSTANTS, Evaluate, Length, Size, constant, same
-from tfdp.checks.step import COUNTS, Step, has_effect, of_numbers, static_lengths
+from tfdp.checks.sizes import (
+    CONSTANTS,
+    Evaluate,
+    Length,
+    Size,
+    constant,
+    is_fixed,
+    same,
+)
+from tfdp.checks.step import (
+    COUNTS,
+    Step,
+    counting,
+    has_effect,
+    of_numbers,
+    static_lengths,
+)
 from tfdp.checks.values import (
     NEW_LIST,
     NO_NUMBERS,
+    PERHAPS_NEW,
     PLAIN,
     WITHIN,
     Cause,
@@ -225,8 +241,13 @@ class Analysis:
                 why = "has another shape from one time to the next"
                 causes |= {step.cause(why)}
         numbers = _joined_numbers(first.numbers, second.numbers)
-        # Still there may be nothing in a list: after a loop without a round.
-        name = NEW_LIST if is_open(first) or is_open(second) else main.variable
+        name = main.variable
+        if is_open(first) or is_open(second):
+            # After a loop without a round there still is nothing in a list.
+            is_new = first.variable == second.variable == NEW_LIST
+            name = NEW_LIST if is_new else PERHAPS_NEW
+            if _loses_count(first, lengths) or _loses_count(second, lengths):
+                causes |= counting(step)
         return Value(main.axis, main.layout, lengths, numbers, causes, name)
 
 
@@ -238,6 +259,13 @@ def _joined_lengths(main: Value, other: Value) -> tuple[Length | None, ...] | No
     if lengths is None or others is None or len(lengths) != len(others):
         return None
     return tuple(a if a == b else None for a, b in zip(lengths, others, strict=True))
+
+
+def _loses_count(value: Value, lengths: tuple[Length | None, ...] | None) -> bool:
+    """Tell whether of these lengths nobody knows any more that one counts rows."""
+    return not is_fixed(value.lengths or ()) and (
+        lengths is None or None in lengths[1:]
+    )
 
 
 def _depends(predicate: Value) -> bool:

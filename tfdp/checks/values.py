@@ -96,10 +96,11 @@ def causes_of(values: Iterable[Value]) -> frozenset[Cause]:
     return frozenset[Cause]().union(*(each.causes for each in values))
 
 
-# In place of a variable's name: a list that may have no tensors. What is taken from it
-# are zeros then, whose shape is what was asked for. Of the lengths that it has the first
-# is its own; those of its tensors are there if their number is known.
+# In place of a variable's name: a list that has no tensors yet, or perhaps none. What is
+# taken from it are zeros then, of a shape that is asked for when they are taken. Of its
+# lengths the first is its own; those of its tensors are there if their number is known.
 NEW_LIST = "a new list"
+PERHAPS_NEW = "a list that may be new"
 
 # The numbers of a list that has no tensors yet.
 NO_NUMBERS = np.empty([0], object)
@@ -107,7 +108,7 @@ NO_NUMBERS = np.empty([0], object)
 
 def is_open(value: Value) -> bool:
     """Tell whether a list may have no tensors."""
-    return value.variable == NEW_LIST
+    return value.variable in (NEW_LIST, PERHAPS_NEW)
 
 
 def with_shape(

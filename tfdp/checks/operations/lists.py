@@ -44,12 +44,18 @@ def _asked(step: Step, value: Value, shape: Value) -> Value:
     if shape.numbers is None or value.lengths is None:
         causes = value.causes | shape.causes | counting(step)
         return value._replace(lengths=None, causes=causes)
-    asked = _shape_from(shape)
-    if not asked and len(value.lengths) == 1 and shape.lengths == ():
-        # There is no such shape: there are tensors, or this fails.
-        return value._replace(lengths=None)
-    lengths = with_shape(value.lengths, asked or value.lengths[1:])
-    return value._replace(lengths=lengths)
+    asked, own = _shape_from(shape), value.lengths[1:]
+    if shape.lengths == ():
+        # No shape is asked for: the list says which, or has tensors, or this fails.
+        return value if own else value._replace(lengths=None)
+    if value.variable == NEW_LIST:
+        return value._replace(lengths=with_shape(value.lengths, asked))
+    # They are what they were when they came into the list, or what is asked for.
+    if len(asked) == len(own) and all(
+        b in (None, a) for a, b in zip(own, asked, strict=True)
+    ):
+        return value
+    return value._replace(lengths=None, causes=value.causes | shape.causes)
 
 
 @rule("TensorListFromTensor")
@@ -127,16 +133,25 @@ def _grown(step: Step, value: Value, item: Value, causes: frozenset[Cause]) -> V
         if axis is not None and (axis, layout) != place:
             return step.mixed("puts rows on different axes of a list", causes=causes)
         axis, layout = place
-    if item.lengths is None:
-        lengths = None
-    elif is_open(value):
+    if value.variable == NEW_LIST and item.lengths is not None:
         lengths = ((lengths or (None,))[0], *item.lengths)
     elif lengths is not None:
-        is_same = lengths[1:] == item.lengths
-        lengths = lengths if is_same else None
+        lengths = _common(lengths, item.lengths)
+        if axis is not None and lengths is not None and lengths[axis] is None:
+            return step.mixed("puts rows to tensors without any", causes=causes)
     # What is in each of its tensors is known if they are all alike.
     is_alike = value.numbers is NO_NUMBERS or same(value.numbers, item.numbers)
     return Value(axis, layout, lengths, item.numbers if is_alike else None, causes)
+
+
+def _common(
+    lengths: tuple[Length | None, ...], of_item: tuple[Length | None, ...] | None
+) -> tuple[Length | None, ...] | None:
+    """Return the lengths that a list keeps with one more tensor in it."""
+    if of_item is None or len(lengths) != 1 + len(of_item):
+        return None
+    both = zip(lengths[1:], of_item, strict=True)
+    return (lengths[0], *(a if a == b else None for a, b in both))
 
 
 @rule("TensorListPopBack")
