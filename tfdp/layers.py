@@ -95,7 +95,7 @@ class WSConv2D(keras.layers.Conv2D):
 
 
 def centred(kernel: Tensor) -> Tensor:
-    """Take the mean of each output channel away, in at least float32.
+    """Subtract the mean of each output channel's kernel, in at least float32.
 
     Args:
         kernel: Shape ``(..., O)``.

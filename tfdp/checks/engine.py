@@ -57,6 +57,7 @@ def choose(
         check_objective(objective, data, sizes)
         return chosen
     try:
+        # Where losses look uphill, their first pass runs from the weights themselves.
         passes = [dataclasses.replace(objective, ascent=None)]
         if objective.ascent is not None:
             passes.append(objective)

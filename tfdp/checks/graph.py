@@ -88,6 +88,7 @@ class Analysis:
                 values[name] = [known[name]]
                 continue
             inputs = [values[t.op.name][t.value_index] for t in op.inputs]
+            # What happens in a function is told of the operation that calls it.
             is_outermost = self._outer is None
             if is_outermost:
                 self._outer = op
@@ -107,6 +108,7 @@ class Analysis:
         if kind in _LOOPS:
             return self._loop(op, inputs)
         step = self._step(op, inputs)
+        # Shapes are computed: whether a reshape keeps rows whole is in their numbers.
         evaluate = CONSTANTS.get(kind)
         if evaluate is not None and inputs:
             result = _evaluated(step, evaluate)
@@ -127,6 +129,7 @@ class Analysis:
         if step.op.type.startswith(("Rng", "Stateful")):
             # By how many numbers are drawn it moves, and that may be by how many rows.
             causes = frozenset(each for each in causes if each.why != COUNTS)
+        # Where data decide whether it runs, even a constant that is kept tells of them.
         if not (have_rows(step.inputs) or causes or self._is_hidden):
             return
         names = [each.variable for each in step.inputs if each.variable]
@@ -176,6 +179,7 @@ class Analysis:
             if predicate.axis == WITHIN:
                 value = value._replace(axis=WITHIN)
             elif depends and (value.numbers is None or tensor.dtype == tf.variant):
+                # Numbers that both branches have are chosen by nobody.
                 value = self._decided(op, value, predicate, "chooses")
             joined.append(value)
         return joined
@@ -192,7 +196,9 @@ class Analysis:
         body, condition = op.get_attr("body").name, op.get_attr("cond").name
         state = list(inputs)
         effects = set(self.effects)
+        # Until another round adds nothing to what is known of the loop's variables.
         for _ in range(_MOST_ROUNDS):
+            # Only the last round sees all that may meet in the body.
             self.effects = set(effects)
             after = self._called(op, body, state)
             joined = [

@@ -106,6 +106,7 @@ def _flaws(
     layer: keras.layers.Layer, trace: Trace, found: list[Found]
 ) -> Iterator[tuple[_Flaw, bool]]:
     """Say what is the matter with one layer, and whether it is for certain."""
+    # These are named before anything is found, to tell of the fix that they have.
     if id(layer) in trace.training:
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
             yield _BATCH_STATISTICS, True

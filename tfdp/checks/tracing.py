@@ -110,6 +110,8 @@ class Trace:
                 graph = function.get_concrete_function(*signature).graph
             specs = [spec for spec in tf.nest.flatten(signature) if spec is not None]
             found: dict[Cause, Found] = {}
+            # Lengths that are open must not be mistaken for that of the batch, and what
+            # holds for two of them by chance is not counted on.
             is_open = any(None in spec.shape.as_list()[1:] for spec in specs)
             for length in _LENGTHS if is_open else _LENGTHS[:1]:
                 given = [_given(spec, rows, views, length) for spec in specs]
@@ -128,6 +130,7 @@ class Trace:
         analysis = Analysis(rows)
         captures = [each for alone, _, _ in self._alone for each, _ in _outer(alone)]
         values = analysis.values(graph, known, [*graph.outputs, *captures])
+        # What is kept is at fault even if nothing that is returned depends on it.
         causes = set(analysis.effects)
         for tensor, value in zip(graph.outputs, values, strict=False):
             causes |= value.causes

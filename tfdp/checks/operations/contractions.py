@@ -53,6 +53,7 @@ def _contracted(step: Step, labels: list[str], output: str) -> Value:
             if length != 1 or label not in lengths:
                 lengths[label] = length
         if value.axis is not None:
+            # Rows that meet under one label are multiplied row by row.
             places.add((own[value.axis], value.layout))
             if own.count(own[value.axis]) > 1:
                 return step.mixed("takes the diagonal of the rows")

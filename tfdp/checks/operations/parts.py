@@ -65,6 +65,7 @@ def _concat(step: Step) -> Value:
         return step.mixed("joins tensors whose rows are on different axes")
     rows, layout, *_ = with_rows[0]
     if rows == axis:
+        # With nothing but empty tensors beside them, the rows stay what they are.
         others = [v for v in values if v.lengths is None or v.lengths[axis] != 0]
         if len(others) != 1:
             return step.mixed("puts other entries between or behind the rows")

@@ -72,6 +72,8 @@ def reshaped(step: Step, value: Value, lengths: Sequence[Length]) -> Value:
     own = value.lengths or ()
     ahead = known_product([*own[: value.axis], times])
     behind = known_product([*own[value.axis + 1 :], entries])
+    # The rows go to an axis whose length is a multiple of theirs, if as many entries
+    # come before and behind as before: then each row has the same ones as it had.
     for axis, length in enumerate(lengths):
         of_row = step.entries_of(length)
         new_behind = product(lengths[axis + 1 :])
