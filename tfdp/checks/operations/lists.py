@@ -1,6 +1,6 @@
 """Lists of tensors, as loops have them: described as if they were stacked."""
 
-from tfdp.checks.sizes import Length, constant, same
+from tfdp.checks.sizes import Length, constant, is_fixed, same
 from tfdp.checks.step import COUNTS, Step, counting, lengths_from, rule
 from tfdp.checks.values import (
     NEW_LIST,
@@ -55,7 +55,12 @@ def _asked(step: Step, value: Value, shape: Value) -> Value:
         b in (None, a) for a, b in zip(own, asked, strict=True)
     ):
         return value
-    return value._replace(lengths=None, causes=value.causes | shape.causes)
+    causes = value.causes | shape.causes
+    others = [n for axis, n in enumerate(value.lengths) if axis != value.axis]
+    if not is_fixed(others):
+        # Of a length that counts rows it is forgotten now that it does.
+        causes |= counting(step)
+    return value._replace(lengths=None, causes=causes)
 
 
 @rule("TensorListFromTensor")
