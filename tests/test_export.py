@@ -8,8 +8,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from keras import layers
 from tensorflow.core.protobuf import saved_model_pb2
 from tensorflow_serving.apis import prediction_log_pb2
@@ -590,23 +588,6 @@ def test_a_model_whose_inputs_are_not_known_needs_rows(tmp_path):
     )
 
 
-@pytest.mark.slow
-@settings(max_examples=50)
-@given(
-    st.text(max_size=300),
-    st.dictionaries(st.text(max_size=200), st.integers(0, 70), max_size=4),
-)
-def test_requests_are_tensorflow_servings(name, sizes):
-    rows = {key: tf.range(float(size)) for key, size in sizes.items()}
-    encoded = export._prediction_log(name, rows)
-    log = prediction_log_pb2.PredictionLog()
-    log.predict_log.request.model_spec.name = name
-    log.predict_log.request.model_spec.signature_name = "serving_default"
-    for key, value in rows.items():
-        log.predict_log.request.inputs[key].CopyFrom(tf.make_tensor_proto(value))
-    assert prediction_log_pb2.PredictionLog.FromString(encoded) == log
-
-
 # -------------------------------------------------------------------- refusals
 
 
@@ -678,7 +659,7 @@ def test_an_export_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(export, "_prediction_log", fail)
+    monkeypatch.setattr(export, "prediction_log", fail)
     with pytest.raises(OSError, match="disk full"):
         export_private_model(bare("digits"), tmp_path / "m" / "1", delta=DELTA)
     assert not list((tmp_path / "m").iterdir())

@@ -1,5 +1,8 @@
 """Nested structures: None stays where it is."""
 
+import numpy as np
+import tensorflow as tf
+
 from tfdp import _tree
 
 TREE = {"a": [1, None], "b": (None, {"c": 2})}
@@ -24,3 +27,10 @@ def test_pack_undoes_tensors():
         "a": ["x", None],
         "b": (None, {"c": "y"}),
     }
+
+
+def test_a_signature_has_all_of_the_arrays_but_their_rows():
+    tree = {"a": np.zeros([4, 2], np.int32), "b": None}
+    spec = tf.TensorSpec([None, 2], tf.int32)
+    assert _tree.signature_of(tree) == {"a": spec, "b": None}
+    assert _tree.signature_of(tree, 3)["a"].shape == [3, 2]

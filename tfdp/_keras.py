@@ -7,9 +7,9 @@ something breaks this file and nothing else.
 import contextlib
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -26,7 +26,12 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.ops import control_flow_util, resource_variable_ops
 from tensorflow.python.ops.parallel_for import pfor
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+from tfdp._types import Loss, Nest, Tensor, Variable
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+# From what TensorFlow gives a converter of an operation to the stacked output, or None.
+_Converter = Callable[[pfor._PforInput], Tensor | None]
 
 
 class _NoMetrics:
@@ -44,7 +49,7 @@ class PerExampleCompileLoss(CompileLoss):
     example inside a vectorized map.
     """
 
-    def build(self, y_true: Any, y_pred: Any) -> None:
+    def build(self, y_true: Nest, y_pred: Nest) -> None:
         """Resolve the losses, without variables: this may happen in any graph."""
         original = compile_utils.metrics_module
         compile_utils.metrics_module = _NoMetrics
@@ -59,7 +64,7 @@ class PerExampleCompileLoss(CompileLoss):
         return [None] * len(self._flat_losses or ())
 
 
-def resolve_loss(identifier: Any, y_true: Any, y_pred: Any) -> Any:
+def resolve_loss(identifier: Loss, y_true: Nest, y_pred: Nest) -> keras.losses.Loss:
     """Return the `keras.losses.Loss` that `compile` would use for `identifier`."""
     return get_loss(identifier, y_true, y_pred)
 
@@ -118,7 +123,26 @@ def layers_by_path(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
     return list(found.values())
 
 
-def is_only_its_layers(model: Any) -> bool:
+@contextlib.contextmanager
+def attributes_replaced(
+    layer: keras.layers.Layer, **attributes: object
+) -> Iterator[None]:
+    """Let a layer have other attributes or methods, its `call` above all.
+
+    They are entries of the instance, which Keras does not track.
+    """
+    own = vars(layer)
+    original = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del own[name]
+        own.update(original)
+
+
+def is_only_its_layers(model: keras.layers.Layer) -> bool:
     """Tell whether a model does what its layers do, and nothing by its own code."""
     names = ("call", "compute_loss", "train_step", "test_step", "compute_metrics")
     for kind in (keras.Sequential, Functional):
@@ -135,11 +159,11 @@ def trusted_configs() -> contextlib.AbstractContextManager[None]:
     return scope
 
 
-def input_signature(model: keras.Model) -> Any:
+def input_signature(model: keras.Model) -> Nest:
     """Describe the inputs of a model, nested as it takes them.
 
     Args:
-        model: Any Keras model.
+        model: A Keras model.
 
     Returns:
         A nest of `tf.TensorSpec` with the names of the inputs; None for a model that
@@ -160,12 +184,12 @@ def output_names(model: keras.Model) -> list[str] | None:
     return None if functional is None else list(functional.output_names)
 
 
-def trained_by(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+def trained_by(optimizer: keras.optimizers.Optimizer) -> list[Variable]:
     """List the variables that an optimizer was built with."""
     return list(optimizer._trainable_variables)
 
 
-def _functional(model: keras.Model) -> Any:
+def _functional(model: keras.Model) -> keras.Model | None:
     if isinstance(model, keras.Sequential):
         return model._functional
     return model if hasattr(model, "_inputs_struct") else None
@@ -180,8 +204,14 @@ def _own_generator() -> keras.random.SeedGenerator:
 
 @contextlib.contextmanager
 def own_global_seed() -> Iterator[keras.random.SeedGenerator]:
-    """Yield a generator that stands in for the one of unseeded random functions."""
+    """Let nothing that is random here change what is drawn later.
+
+    Yields:
+        A generator that stands in for the one of unseeded random functions.
+    """
     original = global_state.get_global_attribute(_GLOBAL_SEED)
+    # Keras seeds new generators and initializers by Python's numbers.
+    chance = random.getstate()
     generator = _own_generator()
     with tf.init_scope():
         generator.state.assign([0, 0])
@@ -190,6 +220,7 @@ def own_global_seed() -> Iterator[keras.random.SeedGenerator]:
         yield generator
     finally:
         global_state.set_global_attribute(_GLOBAL_SEED, original)
+        random.setstate(chance)
 
 
 def make_global_seed() -> None:
@@ -202,7 +233,7 @@ def make_global_seed() -> None:
         global_seed_generator()
 
 
-def with_global_seed(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_global_seed(function: _Function) -> _Function:
     """Let a function have the generator of unseeded random functions in any thread.
 
     Keras makes one for each thread, and strategies run replicas in threads.
@@ -216,12 +247,11 @@ def with_global_seed(function: Callable[..., Any]) -> Callable[..., Any]:
     with tf.init_scope():
         generator = global_seed_generator()
 
-    def run(*args: Any) -> Any:
+    def run(*args: Nest) -> Nest:
         global_state.set_global_attribute(_GLOBAL_SEED, generator)
         return function(*args)
 
-    unconverted: Callable[..., Any] = tf.autograph.experimental.do_not_convert(run)
-    return unconverted
+    return without_autograph(run)  # type: ignore[return-value]
 
 
 _GLOBAL_SEED = "global_seed_generator"
@@ -240,7 +270,7 @@ def shared_seed_states(model: keras.Model) -> list[keras.Variable]:
     """List the states of seed generators from which all examples of a step draw alike.
 
     Args:
-        model: Any Keras model.
+        model: A Keras model.
 
     Returns:
         Those of generators with a true attribute `is_same_for_all_rows`.
@@ -262,7 +292,7 @@ def states(model: keras.Model) -> list[keras.Variable]:
     """List the variables that a pass through a model in training may change.
 
     Args:
-        model: Any Keras model.
+        model: A Keras model.
 
     Returns:
         Seeds and other state, but not frozen weights.
@@ -283,19 +313,21 @@ def takes_training(model: keras.Model) -> bool:
     return "training" in inspect.signature(model.call).parameters
 
 
-def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, weights: Any) -> Any:
+def compute_loss(
+    model: keras.Model, x: Nest, y: Nest, y_pred: Nest, weights: Nest
+) -> Tensor:
     """Call a model's own `compute_loss` for training, old signatures included."""
     if "training" in inspect.signature(model.compute_loss).parameters:
         return model.compute_loss(x, y, y_pred, weights, training=True)
     return model.compute_loss(x, y, y_pred, weights)
 
 
-def keras_mask(tensor: Any) -> Any:
+def keras_mask(tensor: Tensor) -> Tensor | None:
     """Return the mask that Keras attached to `tensor`, or None."""
     return getattr(tensor, "_keras_mask", None)
 
 
-def with_mask_of(tensor: Any, other: Any) -> Any:
+def with_mask_of(tensor: Tensor, other: Tensor) -> Tensor:
     """Attach to `tensor` the mask that Keras attached to `other`, if any."""
     mask = keras_mask(other)
     if mask is not None:
@@ -304,7 +336,7 @@ def with_mask_of(tensor: Any, other: Any) -> Any:
 
 
 @contextlib.contextmanager
-def without_regularizers(variables: list[Any]) -> Iterator[None]:
+def without_regularizers(variables: list[Variable]) -> Iterator[None]:
     """Hide the weight regularizers of `variables` from `Layer.losses`."""
     hidden = [(variable, variable.regularizer) for variable in variables]
     try:
@@ -316,96 +348,8 @@ def without_regularizers(variables: list[Any]) -> Iterator[None]:
             variable.regularizer = regularizer
 
 
-class _RowSeeds(threading.local):
-    """The row whose seeds this thread draws, if any, and what it has drawn."""
-
-    row: Any = None
-    refused: bool = False
-
-    def __init__(self) -> None:
-        self.drawn: dict[int, tuple[Any, list[bool]]] = {}
-
-
-_row_seeds = _RowSeeds()
-_next_seed = keras.random.SeedGenerator.next
-
-
 @contextlib.contextmanager
-def seeds_of_row(row: Any) -> Iterator[Callable[[], None]]:
-    """Let every Keras seed generator draw seeds of its own for one row of a batch.
-
-    Inside `tf.vectorized_map` the state of a generator is the same for all rows,
-    so that all of them would get one dropout mask. Here the number of the row
-    and of the draw are folded into the seed, and the state stays as it is. Generators
-    with a true attribute `is_same_for_all_rows` leave the row out.
-
-    Args:
-        row: Scalar integer tensor, the number of the row.
-
-    Yields:
-        A function to call outside the map: it moves the state of every generator
-        that was used past the seeds that were drawn.
-    """
-    drawn: dict[int, tuple[Any, list[bool]]] = {}
-
-    def advance() -> None:
-        for generator, draws in drawn.values():
-            for ordered in draws:
-                _next_seed(generator, ordered=ordered)
-
-    # Outside of this context the replacement does what the original does.
-    keras.random.SeedGenerator.next = _next_seed_of_row
-    _row_seeds.row, _row_seeds.drawn = row, drawn
-    try:
-        yield advance
-    finally:
-        _row_seeds.row = None
-
-
-@contextlib.contextmanager
-def drawing_again() -> Iterator[None]:
-    """Within `seeds_of_row`, draw once more what was drawn since it began."""
-    drawn, _row_seeds.drawn = _row_seeds.drawn, {}
-    try:
-        yield
-    finally:
-        _row_seeds.drawn = drawn
-
-
-@contextlib.contextmanager
-def without_chance() -> Iterator[None]:
-    """Let whatever asks a Keras seed generator for a seed end in a `RandomError`."""
-    keras.random.SeedGenerator.next = _next_seed_of_row
-    before, _row_seeds.refused = _row_seeds.refused, True
-    try:
-        yield
-    finally:
-        _row_seeds.refused = before
-
-
-class RandomError(RuntimeError):
-    """A seed was drawn where nothing may be random."""
-
-
-def _next_seed_of_row(generator: Any, ordered: bool = True) -> Any:
-    if _row_seeds.refused:
-        raise RandomError
-    if _row_seeds.row is None:
-        return _next_seed(generator, ordered=ordered)
-    draws = _row_seeds.drawn.setdefault(id(generator), (generator, []))[1]
-    state = tf.convert_to_tensor(generator.state)
-    row = tf.cast(_row_seeds.row, tf.int64)
-    if getattr(generator, "is_same_for_all_rows", False):
-        row = tf.constant(0, tf.int64)
-    # Odd multipliers modulo 2**31: rows and draws of one state never meet.
-    offset = row * 0x9E3779B1 + len(draws) * 0x85EBCA77
-    draws.append(ordered)
-    fold = tf.stack([tf.zeros_like(offset), offset % (1 << 31)])
-    return tf.cast((tf.cast(state, tf.int64) + fold) % (1 << 32), state.dtype)
-
-
-@contextlib.contextmanager
-def pfor_converters(converters: dict[str, Callable[[Any], Any]]) -> Iterator[None]:
+def pfor_converters(converters: dict[str, _Converter]) -> Iterator[None]:
     """Replace conversions that `tf.vectorized_map` makes of operations.
 
     Args:
@@ -416,8 +360,8 @@ def pfor_converters(converters: dict[str, Callable[[Any], Any]]) -> Iterator[Non
     registry = pfor._pfor_converter_registry
     original = {name: registry[name] for name in converters}
 
-    def wrapped(name: str) -> Callable[[Any], Any]:
-        def convert(pfor_input: Any) -> Any:
+    def wrapped(name: str) -> _Converter:
+        def convert(pfor_input: pfor._PforInput) -> pfor.WrappedTensor:
             output = converters[name](pfor_input)
             if output is None:
                 return original[name](pfor_input)
@@ -455,7 +399,7 @@ with contextlib.suppress(KeyError):
 class ReplicatedModel(keras.Model):
     """A Keras model that is built before it trains on replicas, not by its batches."""
 
-    def build_all(self, data_batch: Any) -> None:
+    def build_all(self, data_batch: Nest) -> None:
         """Build model, optimizer, loss and metrics for all replicas, symbolically.
 
         Args:
@@ -464,7 +408,9 @@ class ReplicatedModel(keras.Model):
         super()._maybe_symbolic_build(data_batch=data_batch)
 
     def _maybe_symbolic_build(
-        self, iterator: Any = None, data_batch: Any = None
+        self,
+        iterator: Iterable[tuple[Nest, ...]] | None = None,
+        data_batch: Nest = None,
     ) -> None:
         # Keras averages the rows of all replicas here, which may differ in number.
         strategy = self._distribute_strategy
@@ -495,7 +441,7 @@ def strategy_of_optimizer(
     return optimizer._distribution_strategy
 
 
-def tensorflow_variables(variable: keras.Variable) -> list[Any]:
+def tensorflow_variables(variable: Variable) -> list[tf.Variable]:
     """List what tapes know a Keras variable by: a copy of it on each device, too."""
     value = variable.value
     return [value, *getattr(value, "values", ())]
@@ -509,7 +455,7 @@ def unmirrored_variables() -> Iterator[None]:
     of what runs on each of them.
     """
 
-    def make(_: Any, **options: Any) -> tf.Variable:
+    def make(_: object, **options: object) -> tf.Variable:
         known = {name: options.get(name) for name in _OF_VARIABLES}
         return resource_variable_ops.ResourceVariable(**known)
 
@@ -547,12 +493,12 @@ def gradients_are_summed(optimizer: keras.optimizers.Optimizer) -> Iterator[None
         del optimizer.__dict__["_all_reduce_sum_gradients"]
 
 
-def with_class_weights(class_weight: dict[int, float], x: Any, y: Any) -> Any:
+def with_class_weights(class_weight: dict[int, float], x: Nest, y: Nest) -> Nest:
     """Return ``(x, y, sample_weight)`` with the weight of each row's class."""
     return tf_dataset_adapter.make_class_weight_map_fn(class_weight)(x, y)
 
 
-def function_graph(graph: Any, name: str) -> Any:
+def function_graph(graph: tf.Graph, name: str) -> tf.Graph:
     """Return the graph of a function that a graph calls.
 
     Args:
@@ -573,7 +519,7 @@ def function_graph(graph: Any, name: str) -> Any:
     raise LookupError(name)
 
 
-def metrics_handles(model: keras.Model | None) -> list[Any]:
+def metrics_handles(model: keras.Model | None) -> list[Tensor]:
     """List the handles of the variables of all metrics in a model and its layers."""
     if model is None:
         return []

@@ -23,7 +23,7 @@ def number(name: str, value: Any) -> float:
         ) from error
 
 
-def positive(name: str, value: Any, fix: str = "") -> float:
+def positive(name: str, value: object, fix: str = "") -> float:
     """Return `value` as a float with 0 < value < inf, or raise."""
     result = number(name, value)
     if not 0 < result < math.inf:
@@ -31,7 +31,7 @@ def positive(name: str, value: Any, fix: str = "") -> float:
     return result
 
 
-def non_negative(name: str, value: Any, fix: str = "") -> float:
+def non_negative(name: str, value: object, fix: str = "") -> float:
     """Return `value` as a float with 0 <= value < inf, or raise."""
     result = number(name, value)
     if not 0 <= result < math.inf:
@@ -39,7 +39,7 @@ def non_negative(name: str, value: Any, fix: str = "") -> float:
     return result
 
 
-def probability(name: str, value: Any, fix: str = "") -> float:
+def probability(name: str, value: object, fix: str = "") -> float:
     """Return `value` as a float with 0 < value < 1, or raise."""
     result = number(name, value)
     if not 0 < result < 1:
@@ -47,7 +47,7 @@ def probability(name: str, value: Any, fix: str = "") -> float:
     return result
 
 
-def positive_int(name: str, value: Any, fix: str = "") -> int:
+def positive_int(name: str, value: object, fix: str = "") -> int:
     """Return `value` as an int with value >= 1, or raise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"`{name}` must be a whole number. Received: {name}={value!r}.")
@@ -59,7 +59,7 @@ def positive_int(name: str, value: Any, fix: str = "") -> int:
     return int(result)
 
 
-def seed(name: str, value: Any) -> int:
+def seed(name: str, value: object) -> int:
     """Return `value` as an int with value >= 0 of any size, or raise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"`{name}` must be a whole number. Received: {name}={value!r}.")
@@ -69,7 +69,7 @@ def seed(name: str, value: Any) -> int:
     return int(value)
 
 
-def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> str:
     """Return `value` if it is one of the allowed strings, or raise."""
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
@@ -89,6 +89,6 @@ def instance(name: str, value: object, *types: type) -> None:
         )
 
 
-def _rule(name: str, rule: str, value: Any, fix: str) -> str:
+def _rule(name: str, rule: str, value: object, fix: str) -> str:
     message = f"`{name}` {rule}. Received: {name}={value!r}."
     return f"{message} {fix}" if fix else message

@@ -9,7 +9,6 @@ import platform
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import keras
 import numpy as np
@@ -17,21 +16,19 @@ import tensorflow as tf
 
 import tfdp
 from tfdp import _keras, _tree, _validate
+from tfdp._types import Array, Config, Nest, Tensor
+from tfdp._warmup import given_rows, made_up_rows, prediction_log
 from tfdp.accounting import privacy_report, privacy_statement
 from tfdp.errors import NotPrivateError
 from tfdp.model import DPModel
 from tfdp.runs.histories import was_trained
-from tfdp.validation import changed_variables
 
 _SIGNATURE = "serving_default"
 
-# Stands for the axes of made-up rows whose length the model leaves open.
-_LENGTH = 32
-
 
 def export_private_model(
-    private: DPModel, path: str | os.PathLike[str], *, delta: float, warmup: Any = None
-) -> dict[str, Any]:
+    private: DPModel, path: str | os.PathLike[str], *, delta: float, warmup: Nest = None
+) -> Config:
     """Write a private model as a SavedModel for TensorFlow Serving, with its report.
 
     The SavedModel has the tag ``serve`` and one signature, ``serving_default``, whose
@@ -111,7 +108,7 @@ def export_private_model(
     report = _report(private, _validate.probability("delta", delta))
     statement = privacy_statement(private.ledger, delta) + _supplement(report)
     inputs = _inputs(private, warmup)
-    rows = _made_up_rows(inputs) if warmup is None else _given_rows(inputs, warmup)
+    rows = made_up_rows(inputs) if warmup is None else given_rows(inputs, warmup)
     # TensorFlow Serving takes only folders whose names are numbers.
     unfinished = f"{path}-unfinished-{uuid.uuid4().hex}"
     try:
@@ -126,7 +123,7 @@ def export_private_model(
             file.write(statement)
         requests = f"{extra}/tf_serving_warmup_requests"
         with tf.io.TFRecordWriter(requests) as writer:
-            writer.write(_prediction_log(name, rows))
+            writer.write(prediction_log(name, _SIGNATURE, rows))
         tf.io.gfile.rename(unfinished, path)
     except tf.errors.AlreadyExistsError as error:
         raise FileExistsError(_exists(path)) from error
@@ -178,7 +175,7 @@ def _exists(path: str) -> str:
     )
 
 
-def _report(private: DPModel, delta: float) -> dict[str, Any]:
+def _report(private: DPModel, delta: float) -> Config:
     if not isinstance(private, DPModel):
         raise TypeError(
             "`private` must be a `tfdp.DPModel`, which knows what was run. Received: "
@@ -226,7 +223,7 @@ def _report(private: DPModel, delta: float) -> dict[str, Any]:
     }
 
 
-def _supplement(report: Mapping[str, Any]) -> str:
+def _supplement(report: Config) -> str:
     """Say what else is in the report than in the statement."""
     untrained = "".join(f"\n- {path}" for path in report["not_trained"]) or " none"
     versions = ", ".join(f"{name} {v}" for name, v in report["versions"].items())
@@ -237,7 +234,7 @@ def _supplement(report: Mapping[str, Any]) -> str:
     )
 
 
-def _inputs(private: DPModel, warmup: Any) -> Any:
+def _inputs(private: DPModel, warmup: Nest) -> Nest:
     """Find out what the model takes: a nest of `tf.TensorSpec`, each with its name."""
     model = private.model
     nest = _keras.input_signature(model)
@@ -259,7 +256,9 @@ def _inputs(private: DPModel, warmup: Any) -> Any:
     return keras.tree.pack_sequence_as(nest, specs)
 
 
-def _spec_like(rows: Any, model: keras.Model) -> tf.TensorSpec:
+def _spec_like(
+    rows: Array | Tensor | tf.TensorSpec, model: keras.Model
+) -> tf.TensorSpec:
     """Describe rows as Keras hands them to the model."""
     if not isinstance(rows, tf.TensorSpec):
         rows = tf.convert_to_tensor(rows)
@@ -267,7 +266,9 @@ def _spec_like(rows: Any, model: keras.Model) -> tf.TensorSpec:
     return tf.TensorSpec(rows.shape, dtype)
 
 
-def _input_name(path: tuple[Any, ...], spec: tf.TensorSpec, *, alone: bool) -> str:
+def _input_name(
+    path: tuple[str | int, ...], spec: tf.TensorSpec, *, alone: bool
+) -> str:
     """Return the key in the innermost dictionary, the input's name, or a number."""
     keys = [key for key in path if isinstance(key, str)]
     number = "_".join(map(str, path))
@@ -288,55 +289,6 @@ def _distinct(names: Iterable[str]) -> list[str]:
     return list(distinct.values())
 
 
-def _made_up_rows(inputs: Any) -> dict[str, tf.Tensor]:
-    """Make a row of zeros, or of empty strings."""
-    return {
-        spec.name: tf.zeros([1, *(n or _LENGTH for n in spec.shape[1:])], spec.dtype)
-        for spec in keras.tree.flatten(inputs)
-    }
-
-
-def _given_rows(inputs: Any, warmup: Any) -> dict[str, tf.Tensor]:
-    """Take the user's rows by name, or refuse what the model does not take."""
-    specs = {spec.name: spec for spec in keras.tree.flatten(inputs)}
-    if not (isinstance(warmup, Mapping) and set(warmup) == set(specs)):
-        arrays = _tree.tensors(warmup)
-        if len(arrays) != len(specs):
-            raise ValueError(_misfit(specs, f"{len(arrays)} arrays"))
-        warmup = dict(zip(specs, arrays, strict=True))
-    try:
-        rows = {name: tf.convert_to_tensor(warmup[name]) for name in specs}
-    except (TypeError, ValueError) as error:
-        raise ValueError(_misfit(specs, f"{warmup!r:.200}")) from error
-    fit = all(_fits(rows[name], spec) for name, spec in specs.items())
-    if not fit or len({len(each) for each in rows.values()}) != 1:
-        found = (
-            f"{name}: {each.dtype.name}{each.shape}" for name, each in rows.items()
-        )
-        raise ValueError(_misfit(specs, ", ".join(found)))
-    return {name: tf.cast(each, specs[name].dtype) for name, each in rows.items()}
-
-
-def _fits(rows: tf.Tensor, spec: tf.TensorSpec) -> bool:
-    """Tell whether there are rows, of the shape, finite, of a dtype that converts."""
-    if not (spec.shape.is_compatible_with(rows.shape) and len(rows)):
-        return False
-    if rows.dtype == spec.dtype == tf.string:
-        return True
-    if spec.dtype.is_floating and (rows.dtype.is_floating or rows.dtype.is_integer):
-        return bool(np.isfinite(tf.cast(tf.cast(rows, spec.dtype), tf.float64)).all())
-    are_whole = rows.dtype.is_integer and spec.dtype.is_integer
-    return bool(are_whole or rows.dtype == spec.dtype)
-
-
-def _misfit(specs: Mapping[str, tf.TensorSpec], found: str) -> str:
-    wanted = ", ".join(f"{name}: {s.dtype.name}{s.shape}" for name, s in specs.items())
-    return (
-        f"`warmup` must be rows of what the model takes, {wanted}. Received: {found}. "
-        "Use the nest of arrays that `model.predict` takes."
-    )
-
-
 @contextlib.contextmanager
 def _averaged_weights(private: DPModel) -> Iterator[None]:
     """Let the weights be their moving averages, where these are still to come."""
@@ -355,10 +307,10 @@ def _averaged_weights(private: DPModel) -> Iterator[None]:
             variable.assign(value)
 
 
-def _write(model: keras.Model, inputs: Any, path: str) -> None:
+def _write(model: keras.Model, inputs: Nest, path: str) -> None:
     """Write the SavedModel."""
 
-    def serve(tensors: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    def serve(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return _named(_predicted(model, inputs, tensors), _keras.output_names(model))
 
     archive = keras.export.ExportArchive()
@@ -372,16 +324,14 @@ def _write(model: keras.Model, inputs: Any, path: str) -> None:
     archive.write_out(path, verbose=False)
 
 
-def _predicted(
-    model: keras.Model, inputs: Any, tensors: Mapping[str, tf.Tensor]
-) -> Any:
+def _predicted(model: keras.Model, inputs: Nest, tensors: Mapping[str, Tensor]) -> Nest:
     rows = keras.tree.map_structure(lambda spec: tensors[spec.name], inputs)
     # Some models' `call` takes no `training`.
     training = {"training": False} if _keras.takes_training(model) else {}
     return model(rows, **training)
 
 
-def _named(outputs: Any, names: list[str] | None) -> dict[str, tf.Tensor]:
+def _named(outputs: Nest, names: list[str] | None) -> dict[str, Tensor]:
     """Name outputs by their keys, or as the model does, or as Keras does: by number."""
     leaves = keras.tree.flatten_with_path(outputs)
     leaves = [(path, tensor) for path, tensor in leaves if tensor is not None]
@@ -393,7 +343,7 @@ def _named(outputs: Any, names: list[str] | None) -> dict[str, tf.Tensor]:
 
 
 def _rehearse(
-    path: str, inputs: Any, rows: Mapping[str, tf.Tensor], model: keras.Model
+    path: str, inputs: Nest, rows: Mapping[str, Tensor], model: keras.Model
 ) -> None:
     """Answer the warm-up request, which would otherwise stop a server."""
     serve = tf.saved_model.load(path).signatures[_SIGNATURE]
@@ -406,7 +356,21 @@ def _rehearse(
             f"of shape {shapes}. Use `export_private_model(..., warmup=rows)` with "
             f"public rows that it can. {error}"
         ) from error
-    changed = changed_variables(model, lambda: _predicted(model, inputs, rows))
+    _check_keeps_nothing(model, inputs, rows)
+
+
+def _check_keeps_nothing(
+    model: keras.Model, inputs: Nest, rows: Mapping[str, Tensor]
+) -> None:
+    """Refuse a model whose predictions change it, random seeds apart."""
+    before = [variable.numpy() for variable in model.variables]
+    _predicted(model, inputs, rows)
+    changed = []
+    for variable, value in zip(model.variables, before, strict=True):
+        if not np.array_equal(variable.numpy(), value):
+            variable.assign(value)
+            if "seed_generator" not in variable.path:
+                changed.append(f"`{variable.path}`")
     if changed:
         raise ValueError(
             f"Model `{model.name}` must keep nothing of the rows that it predicts for: "
@@ -414,33 +378,3 @@ def _rehearse(
             f"into the export. Received: changed {', '.join(changed)}. Assign no "
             "variable in `call`; use `stateful=False`."
         )
-
-
-def _prediction_log(model_name: str, rows: Mapping[str, tf.Tensor]) -> bytes:
-    """Encode a request as TensorFlow Serving's message `PredictionLog`."""
-    # tensorflow-serving-api, which has the message, would be needed for this only. The
-    # numbers are those of the fields in its `.proto` files.
-    model_spec = _field(1, model_name.encode()) + _field(3, _SIGNATURE.encode())
-    inputs = [
-        _field(1, name.encode())
-        + _field(2, tf.make_tensor_proto(tensor).SerializeToString())
-        for name, tensor in rows.items()
-    ]
-    request = _field(1, model_spec) + b"".join(_field(2, entry) for entry in inputs)
-    predict_log = _field(1, request)
-    return _field(6, predict_log)
-
-
-def _field(number: int, content: bytes) -> bytes:
-    """Encode a field of a protocol buffer: its number and type, its length, itself."""
-    length_delimited = 2
-    return _varint(number << 3 | length_delimited) + _varint(len(content)) + content
-
-
-def _varint(value: int) -> bytes:
-    """Encode a whole number, seven bits a byte, the lowest first."""
-    encoded = []
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])

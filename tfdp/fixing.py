@@ -2,22 +2,25 @@
 
 import contextlib
 import math
-import random
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeAlias
 
 import keras
 
 from tfdp import _keras, _validate
+from tfdp._types import Array, Nest, Variable
+from tfdp.checks.problems import Problem
 from tfdp.errors import UnsupportedLayerError
 from tfdp.model import DPModel
 from tfdp.runs.histories import note_copy
-from tfdp.validation import Problem
 
 # Of one value GroupNormalization makes zero, of two only which is larger; statistics
 # of few values hide most of what was in them.
 _FEWEST_VALUES = 16
+
+# A layer, a model, or what `keras.ops` puts between layers.
+_Operation: TypeAlias = keras.Operation
 
 _CARRIED_OVER = (
     *("name", "trainable", "dtype", "activity_regularizer"),
@@ -74,22 +77,18 @@ def fix_model(model: keras.Model, groups: int = 32) -> keras.Model:
     groups = _validate.positive_int("groups", groups)
     _check(model)
     classes = {type(each).__name__: type(each) for each in _keras.flatten_layers(model)}
-    chance = random.getstate()
-    try:
-        with (
-            keras.saving.custom_object_scope(classes),
-            _keras.trusted_configs(),
-            _keras.own_global_seed(),
-        ):
-            copies = _Copies(groups)
-            fixed = copies.of(model)
-            copies.fill()
-    finally:
-        random.setstate(chance)
+    with (
+        keras.saving.custom_object_scope(classes),
+        _keras.trusted_configs(),
+        _keras.own_global_seed(),
+    ):
+        copies = _Copies(groups)
+        fixed = copies.of(model)
+        copies.fill()
     return fixed
 
 
-def _check(model: Any) -> None:
+def _check(model: object) -> None:
     """Refuse what cannot be fixed."""
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -151,7 +150,7 @@ def _parts(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return []
 
 
-def _mixes(layer: Any) -> bool:
+def _mixes(layer: object) -> bool:
     return isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
 
 
@@ -179,15 +178,15 @@ class _Copies:
 
     def __init__(self, groups: int) -> None:
         self._groups = groups
-        self._pairs: dict[int, tuple[Any, Any]] = {}
+        self._pairs: dict[int, tuple[_Operation, _Operation]] = {}
 
-    def of(self, layer: Any) -> Any:
+    def of(self, layer: _Operation) -> _Operation:
         """Return the copy of a layer, a model, or an operation between layers."""
         if id(layer) not in self._pairs:
             self._pairs[id(layer)] = layer, self._made(layer)
         return self._pairs[id(layer)][1]
 
-    def _made(self, layer: Any) -> Any:
+    def _made(self, layer: _Operation) -> _Operation:
         if _keras.is_only_its_layers(layer):
             # In a Sequential model it may not be given.
             call = None if isinstance(layer, keras.Sequential) else _call
@@ -225,7 +224,7 @@ class _Copies:
                 _fill_alike(original, copy)
 
 
-def _call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(layer: _Operation, *args: Nest, **kwargs: Nest) -> Nest:
     """Call a copy as the original was called."""
     if type(layer) is keras.layers.GroupNormalization:
         kwargs.pop("mask", None)  # It takes none; BatchNormalization does.
@@ -240,7 +239,7 @@ def _fill_alike(original: keras.layers.Layer, copy: keras.layers.Layer) -> None:
     for source, target in zip(*layers, strict=True):
         target.trainable = source.trainable
         # Lets layers derive what else they keep, such as Normalization.
-        store: dict[str, Any] = {}
+        store: dict[str, Array] = {}
         source.save_own_variables(store)
         target.load_own_variables(store)
         if hasattr(source, "save_assets"):
@@ -252,7 +251,7 @@ def _fill_alike(original: keras.layers.Layer, copy: keras.layers.Layer) -> None:
         _assign(source, target)
 
 
-def _assign(source: Any, target: Any) -> None:
+def _assign(source: Variable, target: Variable) -> None:
     target.assign(source)
     target.trainable = source.trainable
     note_copy(source, target)

@@ -1,11 +1,12 @@
 """Layers that private training likes and Keras does not have."""
 
-from typing import Any
+from collections.abc import MutableMapping
 
 import keras
 from keras import ops
 
 from tfdp import _validate
+from tfdp._types import Array, Config, Tensor
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
@@ -52,15 +53,15 @@ class WSConv2D(keras.layers.Conv2D):
         kernel_size: int | tuple[int, int],
         *,
         epsilon: float = 1e-4,
-        kernel_initializer: Any = "lecun_normal",
-        **kwargs: Any,
+        kernel_initializer: str | keras.initializers.Initializer = "lecun_normal",
+        **kwargs: object,
     ) -> None:
         super().__init__(
             filters, kernel_size, kernel_initializer=kernel_initializer, **kwargs
         )
         self.epsilon = _validate.positive("epsilon", epsilon, "Use `epsilon=1e-4`.")
 
-    def build(self, input_shape: Any) -> None:
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
         """Add the kernel, the bias and the gain, which is 1 at first."""
         # First: with a `lora_rank`, nothing can be added once the kernel is built.
         self.gain = self.add_weight(
@@ -68,7 +69,7 @@ class WSConv2D(keras.layers.Conv2D):
         )
         super().build(input_shape)
 
-    def convolution_op(self, inputs: Any, kernel: Any) -> Any:
+    def convolution_op(self, inputs: Tensor, kernel: Tensor) -> Tensor:
         """Convolve with the standardised kernel, which is computed in float32."""
         kernel = centred(kernel)
         squares = ops.sum(ops.square(kernel), axis=(0, 1, 2))
@@ -78,23 +79,23 @@ class WSConv2D(keras.layers.Conv2D):
             inputs, ops.cast(kernel * scale, self.compute_dtype)
         )
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: MutableMapping[str, Array]) -> None:
         """Save the gain beside what `keras.layers.Conv2D` knows of."""
         super().save_own_variables(store)
         store[str(len(store.keys()))] = self.gain
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: MutableMapping[str, Array]) -> None:
         """Load the gain too."""
         super().load_own_variables(store)
         self.gain.assign(store[str(len(store.keys()) - 1)])
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the arguments."""
         return {**super().get_config(), "epsilon": self.epsilon}
 
 
-def centred(kernel: Any) -> Any:
-    """Take the mean of each output channel away, in at least float32.
+def centred(kernel: Tensor) -> Tensor:
+    """Subtract the mean of each output channel's kernel, in at least float32.
 
     Args:
         kernel: Shape ``(..., O)``.

@@ -13,9 +13,10 @@ import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate, engines
 from tfdp._released import ReleasedGradient
+from tfdp._tree import signature_of
 from tfdp._types import Nest, Tensor
 from tfdp.accounting import Ledger, privacy_statement
-from tfdp.checks.tracing import signature_of
+from tfdp.checks.engine import choose
 from tfdp.data.training_data import (
     TrainingData,
     first_rows,
@@ -34,7 +35,6 @@ from tfdp.distribute.workers import (
     replicas_of,
 )
 from tfdp.engines import explanation
-from tfdp.engines.choice import choose
 from tfdp.errors import (
     NotPrivateError,
     PrivacyBudgetError,

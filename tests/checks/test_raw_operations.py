@@ -7,6 +7,8 @@ from tests.checks.test_rows import D, found, number_of, times
 
 RAW = tf.raw_ops
 LENGTH, PLACES = tf.Variable(14), tf.Variable(8)
+SHAPE = tf.Variable([1, D])
+ONES = tf.Variable(tf.ones([1, 1, D], tf.float64), shape=tf.TensorShape(None))
 DIAGONALS = tf.Variable([-1, 1])
 DRAWS = tf.random.Generator.from_seed(1)
 
@@ -184,7 +186,120 @@ def tiled(x):
     return x * tf.cast(tf.reduce_sum(ones), x.dtype)
 
 
+def mean_by_rank(x, ones):
+    """The mean of all rows, if these ones have two axes more than they seem to."""
+    mean = tf.reduce_mean(x * ones, 1, keepdims=True)
+    return tf.reshape(x + mean, tf.shape(x))
+
+
+def either(x):
+    flat = tf.ones([D], x.dtype)
+    return mean_by_rank(x, tf.cond(LENGTH > 1, ONES.read_value, lambda: flat))
+
+
+def either_or_rows(x):
+    return mean_by_rank(
+        x, tf.ones_like(tf.cond(LENGTH > 1, ONES.read_value, lambda: x))
+    )
+
+
+def in_no_round(x):
+    shapes = tf.TensorShape([]), tf.TensorShape(None)
+    _, ones = tf.while_loop(
+        lambda n, _: n < 0,
+        lambda n, _: (n + 1, tf.ones([D], x.dtype)),
+        (0, ONES.read_value()),
+        shape_invariants=shapes,
+    )
+    return mean_by_rank(x, ones)
+
+
+def popped(x):
+    items = empty_list(-1, x.dtype)
+    for each in (tf.ones([D], x.dtype), ONES.read_value()):
+        items = RAW.TensorListPushBack(input_handle=items, tensor=each)
+    _, last = RAW.TensorListPopBack(
+        input_handle=items, element_shape=tf.constant(-1), element_dtype=x.dtype
+    )
+    return mean_by_rank(x, last)
+
+
+def never_set(x, shape):
+    return RAW.TensorListReserve(
+        element_shape=shape, num_elements=1, element_dtype=x.dtype
+    )
+
+
+def stack_of_zeros(x):
+    zeros = stacked(never_set(x, SHAPE), SHAPE, x.dtype)
+    return mean_by_rank(x, tf.exp(zeros))
+
+
+def item_of_zeros(x):
+    shape = tf.concat([[1], SHAPE], 0)
+    zeros = RAW.TensorListGetItem(
+        input_handle=never_set(x, shape),
+        index=0,
+        element_shape=shape,
+        element_dtype=x.dtype,
+    )
+    return mean_by_rank(x, tf.exp(zeros))
+
+
+def number_of_zeros(x):
+    shape = tf.stack([number_of(x)])
+    zeros = stacked(never_set(x, shape), shape, x.dtype)
+    return x * tf.reduce_sum(tf.ones_like(zeros))
+
+
+def joined_zeros(x):
+    zeros, _ = RAW.TensorListConcatV2(
+        input_handle=never_set(x, tf.stack([number_of(x)])),
+        element_shape=tf.stack([number_of(x)]),
+        leading_dims=tf.constant([], tf.int64),
+        element_dtype=x.dtype,
+    )
+    return x * tf.reduce_sum(tf.ones_like(zeros))
+
+
+def either_length(x):
+    def zeros(shape):
+        return lambda: never_set(x, shape)
+
+    items = tf.cond(LENGTH > 1, zeros(tf.stack([number_of(x)])), zeros([5]))
+    return x * tf.reduce_sum(tf.ones_like(stacked(items, [-1], x.dtype)))
+
+
+def filled_or_not(x):
+    def filled():
+        return RAW.TensorListSetItem(
+            input_handle=never_set(x, -1), index=0, item=tf.ones([5], x.dtype)
+        )
+
+    items = tf.cond(LENGTH < 1, filled, lambda: never_set(x, -1))
+    shape = tf.stack([number_of(x)])
+    return x * tf.reduce_sum(tf.ones_like(stacked(items, shape, x.dtype)))
+
+
+def axes_of_zeros(x):
+    """The number of axes of what nobody has put into a list."""
+    shape = tf.concat([[1], tf.ones([number_of(x) % 2], tf.int32)], 0)
+    zeros = stacked(never_set(x, shape), shape, x.dtype)
+    return times(x, tf.rank(zeros))
+
+
 HIDDEN = [
+    either,
+    either_or_rows,
+    in_no_round,
+    popped,
+    stack_of_zeros,
+    item_of_zeros,
+    number_of_zeros,
+    joined_zeros,
+    axes_of_zeros,
+    either_length,
+    filled_or_not,
     lambda x: times(x, tf.reduce_sum(stacked(pushed_by_data(x), [], tf.int32))),
     lambda x: times(x, RAW.TensorListLength(input_handle=pushed_by_data(x))),
     lambda x: times(

@@ -10,9 +10,9 @@ from keras import layers, ops
 
 import tfdp
 from tests.problems import cases, recurrent
+from tfdp.checks.engine import choose
 from tfdp.checks.tracing import Trace
 from tfdp.engines.bookkeeping import BookkeepingEngine
-from tfdp.engines.choice import choose
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses.objective import Objective

@@ -11,7 +11,7 @@ from keras import layers, ops
 import tfdp
 from tests.problems import Problem, floats, register, sequential
 from tests.reference import assert_all_close, clipped_sum, problem_gradients
-from tfdp.engines.choice import choose
+from tfdp.checks.engine import choose
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Objective
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import tfdp
 from tests.engine_checks import clipped
 from tests.rules.terms.test_terms import SEEDS, check, convolution, outer
+from tfdp.checks.engine import choose
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
-from tfdp.engines.choice import choose
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.layers import WSConv2D
 from tfdp.losses.objective import Batch, Objective

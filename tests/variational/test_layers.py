@@ -14,9 +14,9 @@ import tfdp
 from tests.problems import precision
 from tests.reference import assert_all_close, clipped_sum
 from tfdp._views import views_of_each_row
+from tfdp.checks.engine import choose
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines import BookkeepingEngine, GhostEngine, VectorizedEngine
-from tfdp.engines.choice import choose
 from tfdp.losses.objective import Batch, Objective
 from tfdp.optimizers.dp_optimizer import with_regularizer
 from tfdp.variational import BayesianLogisticRegression, VariationalDense

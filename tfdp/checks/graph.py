@@ -1,16 +1,43 @@
 """Follows rows through the graph of a function, and through the functions it calls."""
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Array, Tensor
 from tfdp.checks.operations import apply
-from tfdp.checks.sizes import CONSTANTS, Size, constant, is_fixed, same
-from tfdp.checks.step import COUNTS, Step, has_effect, of_numbers, static_lengths
-from tfdp.checks.values import NEW_LIST, NO_NUMBERS, PLAIN, WITHIN, Cause, Value
+from tfdp.checks.sizes import (
+    CONSTANTS,
+    Evaluate,
+    Length,
+    Size,
+    constant,
+    is_fixed,
+    same,
+)
+from tfdp.checks.step import (
+    COUNTS,
+    Step,
+    counting,
+    has_effect,
+    of_numbers,
+    static_lengths,
+)
+from tfdp.checks.values import (
+    NEW_LIST,
+    NO_NUMBERS,
+    PERHAPS_NEW,
+    PLAIN,
+    WITHIN,
+    Cause,
+    Value,
+    have_rows,
+    is_open,
+    with_shape,
+)
 
 _MOST_NUMBERS = 256
 _MOST_ROUNDS = 12
@@ -40,12 +67,12 @@ class Analysis:
         """Begin with nothing."""
         self.effects: set[Cause] = set()
         self._rows = rows
-        self._outer: Any = None
+        self._outer: tf.Operation | None = None
         # Whether what is looked at runs or not by what is in the rows.
         self._is_hidden = False
 
     def values(
-        self, graph: Any, known: Mapping[str, Value], wanted: Sequence[Any]
+        self, graph: tf.Graph, known: Mapping[str, Value], wanted: Sequence[Tensor]
     ) -> list[Value]:
         """Return what is known of tensors of a graph.
 
@@ -61,6 +88,7 @@ class Analysis:
                 values[name] = [known[name]]
                 continue
             inputs = [values[t.op.name][t.value_index] for t in op.inputs]
+            # What happens in a function is told of the operation that calls it.
             is_outermost = self._outer is None
             if is_outermost:
                 self._outer = op
@@ -69,17 +97,18 @@ class Analysis:
                 self._outer = None
         return [values[tensor.op.name][tensor.value_index] for tensor in wanted]
 
-    def _outputs(self, op: Any, inputs: list[Value]) -> list[Value]:
+    def _outputs(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:
         kind = op.type
         if kind == "Const":
             return [_constant(op)]
         if kind in _CALLS:
-            return self._called(op, op.get_attr("f"), inputs)
+            return self._called(op, op.get_attr("f").name, inputs)
         if kind in _BRANCHES:
             return self._branches(op, inputs)
         if kind in _LOOPS:
             return self._loop(op, inputs)
         step = self._step(op, inputs)
+        # Shapes are computed: whether a reshape keeps rows whole is in their numbers.
         evaluate = CONSTANTS.get(kind)
         if evaluate is not None and inputs:
             result = _evaluated(step, evaluate)
@@ -89,19 +118,19 @@ class Analysis:
             self._note_effect(step)
         return apply(step)
 
-    def _step(self, op: Any, inputs: Sequence[Value]) -> Step:
+    def _step(self, op: tf.Operation, inputs: Sequence[Value]) -> Step:
         return Step(op, inputs, self._rows, self._outer)
 
     def _note_effect(self, step: Step) -> None:
         """Note what an operation keeps, if that depends on data."""
         if step.op.type in _MESSAGES:
             return
-        holds = any(each.axis is not None for each in step.inputs)
         causes = step.causes
         if step.op.type.startswith(("Rng", "Stateful")):
             # By how many numbers are drawn it moves, and that may be by how many rows.
             causes = frozenset(each for each in causes if each.why != COUNTS)
-        if not (holds or causes or self._is_hidden):
+        # Where data decide whether it runs, even a constant that is kept tells of them.
+        if not (have_rows(step.inputs) or causes or self._is_hidden):
             return
         names = [each.variable for each in step.inputs if each.variable]
         if METRIC in names:
@@ -113,56 +142,63 @@ class Analysis:
             why = "may keep what depends on the data"
             self.effects.add(step.cause(why, is_certain=False))
 
-    def _called(self, op: Any, function: Any, inputs: Sequence[Value]) -> list[Value]:
-        graph = _keras.function_graph(op.graph, function.name)
+    def _called(
+        self,
+        op: tf.Operation,
+        function: str,
+        inputs: Sequence[Value],
+        *,
+        is_hidden: bool = False,
+    ) -> list[Value]:
+        """Follow rows through a function, which runs or not by data if it is hidden."""
+        graph = _keras.function_graph(op.graph, function)
         known = {
             tensor.op.name: value
             for tensor, value in zip(graph.inputs, inputs, strict=True)
         }
-        return self.values(graph, known, graph.outputs)
+        was_hidden, self._is_hidden = self._is_hidden, self._is_hidden or is_hidden
+        values = self.values(graph, known, graph.outputs)
+        self._is_hidden = was_hidden
+        return values
 
-    def _called_hidden(
-        self, op: Any, function: Any, inputs: Sequence[Value]
-    ) -> list[Value]:
-        was_hidden, self._is_hidden = self._is_hidden, True
-        try:
-            return self._called(op, function, inputs)
-        finally:
-            self._is_hidden = was_hidden
-
-    def _branches(self, op: Any, inputs: list[Value]) -> list[Value]:
+    def _branches(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:
         predicate, *arguments = inputs
         functions = (
             op.get_attr("branches")
             if "Case" in op.type
             else [op.get_attr("then_branch"), op.get_attr("else_branch")]
         )
-        depends = predicate.axis is not None or bool(predicate.causes)
-        call = self._called_hidden if depends else self._called
-        results = [call(op, function, arguments) for function in functions]
+        depends = _depends(predicate)
+        results = [
+            self._called(op, function.name, arguments, is_hidden=depends)
+            for function in functions
+        ]
         joined: list[Value] = []
-        for values in zip(*results, strict=True):
-            value = values[0]
-            for other in values[1:]:
-                value = self._join(op, value, other)
+        for tensor, values in zip(op.outputs, zip(*results, strict=True), strict=True):
+            value = functools.reduce(functools.partial(self._join, op), values)
             if predicate.axis == WITHIN:
                 value = value._replace(axis=WITHIN)
-            elif depends and (value.numbers is None or _is_list(op, len(joined))):
+            elif depends and (value.numbers is None or tensor.dtype == tf.variant):
+                # Numbers that both branches have are chosen by nobody.
                 value = self._decided(op, value, predicate, "chooses")
             joined.append(value)
         return joined
 
-    def _decided(self, op: Any, value: Value, predicate: Value, does: str) -> Value:
+    def _decided(
+        self, op: tf.Operation, value: Value, predicate: Value, does: str
+    ) -> Value:
         """Note that all rows, or how many there are, decide about a tensor."""
         what = "how many there are" if predicate.axis is None else "what is in them"
         cause = self._step(op, []).cause(f"{does} for all rows by {what}")
         return value._replace(causes=value.causes | predicate.causes | {cause})
 
-    def _loop(self, op: Any, inputs: list[Value]) -> list[Value]:
-        body, condition = op.get_attr("body"), op.get_attr("cond")
+    def _loop(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:
+        body, condition = op.get_attr("body").name, op.get_attr("cond").name
         state = list(inputs)
         effects = set(self.effects)
+        # Until another round adds nothing to what is known of the loop's variables.
         for _ in range(_MOST_ROUNDS):
+            # Only the last round sees all that may meet in the body.
             self.effects = set(effects)
             after = self._called(op, body, state)
             joined = [
@@ -178,72 +214,82 @@ class Analysis:
             cause = self._step(op, inputs).cause(why, is_certain=False)
             state = [each._replace(causes=each.causes | {cause}) for each in state]
         [goes_on] = self._called(op, condition, state)
-        if goes_on.axis is None and not goes_on.causes:
+        if not _depends(goes_on):
             return state
-        self._called_hidden(op, body, state)
+        # Once more, to see what the last round changes, which data decide about.
+        self._called(op, body, state, is_hidden=True)
         if goes_on.axis == WITHIN:
             return [each._replace(axis=WITHIN) for each in state]
-        passed_on = _passed_on(_keras.function_graph(op.graph, body.name))
+        passed_on = _passed_on(_keras.function_graph(op.graph, body))
         return [
             value if n in passed_on else self._decided(op, value, goes_on, "goes on")
             for n, value in enumerate(state)
         ]
 
-    def _join(self, op: Any, first: Value, second: Value) -> Value:
+    def _join(self, op: tf.Operation, first: Value, second: Value) -> Value:
         """Return what holds for a tensor that is one or the other."""
+        # What has rows says where they are; what is filled, what is in a list.
+        leads = second.axis is not None or not is_open(second)
+        main, other = (
+            (second, first) if first.axis is None and leads else (first, second)
+        )
         causes = first.causes | second.causes
-        numbers = _joined_numbers(first.numbers, second.numbers)
-        main = second if first.axis is None else first
         if WITHIN in (first.axis, second.axis):
             return main._replace(axis=WITHIN, numbers=None, causes=causes)
-        if (
-            first.axis is not None
-            and second.axis is not None
-            and first[:2] != second[:2]
-        ):
+        step = self._step(op, [])
+        if other.axis is not None and main[:2] != other[:2]:
             why = "has rows on another axis from one time to the next"
-            causes |= {self._step(op, []).cause(why)}
-        lengths = main.lengths
-        if first.lengths is not None and second.lengths is not None:
-            if len(first.lengths) == len(second.lengths):
-                pairs = zip(first.lengths, second.lengths, strict=True)
-                lengths = tuple(a if a == b else None for a, b in pairs)
-            else:
-                lengths = None
-        elif first.axis is not None or second.axis is not None:
-            lengths = main.lengths if None in (first.axis, second.axis) else None
+            causes |= {step.cause(why)}
+        lengths = _joined_lengths(main, other)
         if main.axis is not None and not _has_rows(lengths, main.axis):
-            known = [e.lengths for e in (first, second) if e.axis is not None]
+            known = [each.lengths for each in (main, other) if each.axis is not None]
             if all(_has_rows(each, main.axis) for each in known):
-                if _is_open(first) or _is_open(second):
-                    # A list that is filled in the first round.
-                    lengths = main.lengths
-                else:
-                    why = "has another shape from one time to the next"
-                    causes |= {self._step(op, []).cause(why)}
-        return main._replace(lengths=lengths, numbers=numbers, causes=causes)
+                why = "has another shape from one time to the next"
+                causes |= {step.cause(why)}
+        numbers = _joined_numbers(first.numbers, second.numbers)
+        name = main.variable
+        if is_open(first) or is_open(second):
+            # After a loop without a round there still is nothing in a list.
+            is_new = first.variable == second.variable == NEW_LIST
+            name = NEW_LIST if is_new else PERHAPS_NEW
+            if _loses_count(first, lengths) or _loses_count(second, lengths):
+                causes |= counting(step)
+        return Value(main.axis, main.layout, lengths, numbers, causes, name)
 
 
-def _is_list(op: Any, number: int) -> bool:
-    return bool(op.outputs[number].dtype == tf.variant)
+def _joined_lengths(main: Value, other: Value) -> tuple[Length | None, ...] | None:
+    """Return the lengths of what is one tensor or the other; None if not known."""
+    lengths, others = main.lengths, other.lengths
+    if lengths is not None and is_open(other):
+        others = with_shape(others, lengths[1:])
+    if lengths is None or others is None or len(lengths) != len(others):
+        return None
+    return tuple(a if a == b else None for a, b in zip(lengths, others, strict=True))
 
 
-def _has_rows(lengths: Any, axis: int) -> bool:
+def _loses_count(value: Value, lengths: tuple[Length | None, ...] | None) -> bool:
+    """Tell whether of these lengths nobody knows any more that one counts rows."""
+    return not is_fixed(value.lengths or ()) and (
+        lengths is None or None in lengths[1:]
+    )
+
+
+def _depends(predicate: Value) -> bool:
+    """Tell whether data, or how many rows there are, decide."""
+    return predicate.axis is not None or bool(predicate.causes)
+
+
+def _has_rows(lengths: tuple[Length | None, ...] | None, axis: int) -> bool:
     return lengths is not None and axis < len(lengths) and lengths[axis] is not None
 
 
-def _is_open(value: Value) -> bool:
-    """Tell whether a list has no tensors yet."""
-    return value.axis is None and value.variable == NEW_LIST
-
-
-def _joined_numbers(first: Any, second: Any) -> Any:
+def _joined_numbers(first: Array | None, second: Array | None) -> Array | None:
     if first is NO_NUMBERS or second is NO_NUMBERS:
         return second if first is NO_NUMBERS else first
     return first if same(first, second) else None
 
 
-def _passed_on(body: Any) -> set[int]:
+def _passed_on(body: tf.Graph) -> set[int]:
     """Return which variables of a loop its body hands on as they are."""
     found = set()
     for n, (before, after) in enumerate(zip(body.inputs, body.outputs, strict=True)):
@@ -254,14 +300,14 @@ def _passed_on(body: Any) -> set[int]:
     return found
 
 
-def _needed(graph: Any, wanted: Sequence[Any]) -> list[Any]:
+def _needed(graph: tf.Graph, wanted: Sequence[Tensor]) -> list[tf.Operation]:
     """List what tensors are computed from, and all that has an effect, in order."""
     ends = [
         op
         for op in graph.get_operations()
         if has_effect(op) or op.type in _CALLS + _BRANCHES + _LOOPS
     ]
-    ordered: list[Any] = []
+    ordered: list[tf.Operation] = []
     seen: set[str] = set()
     # Operations do not always come after those that they take their inputs from.
     stack = [(op, False) for op in [*(tensor.op for tensor in wanted), *ends[::-1]]]
@@ -276,7 +322,7 @@ def _needed(graph: Any, wanted: Sequence[Any]) -> list[Any]:
     return ordered
 
 
-def _constant(op: Any) -> Value:
+def _constant(op: tf.Operation) -> Value:
     tensor = op.outputs[0]
     lengths = static_lengths(tensor) or []
     numbers = None
@@ -287,7 +333,7 @@ def _constant(op: Any) -> Value:
     return Value(None, PLAIN, tuple(lengths), numbers)
 
 
-def _evaluated(step: Step, evaluate: Any) -> Value | None:
+def _evaluated(step: Step, evaluate: Evaluate) -> Value | None:
     """Compute a small tensor of sizes; None if its numbers are not known."""
     dtype = step.op.outputs[0].dtype
     arrays = [each.numbers for each in step.inputs]
@@ -297,24 +343,21 @@ def _evaluated(step: Step, evaluate: Any) -> Value | None:
         result = evaluate(step.op, *arrays)
     except (IndexError, TypeError, ValueError):
         return None
-    if result is None or np.size(result) > _MOST_NUMBERS or _may_overflow(result):
+    if result is None:
         return None
-    return of_numbers(step, np.asarray(result, object))
+    result = np.asarray(result, object)
+    if result.size > _MOST_NUMBERS or _may_overflow(result):
+        return None
+    return of_numbers(step, result)
 
 
-def _may_overflow(numbers: Any) -> bool:
-    for number in np.ravel(numbers):
-        size = number.block if isinstance(number, Size) else number
-        if size is not None and abs(size) >= 2**31:
-            return True
-    return False
+def _may_overflow(numbers: Array) -> bool:
+    sizes = (n.block if isinstance(n, Size) else n for n in numbers.ravel())
+    return any(size is not None and abs(size) >= 2**31 for size in sizes)
 
 
 def _equal(first: Value, second: Value) -> bool:
     if first[:3] != second[:3] or first.causes != second.causes:
         return False
-    if first.numbers is second.numbers:
-        return True
-    return same(first.numbers, second.numbers) and is_fixed(first.numbers) == is_fixed(
-        second.numbers
-    )
+    # Sizes that are not known equal nothing, but may stay what they are.
+    return first.numbers is second.numbers or same(first.numbers, second.numbers)

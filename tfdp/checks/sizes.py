@@ -1,10 +1,13 @@
 """Arithmetic with sizes of tensors, of which some count the rows of a batch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
+
+from tfdp._types import Array
 
 
 class Size:
@@ -35,50 +38,42 @@ class Size:
         """Show the block."""
         return "?" if self.block is None else f"{self.block}N"
 
-    def __mul__(self, other: Any) -> Any:
-        """Multiply by a number."""
+    def __mul__(self, other: "Length") -> "Length":
+        """Multiply by a number; a square of the number of rows is not known."""
         if isinstance(other, Size) or self.block is None:
             return UNKNOWN
         return Size(self.block * int(other)) if other else 0
 
     __rmul__ = __mul__
 
-    def __add__(self, other: Any) -> Any:
-        """Add what has no other rows."""
-        if isinstance(other, Size):
-            if self.block is None or other.block is None:
-                return UNKNOWN
-            return Size(self.block + other.block)
-        return UNKNOWN if other else self
+    def __add__(self, other: "Length") -> "Length":
+        """Add other rows; a sum of rows and a number is not known."""
+        if not isinstance(other, Size):
+            return UNKNOWN if other else self
+        if self.block is None or other.block is None:
+            return UNKNOWN
+        block = self.block + other.block
+        return Size(block) if block else 0
 
     __radd__ = __add__
 
-    def __sub__(self, other: Any) -> Any:
-        """Subtract what has no other rows."""
-        if isinstance(other, Size):
-            if self.block is None or other.block is None:
-                return UNKNOWN
-            rest = self.block - other.block
-            return Size(rest) if rest else 0
-        return UNKNOWN if other else self
+    def __sub__(self, other: "Length") -> "Length":
+        """Subtract other rows."""
+        return self + -1 * other
 
-    def __rsub__(self, other: Any) -> Any:
-        """Subtract from a number, which is not a number of rows."""
-        return UNKNOWN
-
-    def __floordiv__(self, other: Any) -> Any:
+    def __floordiv__(self, other: "Length") -> "Length":
         """Divide by what divides it."""
-        if self.block is None:
+        divisor = other.block if isinstance(other, Size) else other
+        if self.block is None or not divisor or self.block % divisor:
             return UNKNOWN
-        if isinstance(other, Size):
-            if other.block and self.block % other.block == 0:
-                return self.block // other.block
-            return UNKNOWN
-        return UNKNOWN if not other or self.block % other else Size(self.block // other)
+        block = self.block // divisor
+        return block if isinstance(other, Size) else Size(block)
 
-    def __rfloordiv__(self, other: Any) -> Any:
-        """Divide a number by the number of rows: only 0 stays."""
+    def __rsub__(self, other: int) -> "Size":
+        """Subtract from, or divide, a number: what comes out is not known."""
         return UNKNOWN
+
+    __rfloordiv__ = __rsub__
 
 
 UNKNOWN = Size(None)
@@ -86,13 +81,18 @@ UNKNOWN = Size(None)
 # The length of an axis.
 Length = int | Size
 
+# What an operation does to arrays of numbers and sizes; None where nobody knows.
+Evaluate = Callable[..., Array | Length | None]
 
-def is_fixed(numbers: Any) -> bool:
+
+def is_fixed(numbers: Array | Sequence[Length | None] | None) -> bool:
     """Tell whether no number among these depends on how many rows there are."""
-    return not any(isinstance(number, Size) for number in np.ravel(numbers))
+    return not any(
+        isinstance(number, Size) for number in np.asarray(numbers, object).ravel()
+    )
 
 
-def same(first: Any, second: Any) -> bool:
+def same(first: Array | None, second: Array | None) -> bool:
     """Tell whether two arrays of sizes are known and equal."""
     if first is None or second is None or first.shape != second.shape:
         return False
@@ -107,7 +107,7 @@ def product(lengths: Sequence[Length]) -> Length:
     return result
 
 
-def settled(shape: Any, lengths: Sequence[Length]) -> list[Length]:
+def settled(shape: Array, lengths: Sequence[Length]) -> list[Length]:
     """Resolve the -1 in the shape that a tensor is given.
 
     Args:
@@ -117,57 +117,80 @@ def settled(shape: Any, lengths: Sequence[Length]) -> list[Length]:
     Returns:
         The new lengths.
     """
-    numbers = [n if isinstance(n, Size) else int(n) for n in np.ravel(shape)]
-    for position, number in enumerate(numbers):
-        if not isinstance(number, Size) and number == -1:
-            rest = product(numbers[:position] + numbers[position + 1 :])
-            total = product(lengths)
-            if isinstance(rest, Size) and not isinstance(total, Size):
-                numbers[position] = UNKNOWN
-            elif not isinstance(rest, Size) and rest == 0:
-                numbers[position] = 0
-            else:
-                numbers[position] = total // rest
+    numbers = [_plain(number) for number in np.ravel(shape)]
+    if -1 in numbers:
+        position = numbers.index(-1)
+        rest = product(numbers[:position] + numbers[position + 1 :])
+        total = product(lengths)
+        if isinstance(rest, Size) and not isinstance(total, Size):
+            numbers[position] = UNKNOWN
+        else:
+            numbers[position] = 0 if rest == 0 else total // rest
     return numbers
 
 
-def _plain(value: Any) -> Any:
+def reduced_axes(first: Array, second: Array) -> list[Array | None]:
+    """Return over which axes gradients of broadcast operands are summed.
+
+    Args:
+        first: Shape of one operand.
+        second: Shape of the other.
+
+    Returns:
+        The axes for each, None where they are not known.
+    """
+    rank = max(first.size, second.size)
+    shapes = [[*([1] * (rank - each.size)), *each.tolist()] for each in (first, second)]
+    if any(isinstance(n, Size) and n.block is None for n in shapes[0] + shapes[1]):
+        return [None, None]
+    # Where both have one entry, to sum over it is nothing.
+    return [constant([n for n in range(rank) if shape[n] == 1]) for shape in shapes]
+
+
+def constant(values: Array | Sequence[Length | None] | Length) -> Array:
+    """Return an array of sizes for a small array of whole numbers."""
+    plain = np.frompyfunc(_plain, 1, 1)
+    return np.asarray(plain(np.asarray(values, object)), object)
+
+
+def _plain(value: Length) -> Length:
     return value if isinstance(value, Size) else int(value)
 
 
-def constant(values: Any) -> np.ndarray:
-    """Return an array of sizes for a small array of whole numbers."""
-    array = np.empty(np.shape(values), object)
-    array[...] = np.vectorize(_plain, otypes=[object])(values) if array.size else 0
-    return array
+def slice_masks(op: tf.Operation, entries: int) -> list[dict[str, bool]]:
+    """Read what a strided slice does in each of its entries."""
+    masks = {name: op.get_attr(f"{name}_mask") for name in _SLICE_MASKS}
+    return [
+        {name: bool(mask >> entry & 1) for name, mask in masks.items()}
+        for entry in range(entries)
+    ]
 
 
-def _elementwise(function: Any) -> Any:
-    def of_arrays(op: Any, *arrays: np.ndarray) -> Any:
-        del op
-        shape = np.broadcast_shapes(*(a.shape for a in arrays))
-        result = np.empty(shape, object)
-        flat = [np.broadcast_to(a, shape).ravel() for a in arrays]
-        values = [function(*each) for each in zip(*flat, strict=True)]
-        result[...] = np.array([*values, None], object)[:-1].reshape(shape)
+_SLICE_MASKS = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+
+
+# ------------------------------------------------------- entry by entry
+
+
+def _elementwise(function: Callable[..., Length]) -> Evaluate:
+    def of_arrays(_: tf.Operation, *arrays: Array) -> Array:
+        result: Array = np.frompyfunc(function, len(arrays), 1)(*arrays)
         return result
 
     return of_arrays
 
 
-def _only_fixed(function: Any) -> Any:
+def _only_fixed(function: Callable[..., float]) -> Evaluate:
     """Make a function of numbers that knows nothing of sizes."""
 
-    def of_numbers(*numbers: Any) -> Any:
-        if any(isinstance(number, Size) for number in numbers):
-            return UNKNOWN
-        return int(function(*numbers))
+    def of_numbers(*numbers: Length) -> Length:
+        return int(function(*numbers)) if is_fixed(numbers) else UNKNOWN
 
     return _elementwise(of_numbers)
 
 
-def _compared(function: Any, *, if_equal: bool) -> Any:
-    def of_numbers(a: Any, b: Any) -> Any:
+def _compared(function: Callable[[int, int], bool], *, if_equal: bool) -> Evaluate:
+    def of_numbers(a: Length, b: Length) -> Length:
         if isinstance(a, Size) or isinstance(b, Size):
             return int(if_equal) if a == b else UNKNOWN
         return int(function(a, b))
@@ -175,168 +198,135 @@ def _compared(function: Any, *, if_equal: bool) -> Any:
     return _elementwise(of_numbers)
 
 
-def _larger(a: Any, b: Any) -> Any:
-    if isinstance(a, Size) and isinstance(b, Size):
+def _larger(a: Length, b: Length) -> Length:
+    if not (isinstance(a, Size) or isinstance(b, Size)):
+        return max(a, b)
+    if isinstance(b, Size):
+        a, b = b, a
+    if isinstance(b, Size):
         return a if a == b else UNKNOWN
-    for size, number in ((a, b), (b, a)):
-        if isinstance(size, Size):
-            # There is a row at least: without one there is nothing to tell.
-            is_larger = size.block is not None and number <= size.block > 0
-            return size if is_larger else UNKNOWN
-    return max(a, b)
+    # There is a row at least: without one there is nothing to tell.
+    is_larger = isinstance(a, Size) and a.block is not None and b <= a.block > 0
+    return a if is_larger else UNKNOWN
 
 
-def _smaller(a: Any, b: Any) -> Any:
+def _smaller(a: Length, b: Length) -> Length:
     if isinstance(a, Size) or isinstance(b, Size):
         return a if a == b else UNKNOWN
     return min(a, b)
 
 
-def _chosen(condition: Any, a: Any, b: Any) -> Any:
+def _chosen(condition: Length, a: Length, b: Length) -> Length:
     if isinstance(condition, Size):
         return a if a == b else UNKNOWN
     return a if condition else b
 
 
-def _axes(axes: np.ndarray, rank: int) -> tuple[int, ...]:
-    return tuple(int(axis) % rank for axis in np.ravel(axes))
+# ------------------------------------------------------- whole arrays
 
 
-def _reduced(function: Any) -> Any:
-    def of_array(op: Any, values: np.ndarray, axes: np.ndarray) -> Any:
+def _axes(axes: Array, rank: int) -> tuple[int, ...]:
+    return tuple(int(axis) % max(rank, 1) for axis in np.ravel(axes))
+
+
+def _reduced(function: np.ufunc) -> Evaluate:
+    def of_array(op: tf.Operation, values: Array, axes: Array) -> Array:
         keeps = op.get_attr("keep_dims")
-        wanted = _axes(axes, values.ndim) if values.ndim else ()
-        kept = [axis for axis in range(values.ndim) if axis not in wanted]
-        moved = values.transpose([*kept, *wanted])
-        shape = [values.shape[axis] for axis in kept]
-        rows = moved.reshape([*shape, -1])
-        result = np.empty(shape, object)
-        for index in np.ndindex(*shape):
-            result[index] = function(list(rows[index]))
-        if keeps:
-            result = result.reshape([
-                1 if axis in wanted else values.shape[axis]
-                for axis in range(values.ndim)
-            ])
-        return result
+        reduced: Array = function.reduce(
+            values, axis=_axes(axes, values.ndim), keepdims=keeps
+        )
+        return reduced
 
     return of_array
 
 
-def _extreme(pick: Any) -> Any:
-    def of_list(numbers: list[Any]) -> Any:
-        if any(isinstance(n, Size) for n in numbers):
-            return numbers[0] if len(numbers) == 1 else UNKNOWN
-        return pick(numbers) if numbers else UNKNOWN
+def _extreme(pick: Callable[[int, int], int]) -> np.ufunc:
+    """Make what picks one number of several, none of which counts rows."""
 
-    return of_list
+    def of_two(a: Length, b: Length) -> Length:
+        if isinstance(a, Size) or isinstance(b, Size):
+            return UNKNOWN
+        return pick(a, b)
+
+    return np.frompyfunc(of_two, 2, 1, identity=None)
 
 
-def _strided(op: Any, values: np.ndarray, *indices: np.ndarray) -> Any:
+def _strided(op: tf.Operation, values: Array, *indices: Array) -> Array:
     begin, end, strides = ([int(n) for n in np.ravel(each)] for each in indices)
-    masks = {
-        name: op.get_attr(f"{name}_mask")
-        for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
-    }
     index: list[Any] = []
-    for position in range(len(begin)):
-        bit = 1 << position
-        if masks["ellipsis"] & bit:
+    for entry, has in enumerate(slice_masks(op, len(begin))):
+        if has["ellipsis"]:
             index.append(Ellipsis)
-        elif masks["new_axis"] & bit:
+        elif has["new_axis"]:
             index.append(None)
-        elif masks["shrink_axis"] & bit:
-            index.append(begin[position])
+        elif has["shrink_axis"]:
+            index.append(begin[entry])
         else:
-            index.append(
-                slice(
-                    None if masks["begin"] & bit else begin[position],
-                    None if masks["end"] & bit else end[position],
-                    strides[position],
-                )
-            )
-    return values[tuple(index)]
+            first = None if has["begin"] else begin[entry]
+            past = None if has["end"] else end[entry]
+            index.append(slice(first, past, strides[entry]))
+    part: Array = values[tuple(index)]
+    return part
 
 
-def _packed(op: Any, *values: np.ndarray) -> Any:
-    return np.stack(values, axis=op.get_attr("axis"))
-
-
-def _range(op: Any, *numbers: np.ndarray) -> Any:
-    del op
+def _range(_: tf.Operation, *numbers: Array) -> Array | None:
     start, limit, delta = (number.item() for number in numbers)
-    if any(isinstance(each, Size) for each in (start, limit, delta)) or not delta:
+    if not is_fixed([start, limit, delta]) or not delta:
         return None
     result = range(start, limit, delta)
-    return constant(list(result)) if len(result) <= _MOST else None
+    return constant(result) if len(result) <= _MOST else None
 
 
-def _filled(op: Any, dims: np.ndarray, value: np.ndarray) -> Any:
-    del op
-    if not is_fixed(dims) or math.prod(int(n) for n in np.ravel(dims)) > _MOST:
-        return None
-    result = np.empty([int(n) for n in np.ravel(dims)], object)
-    result[...] = value.item()
-    return result
+def _filled(_: tf.Operation, dims: Array, value: Array) -> Array | None:
+    shape = [int(n) for n in dims.ravel()] if is_fixed(dims) else [_MOST + 1]
+    return np.full(shape, value.item(), object) if math.prod(shape) <= _MOST else None
 
 
-def _gathered(op: Any, values: np.ndarray, indices: np.ndarray, axis: Any) -> Any:
+def _gathered(
+    op: tf.Operation, values: Array, indices: Array, axis: Array
+) -> Array | None:
     if op.get_attr("batch_dims") or not is_fixed(indices):
         return None
     return np.take(values, np.asarray(indices, np.int64), axis=int(axis.item()))
 
 
-def _reshaped(op: Any, values: np.ndarray, shape: np.ndarray) -> Any:
-    del op
-    return (
-        values.reshape([int(n) for n in np.ravel(shape)]) if is_fixed(shape) else None
-    )
+def _reshaped(_: tf.Operation, values: Array, shape: Array) -> Array | None:
+    return values.reshape([int(n) for n in shape.ravel()]) if is_fixed(shape) else None
 
 
-def _squeezed(op: Any, values: np.ndarray) -> Any:
-    axes = tuple(op.get_attr("squeeze_dims"))
-    return np.squeeze(values, axis=axes or None)
-
-
-def _inverted(op: Any, values: np.ndarray) -> Any:
-    del op
-    return constant(np.argsort(np.asarray(values, np.int64)))
-
-
-def _reversed(op: Any, values: np.ndarray, axes: np.ndarray) -> Any:
-    del op
-    return np.flip(values, _axes(axes, values.ndim))
-
-
-def _sliced(op: Any, values: np.ndarray, begin: np.ndarray, size: np.ndarray) -> Any:
-    del op
-    return values[
+def _sliced(_: tf.Operation, values: Array, begin: Array, size: Array) -> Array:
+    part: Array = values[
         tuple(
             slice(int(b), None if int(s) == -1 else int(b) + int(s))
-            for b, s in zip(np.ravel(begin), np.ravel(size), strict=True)
+            for b, s in zip(begin.ravel(), size.ravel(), strict=True)
         )
     ]
+    return part
 
 
-def _stitched(op: Any, *arrays: np.ndarray) -> Any:
+def _stitched(op: tf.Operation, *arrays: Array) -> Array | None:
     number = op.get_attr("N")
     places, values = arrays[:number], arrays[number:]
     if not all(is_fixed(each) for each in places):
         return None
-    length = 1 + max(int(n) for each in places for n in each.ravel())
-    result = np.empty([length], object)
-    for where, what in zip(places, values, strict=True):
-        for place, value in zip(where.ravel(), what.ravel(), strict=True):
-            result[int(place)] = value
+    where = np.concatenate([each.ravel() for each in places])
+    result = np.empty([1 + max(where)], object)
+    # Of what goes to one place twice, the last stays.
+    for place, value in zip(
+        where, np.concatenate([each.ravel() for each in values]), strict=True
+    ):
+        result[place] = value
     return result
 
 
-def _cast(op: Any, values: np.ndarray) -> Any:
+def _cast(op: tf.Operation, values: Array) -> Array | None:
     # Other numbers come out of narrower ones, and of truths.
     return values if op.outputs[0].dtype.name in {"int32", "int64"} else None
 
 
-def _one_hot(op: Any, indices: np.ndarray, depth: Any, on: Any, off: Any) -> Any:
+def _one_hot(
+    op: tf.Operation, indices: Array, depth: Array, on: Array, off: Array
+) -> Array | None:
     if not is_fixed(indices) or op.get_attr("axis") not in (-1, indices.ndim):
         return None
     if any(not 0 <= int(n) < int(depth.item()) for n in indices.ravel()):
@@ -348,7 +338,7 @@ def _one_hot(op: Any, indices: np.ndarray, depth: Any, on: Any, off: Any) -> Any
 _MOST = 1024
 
 # What operations do to small arrays of sizes; None where that is not worth knowing.
-CONSTANTS: dict[str, Any] = {
+CONSTANTS: dict[str, Evaluate] = {
     "Add": _elementwise(lambda a, b: a + b),
     "AddV2": _elementwise(lambda a, b: a + b),
     "Sub": _elementwise(lambda a, b: a - b),
@@ -375,7 +365,7 @@ CONSTANTS: dict[str, Any] = {
     "Identity": lambda op, values: values,
     "StopGradient": lambda op, values: values,
     "Cast": _cast,
-    "Pack": _packed,
+    "Pack": lambda op, *values: np.stack(values, axis=op.get_attr("axis")),
     "ConcatV2": lambda op, *values: np.concatenate(
         values[:-1], axis=int(values[-1].item())
     ),
@@ -383,45 +373,21 @@ CONSTANTS: dict[str, Any] = {
     "Slice": _sliced,
     "GatherV2": _gathered,
     "ExpandDims": lambda op, values, axis: np.expand_dims(values, int(axis.item())),
-    "Squeeze": _squeezed,
+    "Squeeze": lambda op, values: np.squeeze(
+        values, tuple(op.get_attr("squeeze_dims")) or None
+    ),
     "Reshape": _reshaped,
-    "Prod": _reduced(product),
-    "Sum": _reduced(lambda numbers: sum(numbers, 0)),
+    "Prod": _reduced(np.multiply),
+    "Sum": _reduced(np.add),
     "Max": _reduced(_extreme(max)),
     "Min": _reduced(_extreme(min)),
     "Range": _range,
     "Fill": _filled,
     "Transpose": lambda op, values, order: values.transpose([int(n) for n in order]),
-    "InvertPermutation": _inverted,
+    "InvertPermutation": lambda op, values: constant(
+        np.argsort(np.asarray(values, np.int64))
+    ),
     "DynamicStitch": _stitched,
-    "ReverseV2": _reversed,
+    "ReverseV2": lambda op, values, axes: np.flip(values, _axes(axes, values.ndim)),
     "OneHot": _one_hot,
 }
-
-
-def reduced_axes(first: np.ndarray, second: np.ndarray) -> list[Any]:
-    """Return over which axes gradients of broadcast operands are summed.
-
-    Args:
-        first: Shape of one operand.
-        second: Shape of the other.
-
-    Returns:
-        The axes for each, None where they are not known.
-    """
-    rank = max(first.size, second.size)
-    shapes = [[*([1] * (rank - each.size)), *each.tolist()] for each in (first, second)]
-    axes: list[Any] = [[], []]
-    for axis, (a, b) in enumerate(zip(*shapes, strict=True)):
-        if any(isinstance(n, Size) and n.block is None for n in (a, b)):
-            return [None, None]
-        is_one = [not isinstance(n, Size) and n == 1 for n in (a, b)]
-        if all(is_one):
-            # Summing over one entry is nothing.
-            axes[0].append(axis)
-            axes[1].append(axis)
-        else:
-            for each in range(2):
-                if is_one[each]:
-                    axes[each].append(axis)
-    return [constant(each) for each in axes]

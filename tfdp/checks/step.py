@@ -3,15 +3,18 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
+import tensorflow as tf
 
-from tfdp.checks.sizes import (
-    Length,
-    Size,
-    is_fixed,
-    product,
+from tfdp._types import Array, Tensor
+from tfdp.checks.sizes import Length, Size, is_fixed, product
+from tfdp.checks.values import (
+    PLAIN,
+    WITHIN,
+    Cause,
+    Layout,
+    Value,
+    causes_of,
 )
-from tfdp.checks.values import PLAIN, WITHIN, Cause, Layout, Value
 
 
 class Step:
@@ -22,16 +25,28 @@ class Step:
         inputs: What is known of its inputs.
         rows: How many rows a batch has; None if that is not static.
         outer: The operation of the outermost graph that this is part of.
+        causes: What is the matter with any of the inputs.
+        number: Which output is to be described.
     """
 
     def __init__(
-        self, op: Any, inputs: Sequence[Value], rows: int | None, outer: Any
+        self,
+        op: tf.Operation,
+        inputs: Sequence[Value],
+        rows: int | None,
+        outer: tf.Operation,
     ) -> None:
         self.op = op
         self.outer = outer
         self.inputs = inputs
         self.rows = rows
-        self.causes = frozenset[Cause]().union(*(each.causes for each in inputs))
+        self.causes = causes_of(inputs)
+        self.number = 0
+
+    @property
+    def tensor(self) -> Tensor:
+        """The output that is to be described."""
+        return self.op.outputs[self.number]
 
     def attr(self, name: str) -> Any:
         """Return an attribute of the operation."""
@@ -57,36 +72,35 @@ class Step:
         return Cause(self.op, self.outer, is_certain, why, variable)
 
     def mixed(
-        self, why: str, *, is_certain: bool = True, number: int = 0, causes: Any = None
+        self,
+        why: str,
+        *,
+        is_certain: bool = True,
+        causes: frozenset[Cause] | None = None,
     ) -> Value:
         """Note that rows meet here; what follows is looked at as if they had not."""
-        cause = self.cause(why, is_certain=is_certain)
         known = self.causes if causes is None else causes
-        lengths = static_lengths(self.op.outputs[number])
+        value = Value(causes=known | {self.cause(why, is_certain=is_certain)})
+        lengths = static_lengths(self.tensor)
+        if lengths is None:
+            return value
         axis = None
-        if lengths is not None and self.rows is None:
-            # As if whatever has a length that is not static were rows.
-            for position, length in enumerate(lengths):
-                if length is None:
-                    axis = position
-                    break
-        shape = None if lengths is None else tuple(lengths)
-        value = Value(axis, PLAIN, shape, None, known | {cause})
-        return value if axis is None else self._with_rows(value)
+        if self.rows is None and None in lengths:
+            # As if what has a length that is not static were rows.
+            axis = lengths.index(None)
+            lengths[axis] = self.of_rows(PLAIN)
+        return value._replace(axis=axis, lengths=tuple(lengths))
 
-    def unknown(self, number: int = 0) -> Value:
+    def unknown(self) -> Value:
         """Note that nothing is known of this operation."""
-        return self.mixed(
-            "is not known to keep the rows of a batch apart",
-            is_certain=False,
-            number=number,
-        )
+        why = "is not known to keep the rows of a batch apart"
+        return self.mixed(why, is_certain=False)
 
-    def _with_rows(self, value: Value) -> Value:
-        assert value.lengths is not None and value.axis is not None  # noqa: PT018, S101
-        lengths = list(value.lengths)
-        lengths[value.axis] = self.of_rows(value.layout)
-        return value._replace(lengths=tuple(lengths))
+    def like(
+        self, value: Value, lengths: Iterable[Length | None] | None = None
+    ) -> Value:
+        """Describe an output whose rows lie where those of another tensor are."""
+        return self.output(value.axis, value.layout, lengths=lengths)
 
     def output(
         self,
@@ -94,9 +108,8 @@ class Step:
         layout: Layout = PLAIN,
         *,
         lengths: Iterable[Length | None] | None = None,
-        number: int = 0,
-        numbers: Any = None,
-        causes: Any = None,
+        numbers: Array | None = None,
+        causes: frozenset[Cause] | None = None,
     ) -> Value:
         """Describe an output.
 
@@ -104,7 +117,6 @@ class Step:
             axis: Where its rows are; None if it has none.
             layout: How they lie along it.
             lengths: Of its axes, where the graph does not have them.
-            number: Which output.
             numbers: What is in it.
             causes: What is the matter with it; default that of all inputs.
 
@@ -112,8 +124,7 @@ class Step:
             The description. What has one entry for each row has rows, though they be
             all alike.
         """
-        tensor = self.op.outputs[number]
-        known = static_lengths(tensor)
+        known = static_lengths(self.tensor)
         hints = None if lengths is None else list(lengths)
         if known is None:
             known = hints
@@ -125,39 +136,31 @@ class Step:
         causes = self.causes if causes is None else causes
         if known is None:
             return Value(axis, layout, None, numbers, causes)
-        known = list(known)
         if axis is not None and axis != WITHIN:
             known[axis] = self.of_rows(layout)
-        counted = [
-            position
+        value = Value(axis, layout, tuple(known), numbers, causes)
+        counted = {
+            position: length.block
             for position, length in enumerate(known)
             if isinstance(length, Size) and position != axis
-        ]
-        value = Value(axis, layout, tuple(known), numbers, causes)
+        }
         if not counted or axis == WITHIN:
             return value
-        position = counted[0]
-        length = known[position]
-        if (
-            axis is None
-            and len(counted) == 1
-            and isinstance(length, Size)
-            and length.block is not None
-        ):
+        position, block = next(iter(counted.items()))
+        if axis is None and len(counted) == 1 and block is not None:
             # As many entries as there are rows: one for each.
-            layout = Layout(1, length.block)
-            return value._replace(axis=position, layout=layout)
+            return value._replace(axis=position, layout=Layout(1, block))
         why = "has a shape that depends on how many rows there are"
         return value._replace(causes=causes | {self.cause(why)})
 
 
-def static_lengths(tensor: Any) -> list[Length | None] | None:
+def static_lengths(tensor: Tensor) -> list[Length | None] | None:
     """Return the lengths of a tensor that the graph has."""
     shape = tensor.shape
     return None if shape.rank is None else list(shape.as_list())
 
 
-Rule = Callable[[Step], Value | list[Value]]
+Rule = Callable[[Step], Value]
 RULES: dict[str, Rule] = {}
 
 
@@ -168,7 +171,7 @@ def rule(*types: str) -> Callable[[Rule], Rule]:
         *types: Names of the operations.
 
     Returns:
-        A decorator of a function of a `Step` that describes the outputs.
+        A decorator of a function that describes output `step.number` of a `Step`.
     """
 
     def register(function: Rule) -> Rule:
@@ -187,25 +190,33 @@ def apply(step: Step) -> list[Value]:
     Returns:
         One description for each output.
     """
-    outputs = len(step.op.outputs)
     axes = {each.axis for each in step.inputs}
+    rule = RULES.get(step.op.type, Step.unknown)
     if WITHIN in axes:
-        return [step.output(WITHIN, number=n) for n in range(outputs)]
-    rule = RULES.get(step.op.type)
-    if rule is None:
-        if axes <= {None} and not has_effect(step.op):
-            # What is made of nothing but what is free of data, whatever it does.
-            return [step.output(None, number=n) for n in range(outputs)]
-        return [step.unknown(n) for n in range(outputs)]
-    try:
-        result = rule(step)
-    except (IndexError, TypeError, ValueError, ZeroDivisionError):
-        # Numbers that count rows where an axis or a length should be.
-        return [step.unknown(n) for n in range(outputs)]
-    return result if isinstance(result, list) else [result]
+        rule = _within
+    elif rule is Step.unknown and axes <= {None} and not has_effect(step.op):
+        # What is made of nothing but what is free of data, whatever it does.
+        rule = _free
+    outputs = []
+    for number in range(len(step.op.outputs)):
+        step.number = number
+        try:
+            outputs.append(rule(step))
+        except (IndexError, TypeError, ValueError, ZeroDivisionError):
+            # Numbers that count rows where an axis or a length should be.
+            outputs.append(step.unknown())
+    return outputs
 
 
-def has_effect(op: Any) -> bool:
+def _within(step: Step) -> Value:
+    return step.output(WITHIN)
+
+
+def _free(step: Step) -> Value:
+    return step.output(None)
+
+
+def has_effect(op: tf.Operation) -> bool:
     """Tell whether an operation may do more than compute its outputs."""
     known = _effects.get(op.type)
     if known is None:
@@ -251,15 +262,16 @@ _HARMLESS = (
 _ON_HANDLES = ("TensorArray", "Queue", "Stack", "Barrier")
 
 
-def broadcast(shapes: Sequence[Any]) -> list[Length | None] | None:
+def broadcast(values: Sequence[Value]) -> list[Length | None] | None:
     """Return the lengths of what tensors are broadcast to; None if not known."""
-    if any(shape is None for shape in shapes):
+    shapes = [each.lengths for each in values if each.lengths is not None]
+    if len(shapes) < len(values):
         return None
     rank = max((len(shape) for shape in shapes), default=0)
     result: list[Length | None] = []
     for position in range(-rank, 0):
         here = [shape[position] for shape in shapes if len(shape) >= -position]
-        longer = [n for n in here if isinstance(n, Size) or n != 1]
+        longer = [n for n in here if n != 1]
         known = [n for n in longer if n is not None]
         result.append(known[0] if known else (None if longer else 1))
     return result
@@ -275,7 +287,7 @@ def counting(step: Step) -> frozenset[Cause]:
     return frozenset({step.cause(COUNTS)})
 
 
-def of_numbers(step: Step, numbers: np.ndarray, number: int = 0) -> Value:
+def of_numbers(step: Step, numbers: Array) -> Value:
     """Describe a small tensor whose numbers are known."""
     causes = frozenset[Cause]() if is_fixed(numbers) else counting(step)
     return Value(None, PLAIN, tuple(numbers.shape), numbers, causes)
@@ -283,21 +295,13 @@ def of_numbers(step: Step, numbers: np.ndarray, number: int = 0) -> Value:
 
 def known_product(lengths: Sequence[Length | None]) -> Length | None:
     """Multiply lengths; None where one is not known."""
-    if any(length is None for length in lengths):
-        return None
-    return product([length for length in lengths if length is not None])
-
-
-def times_length(length: Length | None, times: int) -> Length | None:
-    """Multiply a length; None where it is not known."""
-    return None if length is None else product([length, times])
+    known = [length for length in lengths if length is not None]
+    return product(known) if len(known) == len(lengths) else None
 
 
 def is_same_length(first: Length | None, second: Length | None) -> bool:
     """Tell whether two lengths are known and equal."""
-    if first is None or second is None:
-        return False
-    return first == second
+    return first is not None and first == second
 
 
 def lengths_from(shape: Value) -> list[Length] | None:
@@ -307,6 +311,8 @@ def lengths_from(shape: Value) -> list[Length] | None:
     return [n if isinstance(n, Size) else int(n) for n in shape.numbers.ravel()]
 
 
-def length_at(value: Value, axis: int) -> Any:
-    """Return the length of an axis; None if not known."""
-    return None if value.lengths is None else value.lengths[axis]
+def axis_from(along: Value, rank: int) -> int | None:
+    """Read an axis from a tensor, counted from the first of `rank`; None if not known."""
+    if along.numbers is None:
+        return None
+    return int(along.numbers.ravel()[0]) % rank

@@ -1,20 +1,20 @@
 """Builds the graph of a model's pass, and says what lets its rows meet."""
 
 import contextlib
-import contextvars
 import functools
 import os
-import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from tfdp import _keras, _tree
+from tfdp import _keras
+from tfdp._tracing import traced_by
+from tfdp._types import Nest, Tensor
 from tfdp.checks.graph import METRIC, Analysis
-from tfdp.checks.sizes import Size
+from tfdp.checks.sizes import Length, Size
 from tfdp.checks.values import FREE, PLAIN, WITHIN, Cause, Layout, Value
 
 # Where the rows of losses are: one entry each on the first axis. Losses may be the same
@@ -31,6 +31,10 @@ _LIBRARIES = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (kera
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
 
+# Whose operations they are: a layer's; `LOSS`, or the path of a variable; or nobody's.
+Owner: TypeAlias = keras.layers.Layer | str | None
+
+
 class Found(NamedTuple):
     """Something that lets rows meet, or keeps what they hold.
 
@@ -40,14 +44,14 @@ class Found(NamedTuple):
         cause: What does it.
     """
 
-    layer: Any
+    layer: Owner
     cause: Cause
 
     @property
     def operation(self) -> str:
         """What does what, and where: words for a message."""
         op = self.cause.op
-        line = line_of(op)
+        line = _line_of(op)
         where = f" ({line})" if line else ""
         return f"operation {op.type} `{op.name}`{where}"
 
@@ -71,15 +75,15 @@ class Trace:
         self.adding_loss: set[int] = set()
         self._model = model
         # Where the operations of each call are: graph, first, past the last, layer.
-        self._calls: list[tuple[Any, int, int, Any]] = []
+        self._calls: list[tuple[tf.Graph, int, int, Owner]] = []
         # What gets one row at a time: graph, its arguments, whose it is.
-        self._alone: list[tuple[Any, int, Any]] = []
-        self._owners: list[Any] = [None]
+        self._alone: list[tuple[tf.Graph, int, Owner]] = []
+        self._owners: list[Owner] = [None]
 
     def found(
         self,
-        run: Callable[..., Any],
-        signature: Sequence[Any],
+        run: Callable[..., Nest],
+        signature: Sequence[Nest],
         rows: int | None = None,
         *,
         views: int = 1,
@@ -101,17 +105,13 @@ class Trace:
             and that nothing is kept of the data.
         """
         function = tf.function(run, autograph=False)
-        token = _tracing.set(self)
-        chance = random.getstate()
         with _keras.own_global_seed():
-            try:
-                with self._observing():
-                    graph = function.get_concrete_function(*signature).graph
-            finally:
-                random.setstate(chance)
-                _tracing.reset(token)
+            with traced_by(self), self._observing():
+                graph = function.get_concrete_function(*signature).graph
             specs = [spec for spec in tf.nest.flatten(signature) if spec is not None]
             found: dict[Cause, Found] = {}
+            # Lengths that are open must not be mistaken for that of the batch, and what
+            # holds for two of them by chance is not counted on.
             is_open = any(None in spec.shape.as_list()[1:] for spec in specs)
             for length in _LENGTHS if is_open else _LENGTHS[:1]:
                 given = [_given(spec, rows, views, length) for spec in specs]
@@ -120,7 +120,7 @@ class Trace:
             return list(found.values())
 
     def _found_in(
-        self, graph: Any, given: list[Value], rows: int | None, ends_in_rows: bool
+        self, graph: tf.Graph, given: list[Value], rows: int | None, ends_in_rows: bool
     ) -> list[Found]:
         known = {
             tensor.op.name: value
@@ -130,6 +130,7 @@ class Trace:
         analysis = Analysis(rows)
         captures = [each for alone, _, _ in self._alone for each, _ in _outer(alone)]
         values = analysis.values(graph, known, [*graph.outputs, *captures])
+        # What is kept is at fault even if nothing that is returned depends on it.
         causes = set(analysis.effects)
         for tensor, value in zip(graph.outputs, values, strict=False):
             causes |= value.causes
@@ -152,7 +153,7 @@ class Trace:
             for cause in self._causes_alone(alone, arguments, by_tensor)
         ]
 
-    def _captured(self, graph: Any) -> dict[str, Value]:
+    def _captured(self, graph: tf.Graph) -> dict[str, Value]:
         """Name the variables that a graph reads."""
         names: dict[int, str] = {}
         metrics = {id(handle) for handle in _keras.metrics_handles(self._model)}
@@ -179,7 +180,7 @@ class Trace:
         return known
 
     def _causes_alone(
-        self, graph: Any, arguments: int, outer: dict[int, Value]
+        self, graph: tf.Graph, arguments: int, outer: dict[int, Value]
     ) -> set[Cause]:
         """Look at a function that gets one row at a time."""
         causes: set[Cause] = set()
@@ -197,7 +198,9 @@ class Trace:
         analysis.values(graph, known, graph.outputs)
         return causes | analysis.effects
 
-    def alone(self, function: Callable[..., Any], rows: list[tf.Tensor]) -> Any:
+    def alone(
+        self, function: Callable[[list[Tensor]], Nest], rows: list[Tensor]
+    ) -> Nest:
         """Look at what a function does to one row; used in place of a map over rows.
 
         Args:
@@ -220,7 +223,7 @@ class Trace:
         ]
         of_row = tf.add_n(numbers)
 
-        def stand_in(output: Any) -> tf.Tensor:
+        def stand_in(output: Tensor) -> Tensor:
             column = tf.reshape(of_row, [-1] + [1] * output.shape.rank)
             return tf.cast(column, output.dtype) + tf.zeros(output.shape, output.dtype)
 
@@ -229,34 +232,28 @@ class Trace:
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:
         """Note what layers are called, and which operations they make."""
-        replaced = []
-        try:
+        with contextlib.ExitStack() as replaced:
             for _, layer in self.layers:
                 call = functools.partial(self._call, layer, layer.call)
-                for name, tap in (
-                    ("call", functools.wraps(layer.call)(call)),
-                    ("add_loss", functools.partial(self._add_loss, layer)),
-                ):
-                    # Entries of the instances, which Keras does not track.
-                    replaced.append((vars(layer), name, vars(layer).get(name)))
-                    vars(layer)[name] = tap
+                replaced.enter_context(
+                    _keras.attributes_replaced(
+                        layer,
+                        call=functools.wraps(layer.call)(call),
+                        add_loss=functools.partial(self._add_loss, layer),
+                    )
+                )
             yield
-        finally:
-            for attributes, name, original in replaced:
-                del attributes[name]
-                if original is not None:
-                    attributes[name] = original
 
-    def _add_loss(self, layer: keras.layers.Layer, _: Any) -> None:
+    def _add_loss(self, layer: keras.layers.Layer, _: Nest) -> None:
         self.adding_loss.add(id(layer))
 
     def _call(
         self,
         layer: keras.layers.Layer,
-        function: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        function: Callable[..., Nest],
+        *args: Nest,
+        **kwargs: Nest,
+    ) -> Nest:
         training = kwargs.get("training")
         if tf.is_tensor(training) or training:
             self.training.add(id(layer))
@@ -264,7 +261,7 @@ class Trace:
             return function(*args, **kwargs)
 
     @contextlib.contextmanager
-    def part(self, owner: Any) -> Iterator[None]:
+    def part(self, owner: Owner) -> Iterator[None]:
         """Note that the operations that are made inside belong to a layer, or loss."""
         graph = tf.compat.v1.get_default_graph()
         first = len(graph.get_operations())
@@ -275,7 +272,7 @@ class Trace:
             self._owners.pop()
             self._calls.append((graph, first, len(graph.get_operations()), owner))
 
-    def _layer_of(self, cause: Cause, order: dict[str, int]) -> Any:
+    def _layer_of(self, cause: Cause, order: dict[str, int]) -> Owner:
         op = cause.outer
         graph, place = op.graph, order[op.name]
         if op.name.startswith("gradient_tape/"):
@@ -294,42 +291,24 @@ class Trace:
         return min(spans, key=lambda span: span[0])[1] if spans else None
 
 
-_tracing: contextvars.ContextVar[Trace | None] = contextvars.ContextVar(
-    "tracing", default=None
-)
-
-
-def tracing() -> Trace | None:
-    """Return the trace that is being made, if one is."""
-    return _tracing.get()
-
-
-def part_of_trace(owner: Any) -> contextlib.AbstractContextManager[None]:
-    """Note, if a trace is being made, whose operations are made inside."""
-    trace = tracing()
-    return contextlib.nullcontext() if trace is None else trace.part(owner)
-
-
-def _outer(graph: Any) -> list[tuple[Any, Any]]:
+def _outer(graph: tf.Graph) -> list[tuple[Tensor, Tensor]]:
     """List the tensors of the outer graph that a graph reads, with its own for them."""
     return [
         (outer, inner)
         for outer, inner in graph.captures
-        if outer.dtype != tf.resource and hasattr(outer, "op") and not _is_eager(outer)
+        if outer.dtype != tf.resource and tf.is_symbolic_tensor(outer)
     ]
 
 
-def _is_eager(tensor: Any) -> bool:
-    return hasattr(tensor, "numpy")
-
-
 def _given(spec: tf.TensorSpec, rows: int | None, views: int, length: int) -> Value:
-    lengths: list[Any] = [length if n is None else n for n in spec.shape.as_list()]
+    lengths: list[Length | None] = [
+        length if n is None else n for n in spec.shape.as_list()
+    ]
     lengths[0] = Size(views) if rows is None else rows * views
     return Value(0, Layout(1, views), tuple(lengths))
 
 
-def line_of(op: Any) -> str | None:
+def _line_of(op: tf.Operation) -> str | None:
     """Return the line of somebody's own code that made an operation, if one did."""
     line = None
     is_called = False
@@ -339,21 +318,3 @@ def line_of(op: Any) -> str | None:
         elif is_called and not frame.filename.startswith(_LIBRARIES):
             line = f"{frame.filename}:{frame.lineno}"
     return line
-
-
-def signature_of(tree: Any, rows: int | None = None) -> Any:
-    """Describe arrays whose leading axis is that of the rows.
-
-    Args:
-        tree: Nested arrays.
-        rows: How many rows a batch has; None for any number.
-
-    Returns:
-        The same nest of `tf.TensorSpec`.
-    """
-    return _tree.map_tensors(
-        lambda leaf: tf.TensorSpec(
-            [rows, *leaf.shape[1:]], tf.as_dtype(getattr(leaf, "dtype", None))
-        ),
-        tree,
-    )

@@ -1,9 +1,12 @@
 """What is known of a tensor: where its rows are, and what mixed them."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
+from tfdp._types import Array
 from tfdp.checks.sizes import Length
 
 # In place of an axis: the tensor belongs to one row as a whole.
@@ -22,8 +25,8 @@ class Cause(NamedTuple):
         variable: Name of the variable that it changes, if that is the matter.
     """
 
-    op: Any
-    outer: Any
+    op: tf.Operation
+    outer: tf.Operation
     is_certain: bool
     why: str
     variable: str | None = None
@@ -63,7 +66,7 @@ class Value(NamedTuple):
     axis: int | None = None
     layout: Layout = PLAIN
     lengths: tuple[Length | None, ...] | None = None
-    numbers: np.ndarray | None = None
+    numbers: Array | None = None
     causes: frozenset[Cause] = frozenset()
     variable: str | None = None
 
@@ -74,11 +77,54 @@ class Value(NamedTuple):
             return None
         return self.axis - len(self.lengths)
 
+    @property
+    def rank(self) -> int | None:
+        """How many axes there are; None if that is not known."""
+        return None if self.lengths is None else len(self.lengths)
+
 
 FREE = Value()
 
-# In place of a variable's name: a list that has no tensors yet.
+
+def have_rows(values: Iterable[Value]) -> bool:
+    """Tell whether any of these tensors depends on data."""
+    return any(each.axis is not None for each in values)
+
+
+def causes_of(values: Iterable[Value]) -> frozenset[Cause]:
+    """Collect all that is the matter with tensors."""
+    return frozenset[Cause]().union(*(each.causes for each in values))
+
+
+# In place of a variable's name: a list that has no tensors yet, or perhaps none. What is
+# taken from it are zeros then, of a shape that is asked for when they are taken. Of its
+# lengths the first is its own; those of its tensors are there if their number is known.
 NEW_LIST = "a new list"
+PERHAPS_NEW = "a list that may be new"
 
 # The numbers of a list that has no tensors yet.
 NO_NUMBERS = np.empty([0], object)
+
+
+def is_open(value: Value) -> bool:
+    """Tell whether a list may have no tensors."""
+    return value.variable in (NEW_LIST, PERHAPS_NEW)
+
+
+def with_shape(
+    lengths: tuple[Length | None, ...] | None, shape: Sequence[Length | None]
+) -> tuple[Length | None, ...] | None:
+    """Add to the lengths of a list what else is known of its tensors.
+
+    Args:
+        lengths: Its own length, and those of its tensors; None if not known.
+        shape: The lengths that its tensors have, as far as they are known.
+
+    Returns:
+        All lengths; None if they do not go together.
+    """
+    if lengths is None or len(lengths) not in (1, 1 + len(shape)):
+        return None
+    own = lengths[1:] or shape
+    both = [b if a is None else a for a, b in zip(own, shape, strict=True)]
+    return (lengths[0], *both)

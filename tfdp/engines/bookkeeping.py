@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _validate, rules
-from tfdp.checks.tracing import part_of_trace
+from tfdp._tracing import part_of_trace
 from tfdp.clipping import (
     at_least_float32,
     clip_factors,

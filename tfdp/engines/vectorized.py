@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras, _tree
+from tfdp import _keras, _seeds, _tree
 from tfdp.clipping import clip_and_sum, zeros_of_finite
 from tfdp.engines.explanation import Explanation
 from tfdp.engines.vectorization import efficient_vectorization
@@ -58,7 +58,7 @@ class VectorizedEngine:
 
         def of_one_unit(elements: Any) -> tuple[list[tf.Tensor], Any]:
             number, leaves = elements
-            with _keras.seeds_of_row(number) as advance:
+            with _seeds.seeds_of_row(number) as advance:
                 gradients, y_pred = unit_gradients(objective, _tree.pack(leaves, units))
             has_path[:] = [gradient is not None for gradient in gradients]
             advance_seeds[:] = [advance]
@@ -180,7 +180,7 @@ def _gradients_elsewhere(
 ) -> list[tf.Tensor | None]:
     """Differentiate with other values of the variables, under the same masks."""
     mapping = list(zip(objective.variables, values, strict=True))
-    with keras.StatelessScope(state_mapping=mapping), _keras.drawing_again():
+    with keras.StatelessScope(state_mapping=mapping), _seeds.drawing_again():
         return _gradients_at(values, objective, unit)[0]
 
 

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _tree
-from tfdp.checks.tracing import tracing
+from tfdp._tracing import tracing
 from tfdp.errors import UnsupportedLossError
 
 

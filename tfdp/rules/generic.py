@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _keras
-from tfdp.checks.tracing import tracing
+from tfdp import _seeds
+from tfdp._tracing import tracing
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
 from tfdp.rules.terms import PerRow, Term
@@ -44,9 +44,9 @@ def generic(call: Call) -> Any:
         )
     try:
         # Run once more for the gradients, it would draw other numbers.
-        with _keras.without_chance():
+        with _seeds.without_chance():
             outputs = call.run(*call.args, **call.kwargs)
-    except _keras.RandomError as error:
+    except _seeds.RandomError as error:
         raise UnsupportedLayerError(
             f"A layer without a rule must not be random. {advice}"
         ) from error

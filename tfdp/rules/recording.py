@@ -126,23 +126,16 @@ class Recording:
             UnsupportedLayerError: At the end, with all that could not be recorded:
                 among it variables used outside of the calls of their own layer.
         """
-        replaced = []
-        try:
-            with self._tape_of_variables() as outside:
-                for path, layer in _keras.layers_by_path(self._model):
-                    rule = self._find_rule(layer) if layer.trainable_variables else None
-                    if rule is None:
-                        continue
-                    run = functools.partial(self._run, rule, path, layer, layer.call)
-                    # Entries of the instances, which Keras does not track.
-                    replaced.append((vars(layer), vars(layer).get("call")))
-                    vars(layer)["call"] = functools.wraps(layer.call)(run)
-                yield
-        finally:
-            for attributes, original in replaced:
-                del attributes["call"]
-                if original is not None:
-                    attributes["call"] = original
+        with contextlib.ExitStack() as replaced:
+            outside = replaced.enter_context(self._tape_of_variables())
+            for path, layer in _keras.layers_by_path(self._model):
+                rule = self._find_rule(layer) if layer.trainable_variables else None
+                if rule is None:
+                    continue
+                run = functools.partial(self._run, rule, path, layer, layer.call)
+                call = functools.wraps(layer.call)(run)
+                replaced.enter_context(_keras.attributes_replaced(layer, call=call))
+            yield
         self._refuse_foreign(outside.watched_variables(), [])
         if self._refusals:
             raise UnsupportedLayerError(" ".join(dict.fromkeys(self._refusals)))
@@ -304,15 +297,8 @@ class Call:
         Returns:
             The outputs for the arguments of the call.
         """
-        own = vars(self.layer)
-        original = {name: own[name] for name in attributes if name in own}
-        own.update(attributes)
-        try:
+        with _keras.attributes_replaced(self.layer, **attributes):
             return self._function(*self.args, **self.kwargs)
-        finally:
-            for name in attributes:
-                del own[name]
-            own.update(original)
 
     def watch(
         self,

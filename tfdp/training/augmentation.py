@@ -5,7 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _keras, _tree, _validate, validation
+from tfdp import _keras, _tree, _validate
+from tfdp.checks.model import check_model
 from tfdp.losses.objective import Batch
 
 
@@ -78,7 +79,7 @@ class Augmentation:
             UnsupportedLayerError: If it is not.
             ValueError: If views have other shapes than their rows.
         """
-        validation.check_model(self._model, x, views=self.multiplicity)
+        check_model(self._model, x, views=self.multiplicity)
         x = _tree.map_tensors(lambda rows: tf.repeat(rows, self.multiplicity, 0), x)
         views = self._model(x, training=True)
         shapes, wanted = (

@@ -9,10 +9,9 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree, _validate, engines
-from tfdp.checks.tracing import signature_of
+from tfdp.checks.engine import check_objective, choose
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
-from tfdp.engines.choice import check_objective, choose
 from tfdp.engines.passes import number_of_rows
 from tfdp.losses.ascent import BAM, SAT, check_plain
 from tfdp.losses.objective import Batch, Objective
@@ -219,7 +218,7 @@ def _checked_once(
                 model.name,
             )
             engine = "vectorized"
-        check_objective(objective, signature_of(data))
+        check_objective(objective, data)
         return engines.get(engine)
     has_rows = tf.executing_eagerly() and number_of_examples(data)
     with _keras.outside_of_graphs():

@@ -7,7 +7,10 @@ from tfdp.checks.operations import axes as axes
 from tfdp.checks.operations import chance as chance
 from tfdp.checks.operations import contractions as contractions
 from tfdp.checks.operations import elementwise as elementwise
+from tfdp.checks.operations import gathers as gathers
 from tfdp.checks.operations import lists as lists
 from tfdp.checks.operations import parts as parts
 from tfdp.checks.operations import shapes as shapes
+from tfdp.checks.operations import slices as slices
+from tfdp.checks.operations import spaces as spaces
 from tfdp.checks.step import apply as apply

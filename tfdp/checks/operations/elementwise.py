@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdp.checks.sizes import constant, is_fixed
 from tfdp.checks.step import Step, broadcast, of_numbers, rule
-from tfdp.checks.values import Cause, Value
+from tfdp.checks.values import Value, causes_of, have_rows
 
 
 def joined(step: Step, values: Sequence[Value]) -> Value:
@@ -14,189 +14,59 @@ def joined(step: Step, values: Sequence[Value]) -> Value:
     if step.op.outputs[0].dtype == tf.variant:
         return _joined_lists(step, values)
     with_rows = [each for each in values if each.axis is not None]
-    lengths = broadcast([each.lengths for each in values])
-    causes = frozenset[Cause]().union(*(each.causes for each in values))
+    lengths = broadcast(values)
+    causes = causes_of(values)
     if not with_rows:
         return step.output(None, lengths=lengths, causes=causes)
     if len(values) == 1:
         axis, layout, own, *_ = with_rows[0]
         return step.output(axis, layout, lengths=own, causes=causes)
-    places = {(each.from_end, each.layout) for each in with_rows}
+    (place, layout), *others = {(each.from_end, each.layout) for each in with_rows}
     rank = len(lengths) if lengths is not None else step.op.outputs[0].shape.rank
-    if len(places) > 1 or rank is None or with_rows[0].from_end is None:
+    if others or rank is None or place is None:
         return step.mixed("joins tensors whose rows are on different axes")
-    (place, layout), *_ = places
-    assert place is not None  # noqa: S101
     return step.output(rank + place, layout, lengths=lengths, causes=causes)
 
 
 def _joined_lists(step: Step, values: Sequence[Value]) -> Value:
     """Describe a list that is made of lists, element by element."""
-    first = next((each for each in values if each.axis is not None), values[0])
-    places = {(e.axis, e.layout) for e in values if e.axis is not None}
-    if len(places) > 1:
+    with_rows = [each for each in values if each.axis is not None]
+    if len({(each.axis, each.layout) for each in with_rows}) > 1:
         return step.mixed("joins tensors whose rows are on different axes")
+    first = (with_rows or values)[0]
     numbers = first.numbers if len(values) == 1 else None
     return first._replace(numbers=numbers, causes=step.causes)
 
 
-_ELEMENTWISE = [
-    "Abs",
-    "Acos",
-    "Acosh",
-    "Add",
-    "AddN",
-    "AddV2",
-    "Angle",
-    "ApproximateEqual",
-    "Asin",
-    "Asinh",
-    "Atan",
-    "Atan2",
-    "Atanh",
-    "Betainc",
-    "Bitcast",
-    "BitwiseAnd",
-    "BitwiseOr",
-    "BitwiseXor",
-    "Cast",
-    "Ceil",
-    "CheckNumerics",
-    "CheckNumericsV2",
-    "ClipByValue",
-    "Complex",
-    "ComplexAbs",
-    "Conj",
-    "Cos",
-    "Cosh",
-    "DebugIdentityV2",
-    "Digamma",
-    "Div",
-    "DivNoNan",
-    "Elu",
-    "EluGrad",
-    "EnsureShape",
-    "Equal",
-    "Erf",
-    "Erfc",
-    "Erfcinv",
-    "Erfinv",
-    "Exp",
-    "Expm1",
-    "Floor",
-    "FloorDiv",
-    "FloorMod",
-    "Greater",
-    "GreaterEqual",
-    "Identity",
-    "Igamma",
-    "Igammac",
-    "Imag",
-    "Inv",
-    "InvGrad",
-    "Invert",
-    "IsFinite",
-    "IsInf",
-    "IsNan",
-    "LeakyRelu",
-    "LeakyReluGrad",
-    "LeftShift",
-    "Less",
-    "LessEqual",
-    "Lgamma",
-    "Log",
-    "Log1p",
-    "LogicalAnd",
-    "LogicalNot",
-    "LogicalOr",
-    "Maximum",
-    "Minimum",
-    "Mod",
-    "Mul",
-    "MulNoNan",
-    "Ndtri",
-    "Neg",
-    "NextAfter",
-    "NotEqual",
-    "OnesLike",
-    "Polygamma",
-    "PopulationCount",
-    "Pow",
-    "PreventGradient",
-    "Real",
-    "RealDiv",
-    "Reciprocal",
-    "ReciprocalGrad",
-    "Relu",
-    "Relu6",
-    "Relu6Grad",
-    "ReluGrad",
-    "RightShift",
-    "Rint",
-    "Round",
-    "Rsqrt",
-    "RsqrtGrad",
-    "Selu",
-    "SeluGrad",
-    "SelectV2",
-    "Sigmoid",
-    "SigmoidGrad",
-    "Sign",
-    "Sin",
-    "Sinh",
-    "Snapshot",
-    "Softplus",
-    "SoftplusGrad",
-    "Softsign",
-    "SoftsignGrad",
-    "Sqrt",
-    "SqrtGrad",
-    "Square",
-    "SquaredDifference",
-    "Sub",
-    "Tan",
-    "Tanh",
-    "TanhGrad",
-    "TruncateDiv",
-    "TruncateMod",
-    "Xdivy",
-    "Xlog1py",
-    "Xlogy",
-    "Zeta",
-    "BesselI0e",
-    "BesselI1e",
-    "StringLower",
-    "StringUpper",
-    "StringStrip",
-    "StringLength",
-    "StringJoin",
-    "AsString",
-    "RegexReplace",
-    "StaticRegexReplace",
-    "StaticRegexFullMatch",
-    "RegexFullMatch",
-    "StringToNumber",
-    "StringToHashBucketFast",
-    "StringToHashBucketStrong",
-    "StringToHashBucket",
-    "DecodeBase64",
-    "EncodeBase64",
-    "Substr",
-    "AccumulateNV2",
-    "StopGradient",
-    "DeepCopy",
-    "CopyHost",
-    "Copy",
-    "FakeQuantWithMinMaxVars",
-    "FakeQuantWithMinMaxArgs",
-    "Bucketize",
-    "ComplexAbs",
-    "TopKUnique",
-]
-_ELEMENTWISE.remove("TopKUnique")
+# What treats each entry alone: copies, casts, functions, their gradients, strings.
+_ELEMENTWISE = """
+    CheckNumerics CheckNumericsV2 Copy CopyHost DebugIdentityV2 DeepCopy
+    EnsureShape Identity PreventGradient Snapshot StopGradient
+
+    Bitcast Bucketize Cast FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars
+
+    Abs AccumulateNV2 Acos Acosh Add AddN AddV2 Angle ApproximateEqual Asin Asinh
+    Atan Atan2 Atanh BesselI0e BesselI1e Betainc BitwiseAnd BitwiseOr BitwiseXor
+    Ceil ClipByValue Complex ComplexAbs Conj Cos Cosh Digamma Div DivNoNan Elu Erf
+    Erfc Erfcinv Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual
+    Igamma Igammac Imag Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift Less
+    LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod
+    Mul MulNoNan Ndtri Neg NextAfter NotEqual Polygamma PopulationCount Pow Real
+    RealDiv Reciprocal Relu Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign
+    Sin Sinh Softplus Softsign Sqrt Square SquaredDifference Sub Tan Tanh
+    TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
+
+    EluGrad InvGrad LeakyReluGrad ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad
+    SeluGrad SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad TanhGrad
+
+    AsString DecodeBase64 EncodeBase64 RegexFullMatch RegexReplace
+    StaticRegexFullMatch StaticRegexReplace StringJoin StringLength StringLower
+    StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong
+    StringToNumber StringUpper Substr
+"""
 
 
-@rule(*_ELEMENTWISE)
+@rule(*_ELEMENTWISE.split())
 def _elementwise(step: Step) -> Value:
     return joined(step, step.inputs)
 
@@ -219,11 +89,11 @@ def _select(step: Step) -> Value:
     if (
         step.op.type == "Select"
         and condition.lengths is not None
-        and others[0].lengths is not None
-        and len(condition.lengths) == 1 < len(others[0].lengths)
+        and others[0].rank is not None
+        and len(condition.lengths) == 1 < others[0].rank
     ):
         # One condition for each entry of the first axis.
-        more = [1] * (len(others[0].lengths) - 1)
+        more = [1] * (others[0].rank - 1)
         condition = condition._replace(lengths=(*condition.lengths, *more))
     return joined(step, [condition, *others])
 
@@ -231,17 +101,18 @@ def _select(step: Step) -> Value:
 @rule("ZerosLike", "OnesLike", "ImmutableConst")
 def _like(step: Step) -> Value:
     like = step.inputs[0]
-    # Where something is the matter, its shape may depend on it.
-    is_known = like.lengths is not None and is_fixed(list(like.lengths))
-    causes = frozenset[Cause]() if is_known else like.causes
     if step.op.outputs[0].dtype == tf.variant:
-        return like._replace(numbers=None, causes=like.causes)
-    return step.output(like.axis, like.layout, lengths=like.lengths, causes=causes)
+        return like._replace(numbers=None)
+    # Where something is the matter, its shape may depend on it.
+    lengths = like.lengths
+    is_known = lengths is not None and None not in lengths and is_fixed(lengths)
+    causes = causes_of([] if is_known else [like])
+    return step.output(like.axis, like.layout, lengths=lengths, causes=causes)
 
 
 @rule("IdentityN")
-def _identities(step: Step) -> list[Value]:
-    return list(step.inputs)
+def _identities(step: Step) -> Value:
+    return step.inputs[step.number]
 
 
 @rule("LookupTableFindV2")
@@ -250,7 +121,7 @@ def _looked_up(step: Step) -> Value:
     if keys.axis is None:
         return joined(step, [keys, default])
     # Of some tables a key is a whole vector, along the last axis.
-    is_vector = keys.lengths is None or (keys.from_end == -1 and len(keys.lengths) > 1)
-    if is_vector or default.axis is not None:
+    is_vector = keys.rank is None or (keys.from_end == -1 and keys.rank > 1)
+    if is_vector or have_rows([default]):
         return step.unknown()
-    return step.output(keys.axis, keys.layout)
+    return step.like(keys)

@@ -9,8 +9,9 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
-from tfdp.validation import Problem, check_loss, check_model, validate_model
+from tfdp.checks.model import check_model
+from tfdp.errors import UnsupportedLayerError
+from tfdp.validation import Problem, validate_model
 
 pytestmark = pytest.mark.keras_private
 
@@ -784,77 +785,3 @@ def test_a_problem_reads_as_a_sentence():
     assert str(problem) == "`encoder/head` (MyDense): it mixes rows. Use `Dense`."
     with pytest.raises(dataclasses.FrozenInstanceError):
         problem.path = "other"
-
-
-# ------------------------------------------------------------------------ the losses
-
-
-def weighted_by_share(y, y_pred, sample_weight):
-    losses = ops.mean(ops.square(ops.cast(y, y_pred.dtype) - y_pred), axis=-1)
-    return losses * ops.cast(sample_weight / ops.mean(sample_weight), losses.dtype)
-
-
-def masked_mean(y, y_pred, sample_weight):
-    mask = ops.cast(y > 0, y_pred.dtype)
-    losses = ops.sum(ops.abs(y_pred) * mask, axis=-1)
-    return losses * ops.cast(ops.size(mask), losses.dtype) / ops.sum(mask)
-
-
-def standardized(y, y_pred, sample_weight):
-    losses = ops.mean(ops.abs(y_pred), axis=-1)
-    return losses - ops.max(losses)
-
-
-LABELS = np.array([0, 1, 2, 1, 0, 2])
-PROBABILITIES = np.random.default_rng(2).dirichlet(np.ones(3), size=6).astype("float32")
-WEIGHTS = np.array([0.5, 2.0, 1.0, 3.0, 1.0, 1.0])
-
-
-@pytest.mark.parametrize(
-    ("losses", "y"),
-    [
-        (keras.losses.SparseCategoricalCrossentropy(reduction=None), LABELS),
-        (
-            keras.losses.CategoricalCrossentropy(reduction=None),
-            np.eye(3)[LABELS],
-        ),
-        (keras.losses.MeanSquaredError(reduction=None), np.eye(3)[LABELS]),
-        (lambda y, y_pred, sample_weight: -ops.log(y_pred[:, 0]), None),
-        (lambda y, y_pred, sample_weight: y_pred[:, 0] * np.nan, LABELS),
-    ],
-    ids=["sparse", "categorical", "squared", "no targets", "nan"],
-)
-@pytest.mark.parametrize("sample_weight", [None, WEIGHTS], ids=["plain", "weighted"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_losses_of_one_example_each_pass(losses, y, sample_weight, dtype):
-    check_loss(losses, y, ops.cast(PROBABILITIES, dtype), sample_weight)
-
-
-@pytest.mark.parametrize(
-    ("losses", "y"),
-    [
-        (keras.losses.Circle(reduction=None), LABELS),
-        (weighted_by_share, np.eye(3)[LABELS]),
-        (masked_mean, np.eye(3)[LABELS][:, [0, 0, 1]]),
-        (standardized, None),
-    ],
-    ids=["circle", "weights", "mask", "maximum"],
-)
-@pytest.mark.parametrize("rows", [3, 6])
-def test_losses_that_couple_examples_are_refused(losses, y, rows):
-    y = None if y is None else y[:rows]
-    with pytest.raises(UnsupportedLossError, match=r"Circle.*Use a loss that"):
-        check_loss(losses, y, PROBABILITIES[:rows], WEIGHTS[:rows])
-
-
-def test_losses_of_nested_outputs_are_probed():
-    def losses(y, y_pred, sample_weight):
-        return y_pred["a"][:, 0] + ops.mean(y_pred["b"])
-
-    with pytest.raises(UnsupportedLossError, match="must not depend on other"):
-        check_loss(losses, None, {"a": PROBABILITIES, "b": PROBABILITIES})
-
-
-def test_a_reduced_loss_is_refused():
-    with pytest.raises(UnsupportedLossError, match=r"returned shape \(\)"):
-        check_loss(keras.losses.MeanSquaredError(), PROBABILITIES, PROBABILITIES)

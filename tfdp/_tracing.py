@@ -1,0 +1,46 @@
+"""What code tells the trace of a pass that it runs in, if one is being made."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from tfdp._types import Nest, Tensor
+
+
+class Tracing(Protocol):
+    """A pass that is traced to find out whether its rows meet."""
+
+    def part(self, owner: object) -> contextlib.AbstractContextManager[None]:
+        """Note that the operations that are made inside belong to a layer, or loss."""
+
+    def alone(
+        self, function: Callable[[list[Tensor]], Nest], rows: list[Tensor]
+    ) -> Nest:
+        """Look at what a function does to one row; used in place of a map over rows."""
+
+
+_tracing: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
+    "tracing", default=None
+)
+
+
+def tracing() -> Tracing | None:
+    """Return the trace that is being made, if one is."""
+    return _tracing.get()
+
+
+@contextlib.contextmanager
+def traced_by(trace: Tracing) -> Iterator[None]:
+    """Let what runs inside be part of a trace."""
+    token = _tracing.set(trace)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
+
+
+def part_of_trace(owner: object) -> contextlib.AbstractContextManager[None]:
+    """Note, if a trace is being made, whose operations are made inside."""
+    trace = tracing()
+    return contextlib.nullcontext() if trace is None else trace.part(owner)

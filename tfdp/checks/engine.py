@@ -1,0 +1,198 @@
+"""Proves that rows do not meet in a model, and chooses the engine that clips for it."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tfdp import _keras, engines, rules
+from tfdp._tree import signature_of
+from tfdp._types import Nest, Tensor
+from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
+from tfdp.checks.registered_rules import compare_on_rows
+from tfdp.checks.tracing import LOSS, Found, Trace
+from tfdp.engines.bookkeeping import BookkeepingEngine
+from tfdp.engines.vectorized import VectorizedEngine
+from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
+from tfdp.losses import regularizers
+from tfdp.losses.objective import Batch, Objective
+from tfdp.rules.generic import generic
+
+
+def choose(
+    engine: str | engines.Engine,
+    objective: Objective,
+    data: Nest,
+    sizes: Sequence[int | None] = (None,),
+) -> engines.Engine:
+    """Prove that rows do not meet in a model, and return the engine to use for it.
+
+    The graph of a pass is followed through model, losses, and the backward pass up to
+    what the engine reads. What is proven any engine may clip. What is not, the
+    vectorized engine runs row by row.
+
+    Args:
+        engine: As in `tfdp.DPModel`.
+        objective: What will be differentiated.
+        data: ``(x, y, sample_weight)``, nested arrays of a few rows. Only shapes and
+            dtypes matter, but where somebody has registered a rule.
+        sizes: How many rows the passes will have, each None for any number: where
+            that is static, layers may do something else.
+
+    Returns:
+        `engine`, or the vectorized one if `engine` is `"auto"` and book-keeping is
+        out of question, which a log line says.
+
+    Raises:
+        UnsupportedLayerError: If the model mixes rows for certain or keeps data, or if
+            the engine was asked for and cannot be used.
+        UnsupportedLossError: If the losses do so.
+    """
+    chosen = engines.get(engine)
+    if isinstance(chosen, VectorizedEngine):
+        check_objective(objective, data, sizes)
+        return chosen
+    try:
+        # Where losses look uphill, their first pass runs from the weights themselves.
+        passes = [dataclasses.replace(objective, ascent=None)]
+        if objective.ascent is not None:
+            passes.append(objective)
+        for rows, of_pass in itertools.product(sizes, passes):
+            problems = _problems_of_pass(chosen, of_pass, data, rows)
+            if problems:
+                raise UnsupportedLayerError(str(problems[0]))
+        if not _has_only_own_rules(objective.model):
+            compare_on_rows(chosen, objective, data)
+    except UnsupportedLayerError as error:
+        check_objective(objective, data, sizes)
+        if engine != "auto":
+            raise UnsupportedLayerError(
+                f"Engine '{chosen.name}' cannot clip the gradients of model "
+                f"`{objective.model.name}`. {error} Or use `engine='vectorized'`."
+            ) from error
+        logging.warning(
+            "tfdp takes whole gradients of each example of model `%s`, which needs "
+            "more time and memory: %s",
+            objective.model.name,
+            error,
+        )
+        return VectorizedEngine()
+    _log_layers_without_rule(objective.model)
+    return chosen
+
+
+def check_objective(
+    objective: Objective, data: Nest, sizes: Sequence[int | None] = (None,)
+) -> None:
+    """Refuse a model or losses that mix rows for certain, or that keep data.
+
+    Args:
+        objective: The model and its losses.
+        data: ``(x, y, sample_weight)``, of which shapes and dtypes are read.
+        sizes: How many rows the passes will have, each None for any number.
+
+    Raises:
+        UnsupportedLayerError: If the model does.
+        UnsupportedLossError: If the losses do.
+    """
+    for rows in sizes:
+        trace, found = _followed(objective, data, rows, _losses)
+        problems = layer_problems(objective.model, trace, found)
+        raise_if(objective.model, [each for each in problems if each.is_certain])
+        for problem in loss_problems(found):
+            if problem.is_certain:
+                raise UnsupportedLossError(problem.reason)
+
+
+def _losses(objective: Objective, batch: Batch) -> Tensor:
+    y_pred = objective.predict(batch.x)
+    return objective.losses(batch.x, batch.y, y_pred, batch.sample_weight)
+
+
+def _problems_of_pass(
+    engine: BookkeepingEngine, objective: Objective, data: Nest, rows: int | None
+) -> list[Problem]:
+    """Follow the rows through all that an engine reads."""
+    trace, found = _followed(objective, data, rows, engine.read)
+    problems = layer_problems(objective.model, trace, found) + loss_problems(found)
+    if found:
+        # What comes first in the graph is to blame for what follows.
+        names = {id(layer): path for path, layer in trace.layers}
+        first = names.get(id(found[0].layer))
+        problems.sort(key=lambda problem: problem.path != first)
+    return problems
+
+
+def _followed(
+    objective: Objective,
+    data: Nest,
+    rows: int | None,
+    read: Callable[[Objective, Batch], Nest],
+) -> tuple[Trace, list[Found]]:
+    """Follow the rows of batches like these, through losses that are known as such."""
+    trace = Trace(objective.model)
+
+    def losses(*batch: Nest) -> Tensor:
+        with trace.part(LOSS), regularizers.unread(objective.variables, "The loss"):
+            return _of_each_row(objective.losses(*batch), objective.losses)
+
+    traced = dataclasses.replace(objective, losses=losses)
+    padding = tf.TensorSpec([rows], tf.bool)
+
+    def run(x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor) -> Nest:
+        return read(traced, Batch(x, y, sample_weight, is_padding))
+
+    return trace, trace.found(run, (*signature_of(data, rows), padding), rows)
+
+
+def _has_only_own_rules(model: keras.Model) -> bool:
+    """Tell whether all rules that a model needs are tfdp's, for the layers' own code."""
+    return all(
+        rules.is_own(layer) and "call" not in vars(layer)
+        for layer in _keras.flatten_layers(model)
+        if layer.trainable_variables
+    )
+
+
+def _log_layers_without_rule(model: keras.Model) -> None:
+    layers = _keras.layers_by_path(model)
+    # The rule of a recurrent layer is that of its cell.
+    cells = [layer.cell for _, layer in layers if isinstance(layer, keras.layers.RNN)]
+    found = [
+        (path, layer)
+        for path, layer in layers
+        if layer.trainable_variables
+        and rules.find(layer) is generic
+        and not any(layer is cell for cell in cells)
+    ]
+    if not found:
+        return
+    numbers = sum(
+        math.prod(variable.shape)
+        for _, layer in found
+        for variable in layer.trainable_variables
+    )
+    logging.warning(
+        "tfdp has no rule for %s of model `%s`: each is run once more, and takes the "
+        "whole gradient of each example, together %d numbers. "
+        "`tfdp.rules.register(%s, rule)` would save that.",
+        ", ".join(f"`{path}` ({type(layer).__name__})" for path, layer in found),
+        model.name,
+        numbers,
+        type(found[0][1]).__name__,
+    )
+
+
+def _of_each_row(losses: Tensor, function: object) -> Tensor:
+    """Return losses if there is one for each row."""
+    if losses.shape.rank != 1:
+        raise UnsupportedLossError(
+            "A loss must have one value for every example. Received: "
+            f"per_example_losses={function!r}, which returned shape "
+            f"{tuple(losses.shape)}. Return unreduced losses, of shape (N,)."
+        )
+    return losses

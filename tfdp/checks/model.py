@@ -1,0 +1,98 @@
+"""Checks that a model treats every example of a batch by itself.
+
+A clipped gradient bounds what one example can do only if no other example's
+gradient depends on it. The checks look at the graph of the model, and follow the rows
+through every operation in it.
+"""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _keras
+from tfdp._tree import signature_of
+from tfdp._types import Nest
+from tfdp.checks.problems import Problem, layer_problems, raise_if
+from tfdp.checks.tracing import Trace
+
+
+def validate_model(model: keras.Model, x: Nest) -> list[Problem]:
+    """Find what breaks per-example privacy in a model, or prove that nothing does.
+
+    The model's graph in training mode is followed from operation to operation: where
+    the rows of a batch are in each tensor, and whether they meet. That holds for every
+    batch and all data. Found are layers that mix rows, among them every
+    BatchNormalization that is not frozen; state that keeps data; losses of
+    activations; and operations of which nothing is known.
+
+    Nothing runs: weights, random seeds, metrics and all other variables stay what they
+    are. A model that was not built is built.
+
+    Args:
+        model: Any Keras model.
+        x: Inputs of the model as for `fit`: an array or a nest of arrays, with one
+            row or more. Only shapes and dtypes are read.
+
+    Returns:
+        The problems in the order of the layers. Empty: it is proven that no row has a
+        part in what the model computes for another. A gradient of a layer's own
+        (`tf.custom_gradient`) may still mix them: gradients are followed when a
+        training begins, which chooses the engine by that.
+
+    Raises:
+        ValueError: If an array of `x` has no rows.
+
+    Example:
+        >>> model = keras.Sequential([
+        ...     keras.layers.BatchNormalization(name="norm"),
+        ...     keras.layers.Dense(1),
+        ... ])
+        >>> [problem.path for problem in validate_model(model, np.ones((8, 3)))]
+        ['norm']
+    """
+    return _problems_of(model, x)
+
+
+def _problems_of(model: keras.Model, x: Nest, *, views: int = 1) -> list[Problem]:
+    _check_rows(x)
+    signature = signature_of(x)
+    _build(model, signature)
+    trace = Trace(model)
+    takes_training = _keras.takes_training(model)
+
+    def run(inputs: Nest) -> Nest:
+        return model(inputs, training=True) if takes_training else model(inputs)
+
+    found = trace.found(run, (signature,), views=views, ends_in_rows=False)
+    return layer_problems(model, trace, found)
+
+
+def _check_rows(x: Nest) -> None:
+    for leaf in keras.tree.flatten(x):
+        if leaf is not None and (not np.ndim(leaf) or not leaf.shape[0]):
+            raise ValueError(
+                "Every array of `x` must have examples on its leading axis. "
+                f"Received: an array of shape {tuple(np.shape(leaf))} in `x`."
+            )
+
+
+def _build(model: keras.Model, signature: Nest) -> None:
+    """Create the variables of the model, if need be, without running it."""
+    if all(layer.built for _, layer in _keras.layers_by_path(model)):
+        return
+    trace = tf.function(lambda x: model(x, training=False), autograph=False)
+    trace.get_concrete_function(signature)
+
+
+def check_model(model: keras.Model, x: Nest, *, views: int = 1) -> None:
+    """Raise one error that names all that is in the way of a proof.
+
+    Args:
+        model: Any Keras model.
+        x: Inputs of the model, as for `validate_model`.
+        views: How many rows in a row belong to one example.
+
+    Raises:
+        UnsupportedLayerError: If there is any problem.
+    """
+    raise_if(model, _problems_of(model, x, views=views))

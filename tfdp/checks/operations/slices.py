@@ -1,0 +1,170 @@
+"""Parts of tensors that are cut out by where they begin and end."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tfdp.checks.sizes import Length, Size, is_fixed, slice_masks
+from tfdp.checks.step import Step, is_same_length, lengths_from, rule
+from tfdp.checks.values import Value, have_rows
+
+
+@rule("Slice")
+def _slice(step: Step) -> Value:
+    value, begin, size = step.inputs
+    if have_rows([begin, size]):
+        return step.mixed("takes a part that depends on rows")
+    if value.lengths is None:
+        return step.unknown()
+    if begin.numbers is None or size.numbers is None:
+        if value.axis is not None:
+            return step.mixed("takes a part that is not known", is_certain=False)
+        return step.output(None)
+    lengths = [
+        _sliced(*each)
+        for each in zip(
+            value.lengths, begin.numbers.ravel(), size.numbers.ravel(), strict=True
+        )
+    ]
+    if value.axis is None:
+        # Which part is taken may count rows.
+        return step.output(None, lengths=lengths)
+    if not is_same_length(lengths[value.axis], value.lengths[value.axis]):
+        return step.mixed("takes some of the rows")
+    causes = value.causes if _are_fixed([begin, size], value.axis) else step.causes
+    return step.output(value.axis, value.layout, lengths=lengths, causes=causes)
+
+
+def _sliced(length: Length | None, begin: Length, size: Length) -> Length | None:
+    """Return the length of a part."""
+    if size != -1:
+        return size
+    return None if length is None else length - begin
+
+
+def _are_fixed(indices: Sequence[Value], entry: int | None) -> bool:
+    """Tell whether no number but entry `entry`, that of the row axis, counts rows."""
+    about_rows = [] if entry is None else [entry]
+    return all(
+        each.numbers is not None
+        and is_fixed(np.delete(each.numbers.ravel(), about_rows))
+        for each in indices
+    )
+
+
+class _Taken(NamedTuple):
+    """What a strided slice takes of one axis.
+
+    Attributes:
+        axis: The axis of the tensor; None for one that the slice makes.
+        length: Of what is taken; None if not known.
+        takes_all: Whether that is all of the axis; None if not known.
+        is_dropped: Whether the part does not have the axis any more.
+        entry: Which entry of the slice says so; None if none names this axis.
+    """
+
+    axis: int | None
+    length: Length | None = None
+    takes_all: bool | None = True
+    is_dropped: bool = False
+    entry: int | None = None
+
+
+def _taken(
+    step: Step, lengths: Sequence[Length | None], indices: Sequence[Value]
+) -> list[_Taken] | None:
+    """Say what is taken of each axis; None if the number of entries is not known."""
+    shape = step.op.inputs[1].shape
+    if shape.rank != 1 or shape[0] is None:
+        return None
+    masks = slice_masks(step.op, shape[0])
+    whole = [_Taken(axis, length) for axis, length in enumerate(lengths)]
+    # An ellipsis stands for all axes that no entry names.
+    named = sum(not (has["ellipsis"] or has["new_axis"]) for has in masks)
+    found: list[_Taken] = []
+    axis = 0
+    for entry, has in enumerate(masks):
+        if has["ellipsis"]:
+            past = axis + len(lengths) - named
+            found += whole[axis:past]
+            axis = past
+        elif has["new_axis"]:
+            found.append(_Taken(None, 1))
+        else:
+            part = _part(lengths[axis], [_at(each, entry) for each in indices], has)
+            found.append(part._replace(axis=axis, entry=entry))
+            axis += 1
+    return found + whole[axis:]
+
+
+def _at(value: Value, entry: int) -> Length | None:
+    return None if value.numbers is None else value.numbers.ravel()[entry]
+
+
+def _part(
+    length: Length | None, bounds: list[Length | None], has: dict[str, bool]
+) -> _Taken:
+    """Say what is taken of one axis, from begin, end and stride."""
+    if has["shrink_axis"]:
+        return _Taken(None, takes_all=False, is_dropped=True)
+    begin = 0 if has["begin"] else bounds[0]
+    end = length if has["end"] else bounds[1]
+    stride = bounds[2]
+    if begin is None or stride is None or (end is None and not has["end"]):
+        return _Taken(None, takes_all=None)
+    to_end = has["end"] or is_same_length(end, length)
+    if begin == 0 and to_end and stride == 1:
+        return _Taken(None, length)
+    if isinstance(length, int) and is_fixed([begin, end, stride]):
+        first = None if has["begin"] else begin
+        part = slice(first, None if has["end"] else end, stride)
+        return _Taken(None, len(range(*part.indices(length))), takes_all=False)
+    return _Taken(None, takes_all=False)
+
+
+@rule("StridedSlice")
+def _strided_slice(step: Step) -> Value:
+    value, *indices = step.inputs
+    if have_rows(indices):
+        return step.mixed("takes a part that depends on rows")
+    found = None
+    if value.lengths is not None:
+        found = _taken(step, value.lengths, indices)
+    if found is None:
+        return step.unknown()
+    kept = [taken for taken in found if not taken.is_dropped]
+    lengths = [taken.length for taken in kept]
+    if value.axis is None:
+        # Which part is taken may count rows.
+        return step.output(None, lengths=lengths)
+    of_rows = next(taken for taken in found if taken.axis == value.axis)
+    if not of_rows.takes_all:
+        is_certain = of_rows.takes_all is not None
+        return step.mixed("takes some of the rows", is_certain=is_certain)
+    causes = value.causes if _are_fixed(indices, of_rows.entry) else step.causes
+    return step.output(
+        kept.index(of_rows), value.layout, lengths=lengths, causes=causes
+    )
+
+
+@rule("StridedSliceGrad")
+def _strided_slice_grad(step: Step) -> Value:
+    shape, *indices, value = step.inputs
+    lengths = lengths_from(shape)
+    if lengths is None or have_rows(indices):
+        return step.unknown()
+    found = _taken(step, lengths, indices)
+    if found is None:
+        return step.unknown()
+    if value.axis is None:
+        counted = [n for n, length in enumerate(lengths) if isinstance(length, Size)]
+        if any(taken.axis in counted and not taken.takes_all for taken in found):
+            return step.mixed("puts entries to some of the rows")
+        return step.output(None, lengths=lengths)
+    of_rows = [taken for taken in found if not taken.is_dropped][value.axis]
+    if of_rows.axis is None or not of_rows.takes_all:
+        is_certain = of_rows.takes_all is not None
+        return step.mixed("puts rows to others", is_certain=is_certain)
+    causes = value.causes if _are_fixed(indices, of_rows.entry) else step.causes
+    return step.output(of_rows.axis, value.layout, lengths=lengths, causes=causes)

@@ -1,0 +1,166 @@
+"""What to say of what lets the rows of a model, or of a loss, meet."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import keras
+
+from tfdp.checks.tracing import LOSS, Found, Trace
+from tfdp.errors import UnsupportedLayerError
+
+
+class _Flaw(NamedTuple):
+    reason: str
+    fix: str
+
+
+_BATCH_STATISTICS = _Flaw(
+    "its batch statistics mix the examples, and its moving statistics keep data "
+    "without noise",
+    "`tfdp.fix_model(model)` replaces it by GroupNormalization, or freeze it: "
+    "`layer.trainable = False`.",
+)
+_SPECTRAL = _Flaw(
+    "it overwrites the kernel in every forward pass, also between the passes of one "
+    "private step",
+    "Use the layer that it wraps, with "
+    "`kernel_constraint=keras.constraints.MaxNorm(...)`.",
+)
+_ACTIVITY = _Flaw(
+    "its `activity_regularizer` is a loss of the activations of the whole batch",
+    "Remove it, or regularize weights: `kernel_regularizer=...`.",
+)
+_ADDED_LOSS = _Flaw(
+    "it calls `add_loss`, which takes one number for the whole batch",
+    "Return what the loss needs as an output of the model, with a loss for it in "
+    "`compile`; if it needs weights only, use `kernel_regularizer=...`.",
+)
+_MIXING = _Flaw(
+    "in it, rows of a batch meet: {}",
+    "Compute every row from itself alone: reduce over `axis=-1`, never over axis 0.",
+)
+_MEMORY = _Flaw(
+    "its state {} changes with the data that pass through, and keeps them without "
+    "noise",
+    "Assign no variable from data in `call`; compute it before training from public "
+    "data, as `keras.layers.Normalization.adapt` does.",
+)
+_UNPROVEN = _Flaw(
+    "nobody knows whether rows of a batch meet in it: {}",
+    "`engine='vectorized'`, which `'auto'` takes then, runs every row by itself.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A layer that breaks per-example privacy.
+
+    Attributes:
+        path: Names of the layers that lead to it from the model, joined by ``/``;
+            the name of the model if it is the model itself.
+        layer_class: Name of its class.
+        reason: What it does.
+        fix: What to do instead.
+        is_certain: False where the matter is only that nothing is proven: such a
+            model trains with the engine that runs every row by itself.
+    """
+
+    path: str
+    layer_class: str
+    reason: str
+    fix: str
+    is_certain: bool = True
+
+    def __str__(self) -> str:
+        """Return all of it in one line."""
+        return f"`{self.path}` ({self.layer_class}): {self.reason}. {self.fix}"
+
+
+def layer_problems(
+    model: keras.Model, trace: Trace, found: list[Found]
+) -> list[Problem]:
+    """Say of each layer what is the matter with it."""
+    by_layer: dict[int, list[Found]] = {}
+    of_variables = []
+    for each in found:
+        if not isinstance(each.layer, str):
+            by_layer.setdefault(id(each.layer or model), []).append(each)
+        elif each.layer != LOSS:
+            reason = (
+                "what its gradients are made of is no row's: "
+                f"{each.operation} {each.cause.why}"
+            )
+            of_variables.append(
+                Problem(each.layer, "variable", reason, _UNPROVEN.fix, is_certain=False)
+            )
+    of_layers = [
+        Problem(path, type(layer).__name__, *flaw, is_certain)
+        for path, layer in trace.layers
+        for flaw, is_certain in _flaws(layer, trace, by_layer.get(id(layer), []))
+    ]
+    return of_layers + of_variables
+
+
+def _flaws(
+    layer: keras.layers.Layer, trace: Trace, found: list[Found]
+) -> Iterator[tuple[_Flaw, bool]]:
+    """Say what is the matter with one layer, and whether it is for certain."""
+    # These are named before anything is found, to tell of the fix that they have.
+    if id(layer) in trace.training:
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+            yield _BATCH_STATISTICS, True
+            return
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            yield _SPECTRAL, True
+    if layer.activity_regularizer is not None:
+        yield _ACTIVITY, True
+    elif id(layer) in trace.adding_loss:
+        yield _ADDED_LOSS, True
+    names = dict.fromkeys(each.cause.variable for each in found if each.cause.variable)
+    others = [each for each in found if not each.cause.variable]
+    if others:
+        # What is certain first.
+        worst = max(others, key=lambda each: each.cause.is_certain)
+        is_certain = worst.cause.is_certain
+        flaw = _MIXING if is_certain else _UNPROVEN
+        what = f"{worst.operation} {worst.cause.why}"
+        yield flaw._replace(reason=flaw.reason.format(what)), is_certain
+    if names:
+        listed = ", ".join(f"`{name}`" for name in names)
+        yield _MEMORY._replace(reason=_MEMORY.reason.format(listed)), True
+
+
+def loss_problems(found: list[Found]) -> list[Problem]:
+    """Say what lets the loss of one row depend on others, or keeps data."""
+    problems = []
+    for each in found:
+        if each.layer != LOSS and each.layer is not None:
+            continue
+        cause = each.cause
+        if cause.variable:
+            reason = (
+                "A loss must keep no data: what it assigns is not noised. Received: "
+                f"changed `{cause.variable}` in {each.operation}. Use metrics "
+                "(`compile(metrics=...)`) to count things."
+            )
+        else:
+            reason = (
+                "The loss of an example must not depend on other examples. Received: "
+                f"{each.operation}, which {cause.why}. `keras.losses.Circle` compares "
+                "the rows of a batch, and a loss that is normalized over the batch "
+                "shares its divisor. Use a loss that compares each example with its "
+                "own target, e.g. `keras.losses.CategoricalCrossentropy()`."
+            )
+        problems.append(Problem(LOSS, "loss", reason, "", cause.is_certain))
+    return problems
+
+
+def raise_if(model: keras.Model, problems: list[Problem]) -> None:
+    """Raise one error that names all problems of a model, if there are some."""
+    if problems:
+        found = "".join(f"\n  * {problem}" for problem in problems)
+        raise UnsupportedLayerError(
+            f"Model `{model.name}` must treat every example of a batch alone and keep "
+            f"no data. Received: model={model!r} with{found}"
+        )

@@ -1,0 +1,167 @@
+"""Compares what somebody's own rules lead to with the gradients of single rows."""
+
+import contextlib
+import dataclasses
+import math
+import operator
+from collections.abc import Iterator
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _keras, _tree
+from tfdp._types import Array, Nest, Tensor
+from tfdp.engines import Engine
+from tfdp.engines.passes import number_of_rows, run_whole
+from tfdp.engines.vectorized import unit_gradients
+from tfdp.errors import UnsupportedLayerError
+from tfdp.losses.objective import Batch, Objective
+
+# Relative differences that rounding explains, by what the layers compute in.
+_TOLERANCES = {"float16": 5e-2, "bfloat16": 1e-1}
+_TOLERANCE = 1e-2
+
+# How far uphill gradients are compared, if they are to be taken there.
+_RADIUS = 0.3
+
+
+def compare_on_rows(engine: Engine, objective: Objective, data: Nest) -> None:
+    """Compare what an engine computes without clipping with single rows' gradients.
+
+    The proof of the graph holds for any rule as to which rows meet, but only a rule's
+    author knows whether its terms are the whole gradient of its layer. On a few rows
+    the sums and norms are those of rows that are taken one by one, or the rule is wrong.
+
+    Args:
+        engine: Runs the rules.
+        objective: What will be differentiated.
+        data: ``(x, y, sample_weight)``, nested arrays of a few rows.
+
+    Raises:
+        UnsupportedLayerError: If they differ by more than rounding explains.
+    """
+    data = _tree.map_tensors(tf.convert_to_tensor, data)
+    # Whatever is random draws otherwise for one row than for several.
+    objective = dataclasses.replace(objective, training=False)
+    if objective.ascent is not None:
+        # Far enough uphill to tell a wrong way from rounding.
+        radius = tf.constant(_RADIUS, tf.float64)
+        ascent = objective.ascent._replace(radius=radius, mix=1.0)
+        objective = dataclasses.replace(objective, ascent=ascent)
+    rows = number_of_rows(data)
+    lengths: list[list[float]] = []
+    # At least float32, as the gradients are.
+    expected_sums = [
+        np.zeros(v.shape, "float64" if v.dtype == "float64" else "float32")
+        for v in objective.variables
+    ]
+    with _away_from_zero(objective.model):
+        for row in range(rows):
+            x, y, weight = _tree.map_tensors(
+                operator.itemgetter(slice(row, row + 1)), data
+            )
+            batch = Batch(x, y, weight, tf.zeros([1], tf.bool))
+            gradients, _ = unit_gradients(objective, batch)
+            lengths.append([0.0 if g is None else _length(g) for g in gradients])
+            # What is not finite must not be so for the engine either, and is in no sum.
+            if np.isfinite(lengths[-1]).all():
+                for total, gradient in zip(expected_sums, gradients, strict=True):
+                    if gradient is not None:
+                        np.add(total, gradient, out=total)
+            # Before the next ones are made: there may be room for one set only.
+            del gradients
+        sums, norms = _unclipped(engine, objective, data)
+        if rows > 1:
+            # An axis that is as long as the batch passes for it, but not twice.
+            fewer = operator.itemgetter(slice(rows - 1))
+            _unclipped(engine, objective, _tree.map_tensors(fewer, data))
+    expected = np.array([math.hypot(*of_row) for of_row in lengths])
+    finite = np.isfinite(expected)
+    norms = np.asarray(norms, np.float64)
+    same = np.array_equal(np.isfinite(norms), finite)
+    norms, expected = norms[finite], expected[finite]
+    tolerance = max(
+        _TOLERANCES.get(layer.compute_dtype, _TOLERANCE)
+        for layer in _keras.flatten_layers(objective.model)
+    )
+    # Norms are rounded up by what numbers too small for their dtype can be worth.
+    slack = tolerance * np.maximum(expected, 1e-6 * expected.max(initial=0)) + 1e-12
+    differences = [
+        _length(np.subtract(total, expected_sum, out=expected_sum))
+        for total, expected_sum in zip(sums, expected_sums, strict=True)
+    ]
+    # Of each variable by itself: beside larger ones a wrong one would not be seen.
+    of_variables = np.array(lengths)[finite].sum(0)
+    allowed = tolerance * of_variables + 1e-3 * slack.sum()
+    wrong = [
+        f"`{variable.path}`"
+        for variable, difference, most in zip(
+            objective.variables, differences, allowed, strict=True
+        )
+        if not difference <= most
+    ]
+    same = same and bool(np.all(np.abs(norms - expected) <= slack))
+    if wrong or not same:
+        raise UnsupportedLayerError(
+            "On a few rows the sum of the gradients and their norms must be those of "
+            "the rows taken one by one. Received: other "
+            f"{'sums for ' + ', '.join(wrong) if wrong else 'norms'}. A layer with a "
+            "registered rule may have variables that the rule leaves out, or a layer "
+            "is called on a tensor whose leading axis is not that of the examples."
+        )
+
+
+def _unclipped(
+    engine: Engine, objective: Objective, data: Nest
+) -> tuple[list[Tensor], Tensor]:
+    """Return sums and norms of what nothing is clipped of."""
+    is_wide = any(variable.dtype == "float64" for variable in objective.variables)
+    no_clip = tf.constant(1e30, tf.float64 if is_wide else tf.float32)
+    return run_whole(
+        lambda batch: engine.clip_and_sum(
+            objective, batch, l2_norm_clip=no_clip, rows_per_unit=1
+        ),
+        data,
+        rows_per_unit=1,
+    )
+
+
+def _length(array: Array | Tensor) -> float:
+    """Return the l2 norm of all numbers, in float64 without a copy of that size."""
+    array = np.ravel(array)
+    parts = np.array_split(array, max(1, array.size // 2**20))
+    return math.hypot(*(np.linalg.norm(part.astype(np.float64)) for part in parts))
+
+
+@contextlib.contextmanager
+def _away_from_zero(model: keras.Model) -> Iterator[None]:
+    """Move what trains away from zero, and put it back, as well as all other state.
+
+    A gate or a head that starts at zero would hide what is before it.
+    """
+    held = [*model.trainable_variables, *model.non_trainable_variables]
+    values = [variable.numpy() for variable in held]
+    rng = np.random.default_rng(0)
+    with _keras.own_global_seed():
+        try:
+            for variable, value in zip(model.trainable_variables, values, strict=False):
+                variable.assign(_moved_from_zero(value, rng))
+            yield
+        finally:
+            for variable, value in zip(held, values, strict=True):
+                variable.assign(value)
+
+
+def _moved_from_zero(value: Array, rng: np.random.Generator) -> Array:
+    """Add some noise of the same sign to a variable's value, small for its shape."""
+    if "float" not in value.dtype.name:  # NumPy does not count bfloat16.
+        return value
+    # In place: there may be hardly room for a second copy of the weights.
+    wide = np.float64 if value.dtype == np.float64 else np.float32
+    noise: Array = np.atleast_1d(rng.standard_normal(value.shape, wide))
+    np.abs(noise, out=noise)
+    noise *= 0.1 / max(1.0, float(np.prod(value.shape[:-1]))) ** 0.5
+    np.copysign(noise, value.astype(wide, copy=False), out=noise)
+    noise += value.astype(wide, copy=False)
+    return noise.astype(value.dtype, copy=False).reshape(value.shape)
