@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Tensor, Variable
 
 
 class ReleasedGradient:
@@ -18,7 +18,7 @@ class ReleasedGradient:
 
     def __init__(self) -> None:
         """Remember nothing yet."""
-        self._variables: list[Any] = []
+        self._variables: list[Variable] = []
         self._gradients: list[tf.Variable] = []
         self._restored: list[np.ndarray] = []
         # Where the variables were, while they are uphill.
@@ -26,7 +26,7 @@ class ReleasedGradient:
         with tf.init_scope(), _keras.unmirrored_variables():
             self._is_away = tf.Variable(initial_value=False, trainable=False)
 
-    def build(self, variables: list[Any]) -> None:
+    def build(self, variables: list[Variable]) -> None:
         """Hold a gradient for each variable, zeros if they are others than before.
 
         Args:
@@ -42,12 +42,12 @@ class ReleasedGradient:
             self._home = [tf.Variable(v.value, trainable=False) for v in variables]
         self._variables = list(variables)
 
-    def remember(self, gradients: list[tf.Tensor]) -> None:
+    def remember(self, gradients: list[Tensor]) -> None:
         """Take a gradient that was just released; one tensor for each variable."""
         for held, gradient in zip(self._gradients, gradients, strict=True):
             held.assign(tf.cast(gradient, held.dtype))
 
-    def cosine_with(self, gradients: list[tf.Tensor]) -> tf.Tensor:
+    def cosine_with(self, gradients: list[Tensor]) -> Tensor:
         """Return the cosine with another gradient, 0 where one is zero.
 
         Args:
@@ -67,7 +67,7 @@ class ReleasedGradient:
         return tf.math.divide_no_nan(product, lengths[0] * lengths[1])
 
     @contextlib.contextmanager
-    def uphill(self, radius: tf.Tensor) -> Iterator[None]:
+    def uphill(self, radius: Tensor) -> Iterator[None]:
         """Move the variables by `radius` along the gradient, and put them back.
 
         Args:

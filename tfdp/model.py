@@ -5,7 +5,7 @@ import dataclasses
 import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Self
 
 import keras
 import numpy as np
@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdp import _keras, _tree, _validate, engines
 from tfdp._released import ReleasedGradient
 from tfdp._tree import signature_of
-from tfdp._types import Nest, Tensor
+from tfdp._types import Config, Logs, Loss, Nest, Tensor, Variable
 from tfdp.accounting import Ledger, privacy_statement
 from tfdp.checks.engine import choose
 from tfdp.data.training_data import (
@@ -154,12 +154,12 @@ class DPModel(_keras.ReplicatedModel):
         self,
         model: keras.Model,
         *,
-        engine: Any = "auto",
+        engine: str | engines.Engine = "auto",
         physical_batch_size: int | None = None,
         sampling: str = "poisson",
-        augmentation: Any = None,
+        augmentation: keras.layers.Layer | Callable[[Nest], Nest] | None = None,
         augmentation_multiplicity: int = 1,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         _check_wrapped(model)
         engines.get(engine)
@@ -200,15 +200,15 @@ class DPModel(_keras.ReplicatedModel):
         # What the training function was made for.
         self._session: Session | None = None
         self._checked = _NOTHING_CHECKED
-        self.train_function: Any = None
-        self.test_function: Any = None
+        self.train_function: Callable[[Nest], Logs] | None = None
+        self.test_function: Callable[[Nest], Logs] | None = None
         self._chosen_engine: engines.Engine | None = None
         self._objective_of_compile: Objective | None = None
         self._ascent: AscentLoss | None = None
         self._released = ReleasedGradient()
         self._augmentation = views
         # Nest of `tf.TensorSpec` of the inputs that `fit` was given.
-        self.fitted_signature: Any = None
+        self.fitted_signature: Nest = None
         if getattr(model, "optimizer", None) is not None:
             # Its slots would be saved with the private model.
             model.optimizer = None
@@ -216,28 +216,28 @@ class DPModel(_keras.ReplicatedModel):
 
     # What the model is.
 
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
+    def call(self, inputs: Nest, training: bool | None = None) -> Nest:
         """Run the wrapped model."""
         if _keras.takes_training(self.model):
             return self.model(inputs, training=training)
         return self.model(inputs)
 
-    def build(self, input_shape: Any) -> None:
+    def build(self, input_shape: Nest) -> None:
         """Build the wrapped model."""
         if not self.model.built:
             self.model.build(input_shape)
         self.built = True
 
     @property
-    def output_names(self) -> Any:
+    def output_names(self) -> list[str] | None:
         """Names of the wrapped model's outputs, which dict losses refer to."""
         return getattr(self.model, "output_names", None)
 
-    def summary(self, *args: Any, **kwargs: Any) -> None:
+    def summary(self, *args: object, **kwargs: object) -> None:
         """Print the summary of the wrapped model."""
         self.model.summary(*args, **kwargs)
 
-    def export(self, *args: Any, **kwargs: Any) -> None:
+    def export(self, *args: object, **kwargs: object) -> None:
         """Export the wrapped model, which has nothing of tfdp in it."""
         self.model.export(*args, **kwargs)
 
@@ -302,11 +302,11 @@ class DPModel(_keras.ReplicatedModel):
     def compile(
         self,
         optimizer: DPOptimizer,
-        loss: Any = None,
+        loss: Loss = None,
         *,
-        loss_weights: Any = None,
-        metrics: Any = None,
-        weighted_metrics: Any = None,
+        loss_weights: Nest = None,
+        metrics: Nest = None,
+        weighted_metrics: Nest = None,
         run_eagerly: bool = False,
         steps_per_execution: int = 1,
         jit_compile: bool | str = "auto",
@@ -397,7 +397,7 @@ class DPModel(_keras.ReplicatedModel):
         self._bound = weakref.ref(optimizer)
         self.noise_plan = NoisePlan(optimizer)
 
-    def get_compile_config(self) -> dict[str, Any]:
+    def get_compile_config(self) -> Config:
         """Return the arguments of `compile`."""
         config = {
             **super().get_compile_config(),
@@ -407,7 +407,7 @@ class DPModel(_keras.ReplicatedModel):
             config["loss"] = keras.saving.serialize_keras_object(self._given_ascent)
         return config
 
-    def compile_from_config(self, config: dict[str, Any]) -> None:
+    def compile_from_config(self, config: Config) -> None:
         """Compile with saved arguments, and build the optimizer's variables."""
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.built:
@@ -417,17 +417,17 @@ class DPModel(_keras.ReplicatedModel):
 
     def fit(
         self,
-        x: Any = None,
-        y: Any = None,
+        x: Nest = None,
+        y: Nest = None,
         batch_size: int | None = None,
         epochs: int = 1,
-        verbose: Any = "auto",
-        callbacks: Any = None,
+        verbose: Nest = "auto",
+        callbacks: Nest = None,
         validation_split: float = 0.0,
-        validation_data: Any = None,
+        validation_data: Nest = None,
         shuffle: bool = True,
         class_weight: dict[int, float] | None = None,
-        sample_weight: Any = None,
+        sample_weight: Nest = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
@@ -555,12 +555,12 @@ class DPModel(_keras.ReplicatedModel):
 
     def train_on_batch(
         self,
-        x: Any,
-        y: Any = None,
-        sample_weight: Any = None,
+        x: Nest,
+        y: Nest = None,
+        sample_weight: Nest = None,
         class_weight: dict[int, float] | None = None,
         return_dict: bool = False,
-    ) -> Any:
+    ) -> Nest:
         """Take one private step on a batch.
 
         Nobody has said how the batch was sampled, so the step counts in full: "a
@@ -623,7 +623,7 @@ class DPModel(_keras.ReplicatedModel):
         self.recorder.begin_steps(self.trainable_variables, weights)
         self.optimizer.skip_used_noise()
 
-    def make_train_function(self, force: bool = False) -> Any:
+    def make_train_function(self, force: bool = False) -> Callable[[Nest], Logs]:
         """Make the training function; XLA compiles the passes in it, not all of it."""
         if self._replicas.strategy is not None:
             if self.train_function is None or force:
@@ -634,32 +634,34 @@ class DPModel(_keras.ReplicatedModel):
         jit_compile = self.jit_compile  # type: ignore[has-type]
         self.jit_compile = False
         try:
-            return super().make_train_function(force)
+            function: Callable[[Nest], Logs] = super().make_train_function(force)
+            return function
         finally:
             self.jit_compile = jit_compile
 
-    def make_test_function(self, force: bool = False) -> Any:
+    def make_test_function(self, force: bool = False) -> Callable[[Nest], Logs]:
         """Make the function that evaluates; its metrics are those of all replicas."""
         if self._replicas.strategy is None:
-            return super().make_test_function(force)
+            function: Callable[[Nest], Logs] = super().make_test_function(force)
+            return function
         if self.test_function is None or force:
             self.test_function = function_of_batches(
                 self._test_together, is_eager=self.run_eagerly
             )
         return self.test_function
 
-    def _test_together(self, data: Any) -> dict[str, Any]:
+    def _test_together(self, data: Nest) -> dict[str, Tensor]:
         self._replicas.run(self.test_step, data)
-        logs: dict[str, Any] = self.get_metrics_result()
+        logs: dict[str, Tensor] = self.get_metrics_result()
         return logs
 
-    def _train_together(self, share: Any) -> dict[str, Any]:
+    def _train_together(self, share: Nest) -> dict[str, Tensor]:
         """Take one step with all replicas, each with its share of a batch."""
         if not isinstance(share, Share):  # From `train_on_batch`.
             return self.train_step(share)
         return self._take_step(share.rows, share.fingerprint)
 
-    def train_step(self, data: Any) -> dict[str, Any]:
+    def train_step(self, data: Nest) -> dict[str, Tensor]:
         """Take one private step if the budget has room for it.
 
         Args:
@@ -683,7 +685,7 @@ class DPModel(_keras.ReplicatedModel):
 
     def _take_step(
         self, data: Nest, fingerprint: Tensor | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tensor]:
         """Take one private step, what is not run on all replicas once for them all."""
         if self._session is None or not self.recorder.is_in_fit:
             # In a loop of one's own: without what the last `fit` had.
@@ -699,10 +701,10 @@ class DPModel(_keras.ReplicatedModel):
             on_outputs=self._update_metrics,
             fingerprint=fingerprint,
         )
-        logs: dict[str, Any] = self.get_metrics_result()
+        logs: dict[str, Tensor] = self.get_metrics_result()
         return logs
 
-    def _has_room(self, noise_multiplier: tf.Tensor) -> tf.Tensor:
+    def _has_room(self, noise_multiplier: Tensor) -> Tensor:
         """Tell whether the budgets have room, which loops of one's own have to ask."""
         if self.recorder.is_in_fit:
             return self.recorder.has_room(noise_multiplier)
@@ -714,7 +716,7 @@ class DPModel(_keras.ReplicatedModel):
         return room_in_graph(self.recorder, counted)
 
     def _update_metrics(
-        self, has_room: tf.Tensor, data: Any, rows: tf.Tensor, y_pred: Any
+        self, has_room: Tensor, data: Nest, rows: Tensor, y_pred: Nest
     ) -> None:
         """Log the ordinary loss and metrics of some rows."""
 
@@ -731,12 +733,12 @@ class DPModel(_keras.ReplicatedModel):
 
     def compute_loss(
         self,
-        x: Any = None,
-        y: Any = None,
-        y_pred: Any = None,
-        sample_weight: Any = None,
+        x: Nest = None,
+        y: Nest = None,
+        y_pred: Nest = None,
+        sample_weight: Nest = None,
         training: bool = True,
-    ) -> Any:
+    ) -> Tensor:
         """Compute the ordinary loss of a batch, as the wrapped model would."""
         if not self._has_own_loss:
             return super().compute_loss(x, y, y_pred, sample_weight, training)
@@ -939,7 +941,7 @@ class DPModel(_keras.ReplicatedModel):
         return tuple(layer.trainable for layer in _keras.flatten_layers(self.model))
 
     def _check_sample(
-        self, x: Any, y: Any, sample_weight: Any, *, sizes: list[int | None]
+        self, x: Nest, y: Nest, sample_weight: Nest, *, sizes: list[int | None]
     ) -> None:
         if self._replicas.strategy is not None:
             self.build_all((x, y, sample_weight))
@@ -947,7 +949,7 @@ class DPModel(_keras.ReplicatedModel):
             self._check_rows(x, y, sample_weight, sizes)
 
     def _check_rows(
-        self, x: Any, y: Any, sample_weight: Any, sizes: list[int | None]
+        self, x: Nest, y: Nest, sample_weight: Nest, sizes: list[int | None]
     ) -> None:
         rows = (x, y, sample_weight)
         if y is None and not self._has_own_loss:
@@ -1006,14 +1008,14 @@ class DPModel(_keras.ReplicatedModel):
         self._loaded_as_trained = bytes(json.loads(text).get("trained", []))
         self._note_loaded()
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: Config) -> None:
         """Save the ledger beside the weights."""
         super().save_own_variables(store)
         store["ledger"] = np.frombuffer(self._saved_ledger().encode(), np.uint8)
         for number, gradient in enumerate(self._released.state()):
             store[f"{_RELEASED}{number}"] = gradient
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Config) -> None:
         """Take over a saved ledger; what was run here stays counted."""
         saved = {key: store[key] for key in store.keys()}  # noqa: SIM118 (HDF5)
         # The second of these is in files of tfdp 0.1.
@@ -1029,7 +1031,7 @@ class DPModel(_keras.ReplicatedModel):
             self._loaded_as_trained = np.asarray(trained, np.uint8).tobytes()
             self._note_loaded()
 
-    def load_weights(self, *args: Any, **kwargs: Any) -> None:
+    def load_weights(self, *args: object, **kwargs: object) -> None:
         """Load weights, the optimizer's state and the ledger, as Keras does."""
         if self.compiled and self.built and not self.optimizer.built:
             self.optimizer.build(self.trainable_variables)
@@ -1039,7 +1041,7 @@ class DPModel(_keras.ReplicatedModel):
             with contextlib.suppress(PrivacyBudgetError):
                 self.enforce_budget()
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the arguments that rebuild the model."""
         return {
             "model": keras.saving.serialize_keras_object(self.model),
@@ -1050,7 +1052,7 @@ class DPModel(_keras.ReplicatedModel):
             "name": self.name,
         }
 
-    def _augmentation_config(self) -> dict[str, Any]:
+    def _augmentation_config(self) -> Config:
         if self._augmentation is None:
             return {}
         function = self._augmentation.function
@@ -1060,7 +1062,7 @@ class DPModel(_keras.ReplicatedModel):
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
+    def from_config(cls, config: Config, custom_objects: Config | None = None) -> Self:
         """Rebuild a model from `get_config`."""
         objects = {
             name: keras.saving.deserialize_keras_object(
@@ -1074,10 +1076,10 @@ class DPModel(_keras.ReplicatedModel):
 
 def _weights_of(
     private: "weakref.ref[DPModel]",
-) -> Callable[[], list[Any] | None]:
+) -> Callable[[], list[Variable] | None]:
     """Return a function that returns a private model's weights while it is there."""
 
-    def weights() -> list[Any] | None:
+    def weights() -> list[Variable] | None:
         model = private()
         if model is None:
             return None
@@ -1086,7 +1088,7 @@ def _weights_of(
     return weights
 
 
-def _check_wrapped(model: Any) -> None:
+def _check_wrapped(model: object) -> None:
     if not isinstance(model, keras.Model) or isinstance(model, DPModel):
         raise TypeError(
             "`model` must be a Keras model that is not private yet. Received: model "
@@ -1108,7 +1110,10 @@ def _check_wrapped(model: Any) -> None:
 
 
 def _check_class_weight(
-    class_weight: Any, sample_weight: Any, y: Any, model: keras.Model
+    class_weight: dict[int, float] | None,
+    sample_weight: Nest,
+    y: Nest,
+    model: keras.Model,
 ) -> None:
     if class_weight is None:
         return
@@ -1125,7 +1130,7 @@ def _check_class_weight(
         )
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, DPOptimizer):
         raise NotPrivateError(
             "`optimizer` would train without privacy. Received: optimizer="

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate
+from tfdp._types import Nest, Tensor
 from tfdp.clipping import ClippedSum
 from tfdp.data.training_data import number_of_examples
 from tfdp.losses import SAT
@@ -79,7 +80,7 @@ class BiasLogger(StepCallback):
            Estimator Bias in Private SGD", 2023. https://arxiv.org/abs/2308.12018
     """
 
-    def __init__(self, every: int = 50, public_data: Any = None) -> None:
+    def __init__(self, every: int = 50, public_data: Nest = None) -> None:
         super().__init__()
         self.every = _validate.positive_int("every", every)
         self.public_data = _checked_public_data(public_data)
@@ -131,14 +132,14 @@ class BiasLogger(StepCallback):
                 logs[self.prefix + name] = float(value)
 
 
-def _measured(clipped: ClippedSum, whole: ClippedSum, units: tf.Tensor) -> tf.Tensor:
+def _measured(clipped: ClippedSum, whole: ClippedSum, units: Tensor) -> Tensor:
     """Compute what is logged, in the order of `_NAMES`."""
     pairs = [
         (tf.cast(one, tf.float64) / units, tf.cast(other, tf.float64) / units)
         for one, other in zip(clipped.gradients, whole.gradients, strict=True)
     ]
 
-    def summed(function: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    def summed(function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         return tf.add_n([tf.reduce_sum(function(*pair)) for pair in pairs])
 
     product = summed(lambda g_clip, g: g_clip * g)
@@ -164,7 +165,7 @@ def _measured(clipped: ClippedSum, whole: ClippedSum, units: tf.Tensor) -> tf.Te
     ])
 
 
-def _mean_cosine(short: ClippedSum, whole: ClippedSum) -> tf.Tensor:
+def _mean_cosine(short: ClippedSum, whole: ClippedSum) -> Tensor:
     """Return the mean cosine between units' gradients and their sum.
 
     Args:
@@ -182,7 +183,7 @@ def _mean_cosine(short: ClippedSum, whole: ClippedSum) -> tf.Tensor:
     return tf.math.divide_no_nan(product, lengths)
 
 
-def _quantile(norms: tf.Tensor, share: float) -> tf.Tensor:
+def _quantile(norms: Tensor, share: float) -> Tensor:
     """Return the least norm that at least this share of the norms does not exceed."""
     infinity = tf.constant(math.inf, norms.dtype)
     rising = tf.sort(tf.where(tf.math.is_nan(norms), infinity, norms))
@@ -190,7 +191,7 @@ def _quantile(norms: tf.Tensor, share: float) -> tf.Tensor:
     return rising[tf.maximum(tf.cast(place, tf.int32) - 1, 0)]
 
 
-def _checked_public_data(public_data: Any) -> Any:
+def _checked_public_data(public_data: Nest) -> Any:
     """Return ``(x, y, sample_weight)`` as tensors, None for None."""
     if public_data is None:
         return None

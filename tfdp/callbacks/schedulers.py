@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _validate
+from tfdp._types import Tensor
 from tfdp.optimizers.dp_optimizer import DPOptimizer, checked_clip
 from tfdp.training.callback import StepCallback
 
@@ -92,7 +93,7 @@ class _Scheduler(StepCallback, abc.ABC):
         """Set the value of the step that begins, in the training graph."""
         getattr(optimizer, self.sets).assign(self._at(optimizer.iterations.value))
 
-    def _at(self, iteration: tf.Tensor) -> tf.Tensor:
+    def _at(self, iteration: Tensor) -> Tensor:
         last = tf.shape(self._table, tf.int64)[0] - 1
         return tf.gather(self._table, tf.minimum(tf.cast(iteration, tf.int64), last))
 
@@ -178,7 +179,7 @@ class NoiseMultiplierScheduler(_Scheduler):
         """Return a positive noise multiplier, or raise a ValueError."""
         return _validate.positive("noise_multiplier", value)
 
-    def scheduled_noise_multiplier(self, iteration: tf.Tensor) -> tf.Tensor:
+    def scheduled_noise_multiplier(self, iteration: Tensor) -> Tensor:
         """Return the schedule's values."""
         return self._at(iteration)
 
@@ -196,7 +197,7 @@ def tabulate(schedule: Schedule, steps: int) -> np.ndarray:
 
     # One by one and eagerly, Keras's schedules would take seconds for long runs.
     @tf.function(autograph=False)
-    def values() -> tf.Tensor:
+    def values() -> Tensor:
         return tf.map_fn(
             lambda step: tf.cast(schedule(step), tf.float64),
             tf.range(steps),

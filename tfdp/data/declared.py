@@ -2,12 +2,12 @@
 
 import dataclasses
 import warnings
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdp import _validate
+from tfdp._types import Data
 from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.sampling import Scheme, poisson_probability, samplings
 
@@ -25,7 +25,7 @@ class DeclaredDataset:
         sampling: `"shuffle"`, `"poisson"` or the name of another scheme.
     """
 
-    dataset: Any
+    dataset: Data
     number_of_examples: int
     expected_batch_size: int
     sampling: str
@@ -60,7 +60,7 @@ class DeclaredDataset:
 
 
 def declare(
-    dataset: Any, *, number_of_examples: int, expected_batch_size: int, sampling: str
+    dataset: Data, *, number_of_examples: int, expected_batch_size: int, sampling: str
 ) -> DeclaredDataset:
     """Say how a dataset samples its examples, so that its privacy can be accounted.
 
@@ -132,7 +132,7 @@ def declare(
     return declared
 
 
-def _check_type(dataset: Any) -> None:
+def _check_type(dataset: Data) -> None:
     """Raise a TypeError unless `dataset` can and need be declared."""
     if isinstance(dataset, DrawnDataset):
         raise TypeError(
@@ -183,7 +183,7 @@ def _check_shuffle(declared: DeclaredDataset, static_size: int | None) -> None:
         )
 
 
-def _static_batch_size(dataset: Any) -> int | None:
+def _static_batch_size(dataset: Data) -> int | None:
     """Return the number of rows if it is the same in every batch by construction."""
     if not isinstance(dataset, tf.data.Dataset):
         return None

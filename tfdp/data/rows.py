@@ -1,12 +1,13 @@
 """Rows of arrays and array-like sources, read by index without copying the rest."""
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
+
+from tfdp._types import Array, Nest
 
 _STRINGS = np.dtype(object)
 _OTHER_THAN_ROWS = (
@@ -32,7 +33,7 @@ class Rows:
         ValueError: If it is empty, or if a model cannot take its dtype.
     """
 
-    def __init__(self, name: str, source: Any) -> None:
+    def __init__(self, name: str, source: Nest) -> None:
         self._read, first, self._length = _reader(name, source)
         self._row_shape = first.shape[1:]
         self._dtype = _batch_dtype(name, first)
@@ -47,7 +48,7 @@ class Rows:
     def __str__(self) -> str:
         return f"{self._name}.shape={(self._length, *self._row_shape)}"
 
-    def take(self, indices: NDArray[np.int64]) -> Any:
+    def take(self, indices: NDArray[np.int64]) -> Nest:
         """Return some of the rows.
 
         Args:
@@ -69,7 +70,7 @@ class Rows:
         return rows.astype(self._dtype, casting="same_kind", copy=False)
 
 
-def rows_of(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
+def rows_of(x: Nest, y: Nest, sample_weight: Nest) -> tuple[Nest, ...]:
     """Return the structure of the data with `Rows` in place of the sources.
 
     Args:
@@ -118,7 +119,7 @@ def rows_of(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
     return tuple(keras.tree.lists_to_tuples(filled[name]) for name in given)
 
 
-def _is_in_memory(source: Any) -> bool:
+def _is_in_memory(source: Nest) -> bool:
     if keras.ops.is_tensor(source) or hasattr(source, "iloc"):
         return True
     owner = source
@@ -129,10 +130,10 @@ def _is_in_memory(source: Any) -> bool:
     return False
 
 
-_Read = Callable[[NDArray[np.int64]], NDArray[Any]]
+_Read = Callable[[NDArray[np.int64]], Array]
 
 
-def _reader(name: str, source: Any) -> tuple[_Read, NDArray[Any], int]:
+def _reader(name: str, source: Nest) -> tuple[_Read, Array, int]:
     """Return what reads rows, the first row as a batch, and the number of rows."""
     _refuse_other_than_rows(name, source)
     if keras.ops.is_tensor(source):
@@ -154,7 +155,7 @@ def _reader(name: str, source: Any) -> tuple[_Read, NDArray[Any], int]:
     )
 
 
-def _item_reader(name: str, source: Any) -> tuple[_Read, NDArray[Any], int]:
+def _item_reader(name: str, source: Nest) -> tuple[_Read, Array, int]:
     """Return the same for an object that gives one row at a time."""
     if not len(source):
         raise ValueError(
@@ -162,7 +163,7 @@ def _item_reader(name: str, source: Any) -> tuple[_Read, NDArray[Any], int]:
         )
     first = np.asarray(source[0])
 
-    def read_one(index: int) -> NDArray[Any]:
+    def read_one(index: int) -> Array:
         row = np.asarray(source[index])
         if row.shape != first.shape:
             raise ValueError(
@@ -171,13 +172,13 @@ def _item_reader(name: str, source: Any) -> tuple[_Read, NDArray[Any], int]:
             )
         return row
 
-    def read(indices: NDArray[np.int64]) -> NDArray[Any]:
+    def read(indices: NDArray[np.int64]) -> Array:
         return np.stack([read_one(index) for index in indices.tolist()])
 
     return read, first[np.newaxis], len(source)
 
 
-def _refuse_other_than_rows(name: str, source: Any) -> None:
+def _refuse_other_than_rows(name: str, source: Nest) -> None:
     """Raise a TypeError, with what to write, if `source` does not hold rows."""
     sparse = isinstance(source, tf.SparseTensor) or hasattr(source, "tocsr")
     indexable = hasattr(source, "__len__") and hasattr(source, "__getitem__")
@@ -206,7 +207,7 @@ def _refuse_other_than_rows(name: str, source: Any) -> None:
     )
 
 
-def _batch_dtype(name: str, rows: NDArray[Any]) -> np.dtype[Any]:
+def _batch_dtype(name: str, rows: Array) -> np.dtype:
     """Return the dtype of batches with these rows: `floatx` for floats, as in Keras."""
     if rows.dtype.kind in "SU" or (
         rows.dtype.kind == "O"

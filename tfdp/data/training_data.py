@@ -6,13 +6,14 @@ import math
 import operator
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, Self
+from typing import Self
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdp import _tree, _validate
+from tfdp._types import Nest
 from tfdp.data.declared import DeclaredDataset
 from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.data.rows import rows_of
@@ -43,9 +44,9 @@ class TrainingData:
         batch_size: What Keras gets as `batch_size`.
     """
 
-    x: Any
-    y: Any
-    sample_weight: Any
+    x: Nest
+    y: Nest
+    sample_weight: Nest
     scheme: Scheme
     batches_per_pass: int = 1
     steps_per_epoch: int | None = None
@@ -67,7 +68,7 @@ class TrainingData:
         shape = tf.nest.flatten(self.x.element_spec)[0].shape
         return shape[0] if shape.rank else None
 
-    def with_sample(self) -> tuple[Self, Any]:
+    def with_sample(self) -> tuple[Self, Nest]:
         """Take a few rows out for checks, without losing any of the data.
 
         Returns:
@@ -88,7 +89,7 @@ class TrainingData:
         return dataclasses.replace(self, x=again), _rows_of(batches)
 
 
-def first_rows(data: Any) -> Any:
+def first_rows(data: Nest) -> Nest:
     """Take the few rows that the checks of a model look at.
 
     Args:
@@ -100,7 +101,7 @@ def first_rows(data: Any) -> Any:
     return _tree.map_tensors(lambda array: array[:_SAMPLE], data)
 
 
-def made_up_rows(x: Any) -> Any:
+def made_up_rows(x: Nest) -> Nest:
     """Make rows up, so that layers can be checked where there are none to look at.
 
     Args:
@@ -111,7 +112,7 @@ def made_up_rows(x: Any) -> Any:
     """
     rng = np.random.default_rng(0)
 
-    def make_up(array: Any) -> Any:
+    def make_up(array: Nest) -> Nest:
         dtype = tf.as_dtype(array.dtype)
         shape = (_SAMPLE, *array.shape[1:])
         rows = rng.normal(size=shape) if dtype.is_floating else np.zeros(shape)
@@ -120,7 +121,7 @@ def made_up_rows(x: Any) -> Any:
     return _tree.map_tensors(make_up, x)
 
 
-def _rows_of(batches: list[Any]) -> Any:
+def _rows_of(batches: list[Nest]) -> Nest:
     """Take rows from the first batch that has some, or none from one that has none."""
     if not batches:
         raise ValueError("The data have no batches. Received: an empty dataset.")
@@ -128,14 +129,14 @@ def _rows_of(batches: list[Any]) -> Any:
     return keras.utils.unpack_x_y_sample_weight(first_rows(batch))
 
 
-def _generator(items: Iterable[Any]) -> Iterator[Any]:
+def _generator(items: Iterable[Nest]) -> Iterator[Nest]:
     yield from items
 
 
 def training_data(
-    x: Any,
-    y: Any,
-    sample_weight: Any,
+    x: Nest,
+    y: Nest,
+    sample_weight: Nest,
     *,
     batch_size: int | None,
     steps_per_epoch: int | None,
@@ -223,7 +224,7 @@ def training_data(
     )
 
 
-def number_of_examples(x: Any) -> int:
+def number_of_examples(x: Nest) -> int:
     """Return the number of rows of arrays.
 
     Args:
@@ -258,8 +259,8 @@ def _drawn(dataset: DrawnDataset, steps_per_epoch: int | None) -> TrainingData:
 
 def _declared(
     declared: DeclaredDataset,
-    y: Any,
-    sample_weight: Any,
+    y: Nest,
+    sample_weight: Nest,
     batch_size: int | None,
     steps_per_epoch: int | None,
 ) -> TrainingData:
@@ -288,7 +289,7 @@ def _refuse_batch_size(batch_size: int | None) -> None:
         )
 
 
-def _comes_in_batches(x: Any) -> bool:
+def _comes_in_batches(x: Nest) -> bool:
     """Whether Keras takes whole batches from `x`, not rows."""
     return (
         isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
@@ -300,7 +301,7 @@ def _comes_in_batches(x: Any) -> bool:
     )
 
 
-def split_for_validation(data: Any, fraction: float) -> tuple[Any, Any]:
+def split_for_validation(data: Nest, fraction: float) -> tuple[Nest, Nest]:
     """Cut the last rows of arrays off for validation, as Keras does.
 
     Args:

@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree
+from tfdp._types import Nest, Tensor
 
 _SUM = tf.distribute.ReduceOp.SUM
 
@@ -74,11 +74,11 @@ class Replicas:
         cluster = self.strategy.cluster_resolver.cluster_spec().as_dict()
         return {kind: len(cluster.get(kind, [])) for kind in ("chief", "worker")}
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
+    def scope(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which variables get a copy for each replica."""
         if self.strategy is None or tf.distribute.get_strategy() is self.strategy:
             return contextlib.nullcontext()
-        scope: contextlib.AbstractContextManager[Any] = self.strategy.scope()
+        scope: contextlib.AbstractContextManager[object] = self.strategy.scope()
         return scope
 
     @contextlib.contextmanager
@@ -91,7 +91,7 @@ class Replicas:
         with self.scope(), tf.distribute.ReplicaContext(self.strategy, number):
             yield
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run(self, function: Callable[..., Nest], *args: object) -> Nest:
         """Run a function on every replica of this process.
 
         Args:
@@ -107,7 +107,7 @@ class Replicas:
 
     def distributed(
         self, pipeline: Callable[[tf.distribute.InputContext], tf.data.Dataset]
-    ) -> Any:
+    ) -> Nest:
         """Return data whose elements have a value for each replica of this process.
 
         Args:
@@ -118,7 +118,7 @@ class Replicas:
             return pipeline(tf.distribute.InputContext())
         return self.strategy.distribute_datasets_from_function(pipeline)
 
-    def first(self, values: Any) -> Any:
+    def first(self, values: Nest) -> Nest:
         """Return what the first replica of this process has of each value.
 
         Args:
@@ -131,7 +131,7 @@ class Replicas:
             lambda value: strategy.experimental_local_results(value)[0], values
         )
 
-    def joined(self, rows: Any) -> tf.Tensor:
+    def joined(self, rows: Nest) -> Tensor:
         """Put the rows of all replicas one behind the other.
 
         Args:
@@ -146,7 +146,7 @@ class Replicas:
         if self.processes == 1:
             return tf.concat(self.strategy.experimental_local_results(rows), 0)
 
-        def gather(rows: tf.Tensor) -> tf.Tensor:
+        def gather(rows: Tensor) -> Tensor:
             # TensorFlow's own gathering was seen to crash inside of branches.
             number, length = replica_number(), tf.size(rows, tf.int64)
             of_own = tf.one_hot(number, self.number, dtype=tf.int64)
@@ -159,7 +159,7 @@ class Replicas:
 
         return self.first(self.run(gather, rows))
 
-    def share_of(self, rows: Any, *, rows_per_unit: int) -> Any:
+    def share_of(self, rows: Nest, *, rows_per_unit: int) -> Nest:
         """Return what one replica takes of rows that all have; in replica context.
 
         Args:
@@ -173,7 +173,7 @@ class Replicas:
             return rows
         number = tf.cast(replica_number(), tf.int64)
 
-        def share(tensor: tf.Tensor) -> tf.Tensor:
+        def share(tensor: Tensor) -> Tensor:
             first, behind = share_bounds(
                 tf.shape(tensor, tf.int64)[0],
                 replica=number,
@@ -226,7 +226,7 @@ class Replicas:
 ALONE = Replicas()
 
 
-def replica_number() -> tf.Tensor | int:
+def replica_number() -> Tensor | int:
     """Return the number of the replica that runs this, of all replicas; 0 alone."""
     return tf.distribute.get_replica_context().replica_id_in_sync_group
 
@@ -237,7 +237,7 @@ def number_of_replicas() -> int:
     return number
 
 
-def summed(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+def summed(tensors: list[Tensor]) -> list[Tensor]:
     """Add tensors up over all replicas; runs in replica context.
 
     Args:
@@ -250,15 +250,13 @@ def summed(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return tensors
     # Arguments of a graph are on no device, and the sums would not know where to go.
     tensors = [tf.identity(tensor) for tensor in tensors]
-    sums: list[tf.Tensor] = tf.distribute.get_replica_context().all_reduce(
-        _SUM, tensors
-    )
+    sums: list[Tensor] = tf.distribute.get_replica_context().all_reduce(_SUM, tensors)
     return sums
 
 
 def function_of_batches(
-    step: Callable[[Any], Any], *, is_eager: bool
-) -> Callable[[Any], Any]:
+    step: Callable[[Nest], Nest], *, is_eager: bool
+) -> Callable[[Nest], Nest]:
     """Return what takes a step of all replicas with the next batch of an iterator.
 
     Args:
@@ -271,9 +269,9 @@ def function_of_batches(
     if is_eager:
         return lambda batches: step(next(batches))
     of_any_batch = tf.function(step, autograph=False)
-    of_batches: list[tuple[Any, Any]] = []
+    of_batches: list[tuple[Nest, Nest]] = []
 
-    def take(batches: Any) -> Any:
+    def take(batches: Nest) -> Nest:
         # Outside of the graph: inside, a step would run where the batches end.
         batch = next(batches)
         if not isinstance(batches, tf.distribute.DistributedIterator):
@@ -290,8 +288,8 @@ def function_of_batches(
 
 
 def share_bounds(
-    rows: Any, *, replica: Any, replicas: int, rows_per_unit: int = 1
-) -> tuple[Any, Any]:
+    rows: int | Tensor, *, replica: int | Tensor, replicas: int, rows_per_unit: int = 1
+) -> tuple[int | Tensor, int | Tensor]:
     """Return which rows of a batch a replica takes: whole units, about as many each.
 
     The shares of all replicas are disjoint, and together they are the batch.

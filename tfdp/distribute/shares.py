@@ -5,7 +5,7 @@ import functools
 import hashlib
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -13,6 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from tfdp import _keras, _tree
+from tfdp._types import Nest, Tensor
 from tfdp.data.rows import Rows, rows_of
 from tfdp.data.training_data import TrainingData
 from tfdp.distribute.replicas import Replicas, replica_number, share_bounds, summed
@@ -36,8 +37,8 @@ class Share(NamedTuple):
             be no rows.
     """
 
-    fingerprint: tf.Tensor
-    rows: Any
+    fingerprint: Tensor
+    rows: Nest
 
 
 # number of the step -> indices of the rows of its batch, in ascending order.
@@ -149,10 +150,10 @@ def check_shareable(data: TrainingData) -> None:
 
 def agreed_stream(
     replicas: Replicas,
-    stream: tf.Tensor,
-    fingerprint: tf.Tensor,
-    settings: list[tf.Tensor],
-) -> tf.Tensor:
+    stream: Tensor,
+    fingerprint: Tensor,
+    settings: list[Tensor],
+) -> Tensor:
     """Return the chief's stream of noise, if all processes take the same step.
 
     Args:
@@ -175,7 +176,7 @@ def agreed_stream(
         for each in settings
     ])
 
-    def exchange(stream: tf.Tensor, fingerprint: tf.Tensor) -> list[tf.Tensor]:
+    def exchange(stream: Tensor, fingerprint: Tensor) -> list[Tensor]:
         is_chief = tf.equal(replica_number(), 0)
         own = tf.concat([[fingerprint], settings_bits], 0)
         return [
@@ -207,7 +208,7 @@ class _Part(NamedTuple):
     replicas: int
     rows_per_unit: int
 
-    def bounds(self, rows: Any, place: Any) -> tuple[Any, Any]:
+    def bounds(self, rows: Nest, place: Nest) -> tuple[Nest, Nest]:
         """Return which rows the replica at a place in this process takes."""
         return share_bounds(
             rows,
@@ -227,7 +228,7 @@ def _common_key(replicas: Replicas) -> int:
     return int.from_bytes(of_chief.tobytes(), "little")
 
 
-def _check_same_rows(rows: tuple[Any, ...], replicas: Replicas) -> None:
+def _check_same_rows(rows: tuple[Nest, ...], replicas: Replicas) -> None:
     """Refuse arrays that are not those of the other processes, in their order.
 
     Arrays in memory are compared whole. Of files some rows are, drawn anew each time.
@@ -282,14 +283,14 @@ def _draws_of_passes(scheme: Scheme, batches: int, key: int) -> _Draw:
 
 
 def _shares_of_rows(
-    rows: tuple[Any, ...], draw: _Draw, part: _Part, workers: int
+    rows: tuple[Nest, ...], draw: _Draw, part: _Part, workers: int
 ) -> tf.data.Dataset:
     """Return, without an end, the shares of the replicas of one process in turn."""
     draw = functools.lru_cache(maxsize=2)(draw)
     nothing = keras.tree.map_structure(lambda each: each.take(np.array([], int)), rows)
     leaves = keras.tree.flatten(nothing)
 
-    def read(element: NDArray[np.int64]) -> list[Any]:
+    def read(element: NDArray[np.int64]) -> list[Nest]:
         number, place = divmod(int(element), part.number)
         indices = draw(number)
         first, behind = part.bounds(len(indices), place)
@@ -299,7 +300,7 @@ def _shares_of_rows(
         ]
         return [np.int64(zlib.crc32(indices.tobytes())), *taken]
 
-    def share(element: tf.Tensor) -> Share:
+    def share(element: Tensor) -> Share:
         dtypes = [tf.as_dtype(leaf.dtype) for leaf in leaves]
         fingerprint, *taken = tf.numpy_function(read, [element], [tf.int64, *dtypes])
         fingerprint = tf.ensure_shape(fingerprint, [])
@@ -318,7 +319,7 @@ def _shares_of_batches(
 ) -> tf.data.Dataset:
     """Return, for each batch, the shares of the replicas of one process in turn."""
 
-    def shares(*batch: Any) -> tf.data.Dataset:
+    def shares(*batch: Nest) -> tf.data.Dataset:
         data = keras.utils.unpack_x_y_sample_weight(
             batch if len(batch) > 1 else batch[0]
         )
@@ -328,7 +329,7 @@ def _shares_of_batches(
             fingerprint = _fingerprint(tf.nest.flatten(data))
         rows = tf.shape(_tree.tensors(data)[0], tf.int64)[0]
 
-        def share(place: tf.Tensor) -> Share:
+        def share(place: Tensor) -> Share:
             first, behind = part.bounds(rows, place)
             return Share(
                 fingerprint,
@@ -346,7 +347,7 @@ def _shares_of_batches(
     )
 
 
-def _fingerprint(tensors: list[tf.Tensor]) -> tf.Tensor:
+def _fingerprint(tensors: list[Tensor]) -> Tensor:
     """Return 32 bits that other tensors hardly have."""
     prints = [
         tf.bitcast(

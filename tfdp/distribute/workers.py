@@ -7,13 +7,12 @@ import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Variable
+from tfdp._types import Nest, Variable
 from tfdp.accounting import Ledger
 from tfdp.data.training_data import TrainingData
 from tfdp.distribute.replicas import STRATEGIES, Replicas
@@ -198,7 +197,7 @@ def check_same_model(
     _refuse_different(dict(zip(facts, of_all, strict=True)))
 
 
-def _refuse_different(facts: dict[str, list[Any]]) -> None:
+def _refuse_different(facts: dict[str, list[Nest]]) -> None:
     different = [
         f"{name}={sorted(set(values))}"
         for name, values in facts.items()

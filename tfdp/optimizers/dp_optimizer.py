@@ -3,13 +3,13 @@
 import math
 import warnings
 import weakref
-from typing import Any, Self
+from typing import NoReturn, Self
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras, _validate
-from tfdp._types import Config, Tensor, Variable
+from tfdp._types import Config, Nest, Tensor, Variable
 from tfdp.accounting import Ledger
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
@@ -213,7 +213,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
             )
         return math.ceil(batch_size / self.num_microbatches)
 
-    def expected_units(self, examples_per_unit: int | tf.Tensor) -> tf.Tensor:
+    def expected_units(self, examples_per_unit: int | Tensor) -> Tensor:
         """Return the public divisor of a clipped sum, a float64 scalar tensor."""
         return self._expected_batch_size / tf.cast(examples_per_unit, tf.float64)
 
@@ -251,7 +251,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
 
     @_keras.without_autograph
     def apply_clipped_sum(
-        self, clipped_sum: ClippedSum, trainable_variables: list[Any]
+        self, clipped_sum: ClippedSum, trainable_variables: list[Variable]
     ) -> None:
         """Noise a clipped sum, divide it, and let the inner optimizer apply it.
 
@@ -395,7 +395,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         if self.noise_is_seeded:
             self.mechanism.skip_to(self.recorder.all_steps)
 
-    def _check(self, clipped_sum: ClippedSum, variables: list[Any]) -> None:
+    def _check(self, clipped_sum: ClippedSum, variables: list[Variable]) -> None:
         if not isinstance(clipped_sum, ClippedSum):
             raise TypeError(
                 "`apply_clipped_sum` takes what `tfdp.clipped_gradients` returns. "
@@ -417,7 +417,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
                 f"`{type(self).__name__}(..., expected_batch_size=256)`."
             )
 
-    def build(self, variables: list[Any]) -> None:
+    def build(self, variables: list[Variable]) -> None:
         """Create the inner optimizer's variables.
 
         Args:
@@ -437,12 +437,12 @@ class DPOptimizer(keras.optimizers.Optimizer):
         return [*self._variables, *self.inner_optimizer.variables]
 
     @property
-    def learning_rate(self) -> Any:
+    def learning_rate(self) -> Variable:
         """The inner optimizer's learning rate."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
+    def learning_rate(self, value: Nest) -> None:
         self.inner_optimizer.learning_rate = value
 
     @property
@@ -450,7 +450,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         """Steps of the inner optimizer."""
         return self.inner_optimizer.iterations
 
-    def finalize_variable_values(self, var_list: list[Any]) -> None:
+    def finalize_variable_values(self, var_list: list[Variable]) -> None:
         """Let the inner optimizer put its moving averages into the variables."""
         self.inner_optimizer.finalize_variable_values(var_list)
         self._averaged_after.assign(int(self.iterations.numpy()))
@@ -463,11 +463,11 @@ class DPOptimizer(keras.optimizers.Optimizer):
             self._averaged_after.numpy()
         )
 
-    def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
+    def exclude_from_weight_decay(self, *args: object, **kwargs: object) -> None:
         """Exclude variables from the inner optimizer's weight decay."""
         self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Config) -> None:
         """Load saved values, or raise where Keras would only warn."""
         if len(store.keys()) != len(self.variables):
             raise ValueError(
@@ -478,27 +478,27 @@ class DPOptimizer(keras.optimizers.Optimizer):
             )
         super().load_own_variables(store)
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: Tensor) -> NoReturn:
         """Raise: only a plain training step scales a whole batch's loss."""
         raise self._not_private("a plain `keras.Model.fit`")
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+    def apply(self, grads: Nest, trainable_variables: Nest = None) -> NoReturn:
         """Raise: gradients that are no clipped sum would not be private."""
         raise self._not_private("`apply`")
 
-    def apply_gradients(self, grads_and_vars: Any) -> Any:
+    def apply_gradients(self, grads_and_vars: Nest) -> NoReturn:
         """Raise: gradients that are no clipped sum would not be private."""
         raise self._not_private("`apply_gradients`")
 
-    def minimize(self, *args: Any, **kwargs: Any) -> Any:
+    def minimize(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise: gradients that are no clipped sum would not be private."""
         raise self._not_private("`minimize`")
 
-    def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_gradients(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise: gradients that are no clipped sum would not be private."""
         raise self._not_private("`compute_gradients`")
 
-    def get_gradients(self, *args: Any, **kwargs: Any) -> Any:
+    def get_gradients(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise: gradients that are no clipped sum would not be private."""
         raise self._not_private("`get_gradients`")
 
@@ -513,14 +513,14 @@ class DPOptimizer(keras.optimizers.Optimizer):
             "l2_norm_clip=optimizer.l2_norm_clip), model.trainable_variables)`."
         )
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the arguments that rebuild the optimizer."""
         return {
             "inner": keras.saving.serialize_keras_object(self.inner_optimizer),
             **self._private_config(),
         }
 
-    def _private_config(self) -> dict[str, Any]:
+    def _private_config(self) -> Config:
         return {
             "l2_norm_clip": float(self._l2_norm_clip.numpy()),
             "noise_multiplier": float(self._noise_multiplier.numpy()),
@@ -536,7 +536,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         return {"mechanism": keras.saving.serialize_keras_object(self.mechanism)}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
+    def from_config(cls, config: Config, custom_objects: Config | None = None) -> Self:
         """Rebuild an optimizer from `get_config`."""
         arguments = dict(config)
         inner = keras.saving.deserialize_keras_object(
@@ -612,7 +612,7 @@ def checked_noise_multiplier(
     return value
 
 
-def _checked_inner(inner: Any) -> keras.optimizers.Optimizer:
+def _checked_inner(inner: object) -> keras.optimizers.Optimizer:
     if isinstance(inner, str):
         inner = keras.optimizers.get(inner)
     is_wrapper = isinstance(inner, (DPOptimizer, keras.optimizers.LossScaleOptimizer))
@@ -632,7 +632,7 @@ def _checked_inner(inner: Any) -> keras.optimizers.Optimizer:
     return inner
 
 
-def with_regularizer(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
+def with_regularizer(gradient: Tensor, variable: Variable) -> Tensor:
     """Add the gradient of a variable's regularizer, which no data enter.
 
     But for one that is part of each example's loss, and in the gradient already.

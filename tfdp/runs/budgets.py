@@ -12,6 +12,7 @@ from collections.abc import Hashable
 import numpy as np
 import tensorflow as tf
 
+from tfdp._types import Tensor
 from tfdp import _keras
 from tfdp.accounting import Segment, affordable_count
 from tfdp.accounting.runs import Run, ledger_of, union
@@ -110,7 +111,7 @@ def enforce_budgets_of_loops(recorder: LedgerRecorder) -> None:
                 enforce_budget_of_step(other, other.last_noise_multiplier)
 
 
-def room_in_graph(recorder: LedgerRecorder, noise_multiplier: tf.Tensor) -> tf.Tensor:
+def room_in_graph(recorder: LedgerRecorder, noise_multiplier: Tensor) -> Tensor:
     """Tell in a graph whether there is room for a step, and ask for it if need be.
 
     Args:
@@ -125,14 +126,14 @@ def room_in_graph(recorder: LedgerRecorder, noise_multiplier: tf.Tensor) -> tf.T
     if _keras.inside_xla():
         return has_room
 
-    def ask(noise_multiplier: tf.Tensor) -> bool:
+    def ask(noise_multiplier: Tensor) -> bool:
         try:
             enforce_budget_of_step(recorder, float(noise_multiplier))
         except PrivacyBudgetError:
             return False
         return True
 
-    def asked() -> tf.Tensor:
+    def asked() -> Tensor:
         answer = tf.py_function(ask, [noise_multiplier], tf.bool)
         return tf.ensure_shape(answer, [])
 

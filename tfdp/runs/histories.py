@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp._types import Variable
 from tfdp.accounting.runs import Run, Runs, union
 
 
@@ -101,7 +102,7 @@ _variables: dict[int, "weakref.ref[Any]"] = {}
 _HISTORY = "_tfdp_history"
 
 
-def history_of(variable: Any) -> History:
+def history_of(variable: Variable) -> History:
     """Return the history of a Keras variable, always the same one.
 
     Args:
@@ -124,12 +125,12 @@ def history_of(variable: Any) -> History:
     return history
 
 
-def was_trained(variable: Any) -> bool:
+def was_trained(variable: Variable) -> bool:
     """Tell whether private steps have made the values of a variable."""
     return any(counter.steps for counter in counters_of([history_of(variable)]))
 
 
-def note_steps(variables: Iterable[Any], training: History, run: str) -> None:
+def note_steps(variables: Iterable[Variable], training: History, run: str) -> None:
     """Let variables depend on a training that changes them, and the other way round.
 
     Args:
@@ -161,7 +162,7 @@ def note_reads(model: keras.Model) -> None:
         history_of(variable).depend_on(together)
 
 
-def note_copy(original: Any, copy: Any) -> None:
+def note_copy(original: Variable, copy: Variable) -> None:
     """Let a copy of a variable depend on all that the original depends on by now."""
     runs = runs_of([history_of(original)])
     if runs:
@@ -181,7 +182,7 @@ _names: set[str] = set()
 _starts: dict[bytes, None] = {}
 
 
-def _note_start(variable: Any) -> None:
+def _note_start(variable: Variable) -> None:
     _starts[_digest(_value(variable))] = None
     _forget_oldest(_starts)
 
@@ -191,7 +192,7 @@ def _forget_oldest(values: dict[bytes, Any]) -> None:
         del values[next(iter(values))]
 
 
-def remember_values(variables: Iterable[Any]) -> None:
+def remember_values(variables: Iterable[Variable]) -> None:
     """Recognise later copies of the values that trainings have given to variables."""
     runs_of_sources: dict[frozenset[History], dict[str, Run]] = {}
     for variable in variables:
@@ -208,7 +209,7 @@ def remember_values(variables: Iterable[Any]) -> None:
     _forget_oldest(_known_values)
 
 
-def recognise_copies(variables: Iterable[Any]) -> bool:
+def recognise_copies(variables: Iterable[Variable]) -> bool:
     """Let variables whose values were copied from trained ones depend on the same.
 
     Values that tell nothing are those that variables began with, zeros and ones.
@@ -253,7 +254,7 @@ def is_alone(run: str) -> bool:
     return _names <= {run}
 
 
-def glimpse(variables: list[Any]) -> list[float]:
+def glimpse(variables: list[Variable]) -> list[float]:
     """Look at a number of each variable, which is another when its values were set."""
     filled = [each for each in variables if all(each.shape)]
     return [float(tf.reshape(each.value, [-1])[0]) for each in filled]
@@ -270,7 +271,7 @@ class _Trained:
             if (variable := reference()) is not None and history_of(variable).sources
         ]
 
-    def runs_of(self, variable: Any) -> dict[str, Run]:
+    def runs_of(self, variable: Variable) -> dict[str, Run]:
         """Return what made the values of a variable, each training asked once."""
         counters = counters_of([history_of(variable)])
         for counter in counters:
@@ -278,7 +279,7 @@ class _Trained:
                 self._runs[counter] = counter.runs
         return union(*(self._runs[counter] for counter in counters))
 
-    def equal_to(self, variable: Any, value: np.ndarray) -> list[dict[str, Run]]:
+    def equal_to(self, variable: Variable, value: np.ndarray) -> list[dict[str, Run]]:
         """Return what made other variables that have the same value."""
         return [
             self.runs_of(other)
@@ -289,7 +290,7 @@ class _Trained:
         ]
 
 
-def _value(variable: Any) -> np.ndarray:
+def _value(variable: Variable) -> np.ndarray:
     value: np.ndarray = keras.ops.convert_to_numpy(variable.value)
     return value
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp._types import Tensor, Variable
 from tfdp import _keras
 from tfdp.accounting import Ledger, Segment
 from tfdp.accounting.calibration import MOST_COUNT
@@ -125,7 +126,7 @@ class LedgerRecorder:
             self._last_clip = tf.Variable(math.nan, dtype=tf.float64, trainable=False)
 
     @property
-    def own_steps(self) -> tf.Tensor:
+    def own_steps(self) -> Tensor:
         """Steps of this run, a scalar int64 tensor."""
         return self._steps.read_value()
 
@@ -339,7 +340,7 @@ class LedgerRecorder:
         """The least noise multiplier that the present limit allows; 0 without one."""
         return float(self._limited_for.numpy())
 
-    def has_room(self, noise_multiplier: tf.Tensor | float = math.inf) -> tf.Tensor:
+    def has_room(self, noise_multiplier: Tensor | float = math.inf) -> Tensor:
         """Tell whether one more step is within the limit.
 
         Args:
@@ -352,7 +353,7 @@ class LedgerRecorder:
         is_within = self._items_started + begins <= self._item_limit
         return is_within & (noise_multiplier >= self._limited_for)
 
-    def record(self, noise_multiplier: tf.Tensor) -> None:
+    def record(self, noise_multiplier: Tensor) -> None:
         """Count one step, as operations of the graph.
 
         Args:
@@ -384,7 +385,7 @@ class LedgerRecorder:
         self._items_started.assign_add(begins)
         self._steps.assign_add(1)
 
-    def note_update(self, variables: Iterable[Any], l2_norm_clip: tf.Tensor) -> None:
+    def note_update(self, variables: Iterable[Variable], l2_norm_clip: Tensor) -> None:
         """Remember what a step updates, and the clip norm in it.
 
         Args:
@@ -394,11 +395,11 @@ class LedgerRecorder:
         note_steps(variables, self.history, self.run)
         self._last_clip.assign(tf.cast(l2_norm_clip, tf.float64))
 
-    def begins_item(self) -> tf.Tensor:
+    def begins_item(self) -> Tensor:
         """Tell whether the next step begins an item, a scalar bool tensor."""
         return self._steps_in_item >= self._steps_per_item
 
-    def _close_item(self, count: tf.Tensor) -> None:
+    def _close_item(self, count: Tensor) -> None:
         """Move the open item into the table; nothing if `count` is 0."""
         used = self._rows_used.read_value()
         opened = self._open_noise_multiplier.read_value()
@@ -421,7 +422,7 @@ class LedgerRecorder:
         """Whether it is that of a model, not of an optimizer alone."""
         return self._weights is not None
 
-    def weights(self) -> list[Any] | None:
+    def weights(self) -> list[Variable] | None:
         """Return the weights of its model, as they are now; None if that is gone."""
         return None if self._weights is None else self._weights()
 
@@ -448,7 +449,7 @@ class LedgerRecorder:
         """The last epoch of seeded draws that this run or one before it has used."""
         return max(each.sampled_epochs for each in self.recorders())
 
-    def begin_steps(self, trained: list[Any], read: list[Any]) -> None:
+    def begin_steps(self, trained: list[Variable], read: list[Variable]) -> None:
         """Note what steps change, and that it depends on all that they read.
 
         Args:
@@ -523,7 +524,7 @@ def _counter(value: int) -> tf.Variable:
     return tf.Variable(value, dtype=tf.int64, trainable=False)
 
 
-def note_loaded(variables: Iterable[Any], runs: dict[str, Run]) -> None:
+def note_loaded(variables: Iterable[Variable], runs: dict[str, Run]) -> None:
     """Let variables depend on runs whose values were loaded into them.
 
     Args:

@@ -1,11 +1,10 @@
 """Several views of each example, whose mean gradient is clipped."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate
+from tfdp._types import Nest, Tensor
 from tfdp.checks.model import check_model
 from tfdp.losses.objective import Batch
 
@@ -27,7 +26,7 @@ class Augmentation:
             mixes examples by design.
     """
 
-    def __init__(self, function: Any, multiplicity: int) -> None:
+    def __init__(self, function: Nest, multiplicity: int) -> None:
         """Check the arguments."""
         if not callable(function):
             raise TypeError(
@@ -54,22 +53,22 @@ class Augmentation:
     def views(self, batch: Batch) -> Batch:
         """Return the views of all rows, those of one row next to each other."""
 
-        def repeated(tensor: tf.Tensor) -> tf.Tensor:
+        def repeated(tensor: Tensor) -> Tensor:
             return tf.repeat(tensor, self.multiplicity, axis=0)
 
         x, *others = _tree.map_tensors(repeated, batch)
         views = self._model(x, training=True)
 
-        def with_shape_of(view: Any, row: tf.Tensor) -> tf.Tensor:
+        def with_shape_of(view: Nest, row: Tensor) -> Tensor:
             return tf.ensure_shape(tf.cast(view, row.dtype), row.shape)
 
         return Batch(keras.tree.map_structure(with_shape_of, views, x), *others)
 
-    def first(self, outputs: Any) -> Any:
+    def first(self, outputs: Nest) -> Nest:
         """Return what the model gave for the first view of each row."""
         return _tree.map_tensors(lambda rows: rows[:: self.multiplicity], outputs)
 
-    def check(self, x: Any) -> None:
+    def check(self, x: Nest) -> None:
         """Refuse a function of which it is not proven that it keeps examples apart.
 
         Args:
@@ -101,11 +100,11 @@ class Augmentation:
 class _Augmenting(keras.Model):
     """Runs a layer or a function as a model."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Nest) -> None:
         super().__init__(name="augmentation")
         self.function = function
 
-    def call(self, x: Any, training: bool | None = None) -> Any:
+    def call(self, x: Nest, training: bool | None = None) -> Nest:
         """Make one view of each row."""
         if isinstance(self.function, keras.layers.Layer):
             return self.function(x, training=training)

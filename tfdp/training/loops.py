@@ -2,13 +2,13 @@
 
 import dataclasses
 import weakref
-from typing import Any
 
 import keras
 import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree, _validate, engines
+from tfdp._types import Loss, Nest, Tensor
 from tfdp.checks.engine import check_objective, choose
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
@@ -22,14 +22,14 @@ from tfdp.training.step import BatchClipper
 @_keras.without_autograph
 def clipped_gradients(
     model: keras.Model,
-    loss: Any,
-    x: Any,
-    y: Any,
-    sample_weight: Any = None,
+    loss: Loss,
+    x: Nest,
+    y: Nest,
+    sample_weight: Nest = None,
     *,
-    l2_norm_clip: Any,
+    l2_norm_clip: Tensor,
     num_microbatches: int | None = None,
-    engine: Any = "auto",
+    engine: Nest = "auto",
     physical_batch_size: int | None = None,
 ) -> ClippedSum:
     """Sum the clipped gradients of the examples of a batch.
@@ -97,7 +97,7 @@ def clipped_gradients(
     check_plain(loss)
     objective = dataclasses.replace(Objective.of(model, loss), ascent=ascent)
     clip = clip_as_tensor(l2_norm_clip, objective.variables)
-    rows_per_unit: int | tf.Tensor = 1
+    rows_per_unit: int | Tensor = 1
     if num_microbatches is not None:
         groups = _validate.positive_int("num_microbatches", num_microbatches)
         rows_per_unit = (number_of_rows(data) + groups - 1) // groups
@@ -107,7 +107,7 @@ def clipped_gradients(
             else tf.maximum(rows_per_unit, 1)
         )
 
-    rows: Any = number_of_rows(data)
+    rows: Nest = number_of_rows(data)
     if physical_batch_size is not None:
         physical_batch_size = _whole_units(physical_batch_size, rows_per_unit)
         rows = physical_batch_size
@@ -125,7 +125,7 @@ def clipped_gradients(
     return clipper.clip(Batch(*data), clip, objective)
 
 
-def _check_lengths(data: Any) -> None:
+def _check_lengths(data: Nest) -> None:
     """Refuse inputs, targets and weights of different numbers of rows."""
     names = ("x", "y", "sample_weight")
     lengths = {
@@ -146,7 +146,7 @@ def _check_lengths(data: Any) -> None:
         )
 
 
-def _whole_units(physical_batch_size: int, rows_per_unit: int | tf.Tensor) -> int:
+def _whole_units(physical_batch_size: int, rows_per_unit: int | Tensor) -> int:
     """Return how many rows to run at a time, of whole units."""
     rows = _validate.positive_int("physical_batch_size", physical_batch_size)
     if not isinstance(rows_per_unit, int):
@@ -170,12 +170,12 @@ _MOST_KNOWN = 16
 # For each model what was checked, the engine to use for it, and what it was checked for:
 # another object could have the same `id` later.
 _checked: weakref.WeakKeyDictionary[
-    keras.Model, dict[tuple[Any, ...], tuple[engines.Engine, Any]]
+    keras.Model, dict[tuple[Nest, ...], tuple[engines.Engine, Nest]]
 ] = weakref.WeakKeyDictionary()
 
 
 def _checked_once(
-    engine: Any, objective: Objective, loss: Any, data: Any, rows: int | None
+    engine: Nest, objective: Objective, loss: Loss, data: Nest, rows: int | None
 ) -> engines.Engine:
     """Refuse layers and losses that mix examples, and choose the engine.
 
@@ -231,7 +231,7 @@ def _checked_once(
     return chosen
 
 
-def _names_of_leaves(loss: Any) -> str:
+def _names_of_leaves(loss: Loss) -> str:
     """Tell a nest of losses from all others: by their names, or which objects."""
     names = keras.tree.map_structure(
         lambda leaf: leaf if isinstance(leaf, str) else id(leaf), loss
