@@ -1,7 +1,6 @@
 """A Keras model whose training steps are differentially private."""
 
 import contextlib
-import dataclasses
 import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -11,16 +10,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _keras, _tree, _validate, engines
+from tfdp import _keras, _validate, engines
 from tfdp._released import ReleasedGradient
-from tfdp._tree import signature_of
 from tfdp._types import Config, Logs, Loss, Nest, Tensor, Variable
 from tfdp.accounting import Ledger, privacy_statement
-from tfdp.checks.engine import choose
 from tfdp.data.training_data import (
     TrainingData,
     first_rows,
-    made_up_rows,
     number_of_examples,
     split_for_validation,
     training_data,
@@ -41,7 +37,7 @@ from tfdp.errors import (
     UnsupportedLayerError,
 )
 from tfdp.losses import regularizers
-from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
+from tfdp.losses.ascent import SAT, AscentLoss, check_plain
 from tfdp.losses.objective import Batch, Objective, check_takes_logits
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.budgets import (
@@ -67,19 +63,20 @@ from tfdp.runs.recorder import (
 from tfdp.sampling import Scheme, samplings
 from tfdp.training.augmentation import Augmentation
 from tfdp.training.callback import StepCallback
+from tfdp.training.checked_model import CheckedModel, rows_to_check
 from tfdp.training.fit_callbacks import LedgerCallback, planned_items, sorted_callbacks
 from tfdp.training.journal import journals
 from tfdp.training.noise_plan import NoisePlan
-from tfdp.training.step import BatchClipper, Session, private_step
+from tfdp.training.step import (
+    BatchClipper,
+    Session,
+    objective_uphill,
+    private_step,
+)
 from tfdp.training.units import units_and_passes
 
 # How names of saved arrays begin that hold the gradient that was released last.
 _RELEASED = "released_gradient_"
-
-
-# Which layers trained when the model was checked, and with how many rows.
-_NOTHING_CHECKED: tuple[tuple[bool, ...], frozenset[int | None]] = ((), frozenset())
-_MOST_SIZES = 4
 
 
 @keras.saving.register_keras_serializable("tfdp")
@@ -199,16 +196,13 @@ class DPModel(_keras.ReplicatedModel):
         self._loaded_as_trained = b""
         # What the training function was made for.
         self._session: Session | None = None
-        self._checked = _NOTHING_CHECKED
         self.train_function: Callable[[Nest], Logs] | None = None
         self.test_function: Callable[[Nest], Logs] | None = None
-        self._chosen_engine: engines.Engine | None = None
         self._objective_of_compile: Objective | None = None
         self._ascent: AscentLoss | None = None
         self._released = ReleasedGradient()
         self._augmentation = views
-        # Nest of `tf.TensorSpec` of the inputs that `fit` was given.
-        self.fitted_signature: Nest = None
+        self._checked = CheckedModel(model, engine, views)
         if getattr(model, "optimizer", None) is not None:
             # Its slots would be saved with the private model.
             model.optimizer = None
@@ -227,6 +221,11 @@ class DPModel(_keras.ReplicatedModel):
         if not self.model.built:
             self.model.build(input_shape)
         self.built = True
+
+    @property
+    def fitted_signature(self) -> Nest:
+        """Nest of `tf.TensorSpec` of the inputs that `fit` was given last, or None."""
+        return self._checked.signature
 
     @property
     def output_names(self) -> list[str] | None:
@@ -258,7 +257,7 @@ class DPModel(_keras.ReplicatedModel):
                 f"The inputs of model `{self.model.name}` are not known yet. Received: "
                 "a model that has seen no data. Call `private.fit(...)` first."
             )
-        engine = self._chosen_engine or engines.get(self.engine)
+        engine = self._checked.engine
         try:
             rows = engine.explain(self.model, signature)
         except UnsupportedLayerError:
@@ -369,7 +368,7 @@ class DPModel(_keras.ReplicatedModel):
         self._ascent = ascent if ascent is not None and ascent.has_ascent() else None
         if not isinstance(self._ascent, SAT):
             self._released = ReleasedGradient()
-        self._checked = _NOTHING_CHECKED
+        self._checked.forget()
         if self._has_own_loss:
             self.model.compile(
                 optimizer=None, loss=loss, loss_weights=loss_weights, jit_compile=False
@@ -592,7 +591,7 @@ class DPModel(_keras.ReplicatedModel):
             )
         _check_class_weight(class_weight, sample_weight, y, self.model)
         sizes = self._units_and_passes(UNDECLARED)
-        unchecked = self._unchecked_sizes(number_of_examples(x), sizes)
+        unchecked = self._unchecked(number_of_examples(x), sizes)
         if unchecked:
             self._check_sample(*first_rows((x, y, sample_weight)), sizes=unchecked)
         regularizers.check_number_of_examples(
@@ -782,7 +781,7 @@ class DPModel(_keras.ReplicatedModel):
         examples_per_unit, physical_batch_size = sizes
         clipper = BatchClipper(
             self.model,
-            self._chosen_engine or engines.get(self.engine),
+            self._checked.engine,
             may_change_engine=self.engine == "auto",
             examples_per_unit=examples_per_unit,
             physical_batch_size=physical_batch_size,
@@ -896,62 +895,25 @@ class DPModel(_keras.ReplicatedModel):
         if self.run_eagerly and batch_size is None:
             # Layers see how many rows there are; this stands for all numbers.
             batch_size = data.scheme.expected_batch_size
-        unchecked = self._unchecked_sizes(batch_size, sizes)
+        unchecked = self._unchecked(batch_size, sizes)
         if unchecked:
             data, sample = data.with_sample()
             self._check_sample(*sample, sizes=unchecked)
         return data
 
-    def _unchecked_sizes(
+    def _unchecked(
         self, batch_size: int | None, sizes: tuple[int, int | None]
     ) -> list[int | None]:
-        """Return what of `_sizes_of_passes` the model was not checked with yet."""
-        state, known = self._checked
-        passes = self._sizes_of_passes(batch_size, sizes)
-        if state != self._trainable_state():
-            return list(passes)
-        if len(known) >= _MOST_SIZES:
-            # By now TensorFlow traces for any number of rows.
-            return [] if None in known else [None]
-        return [size for size in passes if size not in known]
-
-    def _sizes_of_passes(
-        self, batch_size: int | None, sizes: tuple[int, int | None]
-    ) -> tuple[int | None, ...]:
-        """Say how many rows go through the model at once, where that is static.
-
-        Args:
-            batch_size: Of all batches, or of some, if that is static.
-            sizes: Examples of a unit, and rows of a pass.
-
-        Returns:
-            The sizes, None for any.
-        """
         examples_per_unit, physical_batch_size = sizes
-        views = 1 if self._augmentation is None else self._augmentation.multiplicity
-        if physical_batch_size is not None:
-            return (physical_batch_size * views,)
-        if not batch_size:
-            return (None,)
-        whole = -(-batch_size // examples_per_unit) * examples_per_unit
-        return (None, whole * views)
-
-    def _trainable_state(self) -> tuple[bool, ...]:
-        """What decides whether layers such as BatchNormalization keep data."""
-        return tuple(layer.trainable for layer in _keras.flatten_layers(self.model))
+        return self._checked.unchecked(
+            batch_size,
+            examples_per_unit=examples_per_unit,
+            physical_batch_size=physical_batch_size,
+        )
 
     def _check_sample(
         self, x: Nest, y: Nest, sample_weight: Nest, *, sizes: list[int | None]
     ) -> None:
-        if self._replicas.strategy is not None:
-            self.build_all((x, y, sample_weight))
-        with self._replicas.only_first(), _keras.losses_of_one_replica():
-            self._check_rows(x, y, sample_weight, sizes)
-
-    def _check_rows(
-        self, x: Nest, y: Nest, sample_weight: Nest, sizes: list[int | None]
-    ) -> None:
-        rows = (x, y, sample_weight)
         if y is None and not self._has_own_loss:
             raise ValueError(
                 "`y` is missing: the loss compares what the model predicts with it. "
@@ -959,25 +921,16 @@ class DPModel(_keras.ReplicatedModel):
                 "`(x, y)`; a model that learns without targets overrides "
                 "`compute_loss`."
             )
-        if not number_of_examples(x):
-            rows = made_up_rows(rows)
-        if self._augmentation is not None:
-            self._augmentation.check(rows[0])
-        if not self.model.built:
-            self.model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
-        objective = self._objective()
-        if isinstance(self._ascent, BAM):
-            ascent = self._ascent.ascent_at(self.optimizer.iterations.value)
-            objective = dataclasses.replace(objective, ascent=ascent)
-        engine = choose(self.engine, objective, rows, sizes)
-        self.built = True
-        state, known = self._trainable_state(), self._checked[1]
-        if state != self._checked[0]:
-            known = frozenset()
-        self._checked = state, known.union(sizes)
-        # Of attributes Keras replaces the dicts, by some that models do not expect.
-        self.__dict__["fitted_signature"] = signature_of(x)
-        self._chosen_engine = engine
+        if self._replicas.strategy is not None:
+            self.build_all((x, y, sample_weight))
+        with self._replicas.only_first(), _keras.losses_of_one_replica():
+            rows = rows_to_check(x, y, sample_weight)
+            self._checked.build(rows[0])
+            objective = objective_uphill(
+                self._objective(), self._ascent, self.optimizer.iterations.value
+            )
+            self._checked.check(objective, rows, sizes)
+            self.built = True
 
     # Saving.
 

@@ -260,13 +260,6 @@ class Session:
             )
         return noise_multiplier
 
-    def objective_uphill(self) -> Objective:
-        """Return the objective, its gradients taken where `BAM` wants them."""
-        if not isinstance(self.ascent, BAM):
-            return self.objective
-        ascent = self.ascent.ascent_at(self.optimizer.iterations.value)
-        return dataclasses.replace(self.objective, ascent=ascent)
-
     def uphill(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the weights are where `SAT` wants them."""
         if not isinstance(self.ascent, SAT):
@@ -274,6 +267,24 @@ class Session:
         self.released.build(self.objective.variables)
         iteration = self.optimizer.iterations.value
         return self.released.uphill(self.ascent.radius_at(iteration))
+
+
+def objective_uphill(
+    objective: Objective, ascent: AscentLoss | None, iteration: Tensor
+) -> Objective:
+    """Return an objective with its gradients taken where `BAM` wants them.
+
+    Args:
+        objective: Of the plain loss.
+        ascent: The loss that takes gradients uphill, if any.
+        iteration: The optimizer's `iterations`.
+
+    Returns:
+        The objective; the same one under other losses.
+    """
+    if not isinstance(ascent, BAM):
+        return objective
+    return dataclasses.replace(objective, ascent=ascent.ascent_at(iteration))
 
 
 def private_step(
@@ -326,7 +337,9 @@ def private_step(
         clipped_sum = clipper.clip(
             batch,
             optimizer.l2_norm_clip.value,
-            session.objective_uphill(),
+            objective_uphill(
+                session.objective, session.ascent, optimizer.iterations.value
+            ),
             functools.partial(on_outputs, room),
         )
 
