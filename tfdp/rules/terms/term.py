@@ -282,10 +282,10 @@ class Kept(Term):
 
     def by_column(self, factors: tf.Tensor, units: Units) -> "Kept":
         """Multiply the gradients."""
-        p = factors.shape[-1]
-        gradients = units.view(self.instantiate(units), [p])
-        scaled = gradients * tf.cast(factors, gradients.dtype)[:, None]
-        return Kept(self.variable, tf.reshape(scaled, tf.shape(self.gradients)))
+        gradients = self.instantiate(units)
+        columns = units.view(gradients, [factors.shape[-1]])
+        scaled = columns * tf.cast(factors, columns.dtype)[:, None]
+        return Kept(self.variable, tf.reshape(scaled, tf.shape(gradients)))
 
     def tensors(self) -> list[tf.Tensor]:
         """The gradients."""
