@@ -1,33 +1,33 @@
 """Runs a batch of any size through an engine, whole or in passes of fixed size."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfdp import _tree
+from tfdp._types import Nest, Variable
 from tfdp.losses.objective import Batch
 
 # (batch) -> clipped sums, norms of the units, outputs of the model.
-Pass = Callable[[Batch], tuple[list[tf.Tensor], tf.Tensor, Any]]
+ClipBatch = Callable[[Batch], tuple[list[tf.Tensor], tf.Tensor, Nest]]
 
 # (rows of the data in the pass, their number, outputs of the model).
-OnOutputs = Callable[[Any, tf.Tensor, Any], None]
+OnOutputs = Callable[[Nest, tf.Tensor, Nest], None]
 
 
-def number_of_rows(data: Any) -> int | tf.Tensor:
+def number_of_rows(data: Nest) -> int | tf.Tensor:
     """Return the length of the leading axis, as an int where it is static."""
     first = _tree.tensors(data)[0]
     return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
 
 
 def run_whole(
-    run_pass: Pass, data: Any, *, rows_per_unit: int | tf.Tensor
-) -> tuple[list[tf.Tensor], tf.Tensor, Any]:
+    run_pass: ClipBatch, data: Nest, *, rows_per_unit: int | tf.Tensor
+) -> tuple[list[tf.Tensor], tf.Tensor, Nest]:
     """Run all rows in one pass, filled up to whole units and to one unit at least.
 
     Args:
-        run_pass: The engine's pass.
+        run_pass: What the engine does with a batch.
         data: ``(x, y, sample_weight)``, nested tensors of N rows; N may be 0.
         rows_per_unit: Consecutive rows that are clipped together.
 
@@ -42,13 +42,13 @@ def run_whole(
 
 
 def run_in_passes(
-    run_pass: Pass,
-    data: Any,
+    run_pass: ClipBatch,
+    data: Nest,
     *,
     rows_per_unit: int,
     physical_batch_size: int,
     on_outputs: OnOutputs | None,
-    shared_states: Sequence[Any] = (),
+    shared_states: Sequence[Variable] = (),
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Run the rows in passes of `physical_batch_size`, adding the sums up.
 
@@ -57,7 +57,7 @@ def run_in_passes(
     in two thirds of the time.
 
     Args:
-        run_pass: The engine's pass; sees batches of one static shape only.
+        run_pass: What the engine does with a batch; sees batches of one static shape only.
         data: ``(x, y, sample_weight)``, nested tensors of N rows; N may be 0.
         rows_per_unit: Consecutive rows that are clipped together; divides the
             rows of a pass.
@@ -111,7 +111,7 @@ def run_in_passes(
     return sums, norms.concat()[:units]
 
 
-def _fill(data: Any, indices: tf.Tensor, rows: int | tf.Tensor) -> Batch:
+def _fill(data: Nest, indices: tf.Tensor, rows: int | tf.Tensor) -> Batch:
     """Take rows by index; what lies past the last row repeats it, as padding."""
     # So the padding of a unit that is not full is a row of that unit.
     is_empty = tf.cast(tf.equal(rows, 0), tf.int32)

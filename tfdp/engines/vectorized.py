@@ -3,14 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree
+from tfdp._types import Nest
 from tfdp.clipping import clip_and_sum, zeros_of_finite
+from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation
 from tfdp.engines.vectorization import efficient_vectorization
 from tfdp.losses.objective import Batch, Objective
@@ -19,7 +20,7 @@ _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
 
 @dataclasses.dataclass(frozen=True)
-class VectorizedEngine:
+class VectorizedEngine(Engine):
     """Computes each unit's whole gradient, all units at once.
 
     Works for nearly every model and holds one gradient of the model's size for
@@ -37,26 +38,13 @@ class VectorizedEngine:
         *,
         l2_norm_clip: tf.Tensor,
         rows_per_unit: int | tf.Tensor,
-    ) -> tuple[list[tf.Tensor], tf.Tensor, Any]:
-        """Sum the clipped gradients of the units of a batch.
-
-        Args:
-            objective: What to differentiate.
-            batch: Its number of rows is a multiple of `rows_per_unit`.
-            l2_norm_clip: Radius of the clip ball, a positive scalar tensor.
-            rows_per_unit: Consecutive rows whose mean loss is one unit's loss. A
-                unit without a real row contributes nothing.
-
-        Returns:
-            The clipped sums in the order of the variables, the units' norms
-            before clipping with shape ``(U,)``, and the model's outputs for all
-            rows.
-        """
+    ) -> Clipped:
+        """Sum the clipped gradients, which are all there at once."""
         units = _tree.map_tensors(lambda rows: _stack(rows, rows_per_unit), batch)
         has_path: list[bool] = []
         advance_seeds: list[Callable[[], None]] = []
 
-        def of_one_unit(elements: Any) -> tuple[list[tf.Tensor], Any]:
+        def of_one_unit(elements: Nest) -> tuple[list[tf.Tensor], Nest]:
             number, leaves = elements
             with _keras.seeds_of_row(number) as advance:
                 gradients, y_pred = unit_gradients(objective, _tree.pack(leaves, units))
@@ -92,7 +80,12 @@ class VectorizedEngine:
             _tree.map_tensors(_unstack, y_pred),
         )
 
-    def explain(self, model: keras.Model, signature: Any) -> list[Explanation]:
+    def read(self, objective: Objective, batch: Batch) -> list[tf.Tensor]:
+        """Nothing: each unit is evaluated alone."""
+        del objective, batch
+        return []
+
+    def explain(self, model: keras.Model, signature: Nest) -> list[Explanation]:
         """Say what each layer's gradients take; see `DPModel.explain`."""
         del signature
         return [
@@ -118,7 +111,7 @@ def _own_trainable_bytes(layer: keras.layers.Layer) -> int:
 
 def unit_gradients(
     objective: Objective, unit: Batch
-) -> tuple[list[tf.Tensor | None], Any]:
+) -> tuple[list[tf.Tensor | None], Nest]:
     """Differentiate the mean loss of a unit's real rows, uphill if so asked.
 
     Args:
@@ -186,7 +179,7 @@ def _gradients_elsewhere(
 
 def _gradients_at(
     values: list[tf.Tensor], objective: Objective, unit: Batch
-) -> tuple[list[tf.Tensor | None], Any]:
+) -> tuple[list[tf.Tensor | None], Nest]:
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(values)
         y_pred = objective.predict(unit.x)
@@ -209,7 +202,7 @@ def _gradients_at(
 
 def _weighted_sum(
     pair: tuple[tf.Tensor | None, tf.Tensor | None],
-    weights: tuple[Any, Any],
+    weights: tuple[float | tf.Tensor, float | tf.Tensor],
     offset: tf.Tensor,
 ) -> tf.Tensor | None:
     parts = [
@@ -221,11 +214,11 @@ def _weighted_sum(
 
 
 def _map(
-    function: Callable[[Any], Any], elements: Any, *, must_rehearse: bool
-) -> tuple[list[tf.Tensor], Any]:
+    function: Callable[[Nest], Nest], elements: Nest, *, must_rehearse: bool
+) -> tuple[list[tf.Tensor], Nest]:
     """Apply a function to every element, all at once where TensorFlow can."""
 
-    def vectorized(elements: Any) -> Any:
+    def vectorized(elements: Nest) -> Nest:
         with efficient_vectorization():
             return tf.vectorized_map(function, elements, warn=False)
 
@@ -236,7 +229,7 @@ def _map(
         reason = "a loop over time or a convolution in groups cannot be vectorized"
     else:
         try:
-            mapped: tuple[list[tf.Tensor], Any] = vectorized(elements)
+            mapped: tuple[list[tf.Tensor], Nest] = vectorized(elements)
             return mapped
         # Whatever stops the tracing: an error of the model itself comes again.
         except Exception as error:  # noqa: BLE001
@@ -253,13 +246,13 @@ def _map(
     signature = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), outputs
     )
-    in_turn: tuple[list[tf.Tensor], Any] = tf.map_fn(
+    in_turn: tuple[list[tf.Tensor], Nest] = tf.map_fn(
         function, elements, fn_output_signature=signature
     )
     return in_turn
 
 
-def _rehearse(vectorized: Callable[[Any], Any], elements: Any) -> bool:
+def _rehearse(vectorized: Callable[[Nest], Nest], elements: Nest) -> bool:
     """Run a vectorized map on two elements of zeros, to see whether it can."""
     shapes = [tensor.shape[1:] for tensor in keras.tree.flatten(elements)]
     if _keras.inside_xla() or not all(shape.is_fully_defined() for shape in shapes):

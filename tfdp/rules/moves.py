@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp.clipping import at_least_float32
-from tfdp.rules.terms import Term, Units
+from tfdp.rules.terms import Movable, Term, Units
 
 
 class Product(NamedTuple):
@@ -30,7 +30,7 @@ class Move(NamedTuple):
         units: How rows are grouped.
     """
 
-    direction: Term
+    direction: Movable
     lengths: tf.Tensor
     units: Units
 
@@ -51,7 +51,7 @@ class Moves:
 
     def __init__(
         self,
-        directions: dict[int, Term],
+        directions: dict[int, Movable],
         lengths: tf.Tensor,
         units: Units,
         *,
@@ -104,9 +104,9 @@ class Moves:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(zeros)
             products = [
-                term.inner_products(self._directions[id(term.variable)], self._units)
+                term.movable(self._units).inner_products(direction, self._units)
                 for term in terms(*zeros)
-                if id(term.variable) in self._directions
+                if (direction := self._directions.get(id(term.variable))) is not None
             ]
             moved = [
                 product * tf.cast(self._lengths, product.dtype) for product in products

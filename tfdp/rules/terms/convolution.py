@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
+from tfdp._types import Variable
 from tfdp.clipping import at_least_float32
 from tfdp.rules import filters, patches
 from tfdp.rules.geometry import Geometry
@@ -19,7 +19,7 @@ from tfdp.rules.terms.factors import (
     summed_products,
     weighted,
 )
-from tfdp.rules.terms.term import Term, Units
+from tfdp.rules.terms.term import Movable, Term, Units
 
 # Gradients of units may take this many numbers for each number of the activations
 # that they are made of, to be kept until the weights are known.
@@ -30,7 +30,7 @@ _KEPT_FOR_AN_ACTIVATION = 2
 _SQUARED_AND_SUMMED = 30
 
 
-class Convolution(Term):
+class Convolution(Movable):
     """The gradient of a kernel that slides over `inputs`.
 
     Args:
@@ -42,7 +42,7 @@ class Convolution(Term):
 
     def __init__(
         self,
-        variable: Any,
+        variable: Variable,
         inputs: tf.Tensor,
         g: tf.Tensor,
         geometry: Geometry,
@@ -55,10 +55,8 @@ class Convolution(Term):
         """Take the uses of both."""
         if not isinstance(other, Convolution) or other.geometry != self.geometry:
             return None
-        merged = Convolution(self.variable, *self.calls[0], self.geometry)
-        merged.calls = self.calls + other.calls
-        merged.repeats = self.repeats if self.repeats == other.repeats else None
-        return merged
+        repeats = self.repeats if self.repeats == other.repeats else None
+        return self.copy_with(calls=self.calls + other.calls, repeats=repeats)
 
     def _numbers(self, units: Units) -> tuple[int, int] | None:
         """Count positions of the outputs and of the padded inputs in a unit."""
@@ -203,7 +201,7 @@ class Convolution(Term):
         ]
         return tf.reshape(tf.add_n(parts), self.variable.shape)
 
-    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
+    def inner_products(self, other: Movable, units: Units) -> tf.Tensor:
         """From Gram matrices of pixels, or with kernels of the units' own."""
         if isinstance(other, Convolution) and self._can_gram(units, other.calls):
             x, g = self.one_use(units)
@@ -239,10 +237,8 @@ class Convolution(Term):
 
     def by_column(self, factors: tf.Tensor, units: Units) -> "Convolution":
         """Multiply the gradients of the outputs."""
-        scaled = Convolution(self.variable, *self.calls[0], self.geometry)
-        scaled.calls = [(x, g * units.for_rows(factors, g)) for x, g in self.calls]
-        scaled.repeats = self.repeats
-        return scaled
+        calls = [(x, g * units.for_rows(factors, g)) for x, g in self.calls]
+        return self.copy_with(calls=calls)
 
     def tensors(self) -> list[tf.Tensor]:
         """Both factors of each use."""
@@ -250,7 +246,4 @@ class Convolution(Term):
 
     def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Convolution":
         """Move the inputs, then the gradients."""
-        moved = Convolution(self.variable, *self.calls[0], self.geometry)
-        moved.calls = moved_pairs(self.calls, jvp, rate)
-        moved.repeats = self.repeats
-        return moved
+        return self.copy_with(calls=moved_pairs(self.calls, jvp, rate))

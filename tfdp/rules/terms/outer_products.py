@@ -1,10 +1,10 @@
 """The gradient of what multiplies a matrix."""
 
 import math
-from typing import Any
 
 import tensorflow as tf
 
+from tfdp._types import Variable
 from tfdp.clipping import at_least_float32, squares_rounded_up
 from tfdp.rules.products import inner_products, roundoff, squares_from_grams
 from tfdp.rules.terms.factors import (
@@ -16,10 +16,10 @@ from tfdp.rules.terms.factors import (
     summed_products,
     weighted,
 )
-from tfdp.rules.terms.term import Kept, Term, Units
+from tfdp.rules.terms.term import Kept, Movable, Term, Units
 
 
-class OuterProducts(Term):
+class OuterProducts(Movable):
     """``sum_t a_t (x) g_t``: what multiplies a matrix has this gradient.
 
     Args:
@@ -29,7 +29,7 @@ class OuterProducts(Term):
         g: Gradients of the outputs, shape ``(R, ..., p)`` with the same axes between.
     """
 
-    def __init__(self, variable: Any, a: tf.Tensor, g: tf.Tensor) -> None:
+    def __init__(self, variable: Variable, a: tf.Tensor, g: tf.Tensor) -> None:
         self.variable = variable
         self.pairs = [(a, g)]
         self._added_up: list[tf.Tensor] | None = None
@@ -40,10 +40,11 @@ class OuterProducts(Term):
         """Take the uses of both."""
         if not isinstance(other, OuterProducts) or other.p != self.p:
             return None
-        merged = OuterProducts(self.variable, *self.pairs[0])
-        merged.pairs = self.pairs + other.pairs
-        merged.repeats = self.repeats if self.repeats == other.repeats else None
-        return merged
+        repeats = self.repeats if self.repeats == other.repeats else None
+        return self._of(self.pairs + other.pairs).copy_with(repeats=repeats)
+
+    def _of(self, pairs: list[tuple[tf.Tensor, tf.Tensor]]) -> "OuterProducts":
+        return self.copy_with(pairs=pairs, _added_up=None)
 
     def _positions(self, units: Units) -> int | None:
         """Count the positions of a unit, if their number is static."""
@@ -182,7 +183,7 @@ class OuterProducts(Term):
                 parts.append(tf.math.unsorted_segment_sum(right, ids, self.d))
         return tf.reshape(tf.add_n(parts), self.variable.shape)
 
-    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
+    def inner_products(self, other: Movable, units: Units) -> tf.Tensor:
         """Multiply one factor by what the other term has, then the other."""
         return tf.add_n([
             tf.reduce_sum(other.applied(a, units) * g, [1, 2])
@@ -215,10 +216,7 @@ class OuterProducts(Term):
 
     def by_column(self, factors: tf.Tensor, units: Units) -> "OuterProducts":
         """Multiply the second factors."""
-        scaled = OuterProducts(self.variable, *self.pairs[0])
-        scaled.pairs = [(a, g * units.for_rows(factors, g)) for a, g in self.pairs]
-        scaled.repeats = self.repeats
-        return scaled
+        return self._of([(a, g * units.for_rows(factors, g)) for a, g in self.pairs])
 
     def tensors(self) -> list[tf.Tensor]:
         """Both factors of each use, but for ids."""
@@ -230,10 +228,7 @@ class OuterProducts(Term):
 
     def moved(self, jvp: Jvp, rate: tf.Tensor) -> "OuterProducts":
         """Move one factor, then the other."""
-        moved = OuterProducts(self.variable, *self.pairs[0])
-        moved.pairs = moved_pairs(self.pairs, jvp, rate)
-        moved.repeats = self.repeats
-        return moved
+        return self._of(moved_pairs(self.pairs, jvp, rate))
 
 
 def _inner_products(a: tf.Tensor, b: tf.Tensor, dtype: tf.DType) -> tf.Tensor:

@@ -1,14 +1,13 @@
 """The gradient of what is multiplied, number by number, before it is a matrix."""
 
 import math
-from typing import Any
 
 import tensorflow as tf
 
+from tfdp._types import Variable
 from tfdp.clipping import at_least_float32
-from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.products import roundoff
-from tfdp.rules.terms.factors import Jvp, summed_products, weighted
+from tfdp.rules.terms.factors import summed_products, weighted
 from tfdp.rules.terms.term import Term, Units
 
 
@@ -29,7 +28,7 @@ class ScaledProducts(Term):
     """
 
     def __init__(
-        self, variable: Any, a: tf.Tensor, g: tf.Tensor, scale: tf.Tensor
+        self, variable: Variable, a: tf.Tensor, g: tf.Tensor, scale: tf.Tensor
     ) -> None:
         self.variable = variable
         self.a = at_least_float32(a)
@@ -111,27 +110,6 @@ class ScaledProducts(Term):
         products = tf.einsum("mvtd,mvtp->vdp", a, g)
         return tf.reduce_sum(products * self.scale, 0)
 
-    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
-        """Of the gradients themselves."""
-        return tf.reduce_sum(self.instantiate(units) * other.instantiate(units), 1)
-
-    def by_column(self, factors: tf.Tensor, units: Units) -> "ScaledProducts":
-        """Multiply the second factor."""
-        g = self.g * units.for_rows(factors, self.g)
-        return self._with(self.a, g, self.scale)
-
-    def tensors(self) -> list[tf.Tensor]:
+    def read(self) -> list[tf.Tensor]:
         """All three factors."""
         return [self.a, self.g, self.scale]
-
-    def moved(self, jvp: Jvp, rate: tf.Tensor) -> Term:
-        """Refuse: a unit that moves has a scale of its own."""
-        raise UnsupportedLayerError(
-            "Units can only have weights of their own in layers that are linear in "
-            f"them. Received: `{self.variable.path}`, which is not."
-        )
-
-    def _with(self, a: tf.Tensor, g: tf.Tensor, scale: tf.Tensor) -> "ScaledProducts":
-        new = ScaledProducts(self.variable, a, g, scale)
-        new.repeats = self.repeats
-        return new

@@ -9,8 +9,6 @@ the gradient D of a matrix in that place, projected. Along ``P W_o`` the outputs
 standardised layer do not change, which makes k what it is.
 """
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfdp.layers import centred
@@ -18,10 +16,10 @@ from tfdp.rules.products import roundoff
 from tfdp.rules.terms.convolution import Convolution
 from tfdp.rules.terms.factors import Jvp, moved_tensor, of_factors
 from tfdp.rules.terms.outer_products import OuterProducts
-from tfdp.rules.terms.term import Kept, Term, Units
+from tfdp.rules.terms.term import Kept, Movable, Term, Units
 
 
-class Standardized(Term):
+class Standardized(Movable):
     """``P D - P W diag(k)`` for the gradient D of a matrix.
 
     Args:
@@ -52,13 +50,6 @@ class Standardized(Term):
     def repeats(self, repeats: int | None) -> None:
         self.products.repeats = repeats
 
-    def _with(
-        self, products: Any, uses: list[tuple[tf.Tensor, tf.Tensor]]
-    ) -> "Standardized":
-        new = Standardized(products, self.kernel, *uses[0])
-        new.uses = uses
-        return new
-
     def merged(self, other: Term) -> "Standardized | None":
         """Take the uses of both."""
         if not isinstance(other, Standardized):
@@ -66,7 +57,7 @@ class Standardized(Term):
         products = self.products.merged(other.products)
         if products is None:
             return None
-        return self._with(products, self.uses + other.uses)
+        return self.copy_with(products=products, uses=self.uses + other.uses)
 
     def how(self, norms: str, units: Units) -> str:
         """As for the matrix."""
@@ -158,7 +149,7 @@ class Standardized(Term):
         total = centred(self.products.weighted_sum(of_products, weights))
         return total - self.kernel * tf.reduce_sum(taken, 0)
 
-    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
+    def inner_products(self, other: Movable, units: Units) -> tf.Tensor:
         """As those of the D, less what the projections take away."""
         along, taken = self.of_units(units)
         columns = self._columns
@@ -186,14 +177,12 @@ class Standardized(Term):
             )
             for along, taken in self.uses
         ]
-        return self._with(self.products.by_column(factors, units), uses)
+        products = self.products.by_column(factors, units)
+        return self.copy_with(products=products, uses=uses)
 
     def tensors(self) -> list[tf.Tensor]:
         """The factors of D, and the numbers."""
-        return [
-            *self.products.tensors(),
-            *(each for use in self.uses for each in use),
-        ]
+        return [*self.products.tensors(), *(each for use in self.uses for each in use)]
 
     def read(self) -> list[tf.Tensor]:
         """The factors of D, and the numbers."""
@@ -205,4 +194,4 @@ class Standardized(Term):
             (moved_tensor(along, jvp, rate), moved_tensor(taken, jvp, rate))
             for along, taken in self.uses
         ]
-        return self._with(self.products.moved(jvp, rate), uses)
+        return self.copy_with(products=self.products.moved(jvp, rate), uses=uses)

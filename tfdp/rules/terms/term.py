@@ -5,11 +5,12 @@ import copy
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Self
 
 import numpy as np
 import tensorflow as tf
 
+from tfdp._types import Variable
 from tfdp.clipping import at_least_float32, squares_rounded_up
 from tfdp.rules.terms.factors import Jvp, moved_tensor, of_factors
 
@@ -43,21 +44,55 @@ class Units:
 class Term(abc.ABC):
     """One summand of the gradient of a variable.
 
+    A term of one's own needs the five methods that are abstract. The others say of a
+    gradient that is never cheaper than by instantiating it what there is to say.
+
     Attributes:
         variable: The Keras variable.
         repeats: Rows for each row of the batch; None if not the same in all uses.
     """
 
-    variable: Any
+    variable: Variable
     repeats: int | None = 1
 
-    def rows(self, units: Units) -> int | None:
-        """Count the rows of a unit, None where that is not static."""
-        if units.rows is None or self.repeats is None:
-            return None
-        return units.rows * self.repeats
+    @abc.abstractmethod
+    def factors(self, units: Units) -> list[tf.Tensor]:
+        """Return what the gradients are made of, each with leading axis ``U``.
+
+        What is multiplied and summed over positions comes in pairs, the gradients of
+        the outputs second: their positions are counted, for what rounding can lose.
+        """
 
     @abc.abstractmethod
+    def instantiate(self, units: Units) -> tf.Tensor:
+        """Compute each unit's gradient, shape ``(U, size of the variable)``."""
+
+    @abc.abstractmethod
+    def lengths(self, units: Units) -> tf.Tensor:
+        """Sum the products of the lengths of the factors, float64, shape ``(U,)``."""
+
+    @abc.abstractmethod
+    def weighted_sum(
+        self, factors: list[tf.Tensor], weights: tf.Tensor | None
+    ) -> tf.Tensor:
+        """Sum the units' gradients times their weights.
+
+        Args:
+            factors: As `factors` returns them, some units perhaps set to zero.
+            weights: Shape ``(U,)``; None for ones.
+
+        Returns:
+            Shape of the variable.
+        """
+
+    @abc.abstractmethod
+    def read(self) -> list[tf.Tensor]:
+        """List all tensors that the gradients are made of, rows on the first axis.
+
+        That each entry depends on its row alone is proven before the first step. One
+        entry on that axis is for all rows, and must depend on none.
+        """
+
     def how(self, norms: str, units: Units) -> str:
         """Name the way to the norm.
 
@@ -70,22 +105,17 @@ class Term(abc.ABC):
             units' gradients, which are then summed. ``"drop"``: from the units'
             gradients, and the sum from the factors again.
         """
+        del norms, units
+        return "drop"
 
-    @abc.abstractmethod
     def numbers(self, how: str, units: Units) -> int | None:
         """Count the numbers that the norm of one unit takes; None if unknown."""
+        del how, units
+        return int(math.prod(self.variable.shape))
 
-    @abc.abstractmethod
-    def instantiate(self, units: Units) -> tf.Tensor:
-        """Compute each unit's gradient, shape ``(U, size of the variable)``."""
-
-    def kept(self, units: Units) -> "Kept":
-        """Instantiate in whatever order of numbers is fastest."""
-        return Kept(self.variable, self.instantiate(units))
-
-    @abc.abstractmethod
     def squares_by_gram(self, units: Units) -> tf.Tensor:
         """Bound the squared norms without instantiating, float64, shape ``(U,)``."""
+        return self.squares_of_dropped(units)
 
     def squares_of_dropped(self, units: Units) -> tf.Tensor:
         """Bound the squared norms of gradients that are computed again for the sum.
@@ -115,34 +145,62 @@ class Term(abc.ABC):
         positions = tf.add_n([tf.constant(0.0, tf.float64), *products])
         return positions * float(np.finfo(dtype.as_numpy_dtype).eps) / 8
 
-    @abc.abstractmethod
-    def lengths(self, units: Units) -> tf.Tensor:
-        """Sum the products of the lengths of the factors, float64, shape ``(U,)``."""
-
-    @abc.abstractmethod
-    def factors(self, units: Units) -> list[tf.Tensor]:
-        """Return what the gradients are made of, each with leading axis ``U``."""
-
-    @abc.abstractmethod
-    def weighted_sum(
-        self, factors: list[tf.Tensor], weights: tf.Tensor | None
-    ) -> tf.Tensor:
-        """Sum the units' gradients times their weights.
-
-        Args:
-            factors: As `factors` returns them, some units perhaps set to zero.
-            weights: Shape ``(U,)``; None for ones.
-
-        Returns:
-            Shape of the variable.
-        """
+    def kept(self, units: Units) -> "Kept":
+        """Instantiate in whatever order of numbers is fastest."""
+        return Kept(self.variable, self.instantiate(units))
 
     def merged(self, other: "Term") -> "Term | None":
         """Return one term for both, of one variable, or None if there is none."""
+        del other
         return None
 
+    def movable(self, units: Units) -> "Movable":
+        """Return these gradients as what units can move the variable along."""
+        return self.kept(units)
+
+    def rows(self, units: Units) -> int | None:
+        """Count the rows of a unit, None where that is not static."""
+        if units.rows is None or self.repeats is None:
+            return None
+        return units.rows * self.repeats
+
+    def copy_with(self, **attributes: object) -> Self:
+        """Return a copy with other attributes."""
+        new = copy.copy(self)
+        vars(new).update(attributes)
+        return new
+
+
+class Movable(Term):
+    """A term along which each unit can move the variable, for `tfdp.losses.BAM`.
+
+    What moved layers compute needs products with each unit's gradient. Terms with
+    factors have shorter ways to them than the gradients themselves.
+    """
+
     @abc.abstractmethod
-    def inner_products(self, other: "Term", units: Units) -> tf.Tensor:
+    def tensors(self) -> list[tf.Tensor]:
+        """List the floating-point tensors that `moved` needs the derivatives of."""
+
+    @abc.abstractmethod
+    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Movable":
+        """Return the term with its derivative added.
+
+        Args:
+            jvp: Returns the derivative of a tensor, None for zeros.
+            rate: What the derivative is multiplied by, a scalar tensor.
+        """
+
+    def read(self) -> list[tf.Tensor]:
+        """List what can move, unless there is more."""
+        return self.tensors()
+
+    def movable(self, units: Units) -> "Movable":
+        """Return the term itself."""
+        del units
+        return self
+
+    def inner_products(self, other: "Movable", units: Units) -> tf.Tensor:
         """Multiply each unit's gradient with what another term has for the variable.
 
         Args:
@@ -152,6 +210,7 @@ class Term(abc.ABC):
         Returns:
             Shape ``(U,)``, not rounded up.
         """
+        return tf.reduce_sum(self.instantiate(units) * other.instantiate(units), 1)
 
     def applied(self, a: tf.Tensor, units: Units) -> tf.Tensor:
         """Multiply by each unit's gradient, as a matrix.
@@ -187,34 +246,20 @@ class Term(abc.ABC):
         matrices = tf.reshape(self.instantiate(units), shape)
         return tf.matmul(g, matrices, transpose_b=True)
 
-    @abc.abstractmethod
-    def by_column(self, factors: tf.Tensor, units: Units) -> "Term":
+    def by_column(self, factors: tf.Tensor, units: Units) -> "Movable":
         """Return the term whose gradients are those of this, times factors.
 
         Args:
             factors: One for each index of the variable's last axis, shape ``(U, p)``.
             units: How rows are grouped.
         """
-
-    @abc.abstractmethod
-    def tensors(self) -> list[tf.Tensor]:
-        """List the floating-point tensors that `moved` needs the derivatives of."""
-
-    def read(self) -> list[tf.Tensor]:
-        """List all tensors that the gradients are made of, rows on the first axis."""
-        return self.tensors()
-
-    @abc.abstractmethod
-    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Term":
-        """Return the term with its derivative added.
-
-        Args:
-            jvp: Returns the derivative of a tensor, None for zeros.
-            rate: What the derivative is multiplied by, a scalar tensor.
-        """
+        gradients = self.instantiate(units)
+        columns = units.view(gradients, [factors.shape[-1]])
+        scaled = columns * tf.cast(factors, columns.dtype)[:, None]
+        return Kept(self.variable, tf.reshape(scaled, tf.shape(gradients)))
 
 
-class Kept(Term):
+class Kept(Movable):
     """Gradients of whole units, computed already.
 
     Args:
@@ -226,7 +271,7 @@ class Kept(Term):
 
     def __init__(
         self,
-        variable: Any,
+        variable: Variable,
         gradients: tf.Tensor,
         transposed: tuple[int, int] | None = None,
     ) -> None:
@@ -236,11 +281,8 @@ class Kept(Term):
 
     def how(self, norms: str, units: Units) -> str:
         """Keep them."""
+        del norms, units
         return "keep"
-
-    def numbers(self, how: str, units: Units) -> int:
-        """One gradient."""
-        return math.prod(self.variable.shape)
 
     def instantiate(self, units: Units) -> tf.Tensor:
         """Return them, as the variable has them."""
@@ -260,6 +302,7 @@ class Kept(Term):
 
     def factors(self, units: Units) -> list[tf.Tensor]:
         """The gradients are the only factor."""
+        del units
         return [self.gradients]
 
     def weighted_sum(
@@ -276,26 +319,13 @@ class Kept(Term):
             total = tf.transpose(tf.reshape(total, self._transposed))
         return tf.reshape(total, self.variable.shape)
 
-    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
-        """Of the gradients themselves."""
-        return tf.reduce_sum(self.instantiate(units) * other.instantiate(units), 1)
-
-    def by_column(self, factors: tf.Tensor, units: Units) -> "Kept":
-        """Multiply the gradients."""
-        gradients = self.instantiate(units)
-        columns = units.view(gradients, [factors.shape[-1]])
-        scaled = columns * tf.cast(factors, columns.dtype)[:, None]
-        return Kept(self.variable, tf.reshape(scaled, tf.shape(gradients)))
-
     def tensors(self) -> list[tf.Tensor]:
         """The gradients."""
         return [self.gradients]
 
     def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Kept":
         """Move the gradients."""
-        moved = copy.copy(self)
-        moved.gradients = moved_tensor(self.gradients, jvp, rate)
-        return moved
+        return self.copy_with(gradients=moved_tensor(self.gradients, jvp, rate))
 
 
 class PerRow(Kept):
