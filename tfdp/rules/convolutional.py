@@ -1,6 +1,5 @@
 """Keras's convolution layers: plain, transposed, depthwise and separable."""
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,9 +13,11 @@ from tfdp.rules.filters import depthwise_gradients
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.patches import has_few_patches, patches
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import Convolution, OuterProducts, PerRow, Term
 
 
+@rule(keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 def conv(call: Call) -> Any:
     """Rule of `Conv1D`, `Conv2D` and `Conv3D`."""
     layer = call.layer
@@ -42,6 +43,11 @@ def conv(call: Call) -> Any:
     return watch_preactivation(call, terms)
 
 
+@rule(
+    keras.layers.Conv1DTranspose,
+    keras.layers.Conv2DTranspose,
+    keras.layers.Conv3DTranspose,
+)
 def conv_transpose(call: Call) -> Any:
     """Rule of `Conv1DTranspose`, `Conv2DTranspose` and `Conv3DTranspose`."""
     # Transposed, inputs and outputs change places in the kernel's gradient.
@@ -55,6 +61,7 @@ def conv_transpose(call: Call) -> Any:
     return watch_preactivation(call, terms)
 
 
+@rule(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
 def depthwise_conv(call: Call) -> Any:
     """Rule of `DepthwiseConv1D` and `DepthwiseConv2D`."""
     layer = call.layer
@@ -67,6 +74,7 @@ def depthwise_conv(call: Call) -> Any:
     return watch_preactivation(call, terms)
 
 
+@rule(keras.layers.SeparableConv1D, keras.layers.SeparableConv2D)
 def separable_conv(call: Call) -> Any:
     """Rule of `SeparableConv1D` and `SeparableConv2D`: two convolutions in a row."""
     layer = call.layer
@@ -177,17 +185,3 @@ def finished(layer: Any, outputs: tf.Tensor) -> Any:
 
 def _bias(layer: Any, g: tf.Tensor) -> list[Term]:
     return [PerRow(layer.bias, g)] if layer.bias is not None else []
-
-
-RULES: dict[type[keras.layers.Layer], Callable[[Call], Any]] = {
-    keras.layers.Conv1D: conv,
-    keras.layers.Conv2D: conv,
-    keras.layers.Conv3D: conv,
-    keras.layers.Conv1DTranspose: conv_transpose,
-    keras.layers.Conv2DTranspose: conv_transpose,
-    keras.layers.Conv3DTranspose: conv_transpose,
-    keras.layers.DepthwiseConv1D: depthwise_conv,
-    keras.layers.DepthwiseConv2D: depthwise_conv,
-    keras.layers.SeparableConv1D: separable_conv,
-    keras.layers.SeparableConv2D: separable_conv,
-}

@@ -9,9 +9,11 @@ import tensorflow as tf
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
+@rule(keras.layers.Dense)
 def dense(call: Call) -> Any:
     """Rule of `keras.layers.Dense`."""
     layer, x = call.layer, _numbers(call)
@@ -54,6 +56,7 @@ def lora_factors(layer: Any, g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return scaled, tf.matmul(scaled, b, transpose_b=True)
 
 
+@rule(keras.layers.EinsumDense)
 def einsum_dense(call: Call) -> Any:
     """Rule of `keras.layers.EinsumDense`, and so of Keras's attention layers."""
     layer, x = call.layer, _numbers(call)

@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp.clipping import at_least_float32
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import OuterProducts, Term
 
 
+@rule(keras.layers.Embedding)
 def embedding(call: Call) -> Any:
     """Rule of `keras.layers.Embedding`."""
     layer = call.layer
@@ -26,6 +29,7 @@ def embedding(call: Call) -> Any:
     return call.watch(call.run_with(), terms, is_linear=not layer.lora_enabled)
 
 
+@rule("keras.layers.ReversibleEmbedding", "keras_hub.layers.ReversibleEmbedding")
 def reversible_embedding(call: Call) -> Any:
     """Rule of `keras.layers.ReversibleEmbedding`, in both of its directions."""
     layer = call.layer

@@ -10,8 +10,10 @@ import keras
 import tensorflow as tf
 
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 
 
+@rule(keras.layers.LayerNormalization)
 def layer_normalization(call: Call) -> Any:
     """Rule of `keras.layers.LayerNormalization`."""
     layer, x = call.layer, call.inputs
@@ -21,6 +23,7 @@ def layer_normalization(call: Call) -> Any:
     return _run_with_copies(call, {"gamma": shape, "beta": shape})
 
 
+@rule(keras.layers.RMSNormalization)
 def rms_normalization(call: Call) -> Any:
     """Rule of `keras.layers.RMSNormalization`."""
     own = call.layer.scale.shape
@@ -28,11 +31,13 @@ def rms_normalization(call: Call) -> Any:
     return _run_with_copies(call, {"scale": [1] * missing + list(own)})
 
 
+@rule(keras.layers.PReLU)
 def prelu(call: Call) -> Any:
     """Rule of `keras.layers.PReLU`."""
     return _run_with_copies(call, {"alpha": call.layer.alpha.shape})
 
 
+@rule(keras.layers.GroupNormalization)
 def group_normalization(call: Call) -> Any:
     """Rule of `keras.layers.GroupNormalization`."""
     layer, x = call.layer, call.inputs

@@ -17,6 +17,7 @@ from tfdp import _keras
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.moves import Product
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
@@ -88,6 +89,7 @@ class _Matrix:
         return products
 
 
+@rule(keras.layers.SimpleRNN)
 def simple_rnn(call: Call) -> Any:
     """Rule of `keras.layers.SimpleRNN`."""
     cell = call.layer.cell
@@ -102,6 +104,7 @@ def simple_rnn(call: Call) -> Any:
     return _run(call, make, cell.bias)
 
 
+@rule(keras.layers.LSTM)
 def lstm(call: Call) -> Any:
     """Rule of `keras.layers.LSTM`."""
     cell = call.layer.cell
@@ -118,6 +121,7 @@ def lstm(call: Call) -> Any:
     return _run(call, make, cell.bias)
 
 
+@rule(keras.layers.GRU)
 def gru(call: Call) -> Any:
     """Rule of `keras.layers.GRU`, with the reset gate before or after the matrix."""
     cell = call.layer.cell
@@ -462,10 +466,3 @@ def _swapped(tensor: tf.Tensor, steps: int | None = None) -> tf.Tensor:
 
 def _activated(activation: Any, tensor: tf.Tensor) -> tf.Tensor:
     return tensor if activation is None else activation(tensor)
-
-
-RULES = {
-    keras.layers.SimpleRNN: simple_rnn,
-    keras.layers.LSTM: lstm,
-    keras.layers.GRU: gru,
-}

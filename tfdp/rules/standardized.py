@@ -7,13 +7,15 @@ import tensorflow as tf
 
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
-from tfdp.layers import centred
+from tfdp.layers import WSConv2D, centred
 from tfdp.rules import convolutional
 from tfdp.rules.moves import Move
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import Standardized, Term
 
 
+@rule(WSConv2D)
 def ws_conv(call: Call) -> Any:
     """Rule of `tfdp.layers.WSConv2D`.
 

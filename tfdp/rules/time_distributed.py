@@ -3,12 +3,15 @@
 import inspect
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 
 
+@rule(keras.layers.TimeDistributed)
 def time_distributed(call: Call) -> Any:
     """Rule of `keras.layers.TimeDistributed`: all time steps as rows of one call."""
     arguments = call.bound()
