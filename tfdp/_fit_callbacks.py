@@ -11,15 +11,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._released import ReleasedGradient
 from tfdp._replicas import Replicas
 from tfdp._workers import check_same_model
+from tfdp.ascent.losses import AscentLoss
+from tfdp.ascent.released import ReleasedGradient
 from tfdp.clipping import ClippedSum
 from tfdp.data import PoissonDataset
 from tfdp.data.training_data import TrainingData
 from tfdp.errors import PrivacyBudgetError
 from tfdp.histories import remember_values
-from tfdp.losses.ascent import AscentLoss
 from tfdp.optimizers import DPOptimizer
 from tfdp.recorder import LedgerRecorder
 

@@ -9,13 +9,13 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree, _validate, engines
+from tfdp.ascent.losses import BAM, SAT, check_plain
 from tfdp.checks.tracing import signature_of
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.engines.choice import check_objective, choose
 from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
 from tfdp.histories import note_reads, recognise_copies
-from tfdp.losses.ascent import BAM, SAT, check_plain
 from tfdp.losses.objective import Batch, Objective
 
 

@@ -26,7 +26,6 @@ from tfdp._fit_callbacks import (
 from tfdp._journal import journals
 from tfdp._noise_plan import NoisePlan
 from tfdp._plan import Plan
-from tfdp._released import ReleasedGradient
 from tfdp._replicas import function_of_batches
 from tfdp._workers import (
     agree_on_training,
@@ -36,6 +35,8 @@ from tfdp._workers import (
     replicas_of,
 )
 from tfdp.accounting import Ledger, Segment, privacy_statement
+from tfdp.ascent.losses import BAM, SAT, AscentLoss, check_plain
+from tfdp.ascent.released import ReleasedGradient
 from tfdp.budgets import (
     enforce_budget,
     enforce_budget_of_step,
@@ -68,7 +69,6 @@ from tfdp.histories import (
     was_trained,
 )
 from tfdp.losses import regularizers
-from tfdp.losses.ascent import BAM, SAT, AscentLoss, check_plain
 from tfdp.losses.objective import Objective, check_takes_logits
 from tfdp.optimizers import DPOptimizer
 from tfdp.recorder import (

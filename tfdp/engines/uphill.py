@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp.ascent.losses import Ascent
 from tfdp.clipping import norms_of_squares, zeros_of_finite
 from tfdp.engines.recorded import RecordedForward
 from tfdp.errors import UnsupportedLayerError
-from tfdp.losses.ascent import Ascent
 from tfdp.losses.objective import Batch, Objective
 from tfdp.rules.moves import Moves
 from tfdp.rules.terms import Jvp, Movable, Term

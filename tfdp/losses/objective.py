@@ -9,8 +9,8 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._views import views_of_each_row
-from tfdp.losses.ascent import Ascent
+from tfdp._views_per_example import views_per_example
+from tfdp.ascent.losses import Ascent
 from tfdp.losses.per_example import PerExampleLoss, each_row_alone
 
 # A public constant. The loss of one example is not divided by the batch size, so
@@ -144,7 +144,7 @@ class Objective:
 
     def predict(self, x: Any) -> Any:
         """Run the model."""
-        with views_of_each_row(self.views):
+        with views_per_example(self.views):
             if _keras.takes_training(self.model):
                 return self.model(x, training=self.training)
             return self.model(x)

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from tfdp import _validate
-from tfdp._views import number_of_views
+from tfdp._views_per_example import number_of_views
 from tfdp.losses.regularizers import GaussianDivergence
 
 DRAWS = ("shared", "per_example", "local")
