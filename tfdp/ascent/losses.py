@@ -1,14 +1,17 @@
 """Losses that ask for the gradient a step away, uphill: BAM and SAT."""
 
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable
+from typing import NamedTuple, Self, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras, _validate
+from tfdp._types import Config, Loss, Nest, Variable
 from tfdp.errors import NotPrivateError
 
 _Schedule = keras.optimizers.schedules.LearningRateSchedule
+Radius: TypeAlias = float | keras.optimizers.schedules.LearningRateSchedule
 
 
 class Ascent(NamedTuple):
@@ -37,7 +40,7 @@ class AscentLoss(keras.losses.Loss):
             that are negative or no numbers count as 0.
     """
 
-    def __init__(self, loss: Any, radius: Any) -> None:
+    def __init__(self, loss: Loss, radius: Radius | Config) -> None:
         check_plain(loss)
         for leaf in keras.tree.flatten(loss):
             if isinstance(leaf, str):
@@ -50,7 +53,9 @@ class AscentLoss(keras.losses.Loss):
         self.loss = loss
         self.radius = radius
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    def __call__(
+        self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
+    ) -> tf.Tensor:
         """Compute the plain loss, where nothing is trained privately."""
         if self.loss is None or isinstance(self.loss, (dict, list, tuple)):
             raise ValueError(
@@ -61,12 +66,14 @@ class AscentLoss(keras.losses.Loss):
         loss = _keras.resolve_loss(self.loss, y_true, y_pred)
         return self._without_gradient(loss(y_true, y_pred, sample_weight))
 
-    def _without_gradient(self, value: Any) -> tf.Tensor:
+    def _without_gradient(self, value: tf.Tensor) -> tf.Tensor:
         """Return the loss so that whoever trains with it learns that it is plain."""
         name = type(self).__name__
 
         @tf.custom_gradient
-        def identity(value: tf.Tensor) -> Any:
+        def identity(
+            value: tf.Tensor,
+        ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             def gradient(_: tf.Tensor) -> tf.Tensor:
                 raise NotPrivateError(
                     f"`{name}` changes the gradient of each example, which a plain "
@@ -92,7 +99,7 @@ class AscentLoss(keras.losses.Loss):
         """Tell whether there is any step at all."""
         return isinstance(self.radius, _Schedule) or self.radius > 0
 
-    def radius_at(self, iteration: Any) -> tf.Tensor:
+    def radius_at(self, iteration: Variable | tf.Tensor | None) -> tf.Tensor:
         """Return the length of a step.
 
         Args:
@@ -117,7 +124,7 @@ class AscentLoss(keras.losses.Loss):
             return tf.where(radius > 0, radius, tf.zeros_like(radius))
         return tf.constant(radius, tf.float64)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the arguments that rebuild the loss."""
         radius = self.radius
         if isinstance(radius, _Schedule):
@@ -128,14 +135,14 @@ class AscentLoss(keras.losses.Loss):
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
+    def from_config(cls, config: Config) -> Self:
         """Rebuild a loss from `get_config`."""
         arguments = dict(config)
         loss = keras.saving.deserialize_keras_object(arguments.pop("loss"))
         return cls(loss, **arguments)
 
 
-def check_plain(loss: Any) -> None:
+def check_plain(loss: Loss) -> None:
     """Refuse a loss that has one of these inside.
 
     Args:
@@ -200,7 +207,11 @@ class BAM(AscentLoss):
     """
 
     def __init__(
-        self, loss: Any, radius: Any = 0.02, mix: float = 1.0, ascent: str = "sam"
+        self,
+        loss: Loss,
+        radius: Radius | Config = 0.02,
+        mix: float = 1.0,
+        ascent: str = "sam",
     ) -> None:
         super().__init__(loss, radius)
         self.mix = _validate.non_negative("mix", mix)
@@ -214,7 +225,7 @@ class BAM(AscentLoss):
         """Tell whether there is any step at all."""
         return super().has_ascent() and self.mix > 0
 
-    def ascent_at(self, iteration: Any) -> Ascent | None:
+    def ascent_at(self, iteration: Variable | tf.Tensor | None) -> Ascent | None:
         """Return the step uphill of each unit.
 
         Args:
@@ -227,7 +238,7 @@ class BAM(AscentLoss):
             return None
         return Ascent(self.radius_at(iteration), self.mix, self.ascent == "exact")
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the arguments that rebuild the loss."""
         return {**super().get_config(), "mix": self.mix, "ascent": self.ascent}
 
@@ -264,5 +275,5 @@ class SAT(AscentLoss):
            2023. https://arxiv.org/abs/2306.05651
     """
 
-    def __init__(self, loss: Any, radius: Any = 0.03) -> None:
+    def __init__(self, loss: Loss, radius: Radius | Config = 0.03) -> None:
         super().__init__(loss, radius)

@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Variable
 
 
 class ReleasedGradient:
@@ -18,7 +18,7 @@ class ReleasedGradient:
 
     def __init__(self) -> None:
         """Remember nothing yet."""
-        self._variables: list[Any] = []
+        self._variables: list[Variable] = []
         self._gradients: list[tf.Variable] = []
         self._restored: list[np.ndarray] = []
         # Where the variables were, while they are uphill.
@@ -26,7 +26,7 @@ class ReleasedGradient:
         with tf.init_scope(), _keras.unmirrored_variables():
             self._is_away = tf.Variable(initial_value=False, trainable=False)
 
-    def build(self, variables: list[Any]) -> None:
+    def build(self, variables: list[Variable]) -> None:
         """Hold a gradient for each variable, zeros if they are others than before.
 
         Args:

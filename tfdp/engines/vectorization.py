@@ -1,7 +1,7 @@
 """Better conversions of operations for `tf.vectorized_map`."""
 
 import contextlib
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -9,6 +9,9 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp.rules import filters
 from tfdp.rules.geometry import Geometry
+
+# An operation and its converted inputs; TensorFlow has no public name for the class.
+PforInput: TypeAlias = Any
 
 
 def efficient_vectorization() -> contextlib.AbstractContextManager[None]:
@@ -39,7 +42,7 @@ def efficient_vectorization() -> contextlib.AbstractContextManager[None]:
     })
 
 
-def _convert_filter_gradient(pfor_input: Any) -> tf.Tensor | None:
+def _convert_filter_gradient(pfor_input: PforInput) -> tf.Tensor | None:
     inputs, is_stacked, _ = pfor_input.input(0)
     kernel_shape = pfor_input.op.outputs[0].shape
     pfor_input.stack_inputs([2])
@@ -68,7 +71,7 @@ def _convert_filter_gradient(pfor_input: Any) -> tf.Tensor | None:
     )
 
 
-def _convert_convolution(pfor_input: Any) -> tf.Tensor | None:
+def _convert_convolution(pfor_input: PforInput) -> tf.Tensor | None:
     _, is_stacked, _ = pfor_input.input(1)
     if not is_stacked or not _is_known(pfor_input):
         return None
@@ -77,7 +80,7 @@ def _convert_convolution(pfor_input: Any) -> tf.Tensor | None:
     return _convolved(inputs, kernels, pfor_input.op.outputs[0], pfor_input)
 
 
-def _convert_input_gradient(pfor_input: Any) -> tf.Tensor | None:
+def _convert_input_gradient(pfor_input: PforInput) -> tf.Tensor | None:
     kernels, is_stacked, _ = pfor_input.input(1)
     shape = pfor_input.op.outputs[0].shape[1:]
     # Where oneDNN is off, TensorFlow has no such gradient on CPUs.
@@ -111,7 +114,7 @@ def _has_gpu() -> bool:
     return bool(tf.config.list_physical_devices("GPU"))
 
 
-def _is_known(pfor_input: Any) -> bool:
+def _is_known(pfor_input: PforInput) -> bool:
     """Tell whether a convolution is one that can be written as matrix products."""
     tensors = [*pfor_input.op.inputs, *pfor_input.op.outputs]
     return (
@@ -126,7 +129,7 @@ def _is_known(pfor_input: Any) -> bool:
 
 
 def _convolved(
-    inputs: tf.Tensor, kernels: tf.Tensor, outputs: tf.Tensor, pfor_input: Any
+    inputs: tf.Tensor, kernels: tf.Tensor, outputs: tf.Tensor, pfor_input: PforInput
 ) -> tf.Tensor:
     return filters.convolved(
         inputs,
@@ -136,7 +139,7 @@ def _convolved(
     )
 
 
-def _geometry(pfor_input: Any) -> Geometry:
+def _geometry(pfor_input: PforInput) -> Geometry:
     return Geometry(
         strides=tuple(pfor_input.get_attr("strides")[1:3]),
         dilations=tuple(pfor_input.get_attr("dilations")[1:3]),
@@ -144,7 +147,7 @@ def _geometry(pfor_input: Any) -> Geometry:
     )
 
 
-def _convert_batch_matmul(pfor_input: Any) -> tf.Tensor:
+def _convert_batch_matmul(pfor_input: PforInput) -> tf.Tensor:
     x, x_stacked, _ = pfor_input.input(0)
     y, y_stacked, _ = pfor_input.input(1)
     adj_x, adj_y = pfor_input.get_attr("adj_x"), pfor_input.get_attr("adj_y")
@@ -162,7 +165,7 @@ def _convert_batch_matmul(pfor_input: Any) -> tf.Tensor:
     return tf.matmul(x, y, adjoint_a=adj_x, adjoint_b=adj_y)
 
 
-def _convert_max_pool_gradient(pfor_input: Any) -> tf.Tensor:
+def _convert_max_pool_gradient(pfor_input: PforInput) -> tf.Tensor:
     pfor_input.stack_inputs()
     inputs, outputs, output_gradients = (
         pfor_input.stacked_input(index) for index in range(3)
@@ -188,7 +191,7 @@ def _convert_max_pool_gradient(pfor_input: Any) -> tf.Tensor:
     return tf.reshape(gradients, tf.shape(inputs))
 
 
-def _convert_squeeze(pfor_input: Any) -> tf.Tensor | None:
+def _convert_squeeze(pfor_input: PforInput) -> tf.Tensor | None:
     shape = pfor_input.op.outputs[0].shape
     if not shape.is_fully_defined():
         return None
@@ -196,7 +199,7 @@ def _convert_squeeze(pfor_input: Any) -> tf.Tensor | None:
     return tf.reshape(stacked, tf.concat([tf.shape(stacked)[:1], shape], 0))
 
 
-def _convert_sum(pfor_input: Any) -> tf.Tensor | None:
+def _convert_sum(pfor_input: PforInput) -> tf.Tensor | None:
     axes = _static_axes(pfor_input.unstacked_input(1))
     if axes is None:
         return None

@@ -3,12 +3,13 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Loss, Nest, Variable
 from tfdp._views_per_example import views_per_example
 from tfdp.ascent.losses import Ascent
 from tfdp.losses.per_example import PerExampleLoss, each_row_alone
@@ -28,13 +29,13 @@ class Batch(NamedTuple):
         is_padding: bool, shape ``(N,)``, marks rows that only fill up.
     """
 
-    x: Any
-    y: Any
-    sample_weight: Any
+    x: Nest
+    y: Nest
+    sample_weight: Nest
     is_padding: tf.Tensor
 
 
-def check_takes_logits(model: keras.Model, loss: Any) -> None:
+def check_takes_logits(model: keras.Model, loss: Loss) -> None:
     """Refuse losses that would take the logits of a model for probabilities.
 
     Args:
@@ -78,8 +79,8 @@ class Objective:
     """
 
     model: keras.Model
-    losses: Callable[[Any, Any, Any, Any], tf.Tensor]
-    variables: list[Any]
+    losses: Callable[[Nest, Nest, Nest, Nest], tf.Tensor]
+    variables: list[Variable]
     training: bool = True
     ascent: Ascent | None = None
     views: int = 1
@@ -89,7 +90,7 @@ class Objective:
         _keras.make_global_seed()
 
     @classmethod
-    def of(cls, model: keras.Model, loss: Any, loss_weights: Any = None) -> Self:
+    def of(cls, model: keras.Model, loss: Loss, loss_weights: Nest = None) -> Self:
         """Pair a model with a Keras loss, as `compile` takes it.
 
         Args:
@@ -109,7 +110,7 @@ class Objective:
             loss, loss_weights, getattr(model, "output_names", None)
         )
 
-        def losses(x: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+        def losses(x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest) -> tf.Tensor:
             del x
             return per_example(y, y_pred, sample_weight)
 
@@ -133,23 +134,23 @@ class Objective:
         """
         variables = trainable_variables(model)
 
-        def loss_of_row(*row: Any) -> tf.Tensor:
+        def loss_of_row(*row: Nest) -> tf.Tensor:
             with _keras.without_regularizers(variables):
                 return tf.reduce_sum(_keras.compute_loss(model, *row))
 
-        def losses(*rows: Any) -> tf.Tensor:
+        def losses(*rows: Nest) -> tf.Tensor:
             return each_row_alone(loss_of_row, rows)
 
         return cls(model, losses, variables)
 
-    def predict(self, x: Any) -> Any:
+    def predict(self, x: Nest) -> Nest:
         """Run the model."""
         with views_per_example(self.views):
             if _keras.takes_training(self.model):
                 return self.model(x, training=self.training)
             return self.model(x)
 
-    def penalties(self) -> list[tuple[Any, Callable[[Any], tf.Tensor]]]:
+    def penalties(self) -> list[tuple[Variable, Callable[[Variable], tf.Tensor]]]:
         """List what is part of each example's loss beside `losses`.
 
         Returns:
@@ -171,7 +172,7 @@ class Objective:
         return _FLOAT16_LOSS_SCALE if uses_float16 else 1.0
 
 
-def trainable_variables(model: keras.Model) -> list[Any]:
+def trainable_variables(model: keras.Model) -> list[Variable]:
     """List a model's trainable variables, of which there must be some."""
     if not model.trainable_variables:
         raise ValueError(

@@ -1,12 +1,12 @@
 """The loss of each example alone, out of any loss that Keras can compile."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras, _tree
+from tfdp._types import Loss, Nest
 from tfdp.checks.tracing import tracing
 from tfdp.errors import UnsupportedLossError
 
@@ -26,7 +26,10 @@ class PerExampleLoss:
     """
 
     def __init__(
-        self, loss: Any, loss_weights: Any = None, output_names: Any = None
+        self,
+        loss: Loss,
+        loss_weights: Nest = None,
+        output_names: Sequence[str] | None = None,
     ) -> None:
         """Wrap each leaf of `loss`."""
         rowwise = keras.tree.map_structure(
@@ -36,7 +39,7 @@ class PerExampleLoss:
             rowwise, loss_weights, output_names=output_names
         )
 
-    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+    def __call__(self, y: Nest, y_pred: Nest, sample_weight: Nest = None) -> tf.Tensor:
         """Compute the losses.
 
         Args:
@@ -58,11 +61,13 @@ class PerExampleLoss:
 class _RowwiseLoss(keras.losses.Loss):
     """One loss of one output, reduced over each example's own elements."""
 
-    def __init__(self, identifier: Any) -> None:
+    def __init__(self, identifier: Loss) -> None:
         super().__init__(name=getattr(identifier, "name", None))
         self._identifier = identifier
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    def __call__(
+        self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
+    ) -> tf.Tensor:
         loss = _keras.resolve_loss(self._identifier, y_true, y_pred)
         if type(loss).__call__ is not keras.losses.Loss.__call__:
             rows = (y_true, y_pred, sample_weight)
@@ -87,7 +92,9 @@ class _RowwiseLoss(keras.losses.Loss):
         )
 
 
-def each_row_alone(function: Callable[..., Any], rows: tuple[Any, ...]) -> tf.Tensor:
+def each_row_alone(
+    function: Callable[..., tf.Tensor], rows: tuple[Nest, ...]
+) -> tf.Tensor:
     """Evaluate a function that returns a scalar on one row after the other."""
     leaves = _tree.tensors(rows)
     trace = tracing()
@@ -107,7 +114,10 @@ def each_row_alone(function: Callable[..., Any], rows: tuple[Any, ...]) -> tf.Te
 
 
 def _reduce_rows(
-    values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str | None
+    values: tf.Tensor,
+    sample_weight: tf.Tensor | None,
+    mask: tf.Tensor | None,
+    reduction: str | None,
 ) -> tf.Tensor:
     """Do to each row of (N, ...) what Keras's reduction does to a batch of one."""
     is_mean = reduction in {"sum_over_batch_size", "mean"}
@@ -141,7 +151,7 @@ def _reduce_rows(
     return total
 
 
-def _both(first: Any, second: Any) -> Any:
+def _both(first: tf.Tensor | None, second: tf.Tensor | None) -> tf.Tensor | None:
     if first is None or second is None:
         return second if first is None else first
     return first & second

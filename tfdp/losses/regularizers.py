@@ -3,17 +3,19 @@
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import ops
 
 from tfdp import _keras, _validate
+from tfdp._types import Config, Variable
 from tfdp.clipping import at_least_float32
 
 
-def gradient_of(regularizer: Any, variable: Any) -> tf.Tensor:
+def gradient_of(
+    regularizer: keras.regularizers.Regularizer, variable: Variable
+) -> tf.Tensor:
     """Differentiate a regularizer by its variable, which no data enter.
 
     Args:
@@ -72,7 +74,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         """Whether it is part of what is clipped."""
         return self.kl == "inside"
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Variable | tf.Tensor) -> tf.Tensor:
         """Return the part for a variable, over N."""
         if self.part == "mean":
             total = ops.sum(ops.square(x)) / (2 * self.prior_scale**2)
@@ -86,7 +88,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
             total = ops.sum(ratio - 1 - 2 * log_ratio) / 2
         return total / self.number_of_examples
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the arguments."""
         return {
             "part": self.part,
@@ -96,7 +98,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         }
 
 
-def checked_number(number_of_examples: Any) -> int:
+def checked_number(number_of_examples: object) -> int:
     """Return a number of examples over which a divergence is divided, or raise."""
     fix = "Use `number_of_examples=len(x_train)`."
     number = _validate.positive_int("number_of_examples", number_of_examples, fix)
@@ -109,13 +111,13 @@ def checked_number(number_of_examples: Any) -> int:
     return number
 
 
-def has_posterior(variables: Iterable[Any]) -> bool:
+def has_posterior(variables: Iterable[Variable]) -> bool:
     """Tell whether some variable has a `GaussianDivergence`."""
     return any(isinstance(v.regularizer, GaussianDivergence) for v in variables)
 
 
 def check_number_of_examples(
-    variables: Iterable[Any], number: int | None, *, rows: int = 0
+    variables: Iterable[Variable], number: int | None, *, rows: int = 0
 ) -> None:
     """Refuse divergences that are divided by another number than that of the data.
 
@@ -149,7 +151,7 @@ def check_number_of_examples(
 
 
 @contextlib.contextmanager
-def unread(variables: Iterable[Any], subject: str) -> Iterator[None]:
+def unread(variables: Iterable[Variable], subject: str) -> Iterator[None]:
     """Refuse a loss that reads the posterior of weights by itself.
 
     Args:

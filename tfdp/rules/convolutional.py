@@ -1,11 +1,12 @@
 """Keras's convolution layers: plain, transposed, depthwise and separable."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Nest, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.dense import lora_factors, watch_preactivation
@@ -18,7 +19,7 @@ from tfdp.rules.terms import Convolution, OuterProducts, PerRow, Term
 
 
 @rule(keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
-def conv(call: Call) -> Any:
+def conv(call: Call) -> Nest:
     """Rule of `Conv1D`, `Conv2D` and `Conv3D`."""
     layer = call.layer
     x, geometry = inputs_of(call), geometry_of(layer)
@@ -48,7 +49,7 @@ def conv(call: Call) -> Any:
     keras.layers.Conv2DTranspose,
     keras.layers.Conv3DTranspose,
 )
-def conv_transpose(call: Call) -> Any:
+def conv_transpose(call: Call) -> Nest:
     """Rule of `Conv1DTranspose`, `Conv2DTranspose` and `Conv3DTranspose`."""
     # Transposed, inputs and outputs change places in the kernel's gradient.
     layer = call.layer
@@ -62,7 +63,7 @@ def conv_transpose(call: Call) -> Any:
 
 
 @rule(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
-def depthwise_conv(call: Call) -> Any:
+def depthwise_conv(call: Call) -> Nest:
     """Rule of `DepthwiseConv1D` and `DepthwiseConv2D`."""
     layer = call.layer
     x, geometry = inputs_of(call), geometry_of(layer)
@@ -75,7 +76,7 @@ def depthwise_conv(call: Call) -> Any:
 
 
 @rule(keras.layers.SeparableConv1D, keras.layers.SeparableConv2D)
-def separable_conv(call: Call) -> Any:
+def separable_conv(call: Call) -> Nest:
     """Rule of `SeparableConv1D` and `SeparableConv2D`: two convolutions in a row."""
     layer = call.layer
     x, geometry = inputs_of(call), geometry_of(layer)
@@ -109,7 +110,7 @@ def separable_conv(call: Call) -> Any:
 
 
 def kernel_term(
-    variable: Any, x: tf.Tensor, g: tf.Tensor, geometry: Geometry
+    variable: Variable, x: tf.Tensor, g: tf.Tensor, geometry: Geometry
 ) -> OuterProducts | Convolution:
     """Describe a kernel's gradient: as a matrix's where patches are few or trivial."""
     if geometry.groups(x.shape, variable.shape) == 1:
@@ -124,7 +125,7 @@ def kernel_term(
 
 
 def depthwise_term(
-    variable: Any, x: tf.Tensor, g: tf.Tensor, geometry: Geometry
+    variable: Variable, x: tf.Tensor, g: tf.Tensor, geometry: Geometry
 ) -> Term:
     """Describe the gradient of a depthwise kernel, which is small."""
     shape = tuple(variable.shape)
@@ -133,12 +134,12 @@ def depthwise_term(
     return PerRow(variable, gradients)
 
 
-def geometry_of(layer: Any) -> Geometry:
+def geometry_of(layer: keras.layers.Layer) -> Geometry:
     """Say how a layer's kernel slides, but for padding on the left alone."""
     padding = "valid" if layer.padding == "causal" else layer.padding
     rank = layer.rank
 
-    def of_each_axis(value: Any) -> tuple[int, ...]:
+    def of_each_axis(value: int | Sequence[int]) -> tuple[int, ...]:
         return (value,) * rank if isinstance(value, int) else tuple(value)
 
     return Geometry(
@@ -162,20 +163,20 @@ def inputs_of(call: Call) -> tf.Tensor:
     return x
 
 
-def _causal(layer: Any, x: tf.Tensor) -> tf.Tensor:
+def _causal(layer: keras.layers.Layer, x: tf.Tensor) -> tf.Tensor:
     if layer.padding != "causal":
         return x
     left = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
     return tf.pad(x, [(0, 0), (left, 0), (0, 0)])
 
 
-def _channels_last(layer: Any, tensor: tf.Tensor) -> tf.Tensor:
+def _channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
     if layer.data_format == "channels_last":
         return tensor
     return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])
 
 
-def finished(layer: Any, outputs: tf.Tensor) -> Any:
+def finished(layer: keras.layers.Layer, outputs: tf.Tensor) -> tf.Tensor:
     """Put the channels where the layer has them, and apply its activation."""
     if layer.data_format == "channels_first":
         rank = outputs.shape.rank
@@ -183,5 +184,5 @@ def finished(layer: Any, outputs: tf.Tensor) -> Any:
     return layer.activation(outputs) if layer.activation is not None else outputs
 
 
-def _bias(layer: Any, g: tf.Tensor) -> list[Term]:
+def _bias(layer: keras.layers.Layer, g: tf.Tensor) -> list[Term]:
     return [PerRow(layer.bias, g)] if layer.bias is not None else []

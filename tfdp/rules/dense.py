@@ -1,11 +1,12 @@
 """Layers that multiply by a matrix: Dense and EinsumDense, with and without LoRA."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 
+from tfdp._types import Nest, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
@@ -14,7 +15,7 @@ from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
 @rule(keras.layers.Dense)
-def dense(call: Call) -> Any:
+def dense(call: Call) -> Nest:
     """Rule of `keras.layers.Dense`."""
     layer, x = call.layer, _numbers(call)
 
@@ -39,7 +40,7 @@ def _numbers(call: Call) -> tf.Tensor:
     return x if x.dtype.is_floating else tf.cast(x, call.layer.compute_dtype)
 
 
-def watch_preactivation(call: Call, terms: Any) -> Any:
+def watch_preactivation(call: Call, terms: Callable[[tf.Tensor], list[Term]]) -> Nest:
     """Run a call, watching what its `activation` is applied to."""
     activation = call.layer.activation or keras.activations.linear
     # Adapters multiply two variables.
@@ -49,7 +50,9 @@ def watch_preactivation(call: Call, terms: Any) -> Any:
     )
 
 
-def lora_factors(layer: Any, g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def lora_factors(
+    layer: keras.layers.Layer, g: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the output gradients that the two factors of a LoRA update see."""
     scaled = g * tf.cast(layer.lora_alpha / layer.lora_rank, g.dtype)
     b = tf.cast(layer.lora_kernel_b, g.dtype)
@@ -57,7 +60,7 @@ def lora_factors(layer: Any, g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 @rule(keras.layers.EinsumDense)
-def einsum_dense(call: Call) -> Any:
+def einsum_dense(call: Call) -> Nest:
     """Rule of `keras.layers.EinsumDense`, and so of Keras's attention layers."""
     layer, x = call.layer, _numbers(call)
 
@@ -74,7 +77,7 @@ def einsum_dense(call: Call) -> Any:
 
 
 def _lora_terms(
-    layer: Any, labels: tuple[str, str, str], x: tf.Tensor, g: tf.Tensor
+    layer: keras.layers.Layer, labels: tuple[str, str, str], x: tf.Tensor, g: tf.Tensor
 ) -> list[Term]:
     """Differentiate ``kernel + scale a b``, b on the kernel's last axis, by a and b."""
     inputs, kernel, outputs = labels
@@ -113,7 +116,7 @@ def _lora_terms(
 
 
 def einsum_term(
-    variable: Any, labels: tuple[str, str, str], x: tf.Tensor, g: tf.Tensor
+    variable: Variable, labels: tuple[str, str, str], x: tf.Tensor, g: tf.Tensor
 ) -> Term:
     """Describe the gradient of the second operand of an einsum.
 
@@ -186,7 +189,7 @@ def _labels(equation: str, input_rank: int) -> tuple[str, str, str]:
     return inputs, kernel, outputs
 
 
-def _sum_to_bias(g: tf.Tensor, shape: Any) -> tf.Tensor:
+def _sum_to_bias(g: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
     """Sum output gradients over the axes along which a bias was broadcast."""
     offset = g.shape.rank - len(shape)
     axes = [offset + axis for axis, size in enumerate(shape) if size == 1]

@@ -1,10 +1,9 @@
 """Embedding layers, which look rows of a matrix up."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
+from tfdp._types import Nest
 from tfdp.clipping import at_least_float32
 from tfdp.rules.recording import Call
 from tfdp.rules.registry import rule
@@ -12,7 +11,7 @@ from tfdp.rules.terms import OuterProducts, Term
 
 
 @rule(keras.layers.Embedding)
-def embedding(call: Call) -> Any:
+def embedding(call: Call) -> Nest:
     """Rule of `keras.layers.Embedding`."""
     layer = call.layer
     ids = row_numbers(call.inputs, layer.input_dim)
@@ -30,7 +29,7 @@ def embedding(call: Call) -> Any:
 
 
 @rule("keras.layers.ReversibleEmbedding", "keras_hub.layers.ReversibleEmbedding")
-def reversible_embedding(call: Call) -> Any:
+def reversible_embedding(call: Call) -> Nest:
     """Rule of `keras.layers.ReversibleEmbedding`, in both of its directions."""
     layer = call.layer
     if not call.bound()["reverse"]:
@@ -56,7 +55,9 @@ def reversible_embedding(call: Call) -> Any:
     return logits
 
 
-def _reverse_lora_terms(layer: Any, x: tf.Tensor, g: tf.Tensor) -> list[Term]:
+def _reverse_lora_terms(
+    layer: keras.layers.Layer, x: tf.Tensor, g: tf.Tensor
+) -> list[Term]:
     """Differentiate products with the rows of ``embeddings + scale a b``, by a and b."""
     a, b = (
         tf.cast(v, g.dtype) for v in (layer.lora_embeddings_a, layer.lora_embeddings_b)

@@ -3,10 +3,9 @@
 Its other layers are made of Keras's, which have rules.
 """
 
-from typing import Any
-
 import tensorflow as tf
 
+from tfdp._types import Nest
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.dense import watch_preactivation
 from tfdp.rules.embedding import row_numbers
@@ -16,7 +15,7 @@ from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
 @rule("keras_hub.layers.PositionEmbedding")
-def position_embedding(call: Call) -> Any:
+def position_embedding(call: Call) -> Nest:
     """Rule of `keras_hub.layers.PositionEmbedding`, a lookup of each row's positions."""
     layer, arguments = call.layer, call.bound()
     shape = tf.shape(call.inputs)[:-1]
@@ -33,7 +32,7 @@ def position_embedding(call: Call) -> Any:
 
 
 @rule("keras_hub.layers.MaskedLMHead")
-def masked_lm_head(call: Call) -> Any:
+def masked_lm_head(call: Call) -> Nest:
     """Rule of `keras_hub.layers.MaskedLMHead`, which has a bias and borrows its matrix.
 
     Args:

@@ -1,10 +1,11 @@
 """Passes in which each unit has weights of its own, a little off the model's."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfdp._types import Nest, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.rules.terms import Movable, Term, Units
 
@@ -114,14 +115,14 @@ class Moves:
         shifts: list[tf.Tensor | None] = tape.gradient(moved, zeros)
         return shifts
 
-    def of(self, variable: Any) -> Move | None:
+    def of(self, variable: Variable) -> Move | None:
         """Return how a variable moves; None if it stays."""
         direction = self._directions.get(id(variable))
         if direction is None:
             return None
         return Move(direction, self._stepped, self._units)
 
-    def product(self, variable: Any) -> Product | None:
+    def product(self, variable: Variable) -> Product | None:
         """Return what a product with a matrix gains; None if the matrix stays.
 
         Args:
@@ -131,7 +132,7 @@ class Moves:
         if direction is None:
             return None
 
-        def multiply(rows: tf.Tensor, times: Any) -> tf.Tensor:
+        def multiply(rows: tf.Tensor, times: Callable[..., tf.Tensor]) -> tf.Tensor:
             units = self._units.view(at_least_float32(rows), [rows.shape[-1]])
             products = times(units, self._units)
             products *= tf.cast(self._stepped, products.dtype)[:, None, None]
@@ -151,7 +152,7 @@ class Moves:
 @tf.custom_gradient
 def _along(
     tensor: tf.Tensor, shift: tf.Tensor, step: tf.Tensor
-) -> tuple[tf.Tensor, Any]:
+) -> tuple[tf.Tensor, Callable[..., Nest]]:
     """Compute ``tensor + step shift`` for a step of 0."""
 
     def gradient(g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -162,7 +163,9 @@ def _along(
 
 
 @tf.custom_gradient
-def _nothing(tensor: tf.Tensor, step: tf.Tensor) -> tuple[tf.Tensor, Any]:
+def _nothing(
+    tensor: tf.Tensor, step: tf.Tensor
+) -> tuple[tf.Tensor, Callable[..., Nest]]:
     """Compute ``step tensor`` for a step of 0, to be differentiated by it, once."""
 
     def gradient(g: tf.Tensor) -> tuple[None, tf.Tensor]:

@@ -1,8 +1,7 @@
 """What the kernel of a convolution sees at each position."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -99,11 +98,11 @@ def _taken(pixels: tf.Tensor, places: np.ndarray) -> tf.Tensor:
     before = np.cumsum(uses) - uses
 
     @tf.custom_gradient
-    def take(pixels: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    def take(pixels: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
         return tf.gather(pixels, places, axis=1), give_back
 
     @tf.custom_gradient
-    def give_back(taken: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    def give_back(taken: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
         parts = []
         for use in range(uses.max()):
             is_used = use < uses

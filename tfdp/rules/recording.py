@@ -4,18 +4,19 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Nest, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.moves import Move, Moves, Product
 from tfdp.rules.terms import PerRow, Term
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
-Rule = Callable[["Call"], Any]
+Rule = Callable[["Call"], Nest]
 
 
 class Watched(NamedTuple):
@@ -152,10 +153,10 @@ class Recording:
         rule: Rule,
         path: str,
         layer: keras.layers.Layer,
-        function: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        function: Callable[..., Nest],
+        *args: Nest,
+        **kwargs: Nest,
+    ) -> Nest:
         in_same_graph = tf.executing_eagerly() == self._eager and (
             self._eager or tf.compat.v1.get_default_graph() is self._graph
         )
@@ -188,7 +189,9 @@ class Recording:
             finally:
                 self._variable_tapes.pop()
 
-    def _refuse_foreign(self, used: tuple[tf.Variable, ...], own: list[Any]) -> None:
+    def _refuse_foreign(
+        self, used: tuple[tf.Variable, ...], own: list[Variable]
+    ) -> None:
         known = {id(variable) for variable in own}
         of_model = [
             self._trainable[id(variable)]
@@ -240,7 +243,7 @@ class Recording:
             return tf.identity(tensor)
 
 
-def own_variables(layer: keras.layers.Layer) -> list[Any]:
+def own_variables(layer: keras.layers.Layer) -> list[Variable]:
     """List the variables that a layer's rule covers, not those of layers in it."""
     cell = layer.cell if isinstance(layer, keras.layers.RNN) else layer
     inner = {
@@ -265,11 +268,11 @@ class Call:
         self,
         recording: Recording,
         path: str,
-        layer: Any,
+        layer: keras.layers.Layer,
         rule: Rule,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        function: Callable[..., Nest],
+        args: tuple[Nest, ...],
+        kwargs: dict[str, Nest],
     ) -> None:
         self.layer = layer
         self.args = args
@@ -280,22 +283,22 @@ class Call:
         self._function = function
 
     @property
-    def inputs(self) -> Any:
+    def inputs(self) -> Nest:
         """The first argument of the call."""
         return next(iter(self.bound().values()))
 
-    def bound(self) -> dict[str, Any]:
+    def bound(self) -> dict[str, Nest]:
         """Return all arguments by their names, defaults included."""
         signature = inspect.signature(inspect.unwrap(self._function))
         bound = signature.bind(*self.args, **self.kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Nest, **kwargs: Nest) -> Nest:
         """Run the layer's own code with these arguments."""
         return self._function(*args, **kwargs)
 
-    def run_with(self, **attributes: Any) -> Any:
+    def run_with(self, **attributes: object) -> Nest:
         """Run the layer's own code with other attributes of the layer.
 
         Args:
@@ -360,12 +363,12 @@ class Call:
             Watched(self.path, rule, tensors, terms, linear_terms)
         )
 
-    def product(self, variable: Any) -> Product | None:
+    def product(self, variable: Variable) -> Product | None:
         """Return what a product with a matrix gains for each unit, None for zeros."""
         moves = self._recording.moves
         return None if moves is None else moves.product(variable)
 
-    def move(self, variable: Any) -> Move | None:
+    def move(self, variable: Variable) -> Move | None:
         """Return how the units move a variable; None if it stays."""
         moves = self._recording.moves
         return None if moves is None else moves.of(variable)
@@ -376,7 +379,9 @@ class Call:
         moves = self._recording.moves
         return moves is not None and moves.are_differentiated
 
-    def per_row(self, variable: Any, shape: Sequence[int] | None = None) -> tf.Tensor:
+    def per_row(
+        self, variable: Variable, shape: Sequence[int] | None = None
+    ) -> tf.Tensor:
         """Copy a variable for each row, so that each row has a gradient of its own.
 
         For variables with few numbers: scales, offsets, slopes.

@@ -8,12 +8,13 @@ the states, and multiplies by the recurrent matrix once in each step.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Nest, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.moves import Product
 from tfdp.rules.recording import Call
@@ -90,12 +91,14 @@ class _Matrix:
 
 
 @rule(keras.layers.SimpleRNN)
-def simple_rnn(call: Call) -> Any:
+def simple_rnn(call: Call) -> Nest:
     """Rule of `keras.layers.SimpleRNN`."""
     cell = call.layer.cell
 
     def make(like: tf.Tensor) -> _Cell:
-        def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
+        def step(
+            x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]
+        ) -> list[tf.Tensor]:
             del states
             return [_activated(cell.activation, x + inner)]
 
@@ -105,12 +108,14 @@ def simple_rnn(call: Call) -> Any:
 
 
 @rule(keras.layers.LSTM)
-def lstm(call: Call) -> Any:
+def lstm(call: Call) -> Nest:
     """Rule of `keras.layers.LSTM`."""
     cell = call.layer.cell
 
     def make(like: tf.Tensor) -> _Cell:
-        def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
+        def step(
+            x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]
+        ) -> list[tf.Tensor]:
             i, f, candidate, o = tf.split(x + inner, 4, axis=-1)
             gate = cell.recurrent_activation
             c = gate(f) * states[1] + gate(i) * _activated(cell.activation, candidate)
@@ -122,7 +127,7 @@ def lstm(call: Call) -> Any:
 
 
 @rule(keras.layers.GRU)
-def gru(call: Call) -> Any:
+def gru(call: Call) -> Nest:
     """Rule of `keras.layers.GRU`, with the reset gate before or after the matrix."""
     cell = call.layer.cell
     make = _reset_after if cell.reset_after else _reset_before
@@ -136,7 +141,9 @@ def _reset_after(call: Call, like: tf.Tensor) -> _Cell:
     cell = call.layer.cell
     offset = 0.0 if cell.bias is None else tf.cast(cell.bias[1], like.dtype)
 
-    def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
+    def step(
+        x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
         x_z, x_r, x_h = tf.split(x, 3, axis=-1)
         inner_z, inner_r, inner_h = tf.split(inner + offset, 3, axis=-1)
         z = cell.recurrent_activation(x_z + inner_z)
@@ -165,7 +172,9 @@ def _reset_before(call: Call, like: tf.Tensor) -> _Cell:
         z, r = tf.split(x[..., : 2 * cell.units] + inner, 2, axis=-1)
         return cell.recurrent_activation(z), cell.recurrent_activation(r)
 
-    def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
+    def step(
+        x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]
+    ) -> list[tf.Tensor]:
         z, r = gates(x, inner)
         reset = of_candidate.times(r * states[0])
         candidate = _activated(cell.activation, x[..., 2 * cell.units :] + reset)
@@ -192,7 +201,9 @@ def _reset_before(call: Call, like: tf.Tensor) -> _Cell:
     return _Cell(of_gates, step, terms, _terms(cell)[1])
 
 
-def _terms(cell: Any) -> tuple[Callable[..., list[Term]], Callable[..., list[Term]]]:
+def _terms(
+    cell: keras.layers.Layer,
+) -> tuple[Callable[..., list[Term]], Callable[..., list[Term]]]:
     """Return what `g` says about the recurrent matrix, and about the bias."""
 
     def terms(g: tf.Tensor, g_inner: tf.Tensor, h: tf.Tensor) -> list[Term]:
@@ -206,7 +217,9 @@ def _terms(cell: Any) -> tuple[Callable[..., list[Term]], Callable[..., list[Ter
     return terms, bias_terms
 
 
-def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
+def _run(
+    call: Call, make: Callable[[tf.Tensor], _Cell], bias: Variable | tf.Tensor | None
+) -> Nest:
     """Run the layer's own code around a loop over projected inputs."""
     layer = call.layer
     if len(_keras.flatten_layers(layer.cell)) > 1:
@@ -217,8 +230,8 @@ def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
         )
 
     def loop(
-        sequences: Any, initial_state: Any, mask: Any, training: Any = False
-    ) -> Any:
+        sequences: tf.Tensor, initial_state: Nest, mask: Nest, training: bool = False
+    ) -> Nest:
         mask = mask[0] if keras.tree.is_nested(mask) else mask
         states = keras.tree.flatten(initial_state)
         dropped, kept = _dropout_masks(call, sequences, states[0], training)
@@ -296,7 +309,9 @@ class _Scan:
         """
 
         @tf.custom_gradient
-        def run(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
+        def run(
+            *tensors: tf.Tensor,
+        ) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
             inputs, first = tensors[: len(over_time)], tensors[len(over_time) :]
             inner, before, last = self._forward(list(inputs), list(first))
             after = tf.concat([before[0][1:], last[0][None]], 0)
@@ -327,7 +342,7 @@ class _Scan:
         steps = tf.shape(inputs[0])[0]
         reads = self._readable(inputs)
 
-        def body(time: tf.Tensor, states: Any, written: Any) -> Any:
+        def body(time: tf.Tensor, states: Nest, written: Nest) -> Nest:
             (x, *more), mask = self._read(reads, time)
             inner = tf.add_n([self._inner_product(states[0]), *more])
             written = _write(written, time, [inner, *states])
@@ -358,7 +373,7 @@ class _Scan:
         steps = tf.shape(before[0])[0]
         reads = self._readable([inputs[0], inner, of_after, *before])
 
-        def body(time: tf.Tensor, of_states: Any, written: Any) -> Any:
+        def body(time: tf.Tensor, of_states: Nest, written: Nest) -> Nest:
             time -= 1
             (x, inner, of_output, *states), mask = self._read(reads, time)
             of_states = [of_states[0] + of_output, *of_states[1:]]
@@ -390,7 +405,11 @@ class _Scan:
         return self.cell.matrix.times(h if self.kept is None else h * self.kept)
 
     def _step(
-        self, x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor], mask: Any
+        self,
+        x: tf.Tensor,
+        inner: tf.Tensor,
+        states: list[tf.Tensor],
+        mask: tf.Tensor | None,
     ) -> list[tf.Tensor]:
         new = self.cell.step(x, inner, states)
         if mask is None:
@@ -428,8 +447,8 @@ def _write(
 
 
 def _dropout_masks(
-    call: Call, sequences: tf.Tensor, h: tf.Tensor, training: Any
-) -> tuple[Any, Any]:
+    call: Call, sequences: tf.Tensor, h: tf.Tensor, training: bool
+) -> tuple[tf.Tensor | None, tf.Tensor | None]:
     """Return the masks of the inputs and of the states, None where there is none.
 
     Raises:
@@ -464,5 +483,7 @@ def _swapped(tensor: tf.Tensor, steps: int | None = None) -> tf.Tensor:
     return tf.ensure_shape(swapped, [None, steps, *[None] * (tensor.shape.rank - 2)])
 
 
-def _activated(activation: Any, tensor: tf.Tensor) -> tf.Tensor:
+def _activated(
+    activation: Callable[[tf.Tensor], tf.Tensor] | None, tensor: tf.Tensor
+) -> tf.Tensor:
     return tensor if activation is None else activation(tensor)

@@ -1,10 +1,9 @@
 """Rule of the convolution with a standardised kernel."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
+from tfdp._types import Nest
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.layers import WSConv2D, centred
@@ -16,7 +15,7 @@ from tfdp.rules.terms import Standardized, Term
 
 
 @rule(WSConv2D)
-def ws_conv(call: Call) -> Any:
+def ws_conv(call: Call) -> Nest:
     """Rule of `tfdp.layers.WSConv2D`.
 
     With ``y = x * P W / length``, where the length stays that of the model's own W, the
@@ -44,7 +43,7 @@ def ws_conv(call: Call) -> Any:
     scale = tf.math.rsqrt(tf.maximum(squares, epsilon))
     move = call.move(layer.kernel)
 
-    def convolved(x: tf.Tensor, dtype: Any) -> tf.Tensor:
+    def convolved(x: tf.Tensor, dtype: str | tf.DType) -> tf.Tensor:
         return keras.ops.conv(
             x,
             # Half precision overflows where the kernel is not divided first.

@@ -1,18 +1,18 @@
 """TimeDistributed, which calls a layer at every time step."""
 
 import inspect
-from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdp._types import Nest
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
 from tfdp.rules.registry import rule
 
 
 @rule(keras.layers.TimeDistributed)
-def time_distributed(call: Call) -> Any:
+def time_distributed(call: Call) -> Nest:
     """Rule of `keras.layers.TimeDistributed`: all time steps as rows of one call."""
     arguments = call.bound()
     inputs, mask = arguments["inputs"], arguments["mask"]
