@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _validate
-from tfdp._types import Config, Loss, Nest, Variable
+from tfdp._types import Config, Loss, Nest, Tensor, Variable
 from tfdp.errors import NotPrivateError
 
 _Schedule = keras.optimizers.schedules.LearningRateSchedule
@@ -23,7 +23,7 @@ class Ascent(NamedTuple):
         is_exact: Whether the step is infinitely small, and its effect scaled up.
     """
 
-    radius: tf.Tensor
+    radius: Tensor
     mix: float
     is_exact: bool
 
@@ -55,7 +55,7 @@ class AscentLoss(keras.losses.Loss):
 
     def __call__(
         self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
-    ) -> tf.Tensor:
+    ) -> Tensor:
         """Compute the plain loss, where nothing is trained privately."""
         if self.loss is None or isinstance(self.loss, (dict, list, tuple)):
             raise ValueError(
@@ -66,15 +66,13 @@ class AscentLoss(keras.losses.Loss):
         loss = _keras.resolve_loss(self.loss, y_true, y_pred)
         return self._without_gradient(loss(y_true, y_pred, sample_weight))
 
-    def _without_gradient(self, value: tf.Tensor) -> tf.Tensor:
+    def _without_gradient(self, value: Tensor) -> Tensor:
         """Return the loss so that whoever trains with it learns that it is plain."""
         name = type(self).__name__
 
         @tf.custom_gradient
-        def identity(
-            value: tf.Tensor,
-        ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-            def gradient(_: tf.Tensor) -> tf.Tensor:
+        def identity(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            def gradient(_: Tensor) -> Tensor:
                 raise NotPrivateError(
                     f"`{name}` changes the gradient of each example, which a plain "
                     "model does not have: it would train with the plain loss. "
@@ -86,7 +84,7 @@ class AscentLoss(keras.losses.Loss):
 
             return tf.identity(value), gradient
 
-        without: tf.Tensor = identity(tf.convert_to_tensor(value))
+        without: Tensor = identity(tf.convert_to_tensor(value))
         return without
 
     def __repr__(self) -> str:
@@ -99,7 +97,7 @@ class AscentLoss(keras.losses.Loss):
         """Tell whether there is any step at all."""
         return isinstance(self.radius, _Schedule) or self.radius > 0
 
-    def radius_at(self, iteration: Variable | tf.Tensor | None) -> tf.Tensor:
+    def radius_at(self, iteration: Variable | Tensor | None) -> Tensor:
         """Return the length of a step.
 
         Args:
@@ -225,7 +223,7 @@ class BAM(AscentLoss):
         """Tell whether there is any step at all."""
         return super().has_ascent() and self.mix > 0
 
-    def ascent_at(self, iteration: Variable | tf.Tensor | None) -> Ascent | None:
+    def ascent_at(self, iteration: Variable | Tensor | None) -> Ascent | None:
         """Return the step uphill of each unit.
 
         Args:

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Variable
+from tfdp._types import Tensor, Variable
 
 
 class ReleasedGradient:
@@ -42,12 +42,12 @@ class ReleasedGradient:
             self._home = [tf.Variable(v.value, trainable=False) for v in variables]
         self._variables = list(variables)
 
-    def remember(self, gradients: list[tf.Tensor]) -> None:
+    def remember(self, gradients: list[Tensor]) -> None:
         """Take a gradient that was just released; one tensor for each variable."""
         for held, gradient in zip(self._gradients, gradients, strict=True):
             held.assign(tf.cast(gradient, held.dtype))
 
-    def cosine_with(self, gradients: list[tf.Tensor]) -> tf.Tensor:
+    def cosine_with(self, gradients: list[Tensor]) -> Tensor:
         """Return the cosine with another gradient, 0 where one is zero.
 
         Args:
@@ -67,7 +67,7 @@ class ReleasedGradient:
         return tf.math.divide_no_nan(product, lengths[0] * lengths[1])
 
     @contextlib.contextmanager
-    def uphill(self, radius: tf.Tensor) -> Iterator[None]:
+    def uphill(self, radius: Tensor) -> Iterator[None]:
         """Move the variables by `radius` along the gradient, and put them back.
 
         Args:

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _validate, rules
-from tfdp._types import Nest
+from tfdp._types import Nest, Tensor
 from tfdp.checks.tracing import part_of_trace
 from tfdp.clipping import norms_of_squares
 from tfdp.engines.engine import Clipped, Engine
@@ -54,15 +54,15 @@ class BookkeepingEngine(Engine):
         objective: Objective,
         batch: Batch,
         *,
-        l2_norm_clip: tf.Tensor,
-        rows_per_unit: int | tf.Tensor,
+        l2_norm_clip: Tensor,
+        rows_per_unit: int | Tensor,
     ) -> Clipped:
         """Sum the clipped gradients from the factors that the norms came from."""
         forward = recorded(objective, batch, rows_per_unit, norms=self.norms)
         squares, terms = forward.squares_and_terms(keeps=True)
         return forward.clipped(terms, norms_of_squares(squares), l2_norm_clip)
 
-    def read(self, objective: Objective, batch: Batch) -> list[tf.Tensor]:
+    def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
         """List the losses, and the factors of all gradients."""
         forward = recorded(objective, batch, 1, norms=self.norms)
         found = [forward.losses]
@@ -137,8 +137,8 @@ class GhostEngine(BookkeepingEngine):
         objective: Objective,
         batch: Batch,
         *,
-        l2_norm_clip: tf.Tensor,
-        rows_per_unit: int | tf.Tensor,
+        l2_norm_clip: Tensor,
+        rows_per_unit: int | Tensor,
     ) -> Clipped:
         """Sum the clipped gradients from factors that are computed once more."""
         forward = recorded(objective, batch, rows_per_unit, norms=self.norms)
@@ -154,7 +154,7 @@ class GhostEngine(BookkeepingEngine):
         return forward.clipped(terms, norms, l2_norm_clip)
 
 
-def _by_rows(tensor: tf.Tensor, units: Units, repeats: int | None) -> tf.Tensor:
+def _by_rows(tensor: Tensor, units: Units, repeats: int | None) -> Tensor:
     """(rows of the calls, ...) -> (rows of the batch, those of each, ...)."""
     if tensor.shape[0] == 1:
         return tensor  # The same for all rows, which must not depend on them.

@@ -4,15 +4,14 @@ import abc
 from typing import TypeAlias
 
 import keras
-import tensorflow as tf
 
-from tfdp._types import Nest
+from tfdp._types import Nest, Tensor
 from tfdp.engines.explanation import Explanation
 from tfdp.losses.objective import Batch, Objective
 
 # Clipped sums in the order of the variables, the units' norms before clipping with
 # shape (U,), and the model's outputs for all rows.
-Clipped: TypeAlias = tuple[list[tf.Tensor], tf.Tensor, Nest]
+Clipped: TypeAlias = tuple[list[Tensor], Tensor, Nest]
 
 
 class Engine(abc.ABC):
@@ -33,8 +32,8 @@ class Engine(abc.ABC):
         objective: Objective,
         batch: Batch,
         *,
-        l2_norm_clip: tf.Tensor,
-        rows_per_unit: int | tf.Tensor,
+        l2_norm_clip: Tensor,
+        rows_per_unit: int | Tensor,
     ) -> Clipped:
         """Sum the clipped gradients of the units of a batch.
 
@@ -55,7 +54,7 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read(self, objective: Objective, batch: Batch) -> list[tf.Tensor]:
+    def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
         """Compute all that norms and sums are made of, each example a unit.
 
         That each entry depends on its row alone is what the engine believes, and what

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdp import _keras, rules
-from tfdp._types import Variable
+from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32, clip_factors, squares_rounded_up
 from tfdp.engines.engine import Clipped
 from tfdp.engines.passes import number_of_rows
@@ -36,7 +36,7 @@ class RecordedForward:
         self,
         objective: Objective,
         batch: Batch,
-        rows_per_unit: int | tf.Tensor,
+        rows_per_unit: int | Tensor,
         *,
         norms: str,
         moves: Moves | None = None,
@@ -64,7 +64,7 @@ class RecordedForward:
         self.losses = losses
         self._watched = recording.watched
 
-    def terms_by_variable(self, weights: tf.Tensor | None = None) -> list[list[Term]]:
+    def terms_by_variable(self, weights: Tensor | None = None) -> list[list[Term]]:
         """Go back through the pass, each unit's loss with a weight or with 1.
 
         Returns:
@@ -77,9 +77,7 @@ class RecordedForward:
             of_rows *= tf.ensure_shape(repeated, of_rows.shape)
         tensors = [watched.tensors for watched in self._watched]
         gradients = self._tape.gradient(
-            self.losses,
-            tensors,
-            output_gradients=tf.cast(of_rows, self.losses.dtype),
+            self.losses, tensors, output_gradients=tf.cast(of_rows, self.losses.dtype)
         )
         found: dict[int, list[Term]] = {id(v): [] for v in self._objective.variables}
         for watched, of_call in zip(self._watched, gradients, strict=True):
@@ -99,8 +97,8 @@ class RecordedForward:
     def _same_for_all(
         self,
         variable: Variable,
-        penalty: Callable[[Variable], tf.Tensor],
-        weights: tf.Tensor | None,
+        penalty: Callable[[Variable], Tensor],
+        weights: Tensor | None,
     ) -> Kept:
         """Return the gradient of what each unit's loss has of a variable alone."""
         gradient = tf.reshape(gradient_of(penalty, variable), [1, -1])
@@ -111,7 +109,7 @@ class RecordedForward:
 
     def squares_and_terms(
         self, *, keeps: bool
-    ) -> tuple[list[tf.Tensor], list[Term | None]]:
+    ) -> tuple[list[Tensor], list[Term | None]]:
         """Bound each variable's squared norms, and keep what the sums need."""
         squares, ready = [], []
         for terms in self.terms_by_variable():
@@ -125,7 +123,7 @@ class RecordedForward:
         return squares, ready
 
     def clipped(
-        self, terms: list[Term | None], norms: tf.Tensor, l2_norm_clip: tf.Tensor
+        self, terms: list[Term | None], norms: Tensor, l2_norm_clip: Tensor
     ) -> Clipped:
         """Sum the units' clipped gradients.
 
@@ -143,11 +141,11 @@ class RecordedForward:
         finite = tf.math.is_finite(norms)
         clean = tf.reduce_all(finite)
 
-        def selected(factors: list[tf.Tensor]) -> list[tf.Tensor]:
+        def selected(factors: list[Tensor]) -> list[Tensor]:
             # Chosen, not multiplied with a weight of zero: 0 * nan is nan.
             return [_selected(part, finite) for part in factors]
 
-        def sum_of(variable: Variable, term: Term | None) -> tf.Tensor:
+        def sum_of(variable: Variable, term: Term | None) -> Tensor:
             if term is None:
                 return tf.zeros(variable.shape, at_least_float32(variable.value).dtype)
             factors = term.factors(self.units)
@@ -165,7 +163,7 @@ class RecordedForward:
         return sums, tf.cast(norms, l2_norm_clip.dtype), self.y_pred
 
 
-def _unscaled(tensor: tf.Tensor, gradient: tf.Tensor | None, scale: float) -> tf.Tensor:
+def _unscaled(tensor: Tensor, gradient: Tensor | None, scale: float) -> Tensor:
     """Return a tensor's gradient, of at least float32, zero if there is none."""
     if gradient is None:
         return at_least_float32(tf.zeros_like(tensor))
@@ -194,7 +192,7 @@ def joined(terms: list[Term], units: Units) -> Term | None:
 
 def _squares(
     term: Term, norms: str, units: Units, *, keeps: bool
-) -> tuple[tf.Tensor, Term]:
+) -> tuple[Tensor, Term]:
     """Bound the units' squared norms; return the term to sum with them."""
     how = term.how(norms, units)
     if how == "gram":
@@ -205,7 +203,7 @@ def _squares(
     return term.squares_of_dropped(units), term
 
 
-def _selected(units: tf.Tensor, chosen: tf.Tensor) -> tf.Tensor:
+def _selected(units: Tensor, chosen: Tensor) -> Tensor:
     """Replace the units that are not chosen by zeros."""
     chosen = tf.reshape(chosen, [-1] + [1] * (units.shape.rank - 1))
     return tf.where(chosen, units, tf.zeros_like(units))

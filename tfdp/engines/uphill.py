@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Tensor
 from tfdp.ascent.losses import Ascent
 from tfdp.clipping import norms_of_squares, zeros_of_finite
 from tfdp.engines.recorded import RecordedForward
@@ -35,7 +36,7 @@ class RecordedUphill(RecordedForward):
         self,
         objective: Objective,
         batch: Batch,
-        rows_per_unit: int | tf.Tensor,
+        rows_per_unit: int | Tensor,
         *,
         norms: str,
         ascent: Ascent,
@@ -89,12 +90,12 @@ class RecordedUphill(RecordedForward):
 
     def squares_and_terms(
         self, *, keeps: bool
-    ) -> tuple[list[tf.Tensor], list[Term | None]]:
+    ) -> tuple[list[Tensor], list[Term | None]]:
         """Bound squared norms; not finite where there is no finite way uphill."""
         squares, terms = super().squares_and_terms(keeps=keeps)
         return [*squares, zeros_of_finite(self._norms_here)], terms
 
-    def terms_by_variable(self, weights: tf.Tensor | None = None) -> list[list[Term]]:
+    def terms_by_variable(self, weights: Tensor | None = None) -> list[list[Term]]:
         """Go back through both passes; see `RecordedForward.terms_by_variable`."""
         ascent = self._ascent
         if ascent.is_exact:
@@ -167,7 +168,7 @@ def _checked(term: Term) -> Movable:
 
 
 def recorded(
-    objective: Objective, batch: Batch, rows_per_unit: int | tf.Tensor, *, norms: str
+    objective: Objective, batch: Batch, rows_per_unit: int | Tensor, *, norms: str
 ) -> RecordedForward:
     """Record a forward pass, uphill if the objective asks for that."""
     if objective.ascent is None:

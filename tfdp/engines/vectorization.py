@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Tensor
 from tfdp.rules import filters
 from tfdp.rules.geometry import Geometry
 
@@ -42,7 +43,7 @@ def efficient_vectorization() -> contextlib.AbstractContextManager[None]:
     })
 
 
-def _convert_filter_gradient(pfor_input: PforInput) -> tf.Tensor | None:
+def _convert_filter_gradient(pfor_input: PforInput) -> Tensor | None:
     inputs, is_stacked, _ = pfor_input.input(0)
     kernel_shape = pfor_input.op.outputs[0].shape
     pfor_input.stack_inputs([2])
@@ -71,7 +72,7 @@ def _convert_filter_gradient(pfor_input: PforInput) -> tf.Tensor | None:
     )
 
 
-def _convert_convolution(pfor_input: PforInput) -> tf.Tensor | None:
+def _convert_convolution(pfor_input: PforInput) -> Tensor | None:
     _, is_stacked, _ = pfor_input.input(1)
     if not is_stacked or not _is_known(pfor_input):
         return None
@@ -80,7 +81,7 @@ def _convert_convolution(pfor_input: PforInput) -> tf.Tensor | None:
     return _convolved(inputs, kernels, pfor_input.op.outputs[0], pfor_input)
 
 
-def _convert_input_gradient(pfor_input: PforInput) -> tf.Tensor | None:
+def _convert_input_gradient(pfor_input: PforInput) -> Tensor | None:
     kernels, is_stacked, _ = pfor_input.input(1)
     shape = pfor_input.op.outputs[0].shape[1:]
     # Where oneDNN is off, TensorFlow has no such gradient on CPUs.
@@ -129,8 +130,8 @@ def _is_known(pfor_input: PforInput) -> bool:
 
 
 def _convolved(
-    inputs: tf.Tensor, kernels: tf.Tensor, outputs: tf.Tensor, pfor_input: PforInput
-) -> tf.Tensor:
+    inputs: Tensor, kernels: Tensor, outputs: Tensor, pfor_input: PforInput
+) -> Tensor:
     return filters.convolved(
         inputs,
         kernels,
@@ -147,7 +148,7 @@ def _geometry(pfor_input: PforInput) -> Geometry:
     )
 
 
-def _convert_batch_matmul(pfor_input: PforInput) -> tf.Tensor:
+def _convert_batch_matmul(pfor_input: PforInput) -> Tensor:
     x, x_stacked, _ = pfor_input.input(0)
     y, y_stacked, _ = pfor_input.input(1)
     adj_x, adj_y = pfor_input.get_attr("adj_x"), pfor_input.get_attr("adj_y")
@@ -165,7 +166,7 @@ def _convert_batch_matmul(pfor_input: PforInput) -> tf.Tensor:
     return tf.matmul(x, y, adjoint_a=adj_x, adjoint_b=adj_y)
 
 
-def _convert_max_pool_gradient(pfor_input: PforInput) -> tf.Tensor:
+def _convert_max_pool_gradient(pfor_input: PforInput) -> Tensor:
     pfor_input.stack_inputs()
     inputs, outputs, output_gradients = (
         pfor_input.stacked_input(index) for index in range(3)
@@ -191,7 +192,7 @@ def _convert_max_pool_gradient(pfor_input: PforInput) -> tf.Tensor:
     return tf.reshape(gradients, tf.shape(inputs))
 
 
-def _convert_squeeze(pfor_input: PforInput) -> tf.Tensor | None:
+def _convert_squeeze(pfor_input: PforInput) -> Tensor | None:
     shape = pfor_input.op.outputs[0].shape
     if not shape.is_fully_defined():
         return None
@@ -199,7 +200,7 @@ def _convert_squeeze(pfor_input: PforInput) -> tf.Tensor | None:
     return tf.reshape(stacked, tf.concat([tf.shape(stacked)[:1], shape], 0))
 
 
-def _convert_sum(pfor_input: PforInput) -> tf.Tensor | None:
+def _convert_sum(pfor_input: PforInput) -> Tensor | None:
     axes = _static_axes(pfor_input.unstacked_input(1))
     if axes is None:
         return None
@@ -213,7 +214,7 @@ def _convert_sum(pfor_input: PforInput) -> tf.Tensor | None:
     )
 
 
-def _static_axes(axes: tf.Tensor) -> list[int] | None:
+def _static_axes(axes: Tensor) -> list[int] | None:
     """Find the axes of a sum, also where they come from a gradient's broadcast."""
     known = tf.get_static_value(axes)
     if known is not None:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree
-from tfdp._types import Nest
+from tfdp._types import Nest, Tensor
 from tfdp.clipping import clip_and_sum, zeros_of_finite
 from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation
@@ -36,15 +36,15 @@ class VectorizedEngine(Engine):
         objective: Objective,
         batch: Batch,
         *,
-        l2_norm_clip: tf.Tensor,
-        rows_per_unit: int | tf.Tensor,
+        l2_norm_clip: Tensor,
+        rows_per_unit: int | Tensor,
     ) -> Clipped:
         """Sum the clipped gradients, which are all there at once."""
         units = _tree.map_tensors(lambda rows: _stack(rows, rows_per_unit), batch)
         has_path: list[bool] = []
         advance_seeds: list[Callable[[], None]] = []
 
-        def of_one_unit(elements: Nest) -> tuple[list[tf.Tensor], Nest]:
+        def of_one_unit(elements: Nest) -> tuple[list[Tensor], Nest]:
             number, leaves = elements
             with _keras.seeds_of_row(number) as advance:
                 gradients, y_pred = unit_gradients(objective, _tree.pack(leaves, units))
@@ -80,7 +80,7 @@ class VectorizedEngine(Engine):
             _tree.map_tensors(_unstack, y_pred),
         )
 
-    def read(self, objective: Objective, batch: Batch) -> list[tf.Tensor]:
+    def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
         """Nothing: each unit is evaluated alone."""
         del objective, batch
         return []
@@ -111,7 +111,7 @@ def _own_trainable_bytes(layer: keras.layers.Layer) -> int:
 
 def unit_gradients(
     objective: Objective, unit: Batch
-) -> tuple[list[tf.Tensor | None], Nest]:
+) -> tuple[list[Tensor | None], Nest]:
     """Differentiate the mean loss of a unit's real rows, uphill if so asked.
 
     Args:
@@ -149,9 +149,7 @@ def unit_gradients(
     if ascent.is_exact:
         connected = [gradient for gradient in here if gradient is not None]
         change = tape.gradient(
-            connected,
-            values,
-            output_gradients=[v for v in directions if v is not None],
+            connected, values, output_gradients=[v for v in directions if v is not None]
         )
         weights = 1.0, ascent.mix * ascent.radius
     else:
@@ -169,8 +167,8 @@ def unit_gradients(
 
 
 def _gradients_elsewhere(
-    values: list[tf.Tensor], objective: Objective, unit: Batch
-) -> list[tf.Tensor | None]:
+    values: list[Tensor], objective: Objective, unit: Batch
+) -> list[Tensor | None]:
     """Differentiate with other values of the variables, under the same masks."""
     mapping = list(zip(objective.variables, values, strict=True))
     with keras.StatelessScope(state_mapping=mapping), _keras.drawing_again():
@@ -178,8 +176,8 @@ def _gradients_elsewhere(
 
 
 def _gradients_at(
-    values: list[tf.Tensor], objective: Objective, unit: Batch
-) -> tuple[list[tf.Tensor | None], Nest]:
+    values: list[Tensor], objective: Objective, unit: Batch
+) -> tuple[list[Tensor | None], Nest]:
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(values)
         y_pred = objective.predict(unit.x)
@@ -201,10 +199,10 @@ def _gradients_at(
 
 
 def _weighted_sum(
-    pair: tuple[tf.Tensor | None, tf.Tensor | None],
-    weights: tuple[float | tf.Tensor, float | tf.Tensor],
-    offset: tf.Tensor,
-) -> tf.Tensor | None:
+    pair: tuple[Tensor | None, Tensor | None],
+    weights: tuple[float | Tensor, float | Tensor],
+    offset: Tensor,
+) -> Tensor | None:
     parts = [
         tf.cast(tf.convert_to_tensor(weight, tf.float64), tensor.dtype) * tensor
         for tensor, weight in zip(pair, weights, strict=True)
@@ -215,7 +213,7 @@ def _weighted_sum(
 
 def _map(
     function: Callable[[Nest], Nest], elements: Nest, *, must_rehearse: bool
-) -> tuple[list[tf.Tensor], Nest]:
+) -> tuple[list[Tensor], Nest]:
     """Apply a function to every element, all at once where TensorFlow can."""
 
     def vectorized(elements: Nest) -> Nest:
@@ -229,7 +227,7 @@ def _map(
         reason = "a loop over time or a convolution in groups cannot be vectorized"
     else:
         try:
-            mapped: tuple[list[tf.Tensor], Nest] = vectorized(elements)
+            mapped: tuple[list[Tensor], Nest] = vectorized(elements)
             return mapped
         # Whatever stops the tracing: an error of the model itself comes again.
         except Exception as error:  # noqa: BLE001
@@ -246,7 +244,7 @@ def _map(
     signature = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), outputs
     )
-    in_turn: tuple[list[tf.Tensor], Nest] = tf.map_fn(
+    in_turn: tuple[list[Tensor], Nest] = tf.map_fn(
         function, elements, fn_output_signature=signature
     )
     return in_turn
@@ -282,7 +280,7 @@ def _may_fail(model: keras.Model) -> bool:
     return has_loop or (has_groups and not _keras.inside_xla())
 
 
-def _stack(rows: tf.Tensor, rows_per_unit: int | tf.Tensor) -> tf.Tensor:
+def _stack(rows: Tensor, rows_per_unit: int | Tensor) -> Tensor:
     """(N, ...) -> (U, rows_per_unit, ...)."""
     shape = tf.concat([[-1, rows_per_unit], tf.shape(rows)[1:]], 0)
     stacked = tf.reshape(rows, shape)
@@ -290,7 +288,7 @@ def _stack(rows: tf.Tensor, rows_per_unit: int | tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(stacked, [None, known, *rows.shape[1:]])
 
 
-def _unstack(units: tf.Tensor) -> tf.Tensor:
+def _unstack(units: Tensor) -> Tensor:
     """(U, rows_per_unit, ...) -> (N, ...)."""
     rows = tf.reshape(units, tf.concat([[-1], tf.shape(units)[2:]], 0))
     return tf.ensure_shape(rows, [None, *units.shape[2:]])

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Loss, Nest, Variable
+from tfdp._types import Loss, Nest, Tensor, Variable
 from tfdp._views_per_example import views_per_example
 from tfdp.ascent.losses import Ascent
 from tfdp.losses.per_example import PerExampleLoss, each_row_alone
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     x: Nest
     y: Nest
     sample_weight: Nest
-    is_padding: tf.Tensor
+    is_padding: Tensor
 
 
 def check_takes_logits(model: keras.Model, loss: Loss) -> None:
@@ -79,7 +79,7 @@ class Objective:
     """
 
     model: keras.Model
-    losses: Callable[[Nest, Nest, Nest, Nest], tf.Tensor]
+    losses: Callable[[Nest, Nest, Nest, Nest], Tensor]
     variables: list[Variable]
     training: bool = True
     ascent: Ascent | None = None
@@ -110,7 +110,7 @@ class Objective:
             loss, loss_weights, getattr(model, "output_names", None)
         )
 
-        def losses(x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest) -> tf.Tensor:
+        def losses(x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest) -> Tensor:
             del x
             return per_example(y, y_pred, sample_weight)
 
@@ -134,11 +134,11 @@ class Objective:
         """
         variables = trainable_variables(model)
 
-        def loss_of_row(*row: Nest) -> tf.Tensor:
+        def loss_of_row(*row: Nest) -> Tensor:
             with _keras.without_regularizers(variables):
                 return tf.reduce_sum(_keras.compute_loss(model, *row))
 
-        def losses(*rows: Nest) -> tf.Tensor:
+        def losses(*rows: Nest) -> Tensor:
             return each_row_alone(loss_of_row, rows)
 
         return cls(model, losses, variables)
@@ -150,7 +150,7 @@ class Objective:
                 return self.model(x, training=self.training)
             return self.model(x)
 
-    def penalties(self) -> list[tuple[Variable, Callable[[Variable], tf.Tensor]]]:
+    def penalties(self) -> list[tuple[Variable, Callable[[Variable], Tensor]]]:
         """List what is part of each example's loss beside `losses`.
 
         Returns:

@@ -9,13 +9,13 @@ import tensorflow as tf
 from keras import ops
 
 from tfdp import _keras, _validate
-from tfdp._types import Config, Variable
+from tfdp._types import Config, Tensor, Variable
 from tfdp.clipping import at_least_float32
 
 
 def gradient_of(
     regularizer: keras.regularizers.Regularizer, variable: Variable
-) -> tf.Tensor:
+) -> Tensor:
     """Differentiate a regularizer by its variable, which no data enter.
 
     Args:
@@ -29,7 +29,7 @@ def gradient_of(
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(value)
         penalty = regularizer(value)
-    gradient: tf.Tensor = tape.gradient(
+    gradient: Tensor = tape.gradient(
         penalty, value, unconnected_gradients=tf.UnconnectedGradients.ZERO
     )
     return gradient
@@ -74,7 +74,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         """Whether it is part of what is clipped."""
         return self.kl == "inside"
 
-    def __call__(self, x: Variable | tf.Tensor) -> tf.Tensor:
+    def __call__(self, x: Variable | Tensor) -> Tensor:
         """Return the part for a variable, over N."""
         if self.part == "mean":
             total = ops.sum(ops.square(x)) / (2 * self.prior_scale**2)

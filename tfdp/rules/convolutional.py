@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Nest, Variable
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.dense import lora_factors, watch_preactivation
@@ -25,7 +25,7 @@ def conv(call: Call) -> Nest:
     x, geometry = inputs_of(call), geometry_of(layer)
     x = _causal(layer, x)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         g = _channels_last(layer, g)
         if not layer.lora_enabled:
             return [kernel_term(layer.kernel, x, g, geometry), *_bias(layer, g)]
@@ -55,7 +55,7 @@ def conv_transpose(call: Call) -> Nest:
     layer = call.layer
     x, geometry = inputs_of(call), geometry_of(layer)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         g = _channels_last(layer, g)
         return [Convolution(layer.kernel, g, x, geometry), *_bias(layer, g)]
 
@@ -68,7 +68,7 @@ def depthwise_conv(call: Call) -> Nest:
     layer = call.layer
     x, geometry = inputs_of(call), geometry_of(layer)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         g = _channels_last(layer, g)
         return [depthwise_term(layer.kernel, x, g, geometry), *_bias(layer, g)]
 
@@ -100,17 +100,14 @@ def separable_conv(call: Call) -> Nest:
         outputs += tf.cast(layer.bias, outputs.dtype)
     outputs = call.watch(
         outputs,
-        lambda g: [
-            OuterProducts(layer.pointwise_kernel, between, g),
-            *_bias(layer, g),
-        ],
+        lambda g: [OuterProducts(layer.pointwise_kernel, between, g), *_bias(layer, g)],
         is_linear=True,
     )
     return finished(layer, outputs)
 
 
 def kernel_term(
-    variable: Variable, x: tf.Tensor, g: tf.Tensor, geometry: Geometry
+    variable: Variable, x: Tensor, g: Tensor, geometry: Geometry
 ) -> OuterProducts | Convolution:
     """Describe a kernel's gradient: as a matrix's where patches are few or trivial."""
     if geometry.groups(x.shape, variable.shape) == 1:
@@ -125,7 +122,7 @@ def kernel_term(
 
 
 def depthwise_term(
-    variable: Variable, x: tf.Tensor, g: tf.Tensor, geometry: Geometry
+    variable: Variable, x: Tensor, g: Tensor, geometry: Geometry
 ) -> Term:
     """Describe the gradient of a depthwise kernel, which is small."""
     shape = tuple(variable.shape)
@@ -147,7 +144,7 @@ def geometry_of(layer: keras.layers.Layer) -> Geometry:
     )
 
 
-def inputs_of(call: Call) -> tf.Tensor:
+def inputs_of(call: Call) -> Tensor:
     """Return the inputs with channels last, of static shape.
 
     Raises:
@@ -163,20 +160,20 @@ def inputs_of(call: Call) -> tf.Tensor:
     return x
 
 
-def _causal(layer: keras.layers.Layer, x: tf.Tensor) -> tf.Tensor:
+def _causal(layer: keras.layers.Layer, x: Tensor) -> Tensor:
     if layer.padding != "causal":
         return x
     left = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
     return tf.pad(x, [(0, 0), (left, 0), (0, 0)])
 
 
-def _channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
+def _channels_last(layer: keras.layers.Layer, tensor: Tensor) -> Tensor:
     if layer.data_format == "channels_last":
         return tensor
     return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])
 
 
-def finished(layer: keras.layers.Layer, outputs: tf.Tensor) -> tf.Tensor:
+def finished(layer: keras.layers.Layer, outputs: Tensor) -> Tensor:
     """Put the channels where the layer has them, and apply its activation."""
     if layer.data_format == "channels_first":
         rank = outputs.shape.rank
@@ -184,5 +181,5 @@ def finished(layer: keras.layers.Layer, outputs: tf.Tensor) -> tf.Tensor:
     return layer.activation(outputs) if layer.activation is not None else outputs
 
 
-def _bias(layer: keras.layers.Layer, g: tf.Tensor) -> list[Term]:
+def _bias(layer: keras.layers.Layer, g: Tensor) -> list[Term]:
     return [PerRow(layer.bias, g)] if layer.bias is not None else []

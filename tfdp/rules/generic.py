@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Nest
+from tfdp._types import Nest, Tensor
 from tfdp.checks.tracing import tracing
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
@@ -66,7 +66,7 @@ def generic(call: Call) -> Nest:
         )
     variables = layer.trainable_variables
 
-    def of_row(row: list[tf.Tensor]) -> list[tf.Tensor]:
+    def of_row(row: list[Tensor]) -> list[Tensor]:
         row_gradients = row[len(inputs) :]
         remaining = iter(row)
         args, kwargs = keras.tree.map_structure(
@@ -84,7 +84,7 @@ def generic(call: Call) -> Nest:
         )
         return [tf.convert_to_tensor(gradient) for gradient in found]
 
-    def terms(*gradients: tf.Tensor) -> list[Term]:
+    def terms(*gradients: Tensor) -> list[Term]:
         trace = tracing()
         rows = [*inputs, *gradients]
         try:
@@ -108,7 +108,7 @@ def generic(call: Call) -> Nest:
 
 
 def _check_that_it_can_be_vectorized(
-    function: Callable[[list[tf.Tensor]], Nest], rows: list[tf.Tensor]
+    function: Callable[[list[Tensor]], Nest], rows: list[Tensor]
 ) -> None:
     """Raise whatever a vectorized map raises while it is traced."""
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in rows]

@@ -5,7 +5,7 @@ Its other layers are made of Keras's, which have rules.
 
 import tensorflow as tf
 
-from tfdp._types import Nest
+from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.dense import watch_preactivation
 from tfdp.rules.embedding import row_numbers
@@ -25,7 +25,7 @@ def position_embedding(call: Call) -> Nest:
         positions = tf.range(shape[-1]) + tf.cast(arguments["start_index"], tf.int32)
     ids = tf.broadcast_to(row_numbers(positions, layer.sequence_length), shape)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         return [OuterProducts(layer.position_embeddings, ids, g)]
 
     return call.watch(call.run_with(), terms, is_linear=True)

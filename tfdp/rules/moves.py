@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfdp._types import Nest, Variable
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.rules.terms import Movable, Term, Units
 
@@ -18,8 +18,8 @@ class Product(NamedTuple):
         times_transposed: ``(R, p) -> (R, d)``.
     """
 
-    times: Callable[[tf.Tensor], tf.Tensor]
-    times_transposed: Callable[[tf.Tensor], tf.Tensor]
+    times: Callable[[Tensor], Tensor]
+    times_transposed: Callable[[Tensor], Tensor]
 
 
 class Move(NamedTuple):
@@ -32,7 +32,7 @@ class Move(NamedTuple):
     """
 
     direction: Movable
-    lengths: tf.Tensor
+    lengths: Tensor
     units: Units
 
 
@@ -53,10 +53,10 @@ class Moves:
     def __init__(
         self,
         directions: dict[int, Movable],
-        lengths: tf.Tensor,
+        lengths: Tensor,
         units: Units,
         *,
-        step: tf.Tensor | None,
+        step: Tensor | None,
     ) -> None:
         self._directions = directions
         self._lengths = lengths
@@ -69,7 +69,7 @@ class Moves:
         """Whether gradients will be differentiated by the step."""
         return self._step is not None
 
-    def moved(self, tensor: tf.Tensor, shift: tf.Tensor) -> tf.Tensor:
+    def moved(self, tensor: Tensor, shift: Tensor) -> Tensor:
         """Add to a tensor what it gains.
 
         Args:
@@ -86,8 +86,8 @@ class Moves:
         return _along(tensor, shift, self._step)
 
     def shifts(
-        self, tensors: list[tf.Tensor], terms: Callable[..., list[Term]]
-    ) -> list[tf.Tensor | None]:
+        self, tensors: list[Tensor], terms: Callable[..., list[Term]]
+    ) -> list[Tensor | None]:
         """Return what tensors gain, by a step of 1, that are linear in the variables.
 
         The terms say how gradients of the tensors become those of the variables. That
@@ -112,7 +112,7 @@ class Moves:
             moved = [
                 product * tf.cast(self._lengths, product.dtype) for product in products
             ]
-        shifts: list[tf.Tensor | None] = tape.gradient(moved, zeros)
+        shifts: list[Tensor | None] = tape.gradient(moved, zeros)
         return shifts
 
     def of(self, variable: Variable) -> Move | None:
@@ -132,7 +132,7 @@ class Moves:
         if direction is None:
             return None
 
-        def multiply(rows: tf.Tensor, times: Callable[..., tf.Tensor]) -> tf.Tensor:
+        def multiply(rows: Tensor, times: Callable[..., Tensor]) -> Tensor:
             units = self._units.view(at_least_float32(rows), [rows.shape[-1]])
             products = times(units, self._units)
             products *= tf.cast(self._stepped, products.dtype)[:, None, None]
@@ -151,11 +151,11 @@ class Moves:
 
 @tf.custom_gradient
 def _along(
-    tensor: tf.Tensor, shift: tf.Tensor, step: tf.Tensor
-) -> tuple[tf.Tensor, Callable[..., Nest]]:
+    tensor: Tensor, shift: Tensor, step: Tensor
+) -> tuple[Tensor, Callable[..., Nest]]:
     """Compute ``tensor + step shift`` for a step of 0."""
 
-    def gradient(g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def gradient(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         by_step = tf.cast(tf.reduce_sum(g * shift), step.dtype)
         return g, _nothing(g, step), by_step
 
@@ -163,12 +163,10 @@ def _along(
 
 
 @tf.custom_gradient
-def _nothing(
-    tensor: tf.Tensor, step: tf.Tensor
-) -> tuple[tf.Tensor, Callable[..., Nest]]:
+def _nothing(tensor: Tensor, step: Tensor) -> tuple[Tensor, Callable[..., Nest]]:
     """Compute ``step tensor`` for a step of 0, to be differentiated by it, once."""
 
-    def gradient(g: tf.Tensor) -> tuple[None, tf.Tensor]:
+    def gradient(g: Tensor) -> tuple[None, Tensor]:
         return None, tf.cast(tf.reduce_sum(g * tensor), step.dtype)
 
     return tf.zeros_like(tensor), gradient

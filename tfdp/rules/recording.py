@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Nest, Variable
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.moves import Move, Moves, Product
 from tfdp.rules.terms import PerRow, Term
@@ -34,16 +34,16 @@ class Watched(NamedTuple):
 
     path: str
     rule: str
-    tensors: list[tf.Tensor]
+    tensors: list[Tensor]
     terms: Callable[..., list[Term]]
     linear_terms: Callable[..., list[Term]] | None = None
     repeats: int = 1
 
-    def terms_of(self, gradients: list[tf.Tensor]) -> list[Term]:
+    def terms_of(self, gradients: list[Tensor]) -> list[Term]:
         """Return the terms for these gradients of the tensors."""
         return self._with_repeats(self.terms(*gradients))
 
-    def shifts(self, moves: Moves) -> list[tf.Tensor | None]:
+    def shifts(self, moves: Moves) -> list[Tensor | None]:
         """Return what the tensors gain where each unit has moved the variables.
 
         Args:
@@ -97,7 +97,7 @@ class Recording:
         self,
         model: keras.Model,
         tape: tf.GradientTape,
-        rows: int | tf.Tensor,
+        rows: int | Tensor,
         find_rule: Callable[[keras.layers.Layer], Rule | None],
         moves: Moves | None = None,
     ) -> None:
@@ -206,10 +206,10 @@ class Recording:
                 f"that has no others. Received: {names}, used elsewhere."
             )
 
-    def watch(self, watched: Watched) -> list[tf.Tensor]:
+    def watch(self, watched: Watched) -> list[Tensor]:
         """Watch tensors, each a new one, with one entry for each row."""
         watched = watched._replace(repeats=self.repeats)
-        shifts: list[tf.Tensor | None] = [None] * len(watched.tensors)
+        shifts: list[Tensor | None] = [None] * len(watched.tensors)
         if self.moves is not None:
             shifts = watched.shifts(self.moves)
         tensors = []
@@ -223,7 +223,7 @@ class Recording:
         self.watched.append(watched._replace(tensors=tensors))
         return tensors
 
-    def _with_rows(self, path: str, tensor: tf.Tensor) -> tf.Tensor:
+    def _with_rows(self, path: str, tensor: Tensor) -> Tensor:
         """Make sure that the leading axis holds the rows of the batch."""
         leading = tensor.shape[0] if tensor.shape.rank else 0
         if isinstance(self._rows, int) and leading is not None:
@@ -319,11 +319,11 @@ class Call:
 
     def watch(
         self,
-        tensor: tf.Tensor,
+        tensor: Tensor,
         terms: Callable[..., list[Term]],
         *,
         is_linear: bool = False,
-    ) -> tf.Tensor:
+    ) -> Tensor:
         """Ask for the gradient of a tensor that the call computes.
 
         Args:
@@ -342,11 +342,11 @@ class Call:
 
     def watch_all(
         self,
-        tensors: list[tf.Tensor],
+        tensors: list[Tensor],
         terms: Callable[..., list[Term]],
         *,
         linear_terms: Callable[..., list[Term]] | None,
-    ) -> list[tf.Tensor]:
+    ) -> list[Tensor]:
         """As `watch`, for several tensors whose gradients belong together.
 
         Args:
@@ -379,9 +379,7 @@ class Call:
         moves = self._recording.moves
         return moves is not None and moves.are_differentiated
 
-    def per_row(
-        self, variable: Variable, shape: Sequence[int] | None = None
-    ) -> tf.Tensor:
+    def per_row(self, variable: Variable, shape: Sequence[int] | None = None) -> Tensor:
         """Copy a variable for each row, so that each row has a gradient of its own.
 
         For variables with few numbers: scales, offsets, slopes.
@@ -398,7 +396,7 @@ class Call:
         copies = tf.tile(value, [tf.shape(self.inputs)[0]] + [1] * len(shape))
         copies = tf.ensure_shape(copies, [self.inputs.shape[0], *shape])
 
-        def terms(g: tf.Tensor) -> list[Term]:
+        def terms(g: Tensor) -> list[Term]:
             return [PerRow(variable, tf.reshape(g, [-1, *variable.shape]))]
 
         return self.watch(copies, terms, is_linear=True)

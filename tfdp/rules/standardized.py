@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from tfdp._types import Nest
+from tfdp._types import Nest, Tensor
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.layers import WSConv2D, centred
@@ -43,7 +43,7 @@ def ws_conv(call: Call) -> Nest:
     scale = tf.math.rsqrt(tf.maximum(squares, epsilon))
     move = call.move(layer.kernel)
 
-    def convolved(x: tf.Tensor, dtype: str | tf.DType) -> tf.Tensor:
+    def convolved(x: Tensor, dtype: str | tf.DType) -> Tensor:
         return keras.ops.conv(
             x,
             # Half precision overflows where the kernel is not divided first.
@@ -56,7 +56,7 @@ def ws_conv(call: Call) -> Nest:
 
     at_first = convolved(x, layer.compute_dtype)
 
-    def standardized(g: tf.Tensor, taken: tf.Tensor | None = None) -> Standardized:
+    def standardized(g: Tensor, taken: Tensor | None = None) -> Standardized:
         products = convolutional.kernel_term(layer.kernel, x, g * scale, geometry)
         exact = at_first
         if exact.dtype.size < 4:
@@ -66,7 +66,7 @@ def ws_conv(call: Call) -> Nest:
         taken = tf.zeros_like(along) if taken is None else taken
         return Standardized(products, kernel, along, taken)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         along = tf.reduce_sum(at_least_float32(seen[0]) * g, [1, 2])
         of_rows = squares if move is None else move.units.for_rows(moved, along)
         # Below epsilon the kernel is not divided by its length.
@@ -93,9 +93,7 @@ def ws_conv(call: Call) -> Nest:
     return convolutional.finished(layer, outputs)
 
 
-def _moved_squares(
-    move: Move, kernel: tf.Tensor, squares: tf.Tensor, *, path: str
-) -> tf.Tensor:
+def _moved_squares(move: Move, kernel: Tensor, squares: Tensor, *, path: str) -> Tensor:
     """Return the squared lengths of each unit's columns, shape ``(U, O)``."""
     direction, lengths, units = move
     if isinstance(direction, Standardized):

@@ -5,7 +5,7 @@ import inspect
 import keras
 import tensorflow as tf
 
-from tfdp._types import Nest
+from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
 from tfdp.rules.registry import rule
@@ -38,7 +38,7 @@ def time_distributed(call: Call) -> Nest:
     )
 
 
-def _joined(tensor: tf.Tensor, steps: int) -> tf.Tensor:
+def _joined(tensor: Tensor, steps: int) -> Tensor:
     """``(R, steps, ...)`` -> ``(R * steps, ...)``."""
     joined = tf.reshape(tensor, tf.concat([[-1], tf.shape(tensor)[2:]], 0))
     rows = tensor.shape[0]

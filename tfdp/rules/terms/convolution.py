@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp._types import Variable
+from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.rules import filters, patches
 from tfdp.rules.geometry import Geometry
@@ -41,11 +41,7 @@ class Convolution(Movable):
     """
 
     def __init__(
-        self,
-        variable: Variable,
-        inputs: tf.Tensor,
-        g: tf.Tensor,
-        geometry: Geometry,
+        self, variable: Variable, inputs: Tensor, g: Tensor, geometry: Geometry
     ) -> None:
         self.variable = variable
         self.calls = [(inputs, g)]
@@ -76,7 +72,7 @@ class Convolution(Movable):
         return rows * outputs, rows * inputs
 
     def _can_gram(
-        self, units: Units, others: Sequence[tuple[tf.Tensor, tf.Tensor]] = ()
+        self, units: Units, others: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> bool:
         """Tell whether patches of these calls, and of others, can meet each other."""
         shapes = {
@@ -117,7 +113,7 @@ class Convolution(Movable):
         known = self._numbers(units)
         return None if known is None else known[1] * known[1] + 2 * known[0] * known[0]
 
-    def factors(self, units: Units) -> list[tf.Tensor]:
+    def factors(self, units: Units) -> list[Tensor]:
         """``(U, K, *spatial, C)``, then ``(U, K, *spatial', O)``, for each use."""
         return [
             self._rows_of_units(at_least_float32(tensor), units)
@@ -125,14 +121,14 @@ class Convolution(Movable):
             for tensor in call
         ]
 
-    def _rows_of_units(self, rows: tf.Tensor, units: Units) -> tf.Tensor:
+    def _rows_of_units(self, rows: Tensor, units: Units) -> Tensor:
         """``(R, ...)`` -> ``(U, K, ...)``."""
         if self.rows(units) == 1:
             return rows[:, None]
         shape = tf.concat([[units.number, -1], tf.shape(rows)[1:]], 0)
         return tf.ensure_shape(tf.reshape(rows, shape), [None, None, *rows.shape[1:]])
 
-    def instantiate(self, units: Units) -> tf.Tensor:
+    def instantiate(self, units: Units) -> Tensor:
         """Compute the filter gradient of each unit."""
         shape = tuple(self.variable.shape)
         parts = [
@@ -141,12 +137,12 @@ class Convolution(Movable):
         ]
         return tf.reshape(tf.add_n(parts), [units.number, math.prod(shape)])
 
-    def one_use(self, units: Units) -> tuple[tf.Tensor, tf.Tensor]:
+    def one_use(self, units: Units) -> tuple[Tensor, Tensor]:
         """Return the factors of all uses, of equal shapes, as rows of a single one."""
         factors = self.factors(units)
         return tf.concat(factors[::2], 1), tf.concat(factors[1::2], 1)
 
-    def _gram(self, x: tf.Tensor, y: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
+    def _gram(self, x: Tensor, y: Tensor, g: Tensor) -> Tensor:
         return patches.patch_gram(
             x,
             y,
@@ -155,7 +151,7 @@ class Convolution(Movable):
             geometry=self.geometry,
         )
 
-    def squares_by_gram(self, units: Units) -> tf.Tensor:
+    def squares_by_gram(self, units: Units) -> Tensor:
         """Gram matrices of the patches, from those of the pixels."""
         x, g = self.one_use(units)
         gram = self._gram(x, x, g)
@@ -166,7 +162,7 @@ class Convolution(Movable):
         error += roundoff(outer, g.dtype) + of_factors(g.dtype)
         return squares_from_grams(gram, inner_products(flat, flat), error=error)
 
-    def lengths(self, units: Units) -> tf.Tensor:
+    def lengths(self, units: Units) -> Tensor:
         """Of what the kernel sees at each position, and of the gradients there."""
         # All channels are one group.
         shape = (*self.variable.shape[:-2], 1, 1)
@@ -186,9 +182,7 @@ class Convolution(Movable):
             for x, g in in_pairs(self.factors(units))
         ])
 
-    def weighted_sum(
-        self, factors: list[tf.Tensor], weights: tf.Tensor | None
-    ) -> tf.Tensor:
+    def weighted_sum(self, factors: list[Tensor], weights: Tensor | None) -> Tensor:
         """One ordinary filter gradient for each use."""
         parts = [
             filters.filter_gradient(
@@ -201,7 +195,7 @@ class Convolution(Movable):
         ]
         return tf.reshape(tf.add_n(parts), self.variable.shape)
 
-    def inner_products(self, other: Movable, units: Units) -> tf.Tensor:
+    def inner_products(self, other: Movable, units: Units) -> Tensor:
         """From Gram matrices of pixels, or with kernels of the units' own."""
         if isinstance(other, Convolution) and self._can_gram(units, other.calls):
             x, g = self.one_use(units)
@@ -223,7 +217,7 @@ class Convolution(Movable):
             for x, g in in_pairs(self.factors(units))
         ])
 
-    def column_sums(self, units: Units) -> tf.Tensor:
+    def column_sums(self, units: Units) -> Tensor:
         """Sum each unit's gradient over all axes but the last, shape ``(U, O)``."""
         shape = tuple(self.variable.shape)
         sums = []
@@ -235,15 +229,15 @@ class Convolution(Movable):
             sums.append(tf.reshape(product, [units.number, g.shape[-1]]))
         return tf.add_n(sums)
 
-    def by_column(self, factors: tf.Tensor, units: Units) -> "Convolution":
+    def by_column(self, factors: Tensor, units: Units) -> "Convolution":
         """Multiply the gradients of the outputs."""
         calls = [(x, g * units.for_rows(factors, g)) for x, g in self.calls]
         return self.copy_with(calls=calls)
 
-    def tensors(self) -> list[tf.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Both factors of each use."""
         return [tensor for call in self.calls for tensor in call]
 
-    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Convolution":
+    def moved(self, jvp: Jvp, rate: Tensor) -> "Convolution":
         """Move the inputs, then the gradients."""
         return self.copy_with(calls=moved_pairs(self.calls, jvp, rate))

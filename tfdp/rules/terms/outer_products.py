@@ -4,7 +4,7 @@ import math
 
 import tensorflow as tf
 
-from tfdp._types import Variable
+from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32, squares_rounded_up
 from tfdp.rules.products import inner_products, roundoff, squares_from_grams
 from tfdp.rules.terms.factors import (
@@ -29,10 +29,10 @@ class OuterProducts(Movable):
         g: Gradients of the outputs, shape ``(R, ..., p)`` with the same axes between.
     """
 
-    def __init__(self, variable: Variable, a: tf.Tensor, g: tf.Tensor) -> None:
+    def __init__(self, variable: Variable, a: Tensor, g: Tensor) -> None:
         self.variable = variable
         self.pairs = [(a, g)]
-        self._added_up: list[tf.Tensor] | None = None
+        self._added_up: list[Tensor] | None = None
         self.p: int = g.shape[-1]
         self.d: int = math.prod(variable.shape) // self.p
 
@@ -43,7 +43,7 @@ class OuterProducts(Movable):
         repeats = self.repeats if self.repeats == other.repeats else None
         return self._of(self.pairs + other.pairs).copy_with(repeats=repeats)
 
-    def _of(self, pairs: list[tuple[tf.Tensor, tf.Tensor]]) -> "OuterProducts":
+    def _of(self, pairs: list[tuple[Tensor, Tensor]]) -> "OuterProducts":
         return self.copy_with(pairs=pairs, _added_up=None)
 
     def _positions(self, units: Units) -> int | None:
@@ -89,7 +89,7 @@ class OuterProducts(Movable):
             return positions * self.p
         return 1 if positions == 1 else 2 * positions * positions
 
-    def _views(self, units: Units) -> list[tf.Tensor]:
+    def _views(self, units: Units) -> list[Tensor]:
         """Group the positions of each use by units."""
         views = []
         for a, g in self.pairs:
@@ -100,7 +100,7 @@ class OuterProducts(Movable):
             views.append(units.view(at_least_float32(g), [self.p]))
         return views
 
-    def factors(self, units: Units) -> list[tf.Tensor]:
+    def factors(self, units: Units) -> list[Tensor]:
         """``(U, T, d)`` or ids ``(U, T)``, then ``(U, T, p)``, for each use."""
         if self._added_up is not None:
             return self._added_up
@@ -111,7 +111,7 @@ class OuterProducts(Movable):
             views = self._added_up = _added_up(ids, rows)
         return views
 
-    def instantiate(self, units: Units) -> tf.Tensor:
+    def instantiate(self, units: Units) -> Tensor:
         """Multiply the factors out."""
         parts = []
         for a, g in in_pairs(self.factors(units)):
@@ -128,7 +128,7 @@ class OuterProducts(Movable):
         flat = tf.reshape(product, [units.number, self.p * self.d])
         return Kept(self.variable, flat, transposed=(self.p, self.d))
 
-    def squares_of_dropped(self, units: Units) -> tf.Tensor:
+    def squares_of_dropped(self, units: Units) -> Tensor:
         """Of ids, the factors are all there is."""
         if not self._has_only_ids():
             return super().squares_of_dropped(units)
@@ -136,7 +136,7 @@ class OuterProducts(Movable):
         squares = squares_rounded_up(tf.reshape(rows, [-1, self.p]))
         return tf.reduce_sum(tf.reshape(squares, tf.shape(rows)[:2]), 1)
 
-    def squares_by_gram(self, units: Units) -> tf.Tensor:
+    def squares_by_gram(self, units: Units) -> Tensor:
         """``sum_{t,s} <a_t, a_s> <g_t, g_s>``, with what rounding can have lost."""
         pairs = in_pairs(self.factors(units))
         if self._positions(units) == 1:
@@ -159,7 +159,7 @@ class OuterProducts(Movable):
             tf.concat(rows, axis=1), inner_products(g, g), error=error
         )
 
-    def lengths(self, units: Units) -> tf.Tensor:
+    def lengths(self, units: Units) -> Tensor:
         """The rows of a matrix of ids have length one."""
         return tf.add_n([
             summed_products(tf.norm(a, axis=-1), tf.norm(g, axis=-1), [1])
@@ -168,9 +168,7 @@ class OuterProducts(Movable):
             for a, g in in_pairs(self.factors(units))
         ])
 
-    def weighted_sum(
-        self, factors: list[tf.Tensor], weights: tf.Tensor | None
-    ) -> tf.Tensor:
+    def weighted_sum(self, factors: list[Tensor], weights: Tensor | None) -> Tensor:
         """One ordinary product for each use: ``a^T diag(weights) g``."""
         parts = []
         for a, g in in_pairs(factors):
@@ -183,55 +181,55 @@ class OuterProducts(Movable):
                 parts.append(tf.math.unsorted_segment_sum(right, ids, self.d))
         return tf.reshape(tf.add_n(parts), self.variable.shape)
 
-    def inner_products(self, other: Movable, units: Units) -> tf.Tensor:
+    def inner_products(self, other: Movable, units: Units) -> Tensor:
         """Multiply one factor by what the other term has, then the other."""
         return tf.add_n([
             tf.reduce_sum(other.applied(a, units) * g, [1, 2])
             for a, g in in_pairs(self._views(units))
         ])
 
-    def applied(self, a: tf.Tensor, units: Units) -> tf.Tensor:
+    def applied(self, a: Tensor, units: Units) -> Tensor:
         """``sum_t <a, a_t> g_t``."""
         return tf.add_n([
             tf.matmul(_inner_products(a, b, g.dtype), g)
             for b, g in in_pairs(self.factors(units))
         ])
 
-    def applied_back(self, g: tf.Tensor, units: Units) -> tf.Tensor:
+    def applied_back(self, g: Tensor, units: Units) -> Tensor:
         """``sum_t <g, g_t> a_t``."""
         return tf.add_n([
             tf.matmul(inner_products(g, h), self._dense(a, h.dtype))
             for a, h in in_pairs(self.factors(units))
         ])
 
-    def _dense(self, a: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    def _dense(self, a: Tensor, dtype: tf.DType) -> Tensor:
         return a if a.dtype.is_floating else tf.one_hot(a, self.d, dtype=dtype)
 
-    def column_sums(self, units: Units) -> tf.Tensor:
+    def column_sums(self, units: Units) -> Tensor:
         """Sum each unit's gradient over all axes but the last, shape ``(U, p)``."""
         return tf.add_n([
             tf.einsum("ut,utp->up", tf.reduce_sum(self._dense(a, g.dtype), 2), g)
             for a, g in in_pairs(self._views(units))
         ])
 
-    def by_column(self, factors: tf.Tensor, units: Units) -> "OuterProducts":
+    def by_column(self, factors: Tensor, units: Units) -> "OuterProducts":
         """Multiply the second factors."""
         return self._of([(a, g * units.for_rows(factors, g)) for a, g in self.pairs])
 
-    def tensors(self) -> list[tf.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Both factors of each use, but for ids."""
         return [each for pair in self.pairs for each in pair if each.dtype.is_floating]
 
-    def read(self) -> list[tf.Tensor]:
+    def read(self) -> list[Tensor]:
         """Both factors of each use."""
         return [each for pair in self.pairs for each in pair]
 
-    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "OuterProducts":
+    def moved(self, jvp: Jvp, rate: Tensor) -> "OuterProducts":
         """Move one factor, then the other."""
         return self._of(moved_pairs(self.pairs, jvp, rate))
 
 
-def _inner_products(a: tf.Tensor, b: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def _inner_products(a: Tensor, b: Tensor, dtype: tf.DType) -> Tensor:
     """``(U, T, S)`` from rows ``(U, T, d)`` and ``(U, S, d)``, or ids in their place."""
     if a.dtype.is_floating and b.dtype.is_floating:
         return inner_products(a, b)
@@ -242,7 +240,7 @@ def _inner_products(a: tf.Tensor, b: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(a[:, :, None] == b[:, None, :], dtype)
 
 
-def _added_up(ids: tf.Tensor, g: tf.Tensor) -> list[tf.Tensor]:
+def _added_up(ids: Tensor, g: Tensor) -> list[Tensor]:
     """Add up the gradients of equal ids.
 
     The norm of a unit is then that of the very rows that are weighted and summed: of

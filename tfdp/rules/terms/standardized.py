@@ -11,6 +11,7 @@ standardised layer do not change, which makes k what it is.
 
 import tensorflow as tf
 
+from tfdp._types import Tensor
 from tfdp.layers import centred
 from tfdp.rules.products import roundoff
 from tfdp.rules.terms.convolution import Convolution
@@ -32,9 +33,9 @@ class Standardized(Movable):
     def __init__(
         self,
         products: OuterProducts | Convolution,
-        kernel: tf.Tensor,
-        along: tf.Tensor,
-        taken: tf.Tensor,
+        kernel: Tensor,
+        along: Tensor,
+        taken: Tensor,
     ) -> None:
         self.variable = products.variable
         self.products = products
@@ -67,7 +68,7 @@ class Standardized(Movable):
         """As for the matrix."""
         return self.products.numbers(how, units)
 
-    def of_units(self, units: Units) -> tuple[tf.Tensor, tf.Tensor]:
+    def of_units(self, units: Units) -> tuple[Tensor, Tensor]:
         """Add up ``<P W, D>`` and k over the rows of each unit, shapes ``(U, O)``."""
         along, taken = (
             tf.add_n([
@@ -78,11 +79,11 @@ class Standardized(Movable):
         return along, taken
 
     @property
-    def _columns(self) -> tf.Tensor:
+    def _columns(self) -> Tensor:
         """``P W``, shape ``(K, O)``."""
         return tf.reshape(self.kernel, [-1, self.kernel.shape[-1]])
 
-    def instantiate(self, units: Units) -> tf.Tensor:
+    def instantiate(self, units: Units) -> Tensor:
         """Compute D, and project it."""
         _, taken = self.of_units(units)
         columns = self._columns
@@ -91,7 +92,7 @@ class Standardized(Movable):
         gradients -= columns * taken[:, None]
         return tf.reshape(gradients, [units.number, tf.size(columns)])
 
-    def squares_by_gram(self, units: Units) -> tf.Tensor:
+    def squares_by_gram(self, units: Units) -> Tensor:
         """``|D|^2``, less what the projection takes away."""
         taken_away = tf.reduce_sum(self._taken_away(units), 1)
         squares = self.products.squares_by_gram(units) - taken_away
@@ -102,7 +103,7 @@ class Standardized(Movable):
         error = 4 * (error + self.roundoff_of_positions(units, dtype))
         return tf.maximum(squares, 0) + error * tf.square(self.lengths(units))
 
-    def _taken_away(self, units: Units) -> tf.Tensor:
+    def _taken_away(self, units: Units) -> Tensor:
         """``|D_o|^2`` minus the squared length of the projection, ``(U, O)``."""
         along, taken = self.of_units(units)
         along, taken = (tf.cast(each, tf.float64) for each in (along, taken))
@@ -112,7 +113,7 @@ class Standardized(Movable):
         of_mean = tf.square(sums) / columns.shape[0]
         return of_mean + taken * (2 * along - taken * lengths)
 
-    def column_squares(self, units: Units) -> tf.Tensor:
+    def column_squares(self, units: Units) -> Tensor:
         """Return the squared lengths of the columns, float64, shape ``(U, O)``."""
         ones = tf.ones([units.number, self.kernel.shape[-1]], self.kernel.dtype)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -122,26 +123,24 @@ class Standardized(Movable):
         squares = tf.cast(tape.gradient(product, ones), tf.float64)
         return squares - self._taken_away(units)
 
-    def column_products(self, units: Units) -> tf.Tensor:
+    def column_products(self, units: Units) -> Tensor:
         """Multiply the columns with those of ``P W``, float64, shape ``(U, O)``."""
         along, taken = (tf.cast(each, tf.float64) for each in self.of_units(units))
         columns = tf.cast(self._columns, tf.float64)
         return along - taken * tf.reduce_sum(tf.square(columns), 0)
 
-    def lengths(self, units: Units) -> tf.Tensor:
+    def lengths(self, units: Units) -> Tensor:
         """Of the factors of D, and of what is taken away."""
         _, taken = self.of_units(units)
         columns = tf.norm(self._columns, axis=0)
         of_taken = tf.linalg.matvec(tf.abs(taken), columns)
         return self.products.lengths(units) + tf.cast(of_taken, tf.float64)
 
-    def factors(self, units: Units) -> list[tf.Tensor]:
+    def factors(self, units: Units) -> list[Tensor]:
         """Those of D, then k."""
         return [*self.products.factors(units), self.of_units(units)[1]]
 
-    def weighted_sum(
-        self, factors: list[tf.Tensor], weights: tf.Tensor | None
-    ) -> tf.Tensor:
+    def weighted_sum(self, factors: list[Tensor], weights: Tensor | None) -> Tensor:
         """Project the sum of the D."""
         *of_products, taken = factors
         if weights is not None:
@@ -149,7 +148,7 @@ class Standardized(Movable):
         total = centred(self.products.weighted_sum(of_products, weights))
         return total - self.kernel * tf.reduce_sum(taken, 0)
 
-    def inner_products(self, other: Movable, units: Units) -> tf.Tensor:
+    def inner_products(self, other: Movable, units: Units) -> Tensor:
         """As those of the D, less what the projections take away."""
         along, taken = self.of_units(units)
         columns = self._columns
@@ -168,7 +167,7 @@ class Standardized(Movable):
         less = tf.reduce_sum(gradients * columns, 1) * taken
         return product - tf.reduce_sum(less, 1)
 
-    def by_column(self, factors: tf.Tensor, units: Units) -> "Standardized":
+    def by_column(self, factors: Tensor, units: Units) -> "Standardized":
         """Multiply the D and k."""
         uses = [
             (
@@ -180,15 +179,15 @@ class Standardized(Movable):
         products = self.products.by_column(factors, units)
         return self.copy_with(products=products, uses=uses)
 
-    def tensors(self) -> list[tf.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The factors of D, and the numbers."""
         return [*self.products.tensors(), *(each for use in self.uses for each in use)]
 
-    def read(self) -> list[tf.Tensor]:
+    def read(self) -> list[Tensor]:
         """The factors of D, and the numbers."""
         return [*self.products.read(), *(each for use in self.uses for each in use)]
 
-    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Standardized":
+    def moved(self, jvp: Jvp, rate: Tensor) -> "Standardized":
         """Move D, and the numbers."""
         uses = [
             (moved_tensor(along, jvp, rate), moved_tensor(taken, jvp, rate))

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 import tensorflow as tf
 
-from tfdp._types import Variable
+from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32, squares_rounded_up
 from tfdp.rules.terms.factors import Jvp, moved_tensor, of_factors
 
@@ -24,14 +24,14 @@ class Units:
         rows: Consecutive rows in a unit, None where that is not static.
     """
 
-    number: int | tf.Tensor
+    number: int | Tensor
     rows: int | None
 
-    def view(self, tensor: tf.Tensor, trailing: Sequence[int]) -> tf.Tensor:
+    def view(self, tensor: Tensor, trailing: Sequence[int]) -> Tensor:
         """``(R, ..., *trailing)`` -> ``(U, positions, *trailing)``."""
         return tf.reshape(tensor, [self.number, -1, *trailing])
 
-    def for_rows(self, of_units: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    def for_rows(self, of_units: Tensor, rows: Tensor) -> Tensor:
         """``(U, p)`` -> ``(R, ..., p)``, to be multiplied with `rows`."""
         # A call may have several rows for each row of the batch.
         repeats = tf.shape(rows)[0] // tf.maximum(self.number, 1)
@@ -56,7 +56,7 @@ class Term(abc.ABC):
     repeats: int | None = 1
 
     @abc.abstractmethod
-    def factors(self, units: Units) -> list[tf.Tensor]:
+    def factors(self, units: Units) -> list[Tensor]:
         """Return what the gradients are made of, each with leading axis ``U``.
 
         What is multiplied and summed over positions comes in pairs, the gradients of
@@ -64,17 +64,15 @@ class Term(abc.ABC):
         """
 
     @abc.abstractmethod
-    def instantiate(self, units: Units) -> tf.Tensor:
+    def instantiate(self, units: Units) -> Tensor:
         """Compute each unit's gradient, shape ``(U, size of the variable)``."""
 
     @abc.abstractmethod
-    def lengths(self, units: Units) -> tf.Tensor:
+    def lengths(self, units: Units) -> Tensor:
         """Sum the products of the lengths of the factors, float64, shape ``(U,)``."""
 
     @abc.abstractmethod
-    def weighted_sum(
-        self, factors: list[tf.Tensor], weights: tf.Tensor | None
-    ) -> tf.Tensor:
+    def weighted_sum(self, factors: list[Tensor], weights: Tensor | None) -> Tensor:
         """Sum the units' gradients times their weights.
 
         Args:
@@ -86,7 +84,7 @@ class Term(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read(self) -> list[tf.Tensor]:
+    def read(self) -> list[Tensor]:
         """List all tensors that the gradients are made of, rows on the first axis.
 
         That each entry depends on its row alone is proven before the first step. One
@@ -113,11 +111,11 @@ class Term(abc.ABC):
         del how, units
         return int(math.prod(self.variable.shape))
 
-    def squares_by_gram(self, units: Units) -> tf.Tensor:
+    def squares_by_gram(self, units: Units) -> Tensor:
         """Bound the squared norms without instantiating, float64, shape ``(U,)``."""
         return self.squares_of_dropped(units)
 
-    def squares_of_dropped(self, units: Units) -> tf.Tensor:
+    def squares_of_dropped(self, units: Units) -> Tensor:
         """Bound the squared norms of gradients that are computed again for the sum.
 
         Where they cancel, the sum may round otherwise: by what the lengths of the
@@ -134,7 +132,7 @@ class Term(abc.ABC):
         guard = of_factors(kept.dtype) + self.roundoff_of_positions(units, kept.dtype)
         return squares_rounded_up(kept) + guard * tf.square(lengths)
 
-    def roundoff_of_positions(self, units: Units, dtype: tf.DType) -> tf.Tensor:
+    def roundoff_of_positions(self, units: Units, dtype: tf.DType) -> Tensor:
         """Bound the error of sums over the positions of a unit, relative to lengths."""
         products = [
             tf.cast(
@@ -179,11 +177,11 @@ class Movable(Term):
     """
 
     @abc.abstractmethod
-    def tensors(self) -> list[tf.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """List the floating-point tensors that `moved` needs the derivatives of."""
 
     @abc.abstractmethod
-    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Movable":
+    def moved(self, jvp: Jvp, rate: Tensor) -> "Movable":
         """Return the term with its derivative added.
 
         Args:
@@ -191,7 +189,7 @@ class Movable(Term):
             rate: What the derivative is multiplied by, a scalar tensor.
         """
 
-    def read(self) -> list[tf.Tensor]:
+    def read(self) -> list[Tensor]:
         """List what can move, unless there is more."""
         return self.tensors()
 
@@ -200,7 +198,7 @@ class Movable(Term):
         del units
         return self
 
-    def inner_products(self, other: "Movable", units: Units) -> tf.Tensor:
+    def inner_products(self, other: "Movable", units: Units) -> Tensor:
         """Multiply each unit's gradient with what another term has for the variable.
 
         Args:
@@ -212,7 +210,7 @@ class Movable(Term):
         """
         return tf.reduce_sum(self.instantiate(units) * other.instantiate(units), 1)
 
-    def applied(self, a: tf.Tensor, units: Units) -> tf.Tensor:
+    def applied(self, a: Tensor, units: Units) -> Tensor:
         """Multiply by each unit's gradient, as a matrix.
 
         Args:
@@ -231,7 +229,7 @@ class Movable(Term):
         matrices = tf.reshape(gradients, [units.number, size // p, p])
         return tf.gather(matrices, a, batch_dims=1)
 
-    def applied_back(self, g: tf.Tensor, units: Units) -> tf.Tensor:
+    def applied_back(self, g: Tensor, units: Units) -> Tensor:
         """Multiply by the transpose of each unit's gradient, as a matrix.
 
         Args:
@@ -246,7 +244,7 @@ class Movable(Term):
         matrices = tf.reshape(self.instantiate(units), shape)
         return tf.matmul(g, matrices, transpose_b=True)
 
-    def by_column(self, factors: tf.Tensor, units: Units) -> "Movable":
+    def by_column(self, factors: Tensor, units: Units) -> "Movable":
         """Return the term whose gradients are those of this, times factors.
 
         Args:
@@ -272,7 +270,7 @@ class Kept(Movable):
     def __init__(
         self,
         variable: Variable,
-        gradients: tf.Tensor,
+        gradients: Tensor,
         transposed: tuple[int, int] | None = None,
     ) -> None:
         self.variable = variable
@@ -284,7 +282,7 @@ class Kept(Movable):
         del norms, units
         return "keep"
 
-    def instantiate(self, units: Units) -> tf.Tensor:
+    def instantiate(self, units: Units) -> Tensor:
         """Return them, as the variable has them."""
         if self._transposed is None:
             return self.gradients
@@ -292,22 +290,20 @@ class Kept(Movable):
         size = math.prod(self.variable.shape)
         return tf.reshape(tf.linalg.matrix_transpose(matrices), [units.number, size])
 
-    def squares_by_gram(self, units: Units) -> tf.Tensor:
+    def squares_by_gram(self, units: Units) -> Tensor:
         """From the gradients themselves."""
         return squares_rounded_up(self.instantiate(units))
 
-    def lengths(self, units: Units) -> tf.Tensor:
+    def lengths(self, units: Units) -> Tensor:
         """Zero: these gradients are what is summed."""
         return tf.zeros([units.number], tf.float64)
 
-    def factors(self, units: Units) -> list[tf.Tensor]:
+    def factors(self, units: Units) -> list[Tensor]:
         """The gradients are the only factor."""
         del units
         return [self.gradients]
 
-    def weighted_sum(
-        self, factors: list[tf.Tensor], weights: tf.Tensor | None
-    ) -> tf.Tensor:
+    def weighted_sum(self, factors: list[Tensor], weights: Tensor | None) -> Tensor:
         """One product of a matrix and a vector."""
         (gradients,) = factors
         if weights is None:
@@ -319,11 +315,11 @@ class Kept(Movable):
             total = tf.transpose(tf.reshape(total, self._transposed))
         return tf.reshape(total, self.variable.shape)
 
-    def tensors(self) -> list[tf.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The gradients."""
         return [self.gradients]
 
-    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Kept":
+    def moved(self, jvp: Jvp, rate: Tensor) -> "Kept":
         """Move the gradients."""
         return self.copy_with(gradients=moved_tensor(self.gradients, jvp, rate))
 
@@ -336,7 +332,7 @@ class PerRow(Kept):
         gradients: Shape ``(R, ..., *variable.shape)``; what is between is summed.
     """
 
-    def instantiate(self, units: Units) -> tf.Tensor:
+    def instantiate(self, units: Units) -> Tensor:
         """Add up the rows of each unit."""
         rows = at_least_float32(self.gradients)
         size = math.prod(self.variable.shape)
@@ -345,6 +341,6 @@ class PerRow(Kept):
             return tf.reshape(rows, [units.number, size])
         return tf.reduce_sum(units.view(rows, [size]), axis=1)
 
-    def factors(self, units: Units) -> list[tf.Tensor]:
+    def factors(self, units: Units) -> list[Tensor]:
         """The units' gradients are the only factor."""
         return [self.instantiate(units)]
