@@ -31,8 +31,8 @@ class Ascent(NamedTuple):
 class AscentLoss(keras.losses.Loss):
     """A Keras loss, and how far `DPModel` goes uphill for its gradient.
 
-    Under `evaluate` one loss is just that loss. Trained in a model that is not private it
-    raises `NotPrivateError`.
+    Under `evaluate` it is just that loss. A model that is not private cannot train with
+    it: its gradient raises `NotPrivateError`.
 
     Attributes:
         loss: As in `keras.Model.compile`.

@@ -49,7 +49,7 @@ class RecordedForward:
         self._rows_per_unit = rows_per_unit
         real = tf.reshape(~batch.is_padding, [self.units.number, -1])
         self._is_empty = ~tf.reduce_any(real, axis=1)
-        # A unit's loss is the mean over its real rows.
+        # A unit's loss is the mean over its real rows: padding weighs nothing.
         share = tf.cast(real, tf.float64)
         share = tf.math.divide_no_nan(share, tf.reduce_sum(share, 1, keepdims=True))
         self._shares = tf.reshape(share, [-1])
@@ -81,6 +81,7 @@ class RecordedForward:
         )
         found: dict[int, list[Term]] = {id(v): [] for v in self._objective.variables}
         for watched, of_call in zip(self._watched, gradients, strict=True):
+            # No loss depends on this call.
             if all(gradient is None for gradient in of_call):
                 continue
             unscaled = [
@@ -88,6 +89,7 @@ class RecordedForward:
                 for tensor, gradient in zip(watched.tensors, of_call, strict=True)
             ]
             for term in watched.terms_of(unscaled):
+                # Rules cover frozen variables too.
                 if id(term.variable) in found:
                     found[id(term.variable)].append(term)
         for variable, penalty in self._objective.penalties():
@@ -186,6 +188,7 @@ def joined(terms: list[Term], units: Units) -> Term | None:
             different.append(term)
     if len(different) <= 1:
         return different[0] if different else None
+    # The norm of a sum: norms of its summands would say too little or too much.
     variable = different[0].variable
     return Kept(variable, tf.add_n([term.instantiate(units) for term in different]))
 

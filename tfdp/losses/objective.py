@@ -75,7 +75,7 @@ class Objective:
         variables: The trainable Keras variables, in the model's order.
         training: Whether the model runs in training mode.
         ascent: How far uphill from the weights gradients are taken; None for here.
-        views: How many rows in a row are views of one example.
+        views: How many consecutive rows are views of one example.
     """
 
     model: keras.Model

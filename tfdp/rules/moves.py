@@ -1,4 +1,4 @@
-"""Passes in which each unit has weights of its own, a little off the model's."""
+"""Weights of each unit's own, a little off the model's, that nobody has to hold."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -73,12 +73,12 @@ class Moves:
         """Add to a tensor what it gains.
 
         Args:
-            tensor: Where its unit has not moved.
+            tensor: What a layer computes with the model's weights.
             shift: What `shifts` returns for it.
 
         Returns:
-            Where its unit has moved: if there is a step to differentiate by, the same
-            numbers.
+            What it computes with the weights of the units. At a step of 0, which is
+            there to differentiate by, the numbers are the same.
         """
         shift = tf.cast(shift, tensor.dtype)
         if self._step is None:

@@ -59,6 +59,7 @@ def squares_from_grams(gram_a: Tensor, gram_g: Tensor, *, error: float) -> Tenso
     Returns:
         float64, shape ``(U,)``.
     """
+    # In float64 only from here on: the products themselves are bounded by the guard.
     of_rows = tf.reduce_sum(gram_a * gram_g, 2)
     squares = tf.reduce_sum(tf.cast(of_rows, tf.float64), 1)
     lost = _MOST_NUMBERS * float(np.finfo(gram_a.dtype.as_numpy_dtype).tiny)

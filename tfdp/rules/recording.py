@@ -1,6 +1,7 @@
 """Records what each layer's call computes, as its rule says, during a forward pass."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,9 @@ class Watched(NamedTuple):
         rule: Name of the rule.
         tensors: What to differentiate by.
         terms: From their gradients, in that order, to the terms.
-        linear_terms: The terms of the variables that the tensors are linear in; None
-            if they are not in some that nobody else moves.
+        linear_terms: The terms of those variables that the tensors are linear in, if
+            the rule moves the others itself; None if it does not, so that units
+            cannot have weights of their own.
         repeats: Rows of the call for each row of the batch.
     """
 
@@ -108,7 +110,7 @@ class Recording:
         self._rows = rows
         self._find_rule = find_rule
         self.moves = moves
-        # Inside of a layer's call `value` may be a cast copy.
+        # Inside of a layer's call `value` may be a cast copy: known by all its tensors.
         self._trainable = {
             id(known): variable
             for variable in model.trainable_variables
@@ -160,8 +162,9 @@ class Recording:
         in_same_graph = tf.executing_eagerly() == self._eager and (
             self._eager or tf.compat.v1.get_default_graph() is self._graph
         )
-        call = Call(self, path, layer, rule, function, args, kwargs)
+        call = Call(layer, args, kwargs, path, self, rule, function)
         with (
+            # What the rule covers is no use of variables outside of a call.
             self._variable_tapes[-1].stop_recording(),
             self._tape_of_variables() as used,
         ):
@@ -214,6 +217,7 @@ class Recording:
             shifts = watched.shifts(self.moves)
         tensors = []
         for tensor, shift in zip(watched.tensors, shifts, strict=True):
+            # The tape knows tensors by identity: another call may have this one too.
             own = tf.identity(self._with_rows(watched.path, tensor))
             if self.moves is not None and shift is not None:
                 own = self.moves.moved(own, shift)
@@ -225,6 +229,7 @@ class Recording:
 
     def _with_rows(self, path: str, tensor: Tensor) -> Tensor:
         """Make sure that the leading axis holds the rows of the batch."""
+        # Norms are taken along it: an axis of something else would be clipped instead.
         leading = tensor.shape[0] if tensor.shape.rank else 0
         if isinstance(self._rows, int) and leading is not None:
             if leading == self._rows * self.repeats:
@@ -255,6 +260,7 @@ def own_variables(layer: keras.layers.Layer) -> list[Variable]:
     return [v for v in layer.trainable_variables if id(v) not in inner]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Call:
     """A call of a layer, as its rule sees it.
 
@@ -262,25 +268,16 @@ class Call:
         layer: The layer.
         args: Positional arguments of the call.
         kwargs: Keyword arguments.
+        path: Names of the layers that lead to it, joined by ``/``.
     """
 
-    def __init__(
-        self,
-        recording: Recording,
-        path: str,
-        layer: keras.layers.Layer,
-        rule: Rule,
-        function: Callable[..., Nest],
-        args: tuple[Nest, ...],
-        kwargs: dict[str, Nest],
-    ) -> None:
-        self.layer = layer
-        self.args = args
-        self.kwargs = kwargs
-        self.path = path
-        self._recording = recording
-        self._rule = rule
-        self._function = function
+    layer: keras.layers.Layer
+    args: tuple[Nest, ...]
+    kwargs: dict[str, Nest]
+    path: str
+    _recording: Recording
+    _rule: Rule
+    _function: Callable[..., Nest]
 
     @property
     def inputs(self) -> Nest:
@@ -403,7 +400,7 @@ class Call:
 
     @contextlib.contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Let layers inside be called with `times` rows in a row for each of these."""
+        """Let layers inside see `times` consecutive rows for each row of this call."""
         self._recording.repeats *= times
         try:
             yield

@@ -243,6 +243,8 @@ def _run(
             of_matrix = cell.terms(gradients[0], other, *seen)
             return [*of_matrix, *linear_terms(*gradients)]
 
+        # Zeros are added to the inner products where these have gradients of their own:
+        # what is watched must be a tensor of all time steps, outside of the loop.
         watched = [x]
         if cell.inner_differs:
             shape = [*tf.unstack(tf.shape(x)[:2]), cell.matrix.value.shape[1]]
@@ -253,6 +255,7 @@ def _run(
         over_time = [in_order(_swapped(tensor), [0]) for tensor in watched]
         if mask is not None:
             mask = in_order(tf.transpose(tf.cast(mask, tf.bool))[..., None], [0])
+        # The custom gradient of a scan has none itself.
         scan = _Scan(cell, mask, kept)
         run = scan.run_plainly if call.differentiates_twice else scan.run
         before, outputs, states = run(over_time, states)
@@ -262,6 +265,7 @@ def _run(
             # Before the first step that counts there is no output.
             started = tf.cumsum(tf.cast(mask, tf.int32)) > 0
             outputs = tf.where(started, outputs, tf.zeros_like(outputs))
+        # In the order of the inputs again, as the gradients of x are.
         h = _swapped(in_order(before, [0]), sequences.shape[1])
         seen.append(h if kept is None else h * kept[:, None])
         # As Keras's own loop does: the layers that follow may need the length.
@@ -367,6 +371,7 @@ class _Scan:
             time -= 1
             (x, inner, of_output, *states), mask = self._read(reads, time)
             of_states = [of_states[0] + of_output, *of_states[1:]]
+            # One step is computed once more: nothing inside of it is held over time.
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([x, inner, states])
                 new = self._step(x, inner, states, mask)

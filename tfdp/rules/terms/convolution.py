@@ -89,6 +89,7 @@ class Convolution(Movable):
         """Gram matrices of pixels where few positions meet many channels."""
         known = self._numbers(units)
         can_gram = self._can_gram(units)
+        # Without a static number of positions nothing says what either way takes.
         if norms == "instantiate" or known is None:
             return "drop" if norms == "instantiate" else "keep"
         if norms == "gram":
@@ -164,7 +165,7 @@ class Convolution(Movable):
 
     def lengths(self, units: Units) -> Tensor:
         """Of what the kernel sees at each position, and of the gradients there."""
-        # All channels are one group.
+        # Groups see fewer channels each: as if all were one, the bound only grows.
         shape = (*self.variable.shape[:-2], 1, 1)
         return tf.add_n([
             summed_products(

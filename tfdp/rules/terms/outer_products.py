@@ -65,8 +65,11 @@ class OuterProducts(Movable):
     def how(self, norms: str, units: Units) -> str:
         """Gram matrices where few positions meet a large matrix."""
         positions = self._positions(units)
+        # Added up by ids, the factors are the gradient: there is nothing to keep.
         if self._has_only_ids():
             return "drop"
+        # One position needs two lengths; beside ids a dense gradient would have a row for
+        # every word of the vocabulary.
         if norms == "gram" or (positions == 1 and norms == "auto") or self._has_ids():
             return "gram"
         if norms == "instantiate":
@@ -147,6 +150,7 @@ class OuterProducts(Movable):
                 if a.dtype.is_floating
                 else squares
             )
+        # All uses along one axis of positions: so cross terms between calls count.
         g = tf.concat([g for _, g in pairs], axis=1)
         rows = [
             tf.concat([_inner_products(a, b, g.dtype) for b, _ in pairs], axis=2)
@@ -173,6 +177,7 @@ class OuterProducts(Movable):
         parts = []
         for a, g in in_pairs(factors):
             right = tf.reshape(weighted(g, weights), [-1, self.p])
+            # Ids are summed by row of the variable: a one-hot matrix is never made.
             if a.dtype.is_floating:
                 left = tf.reshape(a, [-1, self.d])
                 parts.append(tf.matmul(left, right, transpose_a=True))

@@ -56,6 +56,7 @@ class ScaledProducts(Term):
 
     def instantiate(self, units: Units) -> Tensor:
         """Multiply the factors out, row by row, and add them up."""
+        # Rows of one unit have scales of their own: summed first, they would mix.
         d, p = self.variable.shape
         a, g = (self._rows(each) for each in (self.a, self.g))
         products = tf.einsum("mvtd,mvtp->mvdp", a, g) * self.scale
