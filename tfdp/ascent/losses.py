@@ -36,8 +36,8 @@ class AscentLoss(keras.losses.Loss):
 
     Attributes:
         loss: As in `keras.Model.compile`.
-        radius: A number, or a schedule of the optimizer's `iterations`, whose values
-            that are negative or no numbers count as 0.
+        radius: A number, or a schedule of the optimizer's `iterations`, of which
+            negative values and NaN count as 0.
     """
 
     def __init__(self, loss: Loss, radius: Radius | Config) -> None:
@@ -165,7 +165,7 @@ class BAM(AscentLoss):
     What clipping cuts off is the bias of private training, and small gradients are
     not cut. The objective of example i becomes ``L_i + lambda ||grad L_i||`` [1]_.
     With w the weights and ``v_i = grad L_i(w) / ||grad L_i(w)||`` (0 where the
-    gradient is), `DPModel` clips, in the place of ``grad L_i(w)``,
+    gradient is 0), `DPModel` clips, in place of ``grad L_i(w)``,
 
     * ``(1 - mix) grad L_i(w) + mix grad L_i(w + radius v_i)`` with `ascent="sam"`
       (with ``mix=1`` equation 14 of the paper), or
@@ -246,10 +246,9 @@ class SAT(AscentLoss):
     """DP-SAT: sharpness-aware training along the gradient that was released last.
 
     With g the noised mean gradient of the step before, `DPModel` takes the gradients
-    of a step at ``w + radius g / ||g||``, and moves w by them [1]_. The first step of
-    all has no g and goes nowhere uphill. The loss and metrics of training are those at
-    the moved weights: compare by `evaluate`, where it is just `loss`, as it is in a model
-    that is not private.
+    of a step at ``w + radius g / ||g||``, and moves w by them [1]_. The very first step
+    has no g yet, and is an ordinary one. The loss and metrics of training are those at
+    the moved weights: compare by `evaluate`, where it is just `loss`.
 
     Guarantees:
         g was released already, so epsilon is that of DP-SGD. With ``radius=0`` the

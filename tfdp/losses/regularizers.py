@@ -37,15 +37,15 @@ def gradient_of(
 
 @keras.saving.register_keras_serializable(package="tfdp")
 class GaussianDivergence(keras.regularizers.Regularizer):
-    """One part of a Kullback-Leibler divergence, over the number of examples.
+    """One part of a Kullback-Leibler divergence, divided by the number of examples.
 
     From a prior ``N(0, s^2)`` the divergence of ``N(mu, sigma^2)`` is the sum of a
     part of the means and of one of the scales::
 
         mu^2 / (2 s^2)    and    (sigma^2 / s^2 - 1 - ln(sigma^2 / s^2)) / 2
 
-    so that each variable has its own as a weight regularizer: those of Keras add up to
-    the whole. The loss of a batch is then minus the evidence lower bound, over N.
+    so that each variable has its part as a weight regularizer, and Keras adds them up to
+    the whole. The loss of a batch is then minus the evidence lower bound, divided by N.
 
     Args:
         part: `"mean"` for a variable of mu; `"scale"` for one of
@@ -75,7 +75,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         return self.kl == "inside"
 
     def __call__(self, x: Variable | Tensor) -> Tensor:
-        """Return the part for a variable, over N."""
+        """Return the part for a variable, divided by N."""
         if self.part == "mean":
             total = ops.sum(ops.square(x)) / (2 * self.prior_scale**2)
         else:

@@ -26,8 +26,8 @@ class Move(NamedTuple):
     """How the units move one variable.
 
     Attributes:
-        direction: What they move it along.
-        lengths: What that is multiplied by, shape ``(U,)``.
+        direction: The term along whose gradients they move it.
+        lengths: What these are multiplied by, shape ``(U,)``.
         units: How rows are grouped.
     """
 
