@@ -10,18 +10,6 @@ from tfdp.clipping import at_least_float32
 from tfdp.rules.terms import Movable, Term, Units
 
 
-class Product(NamedTuple):
-    """Multiplies rows by what their unit has added to a matrix.
-
-    Attributes:
-        times: ``(R, d) -> (R, p)``.
-        times_transposed: ``(R, p) -> (R, d)``.
-    """
-
-    times: Callable[[Tensor], Tensor]
-    times_transposed: Callable[[Tensor], Tensor]
-
-
 class Move(NamedTuple):
     """How the units move one variable.
 
@@ -34,6 +22,21 @@ class Move(NamedTuple):
     direction: Movable
     lengths: Tensor
     units: Units
+
+    def times(self, rows: Tensor) -> Tensor:
+        """Return what products with a matrix gain, ``(R, d) -> (R, p)``."""
+        return self._multiplied(rows, self.direction.applied)
+
+    def times_transposed(self, rows: Tensor) -> Tensor:
+        """Return what those with its transpose gain, ``(R, p) -> (R, d)``."""
+        return self._multiplied(rows, self.direction.applied_back)
+
+    def _multiplied(self, rows: Tensor, times: Callable[..., Tensor]) -> Tensor:
+        units = self.units.view(at_least_float32(rows), [rows.shape[-1]])
+        products = times(units, self.units)
+        products *= tf.cast(self.lengths, products.dtype)[:, None, None]
+        products = tf.reshape(products, [-1, products.shape[-1]])
+        return tf.cast(products, rows.dtype)
 
 
 class Moves:
@@ -121,28 +124,6 @@ class Moves:
         if direction is None:
             return None
         return Move(direction, self._stepped, self._units)
-
-    def product(self, variable: Variable) -> Product | None:
-        """Return what a product with a matrix gains; None if the matrix stays.
-
-        Args:
-            variable: The Keras variable, of rank 2.
-        """
-        direction = self._directions.get(id(variable))
-        if direction is None:
-            return None
-
-        def multiply(rows: Tensor, times: Callable[..., Tensor]) -> Tensor:
-            units = self._units.view(at_least_float32(rows), [rows.shape[-1]])
-            products = times(units, self._units)
-            products *= tf.cast(self._stepped, products.dtype)[:, None, None]
-            products = tf.reshape(products, [-1, products.shape[-1]])
-            return tf.cast(products, rows.dtype)
-
-        return Product(
-            lambda rows: multiply(rows, direction.applied),
-            lambda rows: multiply(rows, direction.applied_back),
-        )
 
 
 # A product with a step of 0 would be computed to its end, and so would all that its

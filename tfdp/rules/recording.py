@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.moves import Move, Moves, Product
+from tfdp.rules.moves import Move, Moves
 from tfdp.rules.terms import PerRow, Term
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
@@ -360,15 +360,13 @@ class Call:
             Watched(self.path, rule, tensors, terms, linear_terms)
         )
 
-    def product(self, variable: Variable) -> Product | None:
-        """Return what a product with a matrix gains for each unit, None for zeros."""
-        moves = self._recording.moves
-        return None if moves is None else moves.product(variable)
-
     def move(self, variable: Variable) -> Move | None:
         """Return how the units move a variable; None if it stays."""
         moves = self._recording.moves
         return None if moves is None else moves.of(variable)
+
+    # What is multiplied by a matrix needs no more of its move than the products.
+    product = move
 
     @property
     def differentiates_twice(self) -> bool:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.moves import Product
+from tfdp.rules.moves import Move
 from tfdp.rules.recording import Call
 from tfdp.rules.registry import rule
 from tfdp.rules.terms import OuterProducts, PerRow, Term
@@ -55,7 +55,7 @@ class _Matrix:
     """
 
     value: Tensor
-    added: Product | None
+    added: Move | None
     before: int = 0
     behind: int = 0
 
