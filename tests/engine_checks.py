@@ -18,9 +18,9 @@ from tests.reference import (
     uphill_gradients,
 )
 from tfdp import _tree
+from tfdp.ascent.losses import Ascent
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines.passes import run_whole
-from tfdp.losses.ascent import Ascent
 from tfdp.losses.objective import Objective
 
 MODES = ("eager", "graph", "xla")

@@ -11,9 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _validate, engines
-from tfdp._released import ReleasedGradient
 from tfdp._types import Config, Logs, Loss, Nest, Tensor, Variable
 from tfdp.accounting import Ledger, privacy_statement
+from tfdp.ascent.losses import SAT, AscentLoss, check_plain
+from tfdp.ascent.released import ReleasedGradient
 from tfdp.data.training_data import (
     TrainingData,
     first_rows,
@@ -37,7 +38,6 @@ from tfdp.errors import (
     UnsupportedLayerError,
 )
 from tfdp.losses import regularizers
-from tfdp.losses.ascent import SAT, AscentLoss, check_plain
 from tfdp.losses.objective import Batch, Objective, check_takes_logits
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.budgets import (

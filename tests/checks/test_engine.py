@@ -350,7 +350,7 @@ def doubling_rule(factor, bias):
 @pytest.fixture
 def table(monkeypatch):
     """Forget what a test registers."""
-    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
+    monkeypatch.setattr(rules.registry, "_RULES", dict(rules.registry._RULES))
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from tfdp.ascent.losses import Ascent
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.layers import WSConv2D
-from tfdp.losses.ascent import Ascent
 from tfdp.losses.objective import Batch, Objective
 
 ROWS = 16

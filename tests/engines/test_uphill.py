@@ -20,10 +20,10 @@ from tests.engine_checks import (
 )
 from tests.problems import PROBLEMS, precision, take
 from tests.reference import uphill_gradients
+from tfdp.ascent.losses import Ascent
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.engines.vectorized import VectorizedEngine, unit_gradients
 from tfdp.errors import UnsupportedLayerError
-from tfdp.losses.ascent import Ascent
 from tfdp.losses.objective import Batch as RowsOfBatch
 from tfdp.losses.objective import Objective
 

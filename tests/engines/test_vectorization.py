@@ -1,7 +1,5 @@
 """What `tf.vectorized_map` makes of operations equals one element at a time."""
 
-import functools
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -89,110 +87,6 @@ def conversions(monkeypatch):
 
     monkeypatch.setattr(vectorization._keras, "pfor_converters", spying)
     return used
-
-
-# --------------------------------------------------------------------------- sums
-
-AXES = ([], [0], [1], [-1], [-3], [0, 2], [-1, 0], [0, 1, 2], 1, -2)
-
-
-@pytest.mark.parametrize("known", SHAPES)
-def test_sums_over_constant_axes(known, rng, conversions):
-    def function(elements):
-        return {
-            f"{axes} {keepdims}": tf.raw_ops.Sum(
-                input=elements["x"], axis=axes, keep_dims=keepdims
-            )
-            for axes in AXES
-            for keepdims in (False, True)
-        }
-
-    check(function, {"x": of_normals(rng, 2, 3, 4)}, known)
-    assert conversions == ["Sum"] * 2 * len(AXES)
-
-
-BROADCASTS = [
-    ((4, 3), (3,)),
-    ((4, 3), (1, 3)),
-    ((4, 3), (4, 1)),
-    ((4, 3), (1, 1)),
-    ((4, 3), ()),
-    ((4, 3), (4, 3)),
-    ((), (2,)),
-    ((1,), (3,)),
-    ((2, 1, 3), (4, 1)),
-    ((1, 1), (1, 1)),
-    ((1,), (1, 1)),
-    ((2, 1, 3), (1, 5, 1)),
-    ((0, 3), (3,)),
-]
-
-
-def broadcast_gradients(left, right):
-    with tf.GradientTape() as tape:
-        tape.watch([left, right])
-        value = tf.reduce_sum(tf.sin(left * right - right))
-    return tape.gradient(value, [left, right])
-
-
-@pytest.mark.parametrize(
-    ("known", "pairs"), [("open", BROADCASTS), ("dynamic", BROADCASTS[::3])]
-)
-def test_gradients_of_broadcasts(known, pairs, rng):
-    elements = {
-        f"{side} {pair}": of_normals(rng, *shape)
-        for pair in pairs
-        for side, shape in zip("lr", pair, strict=True)
-    }
-
-    def function(elements):
-        return {
-            str(pair): broadcast_gradients(elements[f"l {pair}"], elements[f"r {pair}"])
-            for pair in pairs
-        }
-
-    check(function, elements, known)
-
-
-def test_gradients_of_what_all_elements_share(rng):
-    elements = {str(pair): of_normals(rng, *pair[0]) for pair in BROADCASTS}
-    shared = {
-        str(pair): tf.constant(rng.normal(size=pair[1]), tf.float32)
-        for pair in BROADCASTS
-    }
-
-    def function(elements):
-        return {
-            name: [broadcast_gradients(x, y), broadcast_gradients(y, x)]
-            for name, x in elements.items()
-            for y in [shared[name]]
-        }
-
-    check(function, elements)
-
-
-def test_a_sum_over_no_axes_copies_nothing(rng, conversions):
-    shared = tf.constant(rng.normal(size=[3]), tf.float32)
-
-    def function(elements):
-        x = elements["x"]
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            value = x * shared
-        return {"x": tape.gradient(value, x, output_gradients=tf.ones([4, 3]))}
-
-    operations = check(function, {"x": of_normals(rng, 4, 3)})
-    assert "Sum" not in operations
-
-
-def test_axes_that_only_the_data_tell_are_left_to_tensorflow(rng, conversions):
-    def function(elements):
-        x = elements["x"]
-        axes = tf.where(tf.constant(True), tf.range(1), tf.range(1))
-        return {"x": tf.raw_ops.Sum(input=x, axis=axes + 0 * tf.size(x))}
-
-    check(function, {"x": of_normals(rng, 2, 3)}, "dynamic")
-    assert conversions == []
 
 
 # -------------------------------------------------------------------- matrix products
@@ -412,81 +306,7 @@ def test_tensorflow_gets_its_own_conversions_back(fails):
     assert dict(registry) == before
 
 
-# ----------------------------------------------------- kernels that differ, squeezing
-
-
-def convolved_with_gradient(convolve, elements):
-    x, kernel = elements["x"], elements["kernel"]
-    results = {}
-    for padding in ("SAME", "VALID"):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            outputs = convolve(x, kernel, 2, padding)
-            total = tf.reduce_sum(outputs**2)
-        results[padding] = outputs, tape.gradient(total, x)
-    return results
-
-
-def group_by_group(x, kernel, strides, padding):
-    """Not every CPU has gradients of convolutions in groups."""
-    groups = x.shape[-1] // kernel.shape[-2]
-    parts = zip(tf.split(x, groups, -1), tf.split(kernel, groups, -1), strict=True)
-    return tf.concat([tf.nn.conv2d(*part, strides, padding) for part in parts], -1)
-
-
-@pytest.mark.parametrize(("channels", "known"), [(2, "static"), (4, "open")])
-def test_convolutions_with_a_kernel_for_each(rng, conversions, known, channels):
-    check(
-        functools.partial(convolved_with_gradient, tf.nn.conv2d),
-        {
-            "x": of_normals(rng, 2, 5, 6, channels),
-            "kernel": of_normals(rng, 3, 2, 2, 4),
-        },
-        known,
-        alone=functools.partial(convolved_with_gradient, group_by_group),
-    )
-    assert sorted(conversions) == [*["Conv2D"] * 2, *["Conv2DBackpropInput"] * 2]
-
-
-@pytest.mark.parametrize("options", [{"strides": 2}, {"dilations": (1, 2)}], ids=str)
-@pytest.mark.parametrize("channels", [2, 4])
-def test_input_gradients_of_shared_kernels(rng, channels, options):
-    """In groups, and dilated: not every CPU has them in TensorFlow."""
-    kernel = tf.constant(rng.normal(size=(3, 2, 2, 4)), tf.float32)
-    g = of_normals(
-        rng,
-        1,
-        *tf.nn.conv2d(
-            np.zeros((1, 7, 6, channels)),
-            kernel.numpy().astype("f8"),
-            padding="VALID",
-            **{"strides": 1, **options},
-        ).shape[1:],
-    )
-
-    def gradient(elements):
-        with tf.GradientTape() as tape:
-            tape.watch(elements["x"])
-            outputs = tf.nn.conv2d(
-                elements["x"], kernel, padding="VALID", **{"strides": 1, **options}
-            )
-        return {"x": tape.gradient(outputs, elements["x"], elements["g"])}
-
-    def by_definition(elements):
-        """The convolution is linear: column by column of its matrix."""
-        size = elements["x"].shape.num_elements()
-        basis = tf.reshape(tf.eye(size), [size, *elements["x"].shape[1:]])
-        columns = tf.nn.conv2d(
-            basis, kernel, padding="VALID", **{"strides": 1, **options}
-        )
-        found = tf.reduce_sum(columns * elements["g"], [1, 2, 3])
-        return {"x": tf.reshape(found, elements["x"].shape)}
-
-    check(
-        gradient,
-        {"x": of_normals(rng, 1, 7, 6, channels), "g": g},
-        alone=by_definition,
-    )
+# -------------------------------------------------------------------------- squeezing
 
 
 @pytest.mark.parametrize("elements", [1, 3])

@@ -235,7 +235,7 @@ def test_a_library_that_is_not_yet_imported_whole(monkeypatch):
 
 
 def test_users_rules_come_first(monkeypatch):
-    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
+    monkeypatch.setattr(rules.registry, "_RULES", dict(rules.registry._RULES))
     rules.register(PositionEmbedding, generic)
     assert rules.find(PositionEmbedding(LENGTH)) is generic
 

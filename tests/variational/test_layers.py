@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfdp
 from tests.problems import precision
 from tests.reference import assert_all_close, clipped_sum
-from tfdp._views import views_of_each_row
+from tfdp._views_per_example import views_per_example
 from tfdp.checks.engine import choose
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines import BookkeepingEngine, GhostEngine, VectorizedEngine
@@ -95,7 +95,7 @@ def gradients_one_by_one(model, x, y, views, chosen):
     found = []
     for unit in range(UNITS):
         chosen.rows = slice(unit * views, (unit + 1) * views)
-        with views_of_each_row(views), tf.GradientTape() as tape:
+        with views_per_example(views), tf.GradientTape() as tape:
             logits = model(x[chosen.rows], training=True)
             loss = tf.reduce_mean(square(y[chosen.rows], logits))
             for variable in model.trainable_variables:
@@ -312,7 +312,7 @@ def outputs_of_draws(draws, rng, rows=4000, **options):
 def test_outputs_have_the_moments_of_the_posterior(draws, rng):
     layer, x = outputs_of_draws(draws, rng)
     # One draw for each row, of whatever kind.
-    with views_of_each_row(4000):
+    with views_per_example(4000):
         outputs = np.asarray(layer(x, training=True))
     mean, variance = layer.moments(x)
     scale = np.sqrt(variance[0])
@@ -352,7 +352,7 @@ def test_who_shares_a_draw(rng):
     layer, x = outputs_of_draws("shared", rng, 6)
     outputs = np.asarray(layer(x, training=True))
     assert np.all(np.ptp(outputs, axis=0) < 1e-6)
-    with views_of_each_row(3):
+    with views_per_example(3):
         outputs = np.asarray(layer(x, training=True)).reshape(2, 3, 2)
     np.testing.assert_allclose(outputs[0], outputs[1], rtol=1e-6)
     assert len(np.unique(outputs[0, :, 0])) == 3

@@ -15,7 +15,6 @@ from tfdp._types import Nest, Tensor
 from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
 from tfdp.checks.registered_rules import compare_on_rows
 from tfdp.checks.tracing import LOSS, Found, Trace
-from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses import regularizers
@@ -65,7 +64,8 @@ def choose(
             problems = _problems_of_pass(chosen, of_pass, data, rows)
             if problems:
                 raise UnsupportedLayerError(str(problems[0]))
-        if not _has_only_own_rules(objective.model):
+        is_own = type(chosen).__module__.startswith("tfdp.")
+        if not (is_own and _has_only_own_rules(objective.model)):
             compare_on_rows(chosen, objective, data)
     except UnsupportedLayerError as error:
         check_objective(objective, data, sizes)
@@ -114,7 +114,7 @@ def _losses(objective: Objective, batch: Batch) -> Tensor:
 
 
 def _problems_of_pass(
-    engine: BookkeepingEngine, objective: Objective, data: Nest, rows: int | None
+    engine: engines.Engine, objective: Objective, data: Nest, rows: int | None
 ) -> list[Problem]:
     """Follow the rows through all that an engine reads."""
     trace, found = _followed(objective, data, rows, engine.read)

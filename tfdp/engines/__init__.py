@@ -1,11 +1,9 @@
 """Engines turn a batch and a clip norm into a clipped sum."""
 
-from typing import Any
-
-from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
-from tfdp.engines.vectorized import VectorizedEngine
-
-Engine = BookkeepingEngine | VectorizedEngine
+from tfdp.engines.bookkeeping import BookkeepingEngine as BookkeepingEngine
+from tfdp.engines.bookkeeping import GhostEngine as GhostEngine
+from tfdp.engines.engine import Engine as Engine
+from tfdp.engines.vectorized import VectorizedEngine as VectorizedEngine
 
 _BY_NAME: dict[str, type[Engine]] = {
     "auto": BookkeepingEngine,
@@ -15,7 +13,7 @@ _BY_NAME: dict[str, type[Engine]] = {
 }
 
 
-def get(engine: Any) -> Engine:
+def get(engine: object) -> Engine:
     """Return an engine by its name, or the engine object itself.
 
     Args:

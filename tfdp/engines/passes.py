@@ -1,38 +1,38 @@
 """Runs a batch of any size through an engine, whole or in passes of fixed size."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfdp import _tree
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.losses.objective import Batch
 
 # (batch) -> clipped sums, norms of the units, outputs of the model.
-Pass = Callable[[Batch], tuple[list[tf.Tensor], tf.Tensor, Any]]
+ClipBatch = Callable[[Batch], tuple[list[Tensor], Tensor, Nest]]
 
 # (rows of the data in the pass, their number, outputs of the model); rows that are
 # padding are left out.
-OnOutputs = Callable[[Any, tf.Tensor, Any], None]
+OnOutputs = Callable[[Nest, Tensor, Nest], None]
 
 
-def number_of_rows(data: Any) -> int | tf.Tensor:
+def number_of_rows(data: Nest) -> int | Tensor:
     """Return the length of the leading axis, as an int where it is static."""
     first = _tree.tensors(data)[0]
     return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
 
 
 def run_whole(
-    run_pass: Pass,
-    data: Any,
+    run_pass: ClipBatch,
+    data: Nest,
     *,
-    rows_per_unit: int | tf.Tensor,
+    rows_per_unit: int | Tensor,
     on_outputs: OnOutputs | None = None,
-) -> tuple[list[tf.Tensor], tf.Tensor]:
+) -> tuple[list[Tensor], Tensor]:
     """Run all rows in one pass, filled up to whole units and to one unit at least.
 
     Args:
-        run_pass: The engine's pass.
+        run_pass: What the engine does with a batch.
         data: A `Batch`, or ``(x, y, sample_weight)``, nested tensors of N rows; N may
             be 0.
         rows_per_unit: Consecutive rows that are clipped together.
@@ -52,14 +52,14 @@ def run_whole(
 
 
 def run_in_passes(
-    run_pass: Pass,
-    data: Any,
+    run_pass: ClipBatch,
+    data: Nest,
     *,
     rows_per_unit: int,
     physical_batch_size: int,
     on_outputs: OnOutputs | None = None,
-    shared_states: Sequence[Any] = (),
-) -> tuple[list[tf.Tensor], tf.Tensor]:
+    shared_states: Sequence[Variable] = (),
+) -> tuple[list[Tensor], Tensor]:
     """Run the rows in passes of `physical_batch_size`, adding the sums up.
 
     Memory is that of one pass. The first pass always runs, and outside of the loop
@@ -67,7 +67,8 @@ def run_in_passes(
     in two thirds of the time.
 
     Args:
-        run_pass: The engine's pass; sees batches of one static shape only.
+        run_pass: What the engine does with a batch; sees batches of one static shape
+            only.
         data: See `run_whole`.
         rows_per_unit: Consecutive rows that are clipped together; divides the
             rows of a pass.
@@ -85,7 +86,7 @@ def run_in_passes(
     units = (rows + rows_per_unit - 1) // rows_per_unit
     at_begin = [tf.identity(state.value) for state in shared_states]
 
-    def one_pass(number: int | tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def one_pass(number: int | Tensor) -> tuple[list[Tensor], Tensor]:
         for state, value in zip(shared_states, at_begin, strict=True):
             state.assign(value)
         first = number * physical_batch_size
@@ -104,8 +105,8 @@ def run_in_passes(
         return sums, norms
 
     def body(
-        number: tf.Tensor, sums: list[tf.Tensor], norms: tf.TensorArray
-    ) -> tuple[tf.Tensor, list[tf.Tensor], tf.TensorArray]:
+        number: Tensor, sums: list[Tensor], norms: tf.TensorArray
+    ) -> tuple[Tensor, list[Tensor], tf.TensorArray]:
         parts, pass_norms = one_pass(number)
         sums = [total + part for total, part in zip(sums, parts, strict=True)]
         return number + 1, sums, norms.write(number, pass_norms)
@@ -122,7 +123,7 @@ def run_in_passes(
     return sums, norms.concat()[:units]
 
 
-def _show(on_outputs: OnOutputs, data: Batch, rows: tf.Tensor, outputs: Any) -> None:
+def _show(on_outputs: OnOutputs, data: Batch, rows: Tensor, outputs: Nest) -> None:
     """Show the first rows of a pass, but not the padding among them."""
     *nests, is_padding = data
     shown = _tree.map_tensors(lambda tensor: tensor[:rows], (*nests, outputs))
@@ -133,13 +134,13 @@ def _show(on_outputs: OnOutputs, data: Batch, rows: tf.Tensor, outputs: Any) -> 
     on_outputs(tuple(shown[:3]), rows, shown[3])
 
 
-def _fill(data: Batch, indices: tf.Tensor, rows: int | tf.Tensor) -> Batch:
+def _fill(data: Batch, indices: Tensor, rows: int | Tensor) -> Batch:
     """Take rows by index; what lies past the last row repeats it, as padding."""
     # So the padding of a unit that is not full is a row of that unit.
     is_empty = tf.cast(tf.equal(rows, 0), tf.int32)
     existing = tf.minimum(indices, tf.maximum(rows, 1) - 1)
 
-    def take(tensor: tf.Tensor) -> tf.Tensor:
+    def take(tensor: Tensor) -> Tensor:
         shape = tf.concat([[is_empty], tf.shape(tensor)[1:]], 0)
         filled = tf.concat([tensor, tf.zeros(shape, tensor.dtype)], 0)
         return tf.gather(filled, existing)

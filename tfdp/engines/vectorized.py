@@ -3,14 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _seeds, _tree
+from tfdp._types import Nest, Tensor
 from tfdp.clipping import clip_and_sum, zeros_of_finite
+from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation
 from tfdp.engines.vectorization import efficient_vectorization
 from tfdp.losses.objective import Batch, Objective
@@ -19,7 +20,7 @@ _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
 
 @dataclasses.dataclass(frozen=True)
-class VectorizedEngine:
+class VectorizedEngine(Engine):
     """Computes each unit's whole gradient, all units at once.
 
     Works for nearly every model and holds one gradient of the model's size for
@@ -35,28 +36,15 @@ class VectorizedEngine:
         objective: Objective,
         batch: Batch,
         *,
-        l2_norm_clip: tf.Tensor,
-        rows_per_unit: int | tf.Tensor,
-    ) -> tuple[list[tf.Tensor], tf.Tensor, Any]:
-        """Sum the clipped gradients of the units of a batch.
-
-        Args:
-            objective: What to differentiate.
-            batch: Its number of rows is a multiple of `rows_per_unit`.
-            l2_norm_clip: Radius of the clip ball, a positive scalar tensor.
-            rows_per_unit: Consecutive rows whose mean loss is one unit's loss. A
-                unit without a real row contributes nothing.
-
-        Returns:
-            The clipped sums in the order of the variables, the units' norms
-            before clipping with shape ``(U,)``, and the model's outputs for all
-            rows.
-        """
+        l2_norm_clip: Tensor,
+        rows_per_unit: int | Tensor,
+    ) -> Clipped:
+        """Sum the clipped gradients, which are all there at once."""
         units = _tree.map_tensors(lambda rows: _stack(rows, rows_per_unit), batch)
         has_path: list[bool] = []
         advance_seeds: list[Callable[[], None]] = []
 
-        def of_one_unit(elements: Any) -> tuple[list[tf.Tensor], Any]:
+        def of_one_unit(elements: Nest) -> tuple[list[Tensor], Nest]:
             number, leaves = elements
             with _seeds.seeds_of_row(number) as advance:
                 gradients, y_pred = unit_gradients(objective, _tree.pack(leaves, units))
@@ -92,7 +80,12 @@ class VectorizedEngine:
             _tree.map_tensors(_unstack, y_pred),
         )
 
-    def explain(self, model: keras.Model, signature: Any) -> list[Explanation]:
+    def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
+        """Nothing: each unit is evaluated alone."""
+        del objective, batch
+        return []
+
+    def explain(self, model: keras.Model, signature: Nest) -> list[Explanation]:
         """Say what each layer's gradients take; see `DPModel.explain`."""
         del signature
         return [
@@ -118,7 +111,7 @@ def _own_trainable_bytes(layer: keras.layers.Layer) -> int:
 
 def unit_gradients(
     objective: Objective, unit: Batch
-) -> tuple[list[tf.Tensor | None], Any]:
+) -> tuple[list[Tensor | None], Nest]:
     """Differentiate the mean loss of a unit's real rows, uphill if so asked.
 
     Args:
@@ -156,9 +149,7 @@ def unit_gradients(
     if ascent.is_exact:
         connected = [gradient for gradient in here if gradient is not None]
         change = tape.gradient(
-            connected,
-            values,
-            output_gradients=[v for v in directions if v is not None],
+            connected, values, output_gradients=[v for v in directions if v is not None]
         )
         weights = 1.0, ascent.mix * ascent.radius
     else:
@@ -176,8 +167,8 @@ def unit_gradients(
 
 
 def _gradients_elsewhere(
-    values: list[tf.Tensor], objective: Objective, unit: Batch
-) -> list[tf.Tensor | None]:
+    values: list[Tensor], objective: Objective, unit: Batch
+) -> list[Tensor | None]:
     """Differentiate with other values of the variables, under the same masks."""
     mapping = list(zip(objective.variables, values, strict=True))
     with keras.StatelessScope(state_mapping=mapping), _seeds.drawing_again():
@@ -185,8 +176,8 @@ def _gradients_elsewhere(
 
 
 def _gradients_at(
-    values: list[tf.Tensor], objective: Objective, unit: Batch
-) -> tuple[list[tf.Tensor | None], Any]:
+    values: list[Tensor], objective: Objective, unit: Batch
+) -> tuple[list[Tensor | None], Nest]:
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(values)
         y_pred = objective.predict(unit.x)
@@ -208,10 +199,10 @@ def _gradients_at(
 
 
 def _weighted_sum(
-    pair: tuple[tf.Tensor | None, tf.Tensor | None],
-    weights: tuple[Any, Any],
-    offset: tf.Tensor,
-) -> tf.Tensor | None:
+    pair: tuple[Tensor | None, Tensor | None],
+    weights: tuple[float | Tensor, float | Tensor],
+    offset: Tensor,
+) -> Tensor | None:
     parts = [
         tf.cast(tf.convert_to_tensor(weight, tf.float64), tensor.dtype) * tensor
         for tensor, weight in zip(pair, weights, strict=True)
@@ -221,11 +212,11 @@ def _weighted_sum(
 
 
 def _map(
-    function: Callable[[Any], Any], elements: Any, *, must_rehearse: bool
-) -> tuple[list[tf.Tensor], Any]:
+    function: Callable[[Nest], Nest], elements: Nest, *, must_rehearse: bool
+) -> tuple[list[Tensor], Nest]:
     """Apply a function to every element, all at once where TensorFlow can."""
 
-    def vectorized(elements: Any) -> Any:
+    def vectorized(elements: Nest) -> Nest:
         with efficient_vectorization():
             return tf.vectorized_map(function, elements, warn=False)
 
@@ -236,7 +227,7 @@ def _map(
         reason = "a loop over time or a convolution in groups cannot be vectorized"
     else:
         try:
-            mapped: tuple[list[tf.Tensor], Any] = vectorized(elements)
+            mapped: tuple[list[Tensor], Nest] = vectorized(elements)
             return mapped
         # Whatever stops the tracing: an error of the model itself comes again.
         except Exception as error:  # noqa: BLE001
@@ -253,13 +244,13 @@ def _map(
     signature = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), outputs
     )
-    in_turn: tuple[list[tf.Tensor], Any] = tf.map_fn(
+    in_turn: tuple[list[Tensor], Nest] = tf.map_fn(
         function, elements, fn_output_signature=signature
     )
     return in_turn
 
 
-def _rehearse(vectorized: Callable[[Any], Any], elements: Any) -> bool:
+def _rehearse(vectorized: Callable[[Nest], Nest], elements: Nest) -> bool:
     """Run a vectorized map on two elements of zeros, to see whether it can."""
     shapes = [tensor.shape[1:] for tensor in keras.tree.flatten(elements)]
     if _keras.inside_xla() or not all(shape.is_fully_defined() for shape in shapes):
@@ -289,7 +280,7 @@ def _may_fail(model: keras.Model) -> bool:
     return has_loop or (has_groups and not _keras.inside_xla())
 
 
-def _stack(rows: tf.Tensor, rows_per_unit: int | tf.Tensor) -> tf.Tensor:
+def _stack(rows: Tensor, rows_per_unit: int | Tensor) -> Tensor:
     """(N, ...) -> (U, rows_per_unit, ...)."""
     shape = tf.concat([[-1, rows_per_unit], tf.shape(rows)[1:]], 0)
     stacked = tf.reshape(rows, shape)
@@ -297,7 +288,7 @@ def _stack(rows: tf.Tensor, rows_per_unit: int | tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(stacked, [None, known, *rows.shape[1:]])
 
 
-def _unstack(units: tf.Tensor) -> tf.Tensor:
+def _unstack(units: Tensor) -> Tensor:
     """(U, rows_per_unit, ...) -> (N, ...)."""
     rows = tf.reshape(units, tf.concat([[-1], tf.shape(units)[2:]], 0))
     return tf.ensure_shape(rows, [None, *units.shape[2:]])

@@ -46,11 +46,11 @@ from absl import logging
 
 from tfdp import _keras, _tree, _validate
 from tfdp._types import Loss, Nest
+from tfdp.ascent.losses import AscentLoss, check_plain
 from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.federated.client import privatize
 from tfdp.federated.local_budget import LocalBudget as LocalBudget
 from tfdp.federated.server import apply_mean, checked_optimizer
-from tfdp.losses.ascent import AscentLoss, check_plain
 from tfdp.losses.objective import Objective
 from tfdp.optimizers.dp_optimizer import checked_clip
 

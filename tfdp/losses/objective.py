@@ -3,15 +3,15 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Tensor
-from tfdp._views import views_of_each_row
-from tfdp.losses.ascent import Ascent
+from tfdp._types import Loss, Nest, Tensor, Variable
+from tfdp._views_per_example import views_per_example
+from tfdp.ascent.losses import Ascent
 from tfdp.losses.per_example import PerExampleLoss, each_row_alone
 
 # A public constant. The loss of one example is not divided by the batch size, so
@@ -30,20 +30,20 @@ class Batch(NamedTuple):
             rows are not all there. None on the way to an engine, where all are real.
     """
 
-    x: Any
-    y: Any = None
-    sample_weight: Any = None
+    x: Nest
+    y: Nest = None
+    sample_weight: Nest = None
     is_padding: Tensor = None
 
     @classmethod
-    def of(cls, data: Any) -> Self:
+    def of(cls, data: Nest) -> Self:
         """Return data in the forms that Keras takes, or a batch, as a batch."""
         if isinstance(data, cls):
             return data
         return cls(*keras.utils.unpack_x_y_sample_weight(data))
 
 
-def check_takes_logits(model: keras.Model, loss: Any) -> None:
+def check_takes_logits(model: keras.Model, loss: Loss) -> None:
     """Refuse losses that would take the logits of a model for probabilities.
 
     Args:
@@ -83,12 +83,12 @@ class Objective:
         variables: The trainable Keras variables, in the model's order.
         training: Whether the model runs in training mode.
         ascent: How far uphill from the weights gradients are taken; None for here.
-        views: How many rows in a row are views of one example.
+        views: How many consecutive rows are views of one example.
     """
 
     model: keras.Model
-    losses: Callable[[Any, Any, Any, Any], tf.Tensor]
-    variables: list[Any]
+    losses: Callable[[Nest, Nest, Nest, Nest], Tensor]
+    variables: list[Variable]
     training: bool = True
     ascent: Ascent | None = None
     views: int = 1
@@ -98,7 +98,7 @@ class Objective:
         _keras.make_global_seed()
 
     @classmethod
-    def of(cls, model: keras.Model, loss: Any, loss_weights: Any = None) -> Self:
+    def of(cls, model: keras.Model, loss: Loss, loss_weights: Nest = None) -> Self:
         """Pair a model with a Keras loss, as `compile` takes it.
 
         Args:
@@ -118,7 +118,7 @@ class Objective:
             loss, loss_weights, getattr(model, "output_names", None)
         )
 
-        def losses(x: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+        def losses(x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest) -> Tensor:
             del x
             return per_example(y, y_pred, sample_weight)
 
@@ -142,23 +142,23 @@ class Objective:
         """
         variables = trainable_variables(model)
 
-        def loss_of_row(*row: Any) -> tf.Tensor:
+        def loss_of_row(*row: Nest) -> Tensor:
             with _keras.without_regularizers(variables):
                 return tf.reduce_sum(_keras.compute_loss(model, *row))
 
-        def losses(*rows: Any) -> tf.Tensor:
+        def losses(*rows: Nest) -> Tensor:
             return each_row_alone(loss_of_row, rows)
 
         return cls(model, losses, variables)
 
-    def predict(self, x: Any) -> Any:
+    def predict(self, x: Nest) -> Nest:
         """Run the model."""
-        with views_of_each_row(self.views):
+        with views_per_example(self.views):
             if _keras.takes_training(self.model):
                 return self.model(x, training=self.training)
             return self.model(x)
 
-    def penalties(self) -> list[tuple[Any, Callable[[Any], tf.Tensor]]]:
+    def penalties(self) -> list[tuple[Variable, Callable[[Variable], Tensor]]]:
         """List what is part of each example's loss beside `losses`.
 
         Returns:
@@ -180,7 +180,7 @@ class Objective:
         return _FLOAT16_LOSS_SCALE if uses_float16 else 1.0
 
 
-def trainable_variables(model: keras.Model) -> list[Any]:
+def trainable_variables(model: keras.Model) -> list[Variable]:
     """List a model's trainable variables, of which there must be some."""
     if not model.trainable_variables:
         raise ValueError(

@@ -1,13 +1,13 @@
 """The loss of each example alone, out of any loss that Keras can compile."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras, _tree
 from tfdp._tracing import tracing
+from tfdp._types import Loss, Nest, Tensor
 from tfdp.errors import UnsupportedLossError
 
 
@@ -26,7 +26,10 @@ class PerExampleLoss:
     """
 
     def __init__(
-        self, loss: Any, loss_weights: Any = None, output_names: Any = None
+        self,
+        loss: Loss,
+        loss_weights: Nest = None,
+        output_names: Sequence[str] | None = None,
     ) -> None:
         """Wrap each leaf of `loss`."""
         rowwise = keras.tree.map_structure(
@@ -36,7 +39,7 @@ class PerExampleLoss:
             rowwise, loss_weights, output_names=output_names
         )
 
-    def __call__(self, y: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+    def __call__(self, y: Nest, y_pred: Nest, sample_weight: Nest = None) -> Tensor:
         """Compute the losses.
 
         Args:
@@ -58,11 +61,13 @@ class PerExampleLoss:
 class _RowwiseLoss(keras.losses.Loss):
     """One loss of one output, reduced over each example's own elements."""
 
-    def __init__(self, identifier: Any) -> None:
+    def __init__(self, identifier: Loss) -> None:
         super().__init__(name=getattr(identifier, "name", None))
         self._identifier = identifier
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    def __call__(
+        self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
+    ) -> Tensor:
         loss = _keras.resolve_loss(self._identifier, y_true, y_pred)
         if type(loss).__call__ is not keras.losses.Loss.__call__:
             rows = (y_true, y_pred, sample_weight)
@@ -87,19 +92,19 @@ class _RowwiseLoss(keras.losses.Loss):
         )
 
 
-def each_row_alone(function: Callable[..., Any], rows: tuple[Any, ...]) -> tf.Tensor:
+def each_row_alone(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> Tensor:
     """Evaluate a function that returns a scalar on one row after the other."""
     leaves = _tree.tensors(rows)
     trace = tracing()
     if leaves[0].shape[0] == 1 and trace is None:
         return tf.reshape(function(*rows), [1])
 
-    def of_one(row_leaves: list[tf.Tensor]) -> tf.Tensor:
+    def of_one(row_leaves: list[Tensor]) -> Tensor:
         row = _tree.pack([leaf[None] for leaf in row_leaves], like=rows)
         return tf.reshape(tf.cast(function(*row), keras.config.floatx()), [])
 
     if trace is not None:
-        losses: tf.Tensor = trace.alone(of_one, leaves)
+        losses: Tensor = trace.alone(of_one, leaves)
         return losses
     return tf.map_fn(
         of_one, leaves, fn_output_signature=tf.as_dtype(keras.config.floatx())
@@ -107,8 +112,11 @@ def each_row_alone(function: Callable[..., Any], rows: tuple[Any, ...]) -> tf.Te
 
 
 def _reduce_rows(
-    values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str | None
-) -> tf.Tensor:
+    values: Tensor,
+    sample_weight: Tensor | None,
+    mask: Tensor | None,
+    reduction: str | None,
+) -> Tensor:
     """Do to each row of (N, ...) what Keras's reduction does to a batch of one."""
     is_mean = reduction in {"sum_over_batch_size", "mean"}
     by_weight = reduction == "mean_with_sample_weight"
@@ -141,17 +149,17 @@ def _reduce_rows(
     return total
 
 
-def _both(first: Any, second: Any) -> Any:
+def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     if first is None or second is None:
         return second if first is None else first
     return first & second
 
 
-def _column(per_row: tf.Tensor, rank: int) -> tf.Tensor:
+def _column(per_row: Tensor, rank: int) -> Tensor:
     return tf.reshape(per_row, [-1] + [1] * (rank - 1))
 
 
-def _product(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+def _product(left: Tensor, right: Tensor) -> Tensor:
     """Multiply tensors whose leading axes correspond."""
     while left.shape.rank < right.shape.rank:
         left = left[..., None]
@@ -160,5 +168,5 @@ def _product(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
     return left * right
 
 
-def _sum_rows(values: tf.Tensor) -> tf.Tensor:
+def _sum_rows(values: Tensor) -> Tensor:
     return tf.reduce_sum(values, axis=list(range(1, values.shape.rank)))

@@ -3,17 +3,19 @@
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import ops
 
 from tfdp import _keras, _validate
+from tfdp._types import Config, Tensor, Variable
 from tfdp.clipping import at_least_float32
 
 
-def gradient_of(regularizer: Any, variable: Any) -> tf.Tensor:
+def gradient_of(
+    regularizer: keras.regularizers.Regularizer, variable: Variable
+) -> Tensor:
     """Differentiate a regularizer by its variable, which no data enter.
 
     Args:
@@ -27,7 +29,7 @@ def gradient_of(regularizer: Any, variable: Any) -> tf.Tensor:
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(value)
         penalty = regularizer(value)
-    gradient: tf.Tensor = tape.gradient(
+    gradient: Tensor = tape.gradient(
         penalty, value, unconnected_gradients=tf.UnconnectedGradients.ZERO
     )
     return gradient
@@ -35,15 +37,15 @@ def gradient_of(regularizer: Any, variable: Any) -> tf.Tensor:
 
 @keras.saving.register_keras_serializable(package="tfdp")
 class GaussianDivergence(keras.regularizers.Regularizer):
-    """One part of a Kullback-Leibler divergence, over the number of examples.
+    """One part of a Kullback-Leibler divergence, divided by the number of examples.
 
     From a prior ``N(0, s^2)`` the divergence of ``N(mu, sigma^2)`` is the sum of a
     part of the means and of one of the scales::
 
         mu^2 / (2 s^2)    and    (sigma^2 / s^2 - 1 - ln(sigma^2 / s^2)) / 2
 
-    so that each variable has its own as a weight regularizer: those of Keras add up to
-    the whole. The loss of a batch is then minus the evidence lower bound, over N.
+    so that each variable has its part as a weight regularizer, and Keras adds them up to
+    the whole. The loss of a batch is then minus the evidence lower bound, divided by N.
 
     Args:
         part: `"mean"` for a variable of mu; `"scale"` for one of
@@ -72,8 +74,8 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         """Whether it is part of what is clipped."""
         return self.kl == "inside"
 
-    def __call__(self, x: Any) -> Any:
-        """Return the part for a variable, over N."""
+    def __call__(self, x: Variable | Tensor) -> Tensor:
+        """Return the part for a variable, divided by N."""
         if self.part == "mean":
             total = ops.sum(ops.square(x)) / (2 * self.prior_scale**2)
         else:
@@ -86,7 +88,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
             total = ops.sum(ratio - 1 - 2 * log_ratio) / 2
         return total / self.number_of_examples
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the arguments."""
         return {
             "part": self.part,
@@ -96,7 +98,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         }
 
 
-def checked_number(number_of_examples: Any) -> int:
+def checked_number(number_of_examples: object) -> int:
     """Return a number of examples over which a divergence is divided, or raise."""
     fix = "Use `number_of_examples=len(x_train)`."
     number = _validate.positive_int("number_of_examples", number_of_examples, fix)
@@ -109,13 +111,13 @@ def checked_number(number_of_examples: Any) -> int:
     return number
 
 
-def has_posterior(variables: Iterable[Any]) -> bool:
+def has_posterior(variables: Iterable[Variable]) -> bool:
     """Tell whether some variable has a `GaussianDivergence`."""
     return any(isinstance(v.regularizer, GaussianDivergence) for v in variables)
 
 
 def check_number_of_examples(
-    variables: Iterable[Any], number: int | None, *, rows: int = 0
+    variables: Iterable[Variable], number: int | None, *, rows: int = 0
 ) -> None:
     """Refuse divergences that are divided by another number than that of the data.
 
@@ -149,7 +151,7 @@ def check_number_of_examples(
 
 
 @contextlib.contextmanager
-def unread(variables: Iterable[Any], subject: str) -> Iterator[None]:
+def unread(variables: Iterable[Variable], subject: str) -> Iterator[None]:
     """Refuse a loss that reads the posterior of weights by itself.
 
     Args:

@@ -1,12 +1,12 @@
 """Keras's convolution layers: plain, transposed, depthwise and separable."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.dense import lora_factors, watch_preactivation
@@ -14,16 +14,18 @@ from tfdp.rules.filters import depthwise_gradients
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.patches import has_few_patches, patches
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import Convolution, OuterProducts, PerRow, Term
 
 
-def conv(call: Call) -> Any:
+@rule(keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+def conv(call: Call) -> Nest:
     """Rule of `Conv1D`, `Conv2D` and `Conv3D`."""
     layer = call.layer
     x, geometry = inputs_of(call), geometry_of(layer)
     x = _causal(layer, x)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         g = _channels_last(layer, g)
         if not layer.lora_enabled:
             return [kernel_term(layer.kernel, x, g, geometry), *_bias(layer, g)]
@@ -42,32 +44,39 @@ def conv(call: Call) -> Any:
     return watch_preactivation(call, terms)
 
 
-def conv_transpose(call: Call) -> Any:
+@rule(
+    keras.layers.Conv1DTranspose,
+    keras.layers.Conv2DTranspose,
+    keras.layers.Conv3DTranspose,
+)
+def conv_transpose(call: Call) -> Nest:
     """Rule of `Conv1DTranspose`, `Conv2DTranspose` and `Conv3DTranspose`."""
     # Transposed, inputs and outputs change places in the kernel's gradient.
     layer = call.layer
     x, geometry = inputs_of(call), geometry_of(layer)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         g = _channels_last(layer, g)
         return [Convolution(layer.kernel, g, x, geometry), *_bias(layer, g)]
 
     return watch_preactivation(call, terms)
 
 
-def depthwise_conv(call: Call) -> Any:
+@rule(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
+def depthwise_conv(call: Call) -> Nest:
     """Rule of `DepthwiseConv1D` and `DepthwiseConv2D`."""
     layer = call.layer
     x, geometry = inputs_of(call), geometry_of(layer)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         g = _channels_last(layer, g)
         return [depthwise_term(layer.kernel, x, g, geometry), *_bias(layer, g)]
 
     return watch_preactivation(call, terms)
 
 
-def separable_conv(call: Call) -> Any:
+@rule(keras.layers.SeparableConv1D, keras.layers.SeparableConv2D)
+def separable_conv(call: Call) -> Nest:
     """Rule of `SeparableConv1D` and `SeparableConv2D`: two convolutions in a row."""
     layer = call.layer
     x, geometry = inputs_of(call), geometry_of(layer)
@@ -91,17 +100,14 @@ def separable_conv(call: Call) -> Any:
         outputs += tf.cast(layer.bias, outputs.dtype)
     outputs = call.watch(
         outputs,
-        lambda g: [
-            OuterProducts(layer.pointwise_kernel, between, g),
-            *_bias(layer, g),
-        ],
+        lambda g: [OuterProducts(layer.pointwise_kernel, between, g), *_bias(layer, g)],
         is_linear=True,
     )
     return finished(layer, outputs)
 
 
 def kernel_term(
-    variable: Any, x: tf.Tensor, g: tf.Tensor, geometry: Geometry
+    variable: Variable, x: Tensor, g: Tensor, geometry: Geometry
 ) -> OuterProducts | Convolution:
     """Describe a kernel's gradient: as a matrix's where patches are few or trivial."""
     if geometry.groups(x.shape, variable.shape) == 1:
@@ -116,7 +122,7 @@ def kernel_term(
 
 
 def depthwise_term(
-    variable: Any, x: tf.Tensor, g: tf.Tensor, geometry: Geometry
+    variable: Variable, x: Tensor, g: Tensor, geometry: Geometry
 ) -> Term:
     """Describe the gradient of a depthwise kernel, which is small."""
     shape = tuple(variable.shape)
@@ -125,12 +131,12 @@ def depthwise_term(
     return PerRow(variable, gradients)
 
 
-def geometry_of(layer: Any) -> Geometry:
+def geometry_of(layer: keras.layers.Layer) -> Geometry:
     """Say how a layer's kernel slides, but for padding on the left alone."""
     padding = "valid" if layer.padding == "causal" else layer.padding
     rank = layer.rank
 
-    def of_each_axis(value: Any) -> tuple[int, ...]:
+    def of_each_axis(value: int | Sequence[int]) -> tuple[int, ...]:
         return (value,) * rank if isinstance(value, int) else tuple(value)
 
     return Geometry(
@@ -138,7 +144,7 @@ def geometry_of(layer: Any) -> Geometry:
     )
 
 
-def inputs_of(call: Call) -> tf.Tensor:
+def inputs_of(call: Call) -> Tensor:
     """Return the inputs with channels last, of static shape.
 
     Raises:
@@ -154,20 +160,20 @@ def inputs_of(call: Call) -> tf.Tensor:
     return x
 
 
-def _causal(layer: Any, x: tf.Tensor) -> tf.Tensor:
+def _causal(layer: keras.layers.Layer, x: Tensor) -> Tensor:
     if layer.padding != "causal":
         return x
     left = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
     return tf.pad(x, [(0, 0), (left, 0), (0, 0)])
 
 
-def _channels_last(layer: Any, tensor: tf.Tensor) -> tf.Tensor:
+def _channels_last(layer: keras.layers.Layer, tensor: Tensor) -> Tensor:
     if layer.data_format == "channels_last":
         return tensor
     return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])
 
 
-def finished(layer: Any, outputs: tf.Tensor) -> Any:
+def finished(layer: keras.layers.Layer, outputs: Tensor) -> Tensor:
     """Put the channels where the layer has them, and apply its activation."""
     if layer.data_format == "channels_first":
         rank = outputs.shape.rank
@@ -175,19 +181,5 @@ def finished(layer: Any, outputs: tf.Tensor) -> Any:
     return layer.activation(outputs) if layer.activation is not None else outputs
 
 
-def _bias(layer: Any, g: tf.Tensor) -> list[Term]:
+def _bias(layer: keras.layers.Layer, g: Tensor) -> list[Term]:
     return [PerRow(layer.bias, g)] if layer.bias is not None else []
-
-
-RULES: dict[type[keras.layers.Layer], Callable[[Call], Any]] = {
-    keras.layers.Conv1D: conv,
-    keras.layers.Conv2D: conv,
-    keras.layers.Conv3D: conv,
-    keras.layers.Conv1DTranspose: conv_transpose,
-    keras.layers.Conv2DTranspose: conv_transpose,
-    keras.layers.Conv3DTranspose: conv_transpose,
-    keras.layers.DepthwiseConv1D: depthwise_conv,
-    keras.layers.DepthwiseConv2D: depthwise_conv,
-    keras.layers.SeparableConv1D: separable_conv,
-    keras.layers.SeparableConv2D: separable_conv,
-}

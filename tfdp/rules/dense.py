@@ -1,22 +1,25 @@
 """Layers that multiply by a matrix: Dense and EinsumDense, with and without LoRA."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
-def dense(call: Call) -> Any:
+@rule(keras.layers.Dense)
+def dense(call: Call) -> Nest:
     """Rule of `keras.layers.Dense`."""
     layer, x = call.layer, _numbers(call)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         terms: list[Term] = [] if layer.bias is None else [PerRow(layer.bias, g)]
         if not layer.lora_enabled:
             return [OuterProducts(layer.kernel, x, g), *terms]
@@ -31,13 +34,13 @@ def dense(call: Call) -> Any:
     return watch_preactivation(call, terms)
 
 
-def _numbers(call: Call) -> tf.Tensor:
+def _numbers(call: Call) -> Tensor:
     """Return the inputs as what they are multiplied as; whole numbers are no ids."""
     x = call.inputs
     return x if x.dtype.is_floating else tf.cast(x, call.layer.compute_dtype)
 
 
-def watch_preactivation(call: Call, terms: Any) -> Any:
+def watch_preactivation(call: Call, terms: Callable[[Tensor], list[Term]]) -> Nest:
     """Run a call, watching what its `activation` is applied to."""
     activation = call.layer.activation or keras.activations.linear
     # Adapters multiply two variables.
@@ -47,18 +50,19 @@ def watch_preactivation(call: Call, terms: Any) -> Any:
     )
 
 
-def lora_factors(layer: Any, g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def lora_factors(layer: keras.layers.Layer, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output gradients that the two factors of a LoRA update see."""
     scaled = g * tf.cast(layer.lora_alpha / layer.lora_rank, g.dtype)
     b = tf.cast(layer.lora_kernel_b, g.dtype)
     return scaled, tf.matmul(scaled, b, transpose_b=True)
 
 
-def einsum_dense(call: Call) -> Any:
+@rule(keras.layers.EinsumDense)
+def einsum_dense(call: Call) -> Nest:
     """Rule of `keras.layers.EinsumDense`, and so of Keras's attention layers."""
     layer, x = call.layer, _numbers(call)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         terms: list[Term] = []
         if layer.bias is not None:
             terms.append(PerRow(layer.bias, _sum_to_bias(g, layer.bias.shape)))
@@ -71,7 +75,7 @@ def einsum_dense(call: Call) -> Any:
 
 
 def _lora_terms(
-    layer: Any, labels: tuple[str, str, str], x: tf.Tensor, g: tf.Tensor
+    layer: keras.layers.Layer, labels: tuple[str, str, str], x: Tensor, g: Tensor
 ) -> list[Term]:
     """Differentiate ``kernel + scale a b``, b on the kernel's last axis, by a and b."""
     inputs, kernel, outputs = labels
@@ -110,7 +114,7 @@ def _lora_terms(
 
 
 def einsum_term(
-    variable: Any, labels: tuple[str, str, str], x: tf.Tensor, g: tf.Tensor
+    variable: Variable, labels: tuple[str, str, str], x: Tensor, g: Tensor
 ) -> Term:
     """Describe the gradient of the second operand of an einsum.
 
@@ -144,7 +148,7 @@ def einsum_term(
     return PerRow(variable, products)
 
 
-def _flat(tensor: tf.Tensor, axes: int) -> tf.Tensor:
+def _flat(tensor: Tensor, axes: int) -> Tensor:
     """Join the last axes to one."""
     if axes == 1:
         return tensor
@@ -183,7 +187,7 @@ def _labels(equation: str, input_rank: int) -> tuple[str, str, str]:
     return inputs, kernel, outputs
 
 
-def _sum_to_bias(g: tf.Tensor, shape: Any) -> tf.Tensor:
+def _sum_to_bias(g: Tensor, shape: Sequence[int]) -> Tensor:
     """Sum output gradients over the axes along which a bias was broadcast."""
     offset = g.shape.rank - len(shape)
     axes = [offset + axis for axis, size in enumerate(shape) if size == 1]

@@ -1,20 +1,22 @@
 """Embedding layers, which look rows of a matrix up."""
 
-from typing import Any
-
+import keras
 import tensorflow as tf
 
+from tfdp._types import Nest, Tensor
 from tfdp.clipping import at_least_float32
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import OuterProducts, Term
 
 
-def embedding(call: Call) -> Any:
+@rule(keras.layers.Embedding)
+def embedding(call: Call) -> Nest:
     """Rule of `keras.layers.Embedding`."""
     layer = call.layer
     ids = row_numbers(call.inputs, layer.input_dim)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         if not layer.lora_enabled:
             return [OuterProducts(layer.embeddings, ids, g)]
         scaled = g * tf.cast(layer.lora_alpha / layer.lora_rank, g.dtype)
@@ -26,7 +28,8 @@ def embedding(call: Call) -> Any:
     return call.watch(call.run_with(), terms, is_linear=not layer.lora_enabled)
 
 
-def reversible_embedding(call: Call) -> Any:
+@rule("keras.layers.ReversibleEmbedding", "keras_hub.layers.ReversibleEmbedding")
+def reversible_embedding(call: Call) -> Nest:
     """Rule of `keras.layers.ReversibleEmbedding`, in both of its directions."""
     layer = call.layer
     if not call.bound()["reverse"]:
@@ -38,7 +41,7 @@ def reversible_embedding(call: Call) -> Any:
     adapted = tied and layer.lora_enabled
     kernel = tf.cast(layer.embeddings if tied else layer.reverse_embeddings, x.dtype)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         if adapted:
             return _reverse_lora_terms(layer, x, g)
         if tied:
@@ -52,7 +55,7 @@ def reversible_embedding(call: Call) -> Any:
     return logits
 
 
-def _reverse_lora_terms(layer: Any, x: tf.Tensor, g: tf.Tensor) -> list[Term]:
+def _reverse_lora_terms(layer: keras.layers.Layer, x: Tensor, g: Tensor) -> list[Term]:
     """Differentiate products with the rows of ``embeddings + scale a b``, by a and b."""
     a, b = (
         tf.cast(v, g.dtype) for v in (layer.lora_embeddings_a, layer.lora_embeddings_b)
@@ -65,7 +68,7 @@ def _reverse_lora_terms(layer: Any, x: tf.Tensor, g: tf.Tensor) -> list[Term]:
     ]
 
 
-def row_numbers(ids: tf.Tensor, size: int) -> tf.Tensor:
+def row_numbers(ids: Tensor, size: int) -> Tensor:
     """Bring ids to ``[0, size)`` as the lookup does, where negative ones wrap."""
     ids = tf.cast(ids, tf.int32)
     ids = tf.where(ids < 0, ids + size, ids)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Tensor
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.patches import has_few_patches, patches
 
@@ -16,12 +17,12 @@ _MANY_CHANNELS = 64
 
 
 def filter_gradients(
-    inputs: tf.Tensor,
-    output_gradients: tf.Tensor,
+    inputs: Tensor,
+    output_gradients: Tensor,
     *,
     kernel_shape: tuple[int, ...],
     geometry: Geometry,
-) -> tf.Tensor:
+) -> Tensor:
     """Compute the gradient of a convolution's kernel for each unit alone.
 
     Args:
@@ -68,12 +69,12 @@ def filter_gradients(
 
 
 def filter_gradient(
-    inputs: tf.Tensor,
-    output_gradients: tf.Tensor,
+    inputs: Tensor,
+    output_gradients: Tensor,
     *,
     kernel_shape: tuple[int, ...],
     geometry: Geometry,
-) -> tf.Tensor:
+) -> Tensor:
     """Compute the ordinary gradient of a convolution's kernel.
 
     Args:
@@ -114,12 +115,8 @@ def filter_gradient(
 
 
 def convolved(
-    inputs: tf.Tensor,
-    kernels: tf.Tensor,
-    *,
-    positions: Sequence[int],
-    geometry: Geometry,
-) -> tf.Tensor:
+    inputs: Tensor, kernels: Tensor, *, positions: Sequence[int], geometry: Geometry
+) -> Tensor:
     """Convolve each unit with a kernel of its own.
 
     Args:
@@ -138,7 +135,7 @@ def convolved(
     units, rows = tf.unstack(tf.shape(inputs)[:2])
     seen = rows * math.prod(positions)
     places = itertools.product(*map(range, kernel_shape[:-2]))
-    parts: list[tf.Tensor] = []
+    parts: list[Tensor] = []
     for place, window in zip(
         places, geometry.windows(positions, kernel_shape), strict=True
     ):
@@ -158,12 +155,12 @@ def convolved(
 
 
 def depthwise_gradients(
-    inputs: tf.Tensor,
-    output_gradients: tf.Tensor,
+    inputs: Tensor,
+    output_gradients: Tensor,
     *,
     kernel_shape: tuple[int, ...],
     geometry: Geometry,
-) -> tf.Tensor:
+) -> Tensor:
     """Compute the gradient of a depthwise convolution's kernel for each row alone.
 
     Args:
@@ -187,11 +184,11 @@ def depthwise_gradients(
 
 
 def _by_patches(
-    inputs: tf.Tensor,
-    output_gradients: tf.Tensor,
+    inputs: Tensor,
+    output_gradients: Tensor,
     kernel_shape: tuple[int, ...],
     geometry: Geometry,
-) -> tf.Tensor:
+) -> Tensor:
     rows = tf.reshape(inputs, [-1, *inputs.shape[2:]])
     a = patches(rows, kernel_shape, geometry)
     # Without units the number of positions would not follow from the others.
@@ -203,19 +200,19 @@ def _by_patches(
 
 
 def _by_offsets(
-    inputs: tf.Tensor,
-    output_gradients: tf.Tensor,
+    inputs: Tensor,
+    output_gradients: Tensor,
     kernel_shape: tuple[int, ...],
     geometry: Geometry,
     groups: int,
-) -> tf.Tensor:
+) -> Tensor:
     """Take one product for each number of the kernel, with the inputs shifted."""
     depth, filters = kernel_shape[-2:]
     spatial = output_gradients.shape[2:-1].as_list()
     units = tf.shape(inputs)[0]
     padded = geometry.padded(inputs, kernel_shape)
     g = tf.reshape(output_gradients, [units, -1, groups, filters // groups])
-    parts: list[tf.Tensor] = []
+    parts: list[Tensor] = []
     for window in geometry.windows(spatial, kernel_shape):
         # One after the other, or all the shifted inputs are held at once.
         with tf.control_dependencies(parts[-1:]):

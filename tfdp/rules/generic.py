@@ -1,19 +1,19 @@
 """The rule of layers that have none: the gradients of each row, by vectorizing."""
 
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdp import _seeds
 from tfdp._tracing import tracing
+from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
 from tfdp.rules.terms import PerRow, Term
 
 
-def generic(call: Call) -> Any:
+def generic(call: Call) -> Nest:
     """Rule of any layer that is deterministic and treats rows separately.
 
     Each row goes through the layer's own code once more, in a vectorized map: Fast
@@ -53,7 +53,7 @@ def generic(call: Call) -> Any:
     arguments = (call.args, call.kwargs)
     rows = keras.tree.flatten(call.inputs)[0].shape[0]
 
-    def has_rows(leaf: Any) -> bool:
+    def has_rows(leaf: Nest) -> bool:
         is_tensor: bool = tf.is_tensor(leaf)
         return is_tensor and bool(leaf.shape.rank)
 
@@ -66,7 +66,7 @@ def generic(call: Call) -> Any:
         )
     variables = layer.trainable_variables
 
-    def of_row(row: list[tf.Tensor]) -> list[tf.Tensor]:
+    def of_row(row: list[Tensor]) -> list[Tensor]:
         row_gradients = row[len(inputs) :]
         remaining = iter(row)
         args, kwargs = keras.tree.map_structure(
@@ -84,7 +84,7 @@ def generic(call: Call) -> Any:
         )
         return [tf.convert_to_tensor(gradient) for gradient in found]
 
-    def terms(*gradients: tf.Tensor) -> list[Term]:
+    def terms(*gradients: Tensor) -> list[Term]:
         trace = tracing()
         rows = [*inputs, *gradients]
         try:
@@ -108,7 +108,7 @@ def generic(call: Call) -> Any:
 
 
 def _check_that_it_can_be_vectorized(
-    function: Callable[[list[tf.Tensor]], Any], rows: list[tf.Tensor]
+    function: Callable[[list[Tensor]], Nest], rows: list[Tensor]
 ) -> None:
     """Raise whatever a vectorized map raises while it is traced."""
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in rows]

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
+from tfdp._types import Tensor
+
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
@@ -44,7 +46,7 @@ class Geometry:
         """Describe the same convolution with an axis of one position in front."""
         return Geometry((1, *self.strides), (1, *self.dilations), self.padding)
 
-    def padded(self, inputs: tf.Tensor, kernel_shape: Sequence[int]) -> tf.Tensor:
+    def padded(self, inputs: Tensor, kernel_shape: Sequence[int]) -> Tensor:
         """Write out the padding of ``(U, K, *spatial, C)``."""
         pads = self.pads(inputs.shape[2:].as_list(), kernel_shape)
         if not any(map(any, pads)):

@@ -3,29 +3,19 @@
 Its other layers are made of Keras's, which have rules.
 """
 
-import sys
-from typing import Any
-
-import keras
 import tensorflow as tf
 
+from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.dense import watch_preactivation
-from tfdp.rules.embedding import reversible_embedding, row_numbers
-from tfdp.rules.recording import Call, Rule, own_variables
+from tfdp.rules.embedding import row_numbers
+from tfdp.rules.recording import Call, own_variables
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
-def find(layer: keras.layers.Layer) -> Rule | None:
-    """Return the rule of a layer of KerasHub, if that was imported and it has one."""
-    of_hub = getattr(sys.modules.get("keras_hub"), "layers", None)
-    for name, rule in _RULES.items():
-        if type(layer) is getattr(of_hub, name, None):
-            return rule
-    return None
-
-
-def position_embedding(call: Call) -> Any:
+@rule("keras_hub.layers.PositionEmbedding")
+def position_embedding(call: Call) -> Nest:
     """Rule of `keras_hub.layers.PositionEmbedding`, a lookup of each row's positions."""
     layer, arguments = call.layer, call.bound()
     shape = tf.shape(call.inputs)[:-1]
@@ -35,14 +25,15 @@ def position_embedding(call: Call) -> Any:
         positions = tf.range(shape[-1]) + tf.cast(arguments["start_index"], tf.int32)
     ids = tf.broadcast_to(row_numbers(positions, layer.sequence_length), shape)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         return [OuterProducts(layer.position_embeddings, ids, g)]
 
     return call.watch(call.run_with(), terms, is_linear=True)
 
 
-def masked_lm_head(call: Call) -> Any:
-    """Rule of `keras_hub.layers.MaskedLMHead`, of whose own there is a bias.
+@rule("keras_hub.layers.MaskedLMHead")
+def masked_lm_head(call: Call) -> Nest:
+    """Rule of `keras_hub.layers.MaskedLMHead`, which has a bias and borrows its matrix.
 
     Args:
         call: The call.
@@ -61,10 +52,3 @@ def masked_lm_head(call: Call) -> Any:
         )
     biases = own_variables(call.layer)
     return watch_preactivation(call, lambda g: [PerRow(bias, g) for bias in biases])
-
-
-_RULES: dict[str, Rule] = {
-    "MaskedLMHead": masked_lm_head,
-    "PositionEmbedding": position_embedding,
-    "ReversibleEmbedding": reversible_embedding,
-}

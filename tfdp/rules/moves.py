@@ -1,38 +1,42 @@
-"""Passes in which each unit has weights of its own, a little off the model's."""
+"""Weights of each unit's own, a little off the model's, that nobody has to hold."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.clipping import at_least_float32
-from tfdp.rules.terms import Term, Units
-
-
-class Product(NamedTuple):
-    """Multiplies rows by what their unit has added to a matrix.
-
-    Attributes:
-        times: ``(R, d) -> (R, p)``.
-        times_transposed: ``(R, p) -> (R, d)``.
-    """
-
-    times: Callable[[tf.Tensor], tf.Tensor]
-    times_transposed: Callable[[tf.Tensor], tf.Tensor]
+from tfdp.rules.terms import Movable, Term, Units
 
 
 class Move(NamedTuple):
     """How the units move one variable.
 
     Attributes:
-        direction: What they move it along.
-        lengths: What that is multiplied by, shape ``(U,)``.
+        direction: The term along whose gradients they move it.
+        lengths: What these are multiplied by, shape ``(U,)``.
         units: How rows are grouped.
     """
 
-    direction: Term
-    lengths: tf.Tensor
+    direction: Movable
+    lengths: Tensor
     units: Units
+
+    def times(self, rows: Tensor) -> Tensor:
+        """Return what products with a matrix gain, ``(R, d) -> (R, p)``."""
+        return self._multiplied(rows, self.direction.applied)
+
+    def times_transposed(self, rows: Tensor) -> Tensor:
+        """Return what those with its transpose gain, ``(R, p) -> (R, d)``."""
+        return self._multiplied(rows, self.direction.applied_back)
+
+    def _multiplied(self, rows: Tensor, times: Callable[..., Tensor]) -> Tensor:
+        units = self.units.view(at_least_float32(rows), [rows.shape[-1]])
+        products = times(units, self.units)
+        products *= tf.cast(self.lengths, products.dtype)[:, None, None]
+        products = tf.reshape(products, [-1, products.shape[-1]])
+        return tf.cast(products, rows.dtype)
 
 
 class Moves:
@@ -51,11 +55,11 @@ class Moves:
 
     def __init__(
         self,
-        directions: dict[int, Term],
-        lengths: tf.Tensor,
+        directions: dict[int, Movable],
+        lengths: Tensor,
         units: Units,
         *,
-        step: tf.Tensor | None,
+        step: Tensor | None,
     ) -> None:
         self._directions = directions
         self._lengths = lengths
@@ -68,16 +72,16 @@ class Moves:
         """Whether gradients will be differentiated by the step."""
         return self._step is not None
 
-    def moved(self, tensor: tf.Tensor, shift: tf.Tensor) -> tf.Tensor:
+    def moved(self, tensor: Tensor, shift: Tensor) -> Tensor:
         """Add to a tensor what it gains.
 
         Args:
-            tensor: Where its unit has not moved.
+            tensor: What a layer computes with the model's weights.
             shift: What `shifts` returns for it.
 
         Returns:
-            Where its unit has moved: if there is a step to differentiate by, the same
-            numbers.
+            What it computes with the weights of the units. At a step of 0, which is
+            there to differentiate by, the numbers are the same.
         """
         shift = tf.cast(shift, tensor.dtype)
         if self._step is None:
@@ -85,8 +89,8 @@ class Moves:
         return _along(tensor, shift, self._step)
 
     def shifts(
-        self, tensors: list[tf.Tensor], terms: Callable[..., list[Term]]
-    ) -> list[tf.Tensor | None]:
+        self, tensors: list[Tensor], terms: Callable[..., list[Term]]
+    ) -> list[Tensor | None]:
         """Return what tensors gain, by a step of 1, that are linear in the variables.
 
         The terms say how gradients of the tensors become those of the variables. That
@@ -104,44 +108,22 @@ class Moves:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(zeros)
             products = [
-                term.inner_products(self._directions[id(term.variable)], self._units)
+                term.movable(self._units).inner_products(direction, self._units)
                 for term in terms(*zeros)
-                if id(term.variable) in self._directions
+                if (direction := self._directions.get(id(term.variable))) is not None
             ]
             moved = [
                 product * tf.cast(self._lengths, product.dtype) for product in products
             ]
-        shifts: list[tf.Tensor | None] = tape.gradient(moved, zeros)
+        shifts: list[Tensor | None] = tape.gradient(moved, zeros)
         return shifts
 
-    def of(self, variable: Any) -> Move | None:
+    def of(self, variable: Variable) -> Move | None:
         """Return how a variable moves; None if it stays."""
         direction = self._directions.get(id(variable))
         if direction is None:
             return None
         return Move(direction, self._stepped, self._units)
-
-    def product(self, variable: Any) -> Product | None:
-        """Return what a product with a matrix gains; None if the matrix stays.
-
-        Args:
-            variable: The Keras variable, of rank 2.
-        """
-        direction = self._directions.get(id(variable))
-        if direction is None:
-            return None
-
-        def multiply(rows: tf.Tensor, times: Any) -> tf.Tensor:
-            units = self._units.view(at_least_float32(rows), [rows.shape[-1]])
-            products = times(units, self._units)
-            products *= tf.cast(self._stepped, products.dtype)[:, None, None]
-            products = tf.reshape(products, [-1, products.shape[-1]])
-            return tf.cast(products, rows.dtype)
-
-        return Product(
-            lambda rows: multiply(rows, direction.applied),
-            lambda rows: multiply(rows, direction.applied_back),
-        )
 
 
 # A product with a step of 0 would be computed to its end, and so would all that its
@@ -150,11 +132,11 @@ class Moves:
 
 @tf.custom_gradient
 def _along(
-    tensor: tf.Tensor, shift: tf.Tensor, step: tf.Tensor
-) -> tuple[tf.Tensor, Any]:
+    tensor: Tensor, shift: Tensor, step: Tensor
+) -> tuple[Tensor, Callable[..., Nest]]:
     """Compute ``tensor + step shift`` for a step of 0."""
 
-    def gradient(g: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def gradient(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         by_step = tf.cast(tf.reduce_sum(g * shift), step.dtype)
         return g, _nothing(g, step), by_step
 
@@ -162,10 +144,10 @@ def _along(
 
 
 @tf.custom_gradient
-def _nothing(tensor: tf.Tensor, step: tf.Tensor) -> tuple[tf.Tensor, Any]:
+def _nothing(tensor: Tensor, step: Tensor) -> tuple[Tensor, Callable[..., Nest]]:
     """Compute ``step tensor`` for a step of 0, to be differentiated by it, once."""
 
-    def gradient(g: tf.Tensor) -> tuple[None, tf.Tensor]:
+    def gradient(g: Tensor) -> tuple[None, Tensor]:
         return None, tf.cast(tf.reduce_sum(g * tensor), step.dtype)
 
     return tf.zeros_like(tensor), gradient

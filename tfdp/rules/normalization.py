@@ -4,15 +4,18 @@ Each row gets a copy of these variables: the ordinary backward pass then leaves 
 gradients of the rows apart, where it would have added them up.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
+from tfdp._types import Nest
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 
 
-def layer_normalization(call: Call) -> Any:
+@rule(keras.layers.LayerNormalization)
+def layer_normalization(call: Call) -> Nest:
     """Rule of `keras.layers.LayerNormalization`."""
     layer, x = call.layer, call.inputs
     axes = [layer.axis] if isinstance(layer.axis, int) else layer.axis
@@ -21,19 +24,22 @@ def layer_normalization(call: Call) -> Any:
     return _run_with_copies(call, {"gamma": shape, "beta": shape})
 
 
-def rms_normalization(call: Call) -> Any:
+@rule(keras.layers.RMSNormalization)
+def rms_normalization(call: Call) -> Nest:
     """Rule of `keras.layers.RMSNormalization`."""
     own = call.layer.scale.shape
     missing = call.inputs.shape.rank - 1 - len(own)
     return _run_with_copies(call, {"scale": [1] * missing + list(own)})
 
 
-def prelu(call: Call) -> Any:
+@rule(keras.layers.PReLU)
+def prelu(call: Call) -> Nest:
     """Rule of `keras.layers.PReLU`."""
     return _run_with_copies(call, {"alpha": call.layer.alpha.shape})
 
 
-def group_normalization(call: Call) -> Any:
+@rule(keras.layers.GroupNormalization)
+def group_normalization(call: Call) -> Nest:
     """Rule of `keras.layers.GroupNormalization`."""
     layer, x = call.layer, call.inputs
     axis, groups = layer.axis % x.shape.rank, layer.groups
@@ -58,7 +64,7 @@ def group_normalization(call: Call) -> Any:
     return tf.cast(tf.ensure_shape(outputs, x.shape), layer.compute_dtype)
 
 
-def _run_with_copies(call: Call, shapes: dict[str, Any]) -> Any:
+def _run_with_copies(call: Call, shapes: dict[str, Sequence[int]]) -> Nest:
     """Run the layer's own code with copies of its variables for each row."""
     return call.run_with(**{
         name: call.per_row(getattr(call.layer, name), shape)

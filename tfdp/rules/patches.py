@@ -1,13 +1,13 @@
 """What the kernel of a convolution sees at each position."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Tensor
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.products import inner_products
 
@@ -26,8 +26,8 @@ def has_few_patches(positions: Sequence[int], kernel_shape: Sequence[int]) -> bo
 
 
 def patches(
-    inputs: tf.Tensor, kernel_shape: tuple[int, ...], geometry: Geometry
-) -> tf.Tensor:
+    inputs: Tensor, kernel_shape: tuple[int, ...], geometry: Geometry
+) -> Tensor:
     """Lay out what a 2-D kernel sees at each position.
 
     Args:
@@ -48,12 +48,7 @@ def patches(
         identity = tf.reshape(
             tf.eye(size, dtype=inputs.dtype), [height, width, channels, size]
         )
-        return tf.nn.conv2d(
-            inputs,
-            identity,
-            geometry.strides,
-            geometry.padding,
-        )
+        return tf.nn.conv2d(inputs, identity, geometry.strides, geometry.padding)
     if _keras.inside_xla():
         return tf.image.extract_patches(
             inputs,
@@ -69,11 +64,7 @@ def patches(
         np.arange(0, size - dilation * (extent - 1), stride)[:, None]
         + dilation * np.arange(extent)
         for size, extent, stride, dilation in zip(
-            spatial,
-            (height, width),
-            geometry.strides,
-            geometry.dilations,
-            strict=True,
+            spatial, (height, width), geometry.strides, geometry.dilations, strict=True
         )
     )
     seen = rows[:, None, :, None] * spatial[1] + columns[None, :, None, :]
@@ -82,7 +73,7 @@ def patches(
     return tf.reshape(found, [-1, len(rows), len(columns), size])
 
 
-def _taken(pixels: tf.Tensor, places: np.ndarray) -> tf.Tensor:
+def _taken(pixels: Tensor, places: np.ndarray) -> Tensor:
     """Gather along axis 1; unlike that of `tf.gather`, its gradient gathers too.
 
     Args:
@@ -99,11 +90,11 @@ def _taken(pixels: tf.Tensor, places: np.ndarray) -> tf.Tensor:
     before = np.cumsum(uses) - uses
 
     @tf.custom_gradient
-    def take(pixels: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    def take(pixels: Tensor) -> tuple[Tensor, Callable[..., Tensor]]:
         return tf.gather(pixels, places, axis=1), give_back
 
     @tf.custom_gradient
-    def give_back(taken: tf.Tensor) -> tuple[tf.Tensor, Any]:
+    def give_back(taken: Tensor) -> tuple[Tensor, Callable[..., Tensor]]:
         parts = []
         for use in range(uses.max()):
             is_used = use < uses
@@ -118,13 +109,13 @@ def _taken(pixels: tf.Tensor, places: np.ndarray) -> tf.Tensor:
 
 
 def patch_gram(
-    inputs: tf.Tensor,
-    others: tf.Tensor,
+    inputs: Tensor,
+    others: Tensor,
     *,
     positions: Sequence[int],
     kernel_shape: tuple[int, ...],
     geometry: Geometry,
-) -> tf.Tensor:
+) -> Tensor:
     """Compute the inner products of all pairs of patches that a kernel sees.
 
     They are sums of inner products of pixels, which are fewer and shorter: for each
@@ -173,11 +164,11 @@ def patch_gram(
 
 
 def patch_sums(
-    inputs: tf.Tensor,
+    inputs: Tensor,
     positions: Sequence[int],
     kernel_shape: tuple[int, ...],
     geometry: Geometry,
-) -> tf.Tensor:
+) -> Tensor:
     """Add up what a kernel sees at each position.
 
     Args:

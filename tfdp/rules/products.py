@@ -3,6 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
+from tfdp._types import Tensor
 from tfdp.clipping import matmul_roundoff
 
 # Features are summed in parts of so many: a sum of n alike numbers was seen to be off
@@ -13,7 +14,7 @@ _PART = 256
 _MOST_NUMBERS = 2.0**24
 
 
-def inner_products(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
+def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """Multiply each row of `a` with each row of `b`.
 
     Args:
@@ -43,9 +44,7 @@ def roundoff(size: int, dtype: tf.DType) -> float:
     return (min(size, _PART) / 4 + size / _PART) * _unit(dtype) + of_factors
 
 
-def squares_from_grams(
-    gram_a: tf.Tensor, gram_g: tf.Tensor, *, error: float
-) -> tf.Tensor:
+def squares_from_grams(gram_a: Tensor, gram_g: Tensor, *, error: float) -> Tensor:
     """Bound ``sum_{t,s} gram_a[t, s] gram_g[t, s]`` from above.
 
     A sum with cancelling summands can round to far too little, even below zero. What
@@ -60,6 +59,7 @@ def squares_from_grams(
     Returns:
         float64, shape ``(U,)``.
     """
+    # In float64 only from here on: the products themselves are bounded by the guard.
     of_rows = tf.reduce_sum(gram_a * gram_g, 2)
     squares = tf.reduce_sum(tf.cast(of_rows, tf.float64), 1)
     lost = _MOST_NUMBERS * float(np.finfo(gram_a.dtype.as_numpy_dtype).tiny)

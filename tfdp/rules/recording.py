@@ -1,21 +1,23 @@
 """Records what each layer's call computes, as its rule says, during a forward pass."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.moves import Move, Moves, Product
+from tfdp.rules.moves import Move, Moves
 from tfdp.rules.terms import PerRow, Term
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
-Rule = Callable[["Call"], Any]
+Rule = Callable[["Call"], Nest]
 
 
 class Watched(NamedTuple):
@@ -26,23 +28,24 @@ class Watched(NamedTuple):
         rule: Name of the rule.
         tensors: What to differentiate by.
         terms: From their gradients, in that order, to the terms.
-        linear_terms: The terms of the variables that the tensors are linear in; None
-            if they are not in some that nobody else moves.
+        linear_terms: The terms of those variables that the tensors are linear in, if
+            the rule moves the others itself; None if it does not, so that units
+            cannot have weights of their own.
         repeats: Rows of the call for each row of the batch.
     """
 
     path: str
     rule: str
-    tensors: list[tf.Tensor]
+    tensors: list[Tensor]
     terms: Callable[..., list[Term]]
     linear_terms: Callable[..., list[Term]] | None = None
     repeats: int = 1
 
-    def terms_of(self, gradients: list[tf.Tensor]) -> list[Term]:
+    def terms_of(self, gradients: list[Tensor]) -> list[Term]:
         """Return the terms for these gradients of the tensors."""
         return self._with_repeats(self.terms(*gradients))
 
-    def shifts(self, moves: Moves) -> list[tf.Tensor | None]:
+    def shifts(self, moves: Moves) -> list[Tensor | None]:
         """Return what the tensors gain where each unit has moved the variables.
 
         Args:
@@ -96,7 +99,7 @@ class Recording:
         self,
         model: keras.Model,
         tape: tf.GradientTape,
-        rows: int | tf.Tensor,
+        rows: int | Tensor,
         find_rule: Callable[[keras.layers.Layer], Rule | None],
         moves: Moves | None = None,
     ) -> None:
@@ -107,7 +110,7 @@ class Recording:
         self._rows = rows
         self._find_rule = find_rule
         self.moves = moves
-        # Inside of a layer's call `value` may be a cast copy.
+        # Inside of a layer's call `value` may be a cast copy: known by all its tensors.
         self._trainable = {
             id(known): variable
             for variable in model.trainable_variables
@@ -145,15 +148,16 @@ class Recording:
         rule: Rule,
         path: str,
         layer: keras.layers.Layer,
-        function: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        function: Callable[..., Nest],
+        *args: Nest,
+        **kwargs: Nest,
+    ) -> Nest:
         in_same_graph = tf.executing_eagerly() == self._eager and (
             self._eager or tf.compat.v1.get_default_graph() is self._graph
         )
-        call = Call(self, path, layer, rule, function, args, kwargs)
+        call = Call(layer, args, kwargs, path, self, rule, function)
         with (
+            # What the rule covers is no use of variables outside of a call.
             self._variable_tapes[-1].stop_recording(),
             self._tape_of_variables() as used,
         ):
@@ -181,7 +185,9 @@ class Recording:
             finally:
                 self._variable_tapes.pop()
 
-    def _refuse_foreign(self, used: tuple[tf.Variable, ...], own: list[Any]) -> None:
+    def _refuse_foreign(
+        self, used: tuple[tf.Variable, ...], own: list[Variable]
+    ) -> None:
         known = {id(variable) for variable in own}
         of_model = [
             self._trainable[id(variable)]
@@ -196,14 +202,15 @@ class Recording:
                 f"that has no others. Received: {names}, used elsewhere."
             )
 
-    def watch(self, watched: Watched) -> list[tf.Tensor]:
+    def watch(self, watched: Watched) -> list[Tensor]:
         """Watch tensors, each a new one, with one entry for each row."""
         watched = watched._replace(repeats=self.repeats)
-        shifts: list[tf.Tensor | None] = [None] * len(watched.tensors)
+        shifts: list[Tensor | None] = [None] * len(watched.tensors)
         if self.moves is not None:
             shifts = watched.shifts(self.moves)
         tensors = []
         for tensor, shift in zip(watched.tensors, shifts, strict=True):
+            # The tape knows tensors by identity: another call may have this one too.
             own = tf.identity(self._with_rows(watched.path, tensor))
             if self.moves is not None and shift is not None:
                 own = self.moves.moved(own, shift)
@@ -213,8 +220,9 @@ class Recording:
         self.watched.append(watched._replace(tensors=tensors))
         return tensors
 
-    def _with_rows(self, path: str, tensor: tf.Tensor) -> tf.Tensor:
+    def _with_rows(self, path: str, tensor: Tensor) -> Tensor:
         """Make sure that the leading axis holds the rows of the batch."""
+        # Norms are taken along it: an axis of something else would be clipped instead.
         leading = tensor.shape[0] if tensor.shape.rank else 0
         if isinstance(self._rows, int) and leading is not None:
             if leading == self._rows * self.repeats:
@@ -233,7 +241,7 @@ class Recording:
             return tf.identity(tensor)
 
 
-def own_variables(layer: keras.layers.Layer) -> list[Any]:
+def own_variables(layer: keras.layers.Layer) -> list[Variable]:
     """List the variables that a layer's rule covers, not those of layers in it."""
     cell = layer.cell if isinstance(layer, keras.layers.RNN) else layer
     inner = {
@@ -245,6 +253,7 @@ def own_variables(layer: keras.layers.Layer) -> list[Any]:
     return [v for v in layer.trainable_variables if id(v) not in inner]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Call:
     """A call of a layer, as its rule sees it.
 
@@ -252,43 +261,34 @@ class Call:
         layer: The layer.
         args: Positional arguments of the call.
         kwargs: Keyword arguments.
+        path: Names of the layers that lead to it, joined by ``/``.
     """
 
-    def __init__(
-        self,
-        recording: Recording,
-        path: str,
-        layer: Any,
-        rule: Rule,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.layer = layer
-        self.args = args
-        self.kwargs = kwargs
-        self.path = path
-        self._recording = recording
-        self._rule = rule
-        self._function = function
+    layer: keras.layers.Layer
+    args: tuple[Nest, ...]
+    kwargs: dict[str, Nest]
+    path: str
+    _recording: Recording
+    _rule: Rule
+    _function: Callable[..., Nest]
 
     @property
-    def inputs(self) -> Any:
+    def inputs(self) -> Nest:
         """The first argument of the call."""
         return next(iter(self.bound().values()))
 
-    def bound(self) -> dict[str, Any]:
+    def bound(self) -> dict[str, Nest]:
         """Return all arguments by their names, defaults included."""
         signature = inspect.signature(inspect.unwrap(self._function))
         bound = signature.bind(*self.args, **self.kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Nest, **kwargs: Nest) -> Nest:
         """Run the layer's own code with these arguments."""
         return self._function(*args, **kwargs)
 
-    def run_with(self, **attributes: Any) -> Any:
+    def run_with(self, **attributes: object) -> Nest:
         """Run the layer's own code with other attributes of the layer.
 
         Args:
@@ -302,11 +302,11 @@ class Call:
 
     def watch(
         self,
-        tensor: tf.Tensor,
+        tensor: Tensor,
         terms: Callable[..., list[Term]],
         *,
         is_linear: bool = False,
-    ) -> tf.Tensor:
+    ) -> Tensor:
         """Ask for the gradient of a tensor that the call computes.
 
         Args:
@@ -325,11 +325,11 @@ class Call:
 
     def watch_all(
         self,
-        tensors: list[tf.Tensor],
+        tensors: list[Tensor],
         terms: Callable[..., list[Term]],
         *,
         linear_terms: Callable[..., list[Term]] | None,
-    ) -> list[tf.Tensor]:
+    ) -> list[Tensor]:
         """As `watch`, for several tensors whose gradients belong together.
 
         Args:
@@ -346,15 +346,13 @@ class Call:
             Watched(self.path, rule, tensors, terms, linear_terms)
         )
 
-    def product(self, variable: Any) -> Product | None:
-        """Return what a product with a matrix gains for each unit, None for zeros."""
-        moves = self._recording.moves
-        return None if moves is None else moves.product(variable)
-
-    def move(self, variable: Any) -> Move | None:
+    def move(self, variable: Variable) -> Move | None:
         """Return how the units move a variable; None if it stays."""
         moves = self._recording.moves
         return None if moves is None else moves.of(variable)
+
+    # What is multiplied by a matrix needs no more of its move than the products.
+    product = move
 
     @property
     def differentiates_twice(self) -> bool:
@@ -362,7 +360,7 @@ class Call:
         moves = self._recording.moves
         return moves is not None and moves.are_differentiated
 
-    def per_row(self, variable: Any, shape: Sequence[int] | None = None) -> tf.Tensor:
+    def per_row(self, variable: Variable, shape: Sequence[int] | None = None) -> Tensor:
         """Copy a variable for each row, so that each row has a gradient of its own.
 
         For variables with few numbers: scales, offsets, slopes.
@@ -379,14 +377,14 @@ class Call:
         copies = tf.tile(value, [tf.shape(self.inputs)[0]] + [1] * len(shape))
         copies = tf.ensure_shape(copies, [self.inputs.shape[0], *shape])
 
-        def terms(g: tf.Tensor) -> list[Term]:
+        def terms(g: Tensor) -> list[Term]:
             return [PerRow(variable, tf.reshape(g, [-1, *variable.shape]))]
 
         return self.watch(copies, terms, is_linear=True)
 
     @contextlib.contextmanager
     def repeated(self, times: int) -> Iterator[None]:
-        """Let layers inside be called with `times` rows in a row for each of these."""
+        """Let layers inside see `times` consecutive rows for each row of this call."""
         self._recording.repeats *= times
         try:
             yield

@@ -8,15 +8,17 @@ the states, and multiplies by the recurrent matrix once in each step.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.moves import Product
+from tfdp.rules.moves import Move
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
@@ -35,7 +37,7 @@ class _Cell:
     """
 
     matrix: "_Matrix"
-    step: Callable[..., list[tf.Tensor]]
+    step: Callable[..., list[Tensor]]
     terms: Callable[..., list[Term]]
     bias_terms: Callable[..., list[Term]]
     inner_differs: bool = False
@@ -52,13 +54,13 @@ class _Matrix:
         behind: Columns behind them.
     """
 
-    value: tf.Tensor
-    added: Product | None
+    value: Tensor
+    added: Move | None
     before: int = 0
     behind: int = 0
 
     @classmethod
-    def recurrent(cls, call: Call, like: tf.Tensor) -> Self:
+    def recurrent(cls, call: Call, like: Tensor) -> Self:
         """Return the recurrent matrix of a layer, in the dtype of a tensor."""
         matrix = call.layer.cell.recurrent_kernel
         return cls(tf.cast(matrix, like.dtype), call.product(matrix))
@@ -71,7 +73,7 @@ class _Matrix:
             _Matrix(right, self.added, left.shape[1], 0),
         )
 
-    def times(self, rows: tf.Tensor) -> tf.Tensor:
+    def times(self, rows: Tensor) -> Tensor:
         """``(R, units) -> (R, K)``."""
         products = tf.matmul(rows, self.value)
         if self.added is not None:
@@ -79,7 +81,7 @@ class _Matrix:
             products += gained[:, self.before : self.before + self.value.shape[1]]
         return products
 
-    def times_transposed(self, rows: tf.Tensor) -> tf.Tensor:
+    def times_transposed(self, rows: Tensor) -> Tensor:
         """``(R, K) -> (R, units)``."""
         products = tf.matmul(rows, self.value, transpose_b=True)
         if self.added is not None:
@@ -88,12 +90,13 @@ class _Matrix:
         return products
 
 
-def simple_rnn(call: Call) -> Any:
+@rule(keras.layers.SimpleRNN)
+def simple_rnn(call: Call) -> Nest:
     """Rule of `keras.layers.SimpleRNN`."""
     cell = call.layer.cell
 
-    def make(like: tf.Tensor) -> _Cell:
-        def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
+    def make(like: Tensor) -> _Cell:
+        def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
             del states
             return [_activated(cell.activation, x + inner)]
 
@@ -102,12 +105,13 @@ def simple_rnn(call: Call) -> Any:
     return _run(call, make, cell.bias)
 
 
-def lstm(call: Call) -> Any:
+@rule(keras.layers.LSTM)
+def lstm(call: Call) -> Nest:
     """Rule of `keras.layers.LSTM`."""
     cell = call.layer.cell
 
-    def make(like: tf.Tensor) -> _Cell:
-        def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
+    def make(like: Tensor) -> _Cell:
+        def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
             i, f, candidate, o = tf.split(x + inner, 4, axis=-1)
             gate = cell.recurrent_activation
             c = gate(f) * states[1] + gate(i) * _activated(cell.activation, candidate)
@@ -118,7 +122,8 @@ def lstm(call: Call) -> Any:
     return _run(call, make, cell.bias)
 
 
-def gru(call: Call) -> Any:
+@rule(keras.layers.GRU)
+def gru(call: Call) -> Nest:
     """Rule of `keras.layers.GRU`, with the reset gate before or after the matrix."""
     cell = call.layer.cell
     make = _reset_after if cell.reset_after else _reset_before
@@ -128,11 +133,11 @@ def gru(call: Call) -> Any:
     return _run(call, lambda like: make(call, like), bias)
 
 
-def _reset_after(call: Call, like: tf.Tensor) -> _Cell:
+def _reset_after(call: Call, like: Tensor) -> _Cell:
     cell = call.layer.cell
     offset = 0.0 if cell.bias is None else tf.cast(cell.bias[1], like.dtype)
 
-    def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
+    def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
         x_z, x_r, x_h = tf.split(x, 3, axis=-1)
         inner_z, inner_r, inner_h = tf.split(inner + offset, 3, axis=-1)
         z = cell.recurrent_activation(x_z + inner_z)
@@ -140,11 +145,11 @@ def _reset_after(call: Call, like: tf.Tensor) -> _Cell:
         candidate = _activated(cell.activation, x_h + r * inner_h)
         return [z * states[0] + (1 - z) * candidate]
 
-    def terms(g: tf.Tensor, g_inner: tf.Tensor, h: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor, g_inner: Tensor, h: Tensor) -> list[Term]:
         del g
         return [OuterProducts(cell.recurrent_kernel, h, g_inner)]
 
-    def bias_terms(g: tf.Tensor, g_inner: tf.Tensor) -> list[Term]:
+    def bias_terms(g: Tensor, g_inner: Tensor) -> list[Term]:
         if cell.bias is None:
             return []
         return [PerRow(cell.bias, tf.stack([g, g_inner], axis=-2))]
@@ -153,21 +158,21 @@ def _reset_after(call: Call, like: tf.Tensor) -> _Cell:
     return _Cell(matrix, step, terms, bias_terms, inner_differs=True)
 
 
-def _reset_before(call: Call, like: tf.Tensor) -> _Cell:
+def _reset_before(call: Call, like: Tensor) -> _Cell:
     cell = call.layer.cell
     of_gates, of_candidate = _Matrix.recurrent(call, like).split(2 * cell.units)
 
-    def gates(x: tf.Tensor, inner: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def gates(x: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
         z, r = tf.split(x[..., : 2 * cell.units] + inner, 2, axis=-1)
         return cell.recurrent_activation(z), cell.recurrent_activation(r)
 
-    def step(x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor]) -> Any:
+    def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
         z, r = gates(x, inner)
         reset = of_candidate.times(r * states[0])
         candidate = _activated(cell.activation, x[..., 2 * cell.units :] + reset)
         return [z * states[0] + (1 - z) * candidate]
 
-    def terms(g: tf.Tensor, x: tf.Tensor, h: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor, x: Tensor, h: Tensor) -> list[Term]:
         _, r = gates(x, _over_time(of_gates.times, h))
         # The candidate's columns see another input: each use leaves the other's
         # columns zero.
@@ -188,21 +193,25 @@ def _reset_before(call: Call, like: tf.Tensor) -> _Cell:
     return _Cell(of_gates, step, terms, _terms(cell)[1])
 
 
-def _terms(cell: Any) -> tuple[Callable[..., list[Term]], Callable[..., list[Term]]]:
+def _terms(
+    cell: keras.layers.Layer,
+) -> tuple[Callable[..., list[Term]], Callable[..., list[Term]]]:
     """Return what `g` says about the recurrent matrix, and about the bias."""
 
-    def terms(g: tf.Tensor, g_inner: tf.Tensor, h: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor, g_inner: Tensor, h: Tensor) -> list[Term]:
         del g_inner
         return [OuterProducts(cell.recurrent_kernel, h, g)]
 
-    def bias_terms(g: tf.Tensor, g_inner: tf.Tensor) -> list[Term]:
+    def bias_terms(g: Tensor, g_inner: Tensor) -> list[Term]:
         del g_inner
         return [] if cell.bias is None else [PerRow(cell.bias, g)]
 
     return terms, bias_terms
 
 
-def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
+def _run(
+    call: Call, make: Callable[[Tensor], _Cell], bias: Variable | Tensor | None
+) -> Nest:
     """Run the layer's own code around a loop over projected inputs."""
     layer = call.layer
     if len(_keras.flatten_layers(layer.cell)) > 1:
@@ -213,8 +222,8 @@ def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
         )
 
     def loop(
-        sequences: Any, initial_state: Any, mask: Any, training: Any = False
-    ) -> Any:
+        sequences: Tensor, initial_state: Nest, mask: Nest, training: bool = False
+    ) -> Nest:
         mask = mask[0] if keras.tree.is_nested(mask) else mask
         states = keras.tree.flatten(initial_state)
         dropped, kept = _dropout_masks(call, sequences, states[0], training)
@@ -223,17 +232,19 @@ def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
         if bias is not None:
             x += tf.cast(bias, x.dtype)
         cell = make(x)
-        seen: list[tf.Tensor] = []
+        seen: list[Tensor] = []
 
-        def linear_terms(*gradients: tf.Tensor) -> list[Term]:
+        def linear_terms(*gradients: Tensor) -> list[Term]:
             of_inputs = OuterProducts(layer.cell.kernel, inputs, gradients[0])
             return [of_inputs, *cell.bias_terms(gradients[0], gradients[-1])]
 
-        def terms(*gradients: tf.Tensor) -> list[Term]:
+        def terms(*gradients: Tensor) -> list[Term]:
             other = gradients[1] if cell.inner_differs else x
             of_matrix = cell.terms(gradients[0], other, *seen)
             return [*of_matrix, *linear_terms(*gradients)]
 
+        # Zeros are added to the inner products where these have gradients of their own:
+        # what is watched must be a tensor of all time steps, outside of the loop.
         watched = [x]
         if cell.inner_differs:
             shape = [*tf.unstack(tf.shape(x)[:2]), cell.matrix.value.shape[1]]
@@ -244,6 +255,7 @@ def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
         over_time = [in_order(_swapped(tensor), [0]) for tensor in watched]
         if mask is not None:
             mask = in_order(tf.transpose(tf.cast(mask, tf.bool))[..., None], [0])
+        # The custom gradient of a scan has none itself.
         scan = _Scan(cell, mask, kept)
         run = scan.run_plainly if call.differentiates_twice else scan.run
         before, outputs, states = run(over_time, states)
@@ -253,6 +265,7 @@ def _run(call: Call, make: Callable[[tf.Tensor], _Cell], bias: Any) -> Any:
             # Before the first step that counts there is no output.
             started = tf.cumsum(tf.cast(mask, tf.int32)) > 0
             outputs = tf.where(started, outputs, tf.zeros_like(outputs))
+        # In the order of the inputs again, as the gradients of x are.
         h = _swapped(in_order(before, [0]), sequences.shape[1])
         seen.append(h if kept is None else h * kept[:, None])
         # As Keras's own loop does: the layers that follow may need the length.
@@ -273,12 +286,12 @@ class _Scan:
     """
 
     cell: _Cell
-    mask: tf.Tensor | None
-    kept: tf.Tensor | None
+    mask: Tensor | None
+    kept: Tensor | None
 
     def run(
-        self, over_time: list[tf.Tensor], states: list[tf.Tensor]
-    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        self, over_time: list[Tensor], states: list[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Run the cell.
 
         Args:
@@ -292,12 +305,12 @@ class _Scan:
         """
 
         @tf.custom_gradient
-        def run(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
+        def run(*tensors: Tensor) -> tuple[list[Tensor], Callable[..., list[Tensor]]]:
             inputs, first = tensors[: len(over_time)], tensors[len(over_time) :]
             inner, before, last = self._forward(list(inputs), list(first))
             after = tf.concat([before[0][1:], last[0][None]], 0)
 
-            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            def gradient(*upstream: Tensor) -> list[Tensor]:
                 # The states before are the states after, a step later: their own
                 # gradient is never asked for.
                 _, of_after, *of_last = upstream
@@ -310,20 +323,20 @@ class _Scan:
         return tf.stop_gradient(before), after, last
 
     def run_plainly(
-        self, over_time: list[tf.Tensor], states: list[tf.Tensor]
-    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        self, over_time: list[Tensor], states: list[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Do what `run` does with TensorFlow's gradient, which has one itself."""
         _, before, last = self._forward(over_time, states)
         return before[0], tf.concat([before[0][1:], last[0][None]], 0), last
 
     def _forward(
-        self, inputs: list[tf.Tensor], states: list[tf.Tensor]
-    ) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
+        self, inputs: list[Tensor], states: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return the inner products and the states before, and the last states."""
         steps = tf.shape(inputs[0])[0]
         reads = self._readable(inputs)
 
-        def body(time: tf.Tensor, states: Any, written: Any) -> Any:
+        def body(time: Tensor, states: Nest, written: Nest) -> Nest:
             (x, *more), mask = self._read(reads, time)
             inner = tf.add_n([self._inner_product(states[0]), *more])
             written = _write(written, time, [inner, *states])
@@ -344,20 +357,21 @@ class _Scan:
 
     def _backward(
         self,
-        inputs: list[tf.Tensor],
-        inner: tf.Tensor,
-        before: list[tf.Tensor],
-        of_after: tf.Tensor,
-        of_last: list[tf.Tensor],
-    ) -> list[tf.Tensor]:
+        inputs: list[Tensor],
+        inner: Tensor,
+        before: list[Tensor],
+        of_after: Tensor,
+        of_last: list[Tensor],
+    ) -> list[Tensor]:
         """Return the gradients of the inputs and of the first states."""
         steps = tf.shape(before[0])[0]
         reads = self._readable([inputs[0], inner, of_after, *before])
 
-        def body(time: tf.Tensor, of_states: Any, written: Any) -> Any:
+        def body(time: Tensor, of_states: Nest, written: Nest) -> Nest:
             time -= 1
             (x, inner, of_output, *states), mask = self._read(reads, time)
             of_states = [of_states[0] + of_output, *of_states[1:]]
+            # One step is computed once more: nothing inside of it is held over time.
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([x, inner, states])
                 new = self._step(x, inner, states, mask)
@@ -382,18 +396,18 @@ class _Scan:
         )
         return [*(array.stack() for array in written), *of_first]
 
-    def _inner_product(self, h: tf.Tensor) -> tf.Tensor:
+    def _inner_product(self, h: Tensor) -> Tensor:
         return self.cell.matrix.times(h if self.kept is None else h * self.kept)
 
     def _step(
-        self, x: tf.Tensor, inner: tf.Tensor, states: list[tf.Tensor], mask: Any
-    ) -> list[tf.Tensor]:
+        self, x: Tensor, inner: Tensor, states: list[Tensor], mask: Tensor | None
+    ) -> list[Tensor]:
         new = self.cell.step(x, inner, states)
         if mask is None:
             return new
         return [tf.where(mask, a, b) for a, b in zip(new, states, strict=True)]
 
-    def _readable(self, tensors: list[tf.Tensor]) -> list[tf.TensorArray]:
+    def _readable(self, tensors: list[Tensor]) -> list[tf.TensorArray]:
         """Put tensors, and the mask after them, where loops read them."""
         if self.mask is not None:
             tensors = [*tensors, self.mask]
@@ -404,19 +418,19 @@ class _Scan:
         ]
 
     def _read(
-        self, arrays: list[tf.TensorArray], time: tf.Tensor
-    ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+        self, arrays: list[tf.TensorArray], time: Tensor
+    ) -> tuple[list[Tensor], Tensor | None]:
         found = [array.read(time) for array in arrays]
         mask = None if self.mask is None else found.pop()
         return found, mask
 
 
-def _writable(like: list[tf.Tensor], steps: tf.Tensor) -> list[tf.TensorArray]:
+def _writable(like: list[Tensor], steps: Tensor) -> list[tf.TensorArray]:
     return [tf.TensorArray(t.dtype, steps, element_shape=t.shape) for t in like]
 
 
 def _write(
-    arrays: list[tf.TensorArray], time: tf.Tensor, tensors: list[tf.Tensor]
+    arrays: list[tf.TensorArray], time: Tensor, tensors: list[Tensor]
 ) -> list[tf.TensorArray]:
     return [
         array.write(time, tensor) for array, tensor in zip(arrays, tensors, strict=True)
@@ -424,8 +438,8 @@ def _write(
 
 
 def _dropout_masks(
-    call: Call, sequences: tf.Tensor, h: tf.Tensor, training: Any
-) -> tuple[Any, Any]:
+    call: Call, sequences: Tensor, h: Tensor, training: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the masks of the inputs and of the states, None where there is none.
 
     Raises:
@@ -434,10 +448,7 @@ def _dropout_masks(
     cell = call.layer.cell
     if not training:
         return None, None
-    masks = (
-        cell.get_dropout_mask(sequences[:, 0]),
-        cell.get_recurrent_dropout_mask(h),
-    )
+    masks = (cell.get_dropout_mask(sequences[:, 0]), cell.get_recurrent_dropout_mask(h))
     if any(isinstance(mask, list) for mask in masks):
         raise UnsupportedLayerError(
             "A recurrent layer needs one dropout mask for all of its gates. Received: "
@@ -447,25 +458,18 @@ def _dropout_masks(
     return masks
 
 
-def _over_time(function: Callable[[tf.Tensor], tf.Tensor], h: tf.Tensor) -> tf.Tensor:
+def _over_time(function: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
     """Apply a function of ``(R, units)`` to ``(R, T, units)``."""
     rows, steps = tf.unstack(tf.shape(h)[:2])
     flat = function(tf.reshape(h, [-1, h.shape[-1]]))
     return tf.reshape(flat, [rows, steps, flat.shape[-1]])
 
 
-def _swapped(tensor: tf.Tensor, steps: int | None = None) -> tf.Tensor:
+def _swapped(tensor: Tensor, steps: int | None = None) -> Tensor:
     """Swap the axes of rows and of time; loops forget how many steps they take."""
     swapped = tf.transpose(tensor, [1, 0, *range(2, tensor.shape.rank)])
     return tf.ensure_shape(swapped, [None, steps, *[None] * (tensor.shape.rank - 2)])
 
 
-def _activated(activation: Any, tensor: tf.Tensor) -> tf.Tensor:
+def _activated(activation: Callable[[Tensor], Tensor] | None, tensor: Tensor) -> Tensor:
     return tensor if activation is None else activation(tensor)
-
-
-RULES = {
-    keras.layers.SimpleRNN: simple_rnn,
-    keras.layers.LSTM: lstm,
-    keras.layers.GRU: gru,
-}

@@ -1,20 +1,21 @@
 """Rule of the convolution with a standardised kernel."""
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
+from tfdp._types import Nest, Tensor
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
-from tfdp.layers import centred
+from tfdp.layers import WSConv2D, centred
 from tfdp.rules import convolutional
 from tfdp.rules.moves import Move
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import Standardized, Term
 
 
-def ws_conv(call: Call) -> Any:
+@rule(WSConv2D)
+def ws_conv(call: Call) -> Nest:
     """Rule of `tfdp.layers.WSConv2D`.
 
     With ``y = x * P W / length``, where the length stays that of the model's own W, the
@@ -42,7 +43,7 @@ def ws_conv(call: Call) -> Any:
     scale = tf.math.rsqrt(tf.maximum(squares, epsilon))
     move = call.move(layer.kernel)
 
-    def convolved(x: tf.Tensor, dtype: Any) -> tf.Tensor:
+    def convolved(x: Tensor, dtype: str | tf.DType) -> Tensor:
         return keras.ops.conv(
             x,
             # Half precision overflows where the kernel is not divided first.
@@ -55,7 +56,7 @@ def ws_conv(call: Call) -> Any:
 
     at_first = convolved(x, layer.compute_dtype)
 
-    def standardized(g: tf.Tensor, taken: tf.Tensor | None = None) -> Standardized:
+    def standardized(g: Tensor, taken: Tensor | None = None) -> Standardized:
         products = convolutional.kernel_term(layer.kernel, x, g * scale, geometry)
         exact = at_first
         if exact.dtype.size < 4:
@@ -65,7 +66,7 @@ def ws_conv(call: Call) -> Any:
         taken = tf.zeros_like(along) if taken is None else taken
         return Standardized(products, kernel, along, taken)
 
-    def terms(g: tf.Tensor) -> list[Term]:
+    def terms(g: Tensor) -> list[Term]:
         along = tf.reduce_sum(at_least_float32(seen[0]) * g, [1, 2])
         of_rows = squares if move is None else move.units.for_rows(moved, along)
         # Below epsilon the kernel is not divided by its length.
@@ -92,9 +93,7 @@ def ws_conv(call: Call) -> Any:
     return convolutional.finished(layer, outputs)
 
 
-def _moved_squares(
-    move: Move, kernel: tf.Tensor, squares: tf.Tensor, *, path: str
-) -> tf.Tensor:
+def _moved_squares(move: Move, kernel: Tensor, squares: Tensor, *, path: str) -> Tensor:
     """Return the squared lengths of each unit's columns, shape ``(U, O)``."""
     direction, lengths, units = move
     if isinstance(direction, Standardized):

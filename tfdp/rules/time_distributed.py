@@ -1,15 +1,18 @@
 """TimeDistributed, which calls a layer at every time step."""
 
 import inspect
-from typing import Any
 
+import keras
 import tensorflow as tf
 
+from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call
+from tfdp.rules.registry import rule
 
 
-def time_distributed(call: Call) -> Any:
+@rule(keras.layers.TimeDistributed)
+def time_distributed(call: Call) -> Nest:
     """Rule of `keras.layers.TimeDistributed`: all time steps as rows of one call."""
     arguments = call.bound()
     inputs, mask = arguments["inputs"], arguments["mask"]
@@ -35,7 +38,7 @@ def time_distributed(call: Call) -> Any:
     )
 
 
-def _joined(tensor: tf.Tensor, steps: int) -> tf.Tensor:
+def _joined(tensor: Tensor, steps: int) -> Tensor:
     """``(R, steps, ...)`` -> ``(R * steps, ...)``."""
     joined = tf.reshape(tensor, tf.concat([[-1], tf.shape(tensor)[2:]], 0))
     rows = tensor.shape[0]

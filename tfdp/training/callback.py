@@ -8,11 +8,11 @@ import keras
 import tensorflow as tf
 
 from tfdp import _validate
-from tfdp._released import ReleasedGradient
 from tfdp._types import Logs, Tensor
+from tfdp.ascent.losses import AscentLoss
+from tfdp.ascent.released import ReleasedGradient
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
-from tfdp.losses.ascent import AscentLoss
 from tfdp.mechanisms.gaussian import noise_of_query
 from tfdp.optimizers import DPOptimizer
 

@@ -9,11 +9,11 @@ from absl import logging
 
 from tfdp import _keras, _tree, _validate, engines
 from tfdp._types import Loss, Nest, Tensor
+from tfdp.ascent.losses import BAM, SAT, check_plain
 from tfdp.checks.engine import check_objective, choose
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.engines.passes import number_of_rows
-from tfdp.losses.ascent import BAM, SAT, check_plain
 from tfdp.losses.objective import Batch, Objective
 from tfdp.runs.histories import note_reads, recognise_copies
 from tfdp.training.step import BatchClipper

@@ -10,15 +10,15 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, engines
-from tfdp._released import ReleasedGradient
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.accounting.levels import folded
+from tfdp.ascent.losses import BAM, SAT, AscentLoss
+from tfdp.ascent.released import ReleasedGradient
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.distribute.replicas import ALONE, Replicas, summed
 from tfdp.distribute.shares import agreed_stream
 from tfdp.engines.passes import OnOutputs, run_in_passes, run_whole
 from tfdp.errors import UnsupportedLayerError
-from tfdp.losses.ascent import BAM, SAT, AscentLoss
 from tfdp.losses.objective import Batch, Objective
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.recorder import LedgerRecorder

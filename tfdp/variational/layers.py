@@ -9,7 +9,7 @@ from keras import ops
 
 from tfdp import _validate
 from tfdp._types import Config, Tensor, Variable
-from tfdp._views import number_of_views
+from tfdp._views_per_example import number_of_views
 from tfdp.losses.regularizers import GaussianDivergence
 
 

@@ -23,7 +23,7 @@ def term(rng, rows, between, views, dtype="float64"):
 
 def gradients(term, units):
     """One row after the other."""
-    a, g, scale = (tensor.numpy() for tensor in term.tensors())
+    a, g, scale = (tensor.numpy() for tensor in term.read())
     rows = [
         scale[row % len(scale)] * np.tensordot(a[row], g[row], (axes := [*range(a.ndim - 2)], axes))
         if a.ndim > 2
@@ -74,8 +74,10 @@ def test_squares_of_very_different_numbers(rng):
 
 
 def test_products_with_other_terms(rng):
-    scaled, units = term(rng, 4, (), 1), Units(2, 2)
-    expected = gradients(scaled, 2)
+    units = Units(2, 2)
+    term_ = term(rng, 4, (), 1)
+    scaled = term_.movable(units)
+    expected = gradients(term_, 2)
     other = rng.normal(size=(2, D * P))
     found = scaled.inner_products(Kept(Variable(), tf.constant(other)), units)
     np.testing.assert_allclose(found, np.sum(expected * other, 1))

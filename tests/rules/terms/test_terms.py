@@ -145,6 +145,27 @@ def test_products_with_the_gradients_of_units(rng):
         )
 
 
+def test_scaling_columns_scales_those_of_the_gradients(rng):
+    """Of units of one row and of two, with axes between and without."""
+    for rows in (1, 2):
+        units = Units(4 // rows, rows)
+        factors = rng.normal(size=(units.number, 2))
+        gradients = rng.normal(size=(4, 5, 3, 2))
+        a, g = (tf.constant(rng.normal(size=(4, 5, size))) for size in (3, 2))
+        matrix = OuterProducts(variable(3, 2), a, g)
+        for term in (
+            PerRow(variable(3, 2), tf.constant(gradients)),
+            PerRow(variable(3, 2), tf.constant(gradients[:, 0])),
+            PerRow(variable(2), tf.constant(gradients)),
+            matrix,
+            matrix.kept(units),
+        ):
+            before = term.instantiate(units)
+            expected = np.reshape(before, (units.number, -1, 2)) * factors[:, None]
+            scaled = term.by_column(tf.constant(factors), units).instantiate(units)
+            np.testing.assert_allclose(scaled, np.reshape(expected, before.shape))
+
+
 def test_moving_a_term_moves_its_gradients(rng):
     """``(a + r da) (x) (g + r dg)`` without what is of second order in r."""
     units, rate = Units(3, 1), tf.constant(0.1, tf.float64)

@@ -11,6 +11,7 @@ from tfdp.rules.terms.outer_products import OuterProducts as OuterProducts
 from tfdp.rules.terms.scaled_products import ScaledProducts as ScaledProducts
 from tfdp.rules.terms.standardized import Standardized as Standardized
 from tfdp.rules.terms.term import Kept as Kept
+from tfdp.rules.terms.term import Movable as Movable
 from tfdp.rules.terms.term import PerRow as PerRow
 from tfdp.rules.terms.term import Term as Term
 from tfdp.rules.terms.term import Units as Units

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
+from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.rules import filters, patches
 from tfdp.rules.geometry import Geometry
@@ -19,7 +19,7 @@ from tfdp.rules.terms.factors import (
     summed_products,
     weighted,
 )
-from tfdp.rules.terms.term import Term, Units
+from tfdp.rules.terms.term import Movable, Term, Units
 
 # Gradients of units may take this many numbers for each number of the activations
 # that they are made of, to be kept until the weights are known.
@@ -30,7 +30,7 @@ _KEPT_FOR_AN_ACTIVATION = 2
 _SQUARED_AND_SUMMED = 30
 
 
-class Convolution(Term):
+class Convolution(Movable):
     """The gradient of a kernel that slides over `inputs`.
 
     Args:
@@ -41,11 +41,7 @@ class Convolution(Term):
     """
 
     def __init__(
-        self,
-        variable: Any,
-        inputs: tf.Tensor,
-        g: tf.Tensor,
-        geometry: Geometry,
+        self, variable: Variable, inputs: Tensor, g: Tensor, geometry: Geometry
     ) -> None:
         self.variable = variable
         self.calls = [(inputs, g)]
@@ -55,10 +51,8 @@ class Convolution(Term):
         """Take the uses of both."""
         if not isinstance(other, Convolution) or other.geometry != self.geometry:
             return None
-        merged = Convolution(self.variable, *self.calls[0], self.geometry)
-        merged.calls = self.calls + other.calls
-        merged.repeats = self.repeats if self.repeats == other.repeats else None
-        return merged
+        repeats = self.repeats if self.repeats == other.repeats else None
+        return self.copy_with(calls=self.calls + other.calls, repeats=repeats)
 
     def _numbers(self, units: Units) -> tuple[int, int] | None:
         """Count positions of the outputs and of the padded inputs in a unit."""
@@ -78,7 +72,7 @@ class Convolution(Term):
         return rows * outputs, rows * inputs
 
     def _can_gram(
-        self, units: Units, others: Sequence[tuple[tf.Tensor, tf.Tensor]] = ()
+        self, units: Units, others: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> bool:
         """Tell whether patches of these calls, and of others, can meet each other."""
         shapes = {
@@ -95,6 +89,7 @@ class Convolution(Term):
         """Gram matrices of pixels where few positions meet many channels."""
         known = self._numbers(units)
         can_gram = self._can_gram(units)
+        # Without a static number of positions nothing says what either way takes.
         if norms == "instantiate" or known is None:
             return "drop" if norms == "instantiate" else "keep"
         if norms == "gram":
@@ -119,7 +114,7 @@ class Convolution(Term):
         known = self._numbers(units)
         return None if known is None else known[1] * known[1] + 2 * known[0] * known[0]
 
-    def factors(self, units: Units) -> list[tf.Tensor]:
+    def factors(self, units: Units) -> list[Tensor]:
         """``(U, K, *spatial, C)``, then ``(U, K, *spatial', O)``, for each use."""
         return [
             self._rows_of_units(at_least_float32(tensor), units)
@@ -127,14 +122,14 @@ class Convolution(Term):
             for tensor in call
         ]
 
-    def _rows_of_units(self, rows: tf.Tensor, units: Units) -> tf.Tensor:
+    def _rows_of_units(self, rows: Tensor, units: Units) -> Tensor:
         """``(R, ...)`` -> ``(U, K, ...)``."""
         if self.rows(units) == 1:
             return rows[:, None]
         shape = tf.concat([[units.number, -1], tf.shape(rows)[1:]], 0)
         return tf.ensure_shape(tf.reshape(rows, shape), [None, None, *rows.shape[1:]])
 
-    def instantiate(self, units: Units) -> tf.Tensor:
+    def instantiate(self, units: Units) -> Tensor:
         """Compute the filter gradient of each unit."""
         shape = tuple(self.variable.shape)
         parts = [
@@ -143,12 +138,12 @@ class Convolution(Term):
         ]
         return tf.reshape(tf.add_n(parts), [units.number, math.prod(shape)])
 
-    def one_use(self, units: Units) -> tuple[tf.Tensor, tf.Tensor]:
+    def one_use(self, units: Units) -> tuple[Tensor, Tensor]:
         """Return the factors of all uses, of equal shapes, as rows of a single one."""
         factors = self.factors(units)
         return tf.concat(factors[::2], 1), tf.concat(factors[1::2], 1)
 
-    def _gram(self, x: tf.Tensor, y: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
+    def _gram(self, x: Tensor, y: Tensor, g: Tensor) -> Tensor:
         return patches.patch_gram(
             x,
             y,
@@ -157,7 +152,7 @@ class Convolution(Term):
             geometry=self.geometry,
         )
 
-    def squares_by_gram(self, units: Units) -> tf.Tensor:
+    def squares_by_gram(self, units: Units) -> Tensor:
         """Gram matrices of the patches, from those of the pixels."""
         x, g = self.one_use(units)
         gram = self._gram(x, x, g)
@@ -168,9 +163,9 @@ class Convolution(Term):
         error += roundoff(outer, g.dtype) + of_factors(g.dtype)
         return squares_from_grams(gram, inner_products(flat, flat), error=error)
 
-    def lengths(self, units: Units) -> tf.Tensor:
+    def lengths(self, units: Units) -> Tensor:
         """Of what the kernel sees at each position, and of the gradients there."""
-        # All channels are one group.
+        # Groups see fewer channels each: as if all were one, the bound only grows.
         shape = (*self.variable.shape[:-2], 1, 1)
         return tf.add_n([
             summed_products(
@@ -188,9 +183,7 @@ class Convolution(Term):
             for x, g in in_pairs(self.factors(units))
         ])
 
-    def weighted_sum(
-        self, factors: list[tf.Tensor], weights: tf.Tensor | None
-    ) -> tf.Tensor:
+    def weighted_sum(self, factors: list[Tensor], weights: Tensor | None) -> Tensor:
         """One ordinary filter gradient for each use."""
         parts = [
             filters.filter_gradient(
@@ -203,7 +196,7 @@ class Convolution(Term):
         ]
         return tf.reshape(tf.add_n(parts), self.variable.shape)
 
-    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
+    def inner_products(self, other: Movable, units: Units) -> Tensor:
         """From Gram matrices of pixels, or with kernels of the units' own."""
         if isinstance(other, Convolution) and self._can_gram(units, other.calls):
             x, g = self.one_use(units)
@@ -225,7 +218,7 @@ class Convolution(Term):
             for x, g in in_pairs(self.factors(units))
         ])
 
-    def column_sums(self, units: Units) -> tf.Tensor:
+    def column_sums(self, units: Units) -> Tensor:
         """Sum each unit's gradient over all axes but the last, shape ``(U, O)``."""
         shape = tuple(self.variable.shape)
         sums = []
@@ -237,20 +230,15 @@ class Convolution(Term):
             sums.append(tf.reshape(product, [units.number, g.shape[-1]]))
         return tf.add_n(sums)
 
-    def by_column(self, factors: tf.Tensor, units: Units) -> "Convolution":
+    def by_column(self, factors: Tensor, units: Units) -> "Convolution":
         """Multiply the gradients of the outputs."""
-        scaled = Convolution(self.variable, *self.calls[0], self.geometry)
-        scaled.calls = [(x, g * units.for_rows(factors, g)) for x, g in self.calls]
-        scaled.repeats = self.repeats
-        return scaled
+        calls = [(x, g * units.for_rows(factors, g)) for x, g in self.calls]
+        return self.copy_with(calls=calls)
 
-    def tensors(self) -> list[tf.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Both factors of each use."""
         return [tensor for call in self.calls for tensor in call]
 
-    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Convolution":
+    def moved(self, jvp: Jvp, rate: Tensor) -> "Convolution":
         """Move the inputs, then the gradients."""
-        moved = Convolution(self.variable, *self.calls[0], self.geometry)
-        moved.calls = moved_pairs(self.calls, jvp, rate)
-        moved.repeats = self.repeats
-        return moved
+        return self.copy_with(calls=moved_pairs(self.calls, jvp, rate))

@@ -4,17 +4,18 @@ from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
+from tfdp._types import Tensor
 from tfdp.clipping import matmul_roundoff
 
 # From a tensor to its derivative along something, None for zeros.
-Jvp = Callable[[tf.Tensor], tf.Tensor | None]
+Jvp = Callable[[Tensor], Tensor | None]
 
 # Where the number of positions is not known, gradients of at most this many numbers
 # are instantiated.
 FEW_NUMBERS = 1 << 16
 
 
-def moved_tensor(tensor: tf.Tensor, jvp: Jvp, rate: tf.Tensor) -> tf.Tensor:
+def moved_tensor(tensor: Tensor, jvp: Jvp, rate: Tensor) -> Tensor:
     """Return ``tensor + rate d tensor``."""
     derivative = jvp(tensor) if tensor.dtype.is_floating else None
     if derivative is None:
@@ -23,8 +24,8 @@ def moved_tensor(tensor: tf.Tensor, jvp: Jvp, rate: tf.Tensor) -> tf.Tensor:
 
 
 def moved_pairs(
-    pairs: list[tuple[tf.Tensor, tf.Tensor]], jvp: Jvp, rate: tf.Tensor
-) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    pairs: list[tuple[Tensor, Tensor]], jvp: Jvp, rate: Tensor
+) -> list[tuple[Tensor, Tensor]]:
     """Return ``a (x) (g + rate dg)`` and ``da (x) (rate g)``, for each pair."""
     moved = [(a, moved_tensor(g, jvp, rate)) for a, g in pairs]
     for a, g in pairs:
@@ -39,12 +40,12 @@ def of_factors(dtype: tf.DType) -> float:
     return 4 * matmul_roundoff(dtype)
 
 
-def summed_products(a: tf.Tensor, g: tf.Tensor, axes: Iterable[int]) -> tf.Tensor:
+def summed_products(a: Tensor, g: Tensor, axes: Iterable[int]) -> Tensor:
     """Sum products over axes, in float64."""
     return tf.reduce_sum(tf.cast(a * g, tf.float64), list(axes))
 
 
-def weighted(units: tf.Tensor, weights: tf.Tensor | None) -> tf.Tensor:
+def weighted(units: Tensor, weights: Tensor | None) -> Tensor:
     """Multiply each unit's part by its weight."""
     if weights is None:
         return units
@@ -52,6 +53,6 @@ def weighted(units: tf.Tensor, weights: tf.Tensor | None) -> tf.Tensor:
     return units * tf.reshape(tf.cast(weights, units.dtype), shape)
 
 
-def in_pairs(tensors: list[tf.Tensor]) -> list[tuple[tf.Tensor, tf.Tensor]]:
+def in_pairs(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return neighbours as pairs."""
     return list(zip(tensors[::2], tensors[1::2], strict=True))

@@ -1,10 +1,10 @@
 """The gradient of what multiplies a matrix."""
 
 import math
-from typing import Any
 
 import tensorflow as tf
 
+from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32, squares_rounded_up
 from tfdp.rules.products import inner_products, roundoff, squares_from_grams
 from tfdp.rules.terms.factors import (
@@ -16,10 +16,10 @@ from tfdp.rules.terms.factors import (
     summed_products,
     weighted,
 )
-from tfdp.rules.terms.term import Kept, Term, Units
+from tfdp.rules.terms.term import Kept, Movable, Term, Units
 
 
-class OuterProducts(Term):
+class OuterProducts(Movable):
     """``sum_t a_t (x) g_t``: what multiplies a matrix has this gradient.
 
     Args:
@@ -29,10 +29,10 @@ class OuterProducts(Term):
         g: Gradients of the outputs, shape ``(R, ..., p)`` with the same axes between.
     """
 
-    def __init__(self, variable: Any, a: tf.Tensor, g: tf.Tensor) -> None:
+    def __init__(self, variable: Variable, a: Tensor, g: Tensor) -> None:
         self.variable = variable
         self.pairs = [(a, g)]
-        self._added_up: list[tf.Tensor] | None = None
+        self._added_up: list[Tensor] | None = None
         self.p: int = g.shape[-1]
         self.d: int = math.prod(variable.shape) // self.p
 
@@ -40,10 +40,11 @@ class OuterProducts(Term):
         """Take the uses of both."""
         if not isinstance(other, OuterProducts) or other.p != self.p:
             return None
-        merged = OuterProducts(self.variable, *self.pairs[0])
-        merged.pairs = self.pairs + other.pairs
-        merged.repeats = self.repeats if self.repeats == other.repeats else None
-        return merged
+        repeats = self.repeats if self.repeats == other.repeats else None
+        return self._of(self.pairs + other.pairs).copy_with(repeats=repeats)
+
+    def _of(self, pairs: list[tuple[Tensor, Tensor]]) -> "OuterProducts":
+        return self.copy_with(pairs=pairs, _added_up=None)
 
     def _positions(self, units: Units) -> int | None:
         """Count the positions of a unit, if their number is static."""
@@ -64,8 +65,11 @@ class OuterProducts(Term):
     def how(self, norms: str, units: Units) -> str:
         """Gram matrices where few positions meet a large matrix."""
         positions = self._positions(units)
+        # Added up by ids, the factors are the gradient: there is nothing to keep.
         if self._has_only_ids():
             return "drop"
+        # One position needs two lengths; beside ids a dense gradient would have a row for
+        # every word of the vocabulary.
         if norms == "gram" or (positions == 1 and norms == "auto") or self._has_ids():
             return "gram"
         if norms == "instantiate":
@@ -88,7 +92,7 @@ class OuterProducts(Term):
             return positions * self.p
         return 1 if positions == 1 else 2 * positions * positions
 
-    def _views(self, units: Units) -> list[tf.Tensor]:
+    def _views(self, units: Units) -> list[Tensor]:
         """Group the positions of each use by units."""
         views = []
         for a, g in self.pairs:
@@ -99,7 +103,7 @@ class OuterProducts(Term):
             views.append(units.view(at_least_float32(g), [self.p]))
         return views
 
-    def factors(self, units: Units) -> list[tf.Tensor]:
+    def factors(self, units: Units) -> list[Tensor]:
         """``(U, T, d)`` or ids ``(U, T)``, then ``(U, T, p)``, for each use."""
         if self._added_up is not None:
             return self._added_up
@@ -110,7 +114,7 @@ class OuterProducts(Term):
             views = self._added_up = _added_up(ids, rows)
         return views
 
-    def instantiate(self, units: Units) -> tf.Tensor:
+    def instantiate(self, units: Units) -> Tensor:
         """Multiply the factors out."""
         parts = []
         for a, g in in_pairs(self.factors(units)):
@@ -127,7 +131,7 @@ class OuterProducts(Term):
         flat = tf.reshape(product, [units.number, self.p * self.d])
         return Kept(self.variable, flat, transposed=(self.p, self.d))
 
-    def squares_of_dropped(self, units: Units) -> tf.Tensor:
+    def squares_of_dropped(self, units: Units) -> Tensor:
         """Of ids, the factors are all there is."""
         if not self._has_only_ids():
             return super().squares_of_dropped(units)
@@ -135,7 +139,7 @@ class OuterProducts(Term):
         squares = squares_rounded_up(tf.reshape(rows, [-1, self.p]))
         return tf.reduce_sum(tf.reshape(squares, tf.shape(rows)[:2]), 1)
 
-    def squares_by_gram(self, units: Units) -> tf.Tensor:
+    def squares_by_gram(self, units: Units) -> Tensor:
         """``sum_{t,s} <a_t, a_s> <g_t, g_s>``, with what rounding can have lost."""
         pairs = in_pairs(self.factors(units))
         if self._positions(units) == 1:
@@ -146,6 +150,7 @@ class OuterProducts(Term):
                 if a.dtype.is_floating
                 else squares
             )
+        # All uses along one axis of positions: so cross terms between calls count.
         g = tf.concat([g for _, g in pairs], axis=1)
         rows = [
             tf.concat([_inner_products(a, b, g.dtype) for b, _ in pairs], axis=2)
@@ -158,7 +163,7 @@ class OuterProducts(Term):
             tf.concat(rows, axis=1), inner_products(g, g), error=error
         )
 
-    def lengths(self, units: Units) -> tf.Tensor:
+    def lengths(self, units: Units) -> Tensor:
         """The rows of a matrix of ids have length one."""
         return tf.add_n([
             summed_products(tf.norm(a, axis=-1), tf.norm(g, axis=-1), [1])
@@ -167,13 +172,12 @@ class OuterProducts(Term):
             for a, g in in_pairs(self.factors(units))
         ])
 
-    def weighted_sum(
-        self, factors: list[tf.Tensor], weights: tf.Tensor | None
-    ) -> tf.Tensor:
+    def weighted_sum(self, factors: list[Tensor], weights: Tensor | None) -> Tensor:
         """One ordinary product for each use: ``a^T diag(weights) g``."""
         parts = []
         for a, g in in_pairs(factors):
             right = tf.reshape(weighted(g, weights), [-1, self.p])
+            # Ids are summed by row of the variable: a one-hot matrix is never made.
             if a.dtype.is_floating:
                 left = tf.reshape(a, [-1, self.d])
                 parts.append(tf.matmul(left, right, transpose_a=True))
@@ -182,61 +186,55 @@ class OuterProducts(Term):
                 parts.append(tf.math.unsorted_segment_sum(right, ids, self.d))
         return tf.reshape(tf.add_n(parts), self.variable.shape)
 
-    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
+    def inner_products(self, other: Movable, units: Units) -> Tensor:
         """Multiply one factor by what the other term has, then the other."""
         return tf.add_n([
             tf.reduce_sum(other.applied(a, units) * g, [1, 2])
             for a, g in in_pairs(self._views(units))
         ])
 
-    def applied(self, a: tf.Tensor, units: Units) -> tf.Tensor:
+    def applied(self, a: Tensor, units: Units) -> Tensor:
         """``sum_t <a, a_t> g_t``."""
         return tf.add_n([
             tf.matmul(_inner_products(a, b, g.dtype), g)
             for b, g in in_pairs(self.factors(units))
         ])
 
-    def applied_back(self, g: tf.Tensor, units: Units) -> tf.Tensor:
+    def applied_back(self, g: Tensor, units: Units) -> Tensor:
         """``sum_t <g, g_t> a_t``."""
         return tf.add_n([
             tf.matmul(inner_products(g, h), self._dense(a, h.dtype))
             for a, h in in_pairs(self.factors(units))
         ])
 
-    def _dense(self, a: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    def _dense(self, a: Tensor, dtype: tf.DType) -> Tensor:
         return a if a.dtype.is_floating else tf.one_hot(a, self.d, dtype=dtype)
 
-    def column_sums(self, units: Units) -> tf.Tensor:
+    def column_sums(self, units: Units) -> Tensor:
         """Sum each unit's gradient over all axes but the last, shape ``(U, p)``."""
         return tf.add_n([
             tf.einsum("ut,utp->up", tf.reduce_sum(self._dense(a, g.dtype), 2), g)
             for a, g in in_pairs(self._views(units))
         ])
 
-    def by_column(self, factors: tf.Tensor, units: Units) -> "OuterProducts":
+    def by_column(self, factors: Tensor, units: Units) -> "OuterProducts":
         """Multiply the second factors."""
-        scaled = OuterProducts(self.variable, *self.pairs[0])
-        scaled.pairs = [(a, g * units.for_rows(factors, g)) for a, g in self.pairs]
-        scaled.repeats = self.repeats
-        return scaled
+        return self._of([(a, g * units.for_rows(factors, g)) for a, g in self.pairs])
 
-    def tensors(self) -> list[tf.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Both factors of each use, but for ids."""
         return [each for pair in self.pairs for each in pair if each.dtype.is_floating]
 
-    def read(self) -> list[tf.Tensor]:
+    def read(self) -> list[Tensor]:
         """Both factors of each use."""
         return [each for pair in self.pairs for each in pair]
 
-    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "OuterProducts":
+    def moved(self, jvp: Jvp, rate: Tensor) -> "OuterProducts":
         """Move one factor, then the other."""
-        moved = OuterProducts(self.variable, *self.pairs[0])
-        moved.pairs = moved_pairs(self.pairs, jvp, rate)
-        moved.repeats = self.repeats
-        return moved
+        return self._of(moved_pairs(self.pairs, jvp, rate))
 
 
-def _inner_products(a: tf.Tensor, b: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def _inner_products(a: Tensor, b: Tensor, dtype: tf.DType) -> Tensor:
     """``(U, T, S)`` from rows ``(U, T, d)`` and ``(U, S, d)``, or ids in their place."""
     if a.dtype.is_floating and b.dtype.is_floating:
         return inner_products(a, b)
@@ -247,7 +245,7 @@ def _inner_products(a: tf.Tensor, b: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(a[:, :, None] == b[:, None, :], dtype)
 
 
-def _added_up(ids: tf.Tensor, g: tf.Tensor) -> list[tf.Tensor]:
+def _added_up(ids: Tensor, g: Tensor) -> list[Tensor]:
     """Add up the gradients of equal ids.
 
     The norm of a unit is then that of the very rows that are weighted and summed: of

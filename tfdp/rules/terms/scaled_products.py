@@ -1,14 +1,13 @@
 """The gradient of what is multiplied, number by number, before it is a matrix."""
 
 import math
-from typing import Any
 
 import tensorflow as tf
 
+from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32
-from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.products import roundoff
-from tfdp.rules.terms.factors import Jvp, summed_products, weighted
+from tfdp.rules.terms.factors import summed_products, weighted
 from tfdp.rules.terms.term import Term, Units
 
 
@@ -28,9 +27,7 @@ class ScaledProducts(Term):
             depend on data.
     """
 
-    def __init__(
-        self, variable: Any, a: tf.Tensor, g: tf.Tensor, scale: tf.Tensor
-    ) -> None:
+    def __init__(self, variable: Variable, a: Tensor, g: Tensor, scale: Tensor) -> None:
         self.variable = variable
         self.a = at_least_float32(a)
         self.g = at_least_float32(g)
@@ -57,21 +54,22 @@ class ScaledProducts(Term):
         """One number, or the gradient."""
         return 1 if how == "gram" else self._size
 
-    def instantiate(self, units: Units) -> tf.Tensor:
+    def instantiate(self, units: Units) -> Tensor:
         """Multiply the factors out, row by row, and add them up."""
+        # Rows of one unit have scales of their own: summed first, they would mix.
         d, p = self.variable.shape
         a, g = (self._rows(each) for each in (self.a, self.g))
         products = tf.einsum("mvtd,mvtp->mvdp", a, g) * self.scale
         return tf.reduce_sum(units.view(products, [d * p]), 1)
 
-    def _rows(self, tensor: tf.Tensor) -> tf.Tensor:
+    def _rows(self, tensor: Tensor) -> Tensor:
         """``(R, ..., k)`` -> ``(R / V, V, T, k)``."""
         size = tensor.shape[-1]
         views = tf.shape(self.scale)[0]
         positions = tf.reduce_prod(tf.shape(self.g)[1:-1])
         return tf.reshape(tensor, [-1, views, positions, size])
 
-    def squares_by_gram(self, units: Units) -> tf.Tensor:
+    def squares_by_gram(self, units: Units) -> Tensor:
         """``sum_jk a_j^2 scale_jk^2 g_k^2``, in float64: squares have a wide range."""
         d, p = self.variable.shape
         a, g = (tf.reshape(self.a, [-1, d]), tf.reshape(self.g, [-1, p]))
@@ -88,7 +86,7 @@ class ScaledProducts(Term):
         # The gradients themselves are products of three rounded numbers.
         return squares * (1 + error + 4 * roundoff(1, self.g.dtype))
 
-    def lengths(self, units: Units) -> tf.Tensor:
+    def lengths(self, units: Units) -> Tensor:
         """At most the largest scale times the lengths of both factors."""
         a, g = (
             units.view(tf.norm(each, axis=-1)[..., None], [1])[:, :, 0]
@@ -97,41 +95,18 @@ class ScaledProducts(Term):
         largest = tf.cast(tf.reduce_max(tf.abs(self.scale)), tf.float64)
         return summed_products(a, g, [1]) * largest
 
-    def factors(self, units: Units) -> list[tf.Tensor]:
+    def factors(self, units: Units) -> list[Tensor]:
         """``(U, T, d)``, then ``(U, T, p)``."""
         d, p = self.variable.shape
         return [units.view(self.a, [d]), units.view(self.g, [p])]
 
-    def weighted_sum(
-        self, factors: list[tf.Tensor], weights: tf.Tensor | None
-    ) -> tf.Tensor:
+    def weighted_sum(self, factors: list[Tensor], weights: Tensor | None) -> Tensor:
         """One ordinary product for each scale."""
         a, g = factors
         a, g = self._rows(a), self._rows(weighted(g, weights))
         products = tf.einsum("mvtd,mvtp->vdp", a, g)
         return tf.reduce_sum(products * self.scale, 0)
 
-    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
-        """Of the gradients themselves."""
-        return tf.reduce_sum(self.instantiate(units) * other.instantiate(units), 1)
-
-    def by_column(self, factors: tf.Tensor, units: Units) -> "ScaledProducts":
-        """Multiply the second factor."""
-        g = self.g * units.for_rows(factors, self.g)
-        return self._with(self.a, g, self.scale)
-
-    def tensors(self) -> list[tf.Tensor]:
+    def read(self) -> list[Tensor]:
         """All three factors."""
         return [self.a, self.g, self.scale]
-
-    def moved(self, jvp: Jvp, rate: tf.Tensor) -> Term:
-        """Refuse: a unit that moves has a scale of its own."""
-        raise UnsupportedLayerError(
-            "Units can only have weights of their own in layers that are linear in "
-            f"them. Received: `{self.variable.path}`, which is not."
-        )
-
-    def _with(self, a: tf.Tensor, g: tf.Tensor, scale: tf.Tensor) -> "ScaledProducts":
-        new = ScaledProducts(self.variable, a, g, scale)
-        new.repeats = self.repeats
-        return new

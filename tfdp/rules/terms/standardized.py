@@ -9,19 +9,18 @@ the gradient D of a matrix in that place, projected. Along ``P W_o`` the outputs
 standardised layer do not change, which makes k what it is.
 """
 
-from typing import Any
-
 import tensorflow as tf
 
+from tfdp._types import Tensor
 from tfdp.layers import centred
 from tfdp.rules.products import roundoff
 from tfdp.rules.terms.convolution import Convolution
 from tfdp.rules.terms.factors import Jvp, moved_tensor, of_factors
 from tfdp.rules.terms.outer_products import OuterProducts
-from tfdp.rules.terms.term import Kept, Term, Units
+from tfdp.rules.terms.term import Kept, Movable, Term, Units
 
 
-class Standardized(Term):
+class Standardized(Movable):
     """``P D - P W diag(k)`` for the gradient D of a matrix.
 
     Args:
@@ -34,9 +33,9 @@ class Standardized(Term):
     def __init__(
         self,
         products: OuterProducts | Convolution,
-        kernel: tf.Tensor,
-        along: tf.Tensor,
-        taken: tf.Tensor,
+        kernel: Tensor,
+        along: Tensor,
+        taken: Tensor,
     ) -> None:
         self.variable = products.variable
         self.products = products
@@ -52,13 +51,6 @@ class Standardized(Term):
     def repeats(self, repeats: int | None) -> None:
         self.products.repeats = repeats
 
-    def _with(
-        self, products: Any, uses: list[tuple[tf.Tensor, tf.Tensor]]
-    ) -> "Standardized":
-        new = Standardized(products, self.kernel, *uses[0])
-        new.uses = uses
-        return new
-
     def merged(self, other: Term) -> "Standardized | None":
         """Take the uses of both."""
         if not isinstance(other, Standardized):
@@ -66,7 +58,7 @@ class Standardized(Term):
         products = self.products.merged(other.products)
         if products is None:
             return None
-        return self._with(products, self.uses + other.uses)
+        return self.copy_with(products=products, uses=self.uses + other.uses)
 
     def how(self, norms: str, units: Units) -> str:
         """As for the matrix."""
@@ -76,7 +68,7 @@ class Standardized(Term):
         """As for the matrix."""
         return self.products.numbers(how, units)
 
-    def of_units(self, units: Units) -> tuple[tf.Tensor, tf.Tensor]:
+    def of_units(self, units: Units) -> tuple[Tensor, Tensor]:
         """Add up ``<P W, D>`` and k over the rows of each unit, shapes ``(U, O)``."""
         along, taken = (
             tf.add_n([
@@ -87,11 +79,11 @@ class Standardized(Term):
         return along, taken
 
     @property
-    def _columns(self) -> tf.Tensor:
+    def _columns(self) -> Tensor:
         """``P W``, shape ``(K, O)``."""
         return tf.reshape(self.kernel, [-1, self.kernel.shape[-1]])
 
-    def instantiate(self, units: Units) -> tf.Tensor:
+    def instantiate(self, units: Units) -> Tensor:
         """Compute D, and project it."""
         _, taken = self.of_units(units)
         columns = self._columns
@@ -100,7 +92,7 @@ class Standardized(Term):
         gradients -= columns * taken[:, None]
         return tf.reshape(gradients, [units.number, tf.size(columns)])
 
-    def squares_by_gram(self, units: Units) -> tf.Tensor:
+    def squares_by_gram(self, units: Units) -> Tensor:
         """``|D|^2``, less what the projection takes away."""
         taken_away = tf.reduce_sum(self._taken_away(units), 1)
         squares = self.products.squares_by_gram(units) - taken_away
@@ -111,7 +103,7 @@ class Standardized(Term):
         error = 4 * (error + self.roundoff_of_positions(units, dtype))
         return tf.maximum(squares, 0) + error * tf.square(self.lengths(units))
 
-    def _taken_away(self, units: Units) -> tf.Tensor:
+    def _taken_away(self, units: Units) -> Tensor:
         """``|D_o|^2`` minus the squared length of the projection, ``(U, O)``."""
         along, taken = self.of_units(units)
         along, taken = (tf.cast(each, tf.float64) for each in (along, taken))
@@ -121,7 +113,7 @@ class Standardized(Term):
         of_mean = tf.square(sums) / columns.shape[0]
         return of_mean + taken * (2 * along - taken * lengths)
 
-    def column_squares(self, units: Units) -> tf.Tensor:
+    def column_squares(self, units: Units) -> Tensor:
         """Return the squared lengths of the columns, float64, shape ``(U, O)``."""
         ones = tf.ones([units.number, self.kernel.shape[-1]], self.kernel.dtype)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -131,26 +123,24 @@ class Standardized(Term):
         squares = tf.cast(tape.gradient(product, ones), tf.float64)
         return squares - self._taken_away(units)
 
-    def column_products(self, units: Units) -> tf.Tensor:
+    def column_products(self, units: Units) -> Tensor:
         """Multiply the columns with those of ``P W``, float64, shape ``(U, O)``."""
         along, taken = (tf.cast(each, tf.float64) for each in self.of_units(units))
         columns = tf.cast(self._columns, tf.float64)
         return along - taken * tf.reduce_sum(tf.square(columns), 0)
 
-    def lengths(self, units: Units) -> tf.Tensor:
+    def lengths(self, units: Units) -> Tensor:
         """Of the factors of D, and of what is taken away."""
         _, taken = self.of_units(units)
         columns = tf.norm(self._columns, axis=0)
         of_taken = tf.linalg.matvec(tf.abs(taken), columns)
         return self.products.lengths(units) + tf.cast(of_taken, tf.float64)
 
-    def factors(self, units: Units) -> list[tf.Tensor]:
+    def factors(self, units: Units) -> list[Tensor]:
         """Those of D, then k."""
         return [*self.products.factors(units), self.of_units(units)[1]]
 
-    def weighted_sum(
-        self, factors: list[tf.Tensor], weights: tf.Tensor | None
-    ) -> tf.Tensor:
+    def weighted_sum(self, factors: list[Tensor], weights: Tensor | None) -> Tensor:
         """Project the sum of the D."""
         *of_products, taken = factors
         if weights is not None:
@@ -158,7 +148,7 @@ class Standardized(Term):
         total = centred(self.products.weighted_sum(of_products, weights))
         return total - self.kernel * tf.reduce_sum(taken, 0)
 
-    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
+    def inner_products(self, other: Movable, units: Units) -> Tensor:
         """As those of the D, less what the projections take away."""
         along, taken = self.of_units(units)
         columns = self._columns
@@ -177,7 +167,7 @@ class Standardized(Term):
         less = tf.reduce_sum(gradients * columns, 1) * taken
         return product - tf.reduce_sum(less, 1)
 
-    def by_column(self, factors: tf.Tensor, units: Units) -> "Standardized":
+    def by_column(self, factors: Tensor, units: Units) -> "Standardized":
         """Multiply the D and k."""
         uses = [
             (
@@ -186,23 +176,21 @@ class Standardized(Term):
             )
             for along, taken in self.uses
         ]
-        return self._with(self.products.by_column(factors, units), uses)
+        products = self.products.by_column(factors, units)
+        return self.copy_with(products=products, uses=uses)
 
-    def tensors(self) -> list[tf.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The factors of D, and the numbers."""
-        return [
-            *self.products.tensors(),
-            *(each for use in self.uses for each in use),
-        ]
+        return [*self.products.tensors(), *(each for use in self.uses for each in use)]
 
-    def read(self) -> list[tf.Tensor]:
+    def read(self) -> list[Tensor]:
         """The factors of D, and the numbers."""
         return [*self.products.read(), *(each for use in self.uses for each in use)]
 
-    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Standardized":
+    def moved(self, jvp: Jvp, rate: Tensor) -> "Standardized":
         """Move D, and the numbers."""
         uses = [
             (moved_tensor(along, jvp, rate), moved_tensor(taken, jvp, rate))
             for along, taken in self.uses
         ]
-        return self._with(self.products.moved(jvp, rate), uses)
+        return self.copy_with(products=self.products.moved(jvp, rate), uses=uses)

@@ -5,11 +5,12 @@ import copy
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Self
 
 import numpy as np
 import tensorflow as tf
 
+from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32, squares_rounded_up
 from tfdp.rules.terms.factors import Jvp, moved_tensor, of_factors
 
@@ -23,14 +24,14 @@ class Units:
         rows: Consecutive rows in a unit, None where that is not static.
     """
 
-    number: int | tf.Tensor
+    number: int | Tensor
     rows: int | None
 
-    def view(self, tensor: tf.Tensor, trailing: Sequence[int]) -> tf.Tensor:
+    def view(self, tensor: Tensor, trailing: Sequence[int]) -> Tensor:
         """``(R, ..., *trailing)`` -> ``(U, positions, *trailing)``."""
         return tf.reshape(tensor, [self.number, -1, *trailing])
 
-    def for_rows(self, of_units: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    def for_rows(self, of_units: Tensor, rows: Tensor) -> Tensor:
         """``(U, p)`` -> ``(R, ..., p)``, to be multiplied with `rows`."""
         # A call may have several rows for each row of the batch.
         repeats = tf.shape(rows)[0] // tf.maximum(self.number, 1)
@@ -43,21 +44,53 @@ class Units:
 class Term(abc.ABC):
     """One summand of the gradient of a variable.
 
+    A term of one's own needs the five methods that are abstract. The others say of a
+    gradient that is never cheaper than by instantiating it what there is to say.
+
     Attributes:
         variable: The Keras variable.
         repeats: Rows for each row of the batch; None if not the same in all uses.
     """
 
-    variable: Any
+    variable: Variable
     repeats: int | None = 1
 
-    def rows(self, units: Units) -> int | None:
-        """Count the rows of a unit, None where that is not static."""
-        if units.rows is None or self.repeats is None:
-            return None
-        return units.rows * self.repeats
+    @abc.abstractmethod
+    def factors(self, units: Units) -> list[Tensor]:
+        """Return what the gradients are made of, each with leading axis ``U``.
+
+        What is multiplied and summed over positions comes in pairs, the gradients of
+        the outputs second: their positions are counted, for what rounding can lose.
+        """
 
     @abc.abstractmethod
+    def instantiate(self, units: Units) -> Tensor:
+        """Compute each unit's gradient, shape ``(U, size of the variable)``."""
+
+    @abc.abstractmethod
+    def lengths(self, units: Units) -> Tensor:
+        """Sum the products of the lengths of the factors, float64, shape ``(U,)``."""
+
+    @abc.abstractmethod
+    def weighted_sum(self, factors: list[Tensor], weights: Tensor | None) -> Tensor:
+        """Sum the units' gradients times their weights.
+
+        Args:
+            factors: As `factors` returns them, some units perhaps set to zero.
+            weights: Shape ``(U,)``; None for ones.
+
+        Returns:
+            Shape of the variable.
+        """
+
+    @abc.abstractmethod
+    def read(self) -> list[Tensor]:
+        """List all tensors that the gradients are made of, rows on the first axis.
+
+        That each entry depends on its row alone is proven before the first step. One
+        entry on that axis is for all rows, and must depend on none.
+        """
+
     def how(self, norms: str, units: Units) -> str:
         """Name the way to the norm.
 
@@ -70,24 +103,19 @@ class Term(abc.ABC):
             units' gradients, which are then summed. ``"drop"``: from the units'
             gradients, and the sum from the factors again.
         """
+        del norms, units
+        return "drop"
 
-    @abc.abstractmethod
     def numbers(self, how: str, units: Units) -> int | None:
         """Count the numbers that the norm of one unit takes; None if unknown."""
+        del how, units
+        return int(math.prod(self.variable.shape))
 
-    @abc.abstractmethod
-    def instantiate(self, units: Units) -> tf.Tensor:
-        """Compute each unit's gradient, shape ``(U, size of the variable)``."""
-
-    def kept(self, units: Units) -> "Kept":
-        """Instantiate in whatever order of numbers is fastest."""
-        return Kept(self.variable, self.instantiate(units))
-
-    @abc.abstractmethod
-    def squares_by_gram(self, units: Units) -> tf.Tensor:
+    def squares_by_gram(self, units: Units) -> Tensor:
         """Bound the squared norms without instantiating, float64, shape ``(U,)``."""
+        return self.squares_of_dropped(units)
 
-    def squares_of_dropped(self, units: Units) -> tf.Tensor:
+    def squares_of_dropped(self, units: Units) -> Tensor:
         """Bound the squared norms of gradients that are computed again for the sum.
 
         Where they cancel, the sum may round otherwise: by what the lengths of the
@@ -99,12 +127,14 @@ class Term(abc.ABC):
         Returns:
             float64, shape ``(U,)``.
         """
+        # The sum is made of the factors, in another order than these gradients: where
+        # large numbers cancel, the two differ by roundoff of the large ones.
         kept = self.kept(units).gradients
         lengths = self.lengths(units)
         guard = of_factors(kept.dtype) + self.roundoff_of_positions(units, kept.dtype)
         return squares_rounded_up(kept) + guard * tf.square(lengths)
 
-    def roundoff_of_positions(self, units: Units, dtype: tf.DType) -> tf.Tensor:
+    def roundoff_of_positions(self, units: Units, dtype: tf.DType) -> Tensor:
         """Bound the error of sums over the positions of a unit, relative to lengths."""
         products = [
             tf.cast(
@@ -112,37 +142,67 @@ class Term(abc.ABC):
             )
             for g in self.factors(units)[1::2]
         ]
+        # A sum of n alike numbers was seen to be off by n / 4 units of roundoff.
         positions = tf.add_n([tf.constant(0.0, tf.float64), *products])
         return positions * float(np.finfo(dtype.as_numpy_dtype).eps) / 8
 
-    @abc.abstractmethod
-    def lengths(self, units: Units) -> tf.Tensor:
-        """Sum the products of the lengths of the factors, float64, shape ``(U,)``."""
-
-    @abc.abstractmethod
-    def factors(self, units: Units) -> list[tf.Tensor]:
-        """Return what the gradients are made of, each with leading axis ``U``."""
-
-    @abc.abstractmethod
-    def weighted_sum(
-        self, factors: list[tf.Tensor], weights: tf.Tensor | None
-    ) -> tf.Tensor:
-        """Sum the units' gradients times their weights.
-
-        Args:
-            factors: As `factors` returns them, some units perhaps set to zero.
-            weights: Shape ``(U,)``; None for ones.
-
-        Returns:
-            Shape of the variable.
-        """
+    def kept(self, units: Units) -> "Kept":
+        """Instantiate in whatever order of numbers is fastest."""
+        return Kept(self.variable, self.instantiate(units))
 
     def merged(self, other: "Term") -> "Term | None":
         """Return one term for both, of one variable, or None if there is none."""
+        del other
         return None
 
+    def movable(self, units: Units) -> "Movable":
+        """Return these gradients as what units can move the variable along."""
+        return self.kept(units)
+
+    def rows(self, units: Units) -> int | None:
+        """Count the rows of a unit, None where that is not static."""
+        # Uses with other numbers of rows have no common one.
+        if units.rows is None or self.repeats is None:
+            return None
+        return units.rows * self.repeats
+
+    def copy_with(self, **attributes: object) -> Self:
+        """Return a copy with other attributes."""
+        new = copy.copy(self)
+        vars(new).update(attributes)
+        return new
+
+
+class Movable(Term):
+    """A term along which each unit can move the variable, for `tfdp.losses.BAM`.
+
+    What moved layers compute needs products with each unit's gradient. Terms with
+    factors have shorter ways to them than the gradients themselves.
+    """
+
     @abc.abstractmethod
-    def inner_products(self, other: "Term", units: Units) -> tf.Tensor:
+    def tensors(self) -> list[Tensor]:
+        """List the floating-point tensors that `moved` needs the derivatives of."""
+
+    @abc.abstractmethod
+    def moved(self, jvp: Jvp, rate: Tensor) -> "Movable":
+        """Return the term with its derivative added.
+
+        Args:
+            jvp: Returns the derivative of a tensor, None for zeros.
+            rate: What the derivative is multiplied by, a scalar tensor.
+        """
+
+    def read(self) -> list[Tensor]:
+        """List what can move, unless there is more."""
+        return self.tensors()
+
+    def movable(self, units: Units) -> "Movable":
+        """Return the term itself."""
+        del units
+        return self
+
+    def inner_products(self, other: "Movable", units: Units) -> Tensor:
         """Multiply each unit's gradient with what another term has for the variable.
 
         Args:
@@ -152,8 +212,9 @@ class Term(abc.ABC):
         Returns:
             Shape ``(U,)``, not rounded up.
         """
+        return tf.reduce_sum(self.instantiate(units) * other.instantiate(units), 1)
 
-    def applied(self, a: tf.Tensor, units: Units) -> tf.Tensor:
+    def applied(self, a: Tensor, units: Units) -> Tensor:
         """Multiply by each unit's gradient, as a matrix.
 
         Args:
@@ -172,7 +233,7 @@ class Term(abc.ABC):
         matrices = tf.reshape(gradients, [units.number, size // p, p])
         return tf.gather(matrices, a, batch_dims=1)
 
-    def applied_back(self, g: tf.Tensor, units: Units) -> tf.Tensor:
+    def applied_back(self, g: Tensor, units: Units) -> Tensor:
         """Multiply by the transpose of each unit's gradient, as a matrix.
 
         Args:
@@ -187,34 +248,20 @@ class Term(abc.ABC):
         matrices = tf.reshape(self.instantiate(units), shape)
         return tf.matmul(g, matrices, transpose_b=True)
 
-    @abc.abstractmethod
-    def by_column(self, factors: tf.Tensor, units: Units) -> "Term":
+    def by_column(self, factors: Tensor, units: Units) -> "Movable":
         """Return the term whose gradients are those of this, times factors.
 
         Args:
             factors: One for each index of the variable's last axis, shape ``(U, p)``.
             units: How rows are grouped.
         """
-
-    @abc.abstractmethod
-    def tensors(self) -> list[tf.Tensor]:
-        """List the floating-point tensors that `moved` needs the derivatives of."""
-
-    def read(self) -> list[tf.Tensor]:
-        """List all tensors that the gradients are made of, rows on the first axis."""
-        return self.tensors()
-
-    @abc.abstractmethod
-    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Term":
-        """Return the term with its derivative added.
-
-        Args:
-            jvp: Returns the derivative of a tensor, None for zeros.
-            rate: What the derivative is multiplied by, a scalar tensor.
-        """
+        gradients = self.instantiate(units)
+        columns = units.view(gradients, [factors.shape[-1]])
+        scaled = columns * tf.cast(factors, columns.dtype)[:, None]
+        return Kept(self.variable, tf.reshape(scaled, tf.shape(gradients)))
 
 
-class Kept(Term):
+class Kept(Movable):
     """Gradients of whole units, computed already.
 
     Args:
@@ -226,8 +273,8 @@ class Kept(Term):
 
     def __init__(
         self,
-        variable: Any,
-        gradients: tf.Tensor,
+        variable: Variable,
+        gradients: Tensor,
         transposed: tuple[int, int] | None = None,
     ) -> None:
         self.variable = variable
@@ -236,13 +283,10 @@ class Kept(Term):
 
     def how(self, norms: str, units: Units) -> str:
         """Keep them."""
+        del norms, units
         return "keep"
 
-    def numbers(self, how: str, units: Units) -> int:
-        """One gradient."""
-        return math.prod(self.variable.shape)
-
-    def instantiate(self, units: Units) -> tf.Tensor:
+    def instantiate(self, units: Units) -> Tensor:
         """Return them, as the variable has them."""
         if self._transposed is None:
             return self.gradients
@@ -250,21 +294,20 @@ class Kept(Term):
         size = math.prod(self.variable.shape)
         return tf.reshape(tf.linalg.matrix_transpose(matrices), [units.number, size])
 
-    def squares_by_gram(self, units: Units) -> tf.Tensor:
+    def squares_by_gram(self, units: Units) -> Tensor:
         """From the gradients themselves."""
         return squares_rounded_up(self.instantiate(units))
 
-    def lengths(self, units: Units) -> tf.Tensor:
+    def lengths(self, units: Units) -> Tensor:
         """Zero: these gradients are what is summed."""
         return tf.zeros([units.number], tf.float64)
 
-    def factors(self, units: Units) -> list[tf.Tensor]:
+    def factors(self, units: Units) -> list[Tensor]:
         """The gradients are the only factor."""
+        del units
         return [self.gradients]
 
-    def weighted_sum(
-        self, factors: list[tf.Tensor], weights: tf.Tensor | None
-    ) -> tf.Tensor:
+    def weighted_sum(self, factors: list[Tensor], weights: Tensor | None) -> Tensor:
         """One product of a matrix and a vector."""
         (gradients,) = factors
         if weights is None:
@@ -276,26 +319,13 @@ class Kept(Term):
             total = tf.transpose(tf.reshape(total, self._transposed))
         return tf.reshape(total, self.variable.shape)
 
-    def inner_products(self, other: Term, units: Units) -> tf.Tensor:
-        """Of the gradients themselves."""
-        return tf.reduce_sum(self.instantiate(units) * other.instantiate(units), 1)
-
-    def by_column(self, factors: tf.Tensor, units: Units) -> "Kept":
-        """Multiply the gradients."""
-        p = factors.shape[-1]
-        gradients = units.view(self.instantiate(units), [p])
-        scaled = gradients * tf.cast(factors, gradients.dtype)[:, None]
-        return Kept(self.variable, tf.reshape(scaled, tf.shape(self.gradients)))
-
-    def tensors(self) -> list[tf.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The gradients."""
         return [self.gradients]
 
-    def moved(self, jvp: Jvp, rate: tf.Tensor) -> "Kept":
+    def moved(self, jvp: Jvp, rate: Tensor) -> "Kept":
         """Move the gradients."""
-        moved = copy.copy(self)
-        moved.gradients = moved_tensor(self.gradients, jvp, rate)
-        return moved
+        return self.copy_with(gradients=moved_tensor(self.gradients, jvp, rate))
 
 
 class PerRow(Kept):
@@ -306,8 +336,9 @@ class PerRow(Kept):
         gradients: Shape ``(R, ..., *variable.shape)``; what is between is summed.
     """
 
-    def instantiate(self, units: Units) -> tf.Tensor:
+    def instantiate(self, units: Units) -> Tensor:
         """Add up the rows of each unit."""
+        # Half precision would be too coarse for a norm.
         rows = at_least_float32(self.gradients)
         size = math.prod(self.variable.shape)
         between = rows.shape.rank - len(self.variable.shape)
@@ -315,6 +346,6 @@ class PerRow(Kept):
             return tf.reshape(rows, [units.number, size])
         return tf.reduce_sum(units.view(rows, [size]), axis=1)
 
-    def factors(self, units: Units) -> list[tf.Tensor]:
+    def factors(self, units: Units) -> list[Tensor]:
         """The units' gradients are the only factor."""
         return [self.instantiate(units)]

@@ -1,14 +1,17 @@
 """Losses that ask for the gradient a step away, uphill: BAM and SAT."""
 
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable
+from typing import NamedTuple, Self, TypeAlias
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras, _validate
+from tfdp._types import Config, Loss, Nest, Tensor, Variable
 from tfdp.errors import NotPrivateError
 
 _Schedule = keras.optimizers.schedules.LearningRateSchedule
+Radius: TypeAlias = float | keras.optimizers.schedules.LearningRateSchedule
 
 
 class Ascent(NamedTuple):
@@ -20,7 +23,7 @@ class Ascent(NamedTuple):
         is_exact: Whether the step is infinitely small, and its effect scaled up.
     """
 
-    radius: tf.Tensor
+    radius: Tensor
     mix: float
     is_exact: bool
 
@@ -28,16 +31,16 @@ class Ascent(NamedTuple):
 class AscentLoss(keras.losses.Loss):
     """A Keras loss, and how far `DPModel` goes uphill for its gradient.
 
-    Under `evaluate` one loss is just that loss. Trained in a model that is not private it
-    raises `NotPrivateError`.
+    Under `evaluate` it is just that loss. A model that is not private cannot train with
+    it: its gradient raises `NotPrivateError`.
 
     Attributes:
         loss: As in `keras.Model.compile`.
-        radius: A number, or a schedule of the optimizer's `iterations`, whose values
-            that are negative or no numbers count as 0.
+        radius: A number, or a schedule of the optimizer's `iterations`, of which
+            negative values and NaN count as 0.
     """
 
-    def __init__(self, loss: Any, radius: Any) -> None:
+    def __init__(self, loss: Loss, radius: Radius | Config) -> None:
         check_plain(loss)
         for leaf in keras.tree.flatten(loss):
             if isinstance(leaf, str):
@@ -50,7 +53,9 @@ class AscentLoss(keras.losses.Loss):
         self.loss = loss
         self.radius = radius
 
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    def __call__(
+        self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None
+    ) -> Tensor:
         """Compute the plain loss, where nothing is trained privately."""
         if self.loss is None or isinstance(self.loss, (dict, list, tuple)):
             raise ValueError(
@@ -61,13 +66,13 @@ class AscentLoss(keras.losses.Loss):
         loss = _keras.resolve_loss(self.loss, y_true, y_pred)
         return self._without_gradient(loss(y_true, y_pred, sample_weight))
 
-    def _without_gradient(self, value: Any) -> tf.Tensor:
+    def _without_gradient(self, value: Tensor) -> Tensor:
         """Return the loss so that whoever trains with it learns that it is plain."""
         name = type(self).__name__
 
         @tf.custom_gradient
-        def identity(value: tf.Tensor) -> Any:
-            def gradient(_: tf.Tensor) -> tf.Tensor:
+        def identity(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            def gradient(_: Tensor) -> Tensor:
                 raise NotPrivateError(
                     f"`{name}` changes the gradient of each example, which a plain "
                     "model does not have: it would train with the plain loss. "
@@ -79,7 +84,7 @@ class AscentLoss(keras.losses.Loss):
 
             return tf.identity(value), gradient
 
-        without: tf.Tensor = identity(tf.convert_to_tensor(value))
+        without: Tensor = identity(tf.convert_to_tensor(value))
         return without
 
     def __repr__(self) -> str:
@@ -92,7 +97,7 @@ class AscentLoss(keras.losses.Loss):
         """Tell whether there is any step at all."""
         return isinstance(self.radius, _Schedule) or self.radius > 0
 
-    def radius_at(self, iteration: Any) -> tf.Tensor:
+    def radius_at(self, iteration: Variable | Tensor | None) -> Tensor:
         """Return the length of a step.
 
         Args:
@@ -117,7 +122,7 @@ class AscentLoss(keras.losses.Loss):
             return tf.where(radius > 0, radius, tf.zeros_like(radius))
         return tf.constant(radius, tf.float64)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the arguments that rebuild the loss."""
         radius = self.radius
         if isinstance(radius, _Schedule):
@@ -128,14 +133,14 @@ class AscentLoss(keras.losses.Loss):
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
+    def from_config(cls, config: Config) -> Self:
         """Rebuild a loss from `get_config`."""
         arguments = dict(config)
         loss = keras.saving.deserialize_keras_object(arguments.pop("loss"))
         return cls(loss, **arguments)
 
 
-def check_plain(loss: Any) -> None:
+def check_plain(loss: Loss) -> None:
     """Refuse a loss that has one of these inside.
 
     Args:
@@ -160,7 +165,7 @@ class BAM(AscentLoss):
     What clipping cuts off is the bias of private training, and small gradients are
     not cut. The objective of example i becomes ``L_i + lambda ||grad L_i||`` [1]_.
     With w the weights and ``v_i = grad L_i(w) / ||grad L_i(w)||`` (0 where the
-    gradient is), `DPModel` clips, in the place of ``grad L_i(w)``,
+    gradient is 0), `DPModel` clips, in place of ``grad L_i(w)``,
 
     * ``(1 - mix) grad L_i(w) + mix grad L_i(w + radius v_i)`` with `ascent="sam"`
       (with ``mix=1`` equation 14 of the paper), or
@@ -200,7 +205,11 @@ class BAM(AscentLoss):
     """
 
     def __init__(
-        self, loss: Any, radius: Any = 0.02, mix: float = 1.0, ascent: str = "sam"
+        self,
+        loss: Loss,
+        radius: Radius | Config = 0.02,
+        mix: float = 1.0,
+        ascent: str = "sam",
     ) -> None:
         super().__init__(loss, radius)
         self.mix = _validate.non_negative("mix", mix)
@@ -214,7 +223,7 @@ class BAM(AscentLoss):
         """Tell whether there is any step at all."""
         return super().has_ascent() and self.mix > 0
 
-    def ascent_at(self, iteration: Any) -> Ascent | None:
+    def ascent_at(self, iteration: Variable | Tensor | None) -> Ascent | None:
         """Return the step uphill of each unit.
 
         Args:
@@ -227,7 +236,7 @@ class BAM(AscentLoss):
             return None
         return Ascent(self.radius_at(iteration), self.mix, self.ascent == "exact")
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """Return the arguments that rebuild the loss."""
         return {**super().get_config(), "mix": self.mix, "ascent": self.ascent}
 
@@ -237,10 +246,9 @@ class SAT(AscentLoss):
     """DP-SAT: sharpness-aware training along the gradient that was released last.
 
     With g the noised mean gradient of the step before, `DPModel` takes the gradients
-    of a step at ``w + radius g / ||g||``, and moves w by them [1]_. The first step of
-    all has no g and goes nowhere uphill. The loss and metrics of training are those at
-    the moved weights: compare by `evaluate`, where it is just `loss`, as it is in a model
-    that is not private.
+    of a step at ``w + radius g / ||g||``, and moves w by them [1]_. The very first step
+    has no g yet, and is an ordinary one. The loss and metrics of training are those at
+    the moved weights: compare by `evaluate`, where it is just `loss`.
 
     Guarantees:
         g was released already, so epsilon is that of DP-SGD. With ``radius=0`` the
@@ -264,5 +272,5 @@ class SAT(AscentLoss):
            2023. https://arxiv.org/abs/2306.05651
     """
 
-    def __init__(self, loss: Any, radius: Any = 0.03) -> None:
+    def __init__(self, loss: Loss, radius: Radius | Config = 0.03) -> None:
         super().__init__(loss, radius)
