@@ -110,7 +110,7 @@ def declare(
         20
     """
     _check_type(dataset)
-    _validate.one_of("sampling", sampling, tuple(reversed(samplings())))
+    _validate.one_of("sampling", sampling, tuple(sorted(samplings(), reverse=True)))
     poisson_probability(
         expected_batch_size=expected_batch_size, number_of_examples=number_of_examples
     )

@@ -14,8 +14,8 @@ from tfdp.clipping import norms_of_squares
 from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation
 from tfdp.engines.passes import number_of_rows
-from tfdp.engines.recorded import joined
-from tfdp.engines.uphill import recorded
+from tfdp.engines.recorded import RecordedForward, joined
+from tfdp.engines.uphill import RecordedUphill
 from tfdp.losses.objective import Batch, Objective
 from tfdp.rules.recording import Recording
 from tfdp.rules.terms import Term, Units
@@ -58,13 +58,13 @@ class BookkeepingEngine(Engine):
         rows_per_unit: int | Tensor,
     ) -> Clipped:
         """Sum the clipped gradients from the factors that the norms came from."""
-        forward = recorded(objective, batch, rows_per_unit, norms=self.norms)
+        forward = _recorded(objective, batch, rows_per_unit, norms=self.norms)
         squares, terms = forward.squares_and_terms(keeps=True)
         return forward.clipped(terms, norms_of_squares(squares), l2_norm_clip)
 
     def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
         """List the losses, and the factors of all gradients."""
-        forward = recorded(objective, batch, 1, norms=self.norms)
+        forward = _recorded(objective, batch, 1, norms=self.norms)
         found = [forward.losses]
         for terms in forward.terms_by_variable():
             for term in terms:
@@ -141,7 +141,7 @@ class GhostEngine(BookkeepingEngine):
         rows_per_unit: int | Tensor,
     ) -> Clipped:
         """Sum the clipped gradients from factors that are computed once more."""
-        forward = recorded(objective, batch, rows_per_unit, norms=self.norms)
+        forward = _recorded(objective, batch, rows_per_unit, norms=self.norms)
         squares, _ = forward.squares_and_terms(keeps=False)
         norms = norms_of_squares(squares)
         # The same numbers again: with weights on the losses half precision would round
@@ -164,3 +164,14 @@ def _by_rows(tensor: Tensor, units: Units, repeats: int | None) -> Tensor:
     ]
     shape = [units.number, repeats, *lengths[1:]]
     return tf.reshape(tensor, shape)
+
+
+def _recorded(
+    objective: Objective, batch: Batch, rows_per_unit: int | Tensor, *, norms: str
+) -> RecordedForward:
+    """Record a forward pass, uphill if the objective asks for that."""
+    if objective.ascent is None:
+        return RecordedForward(objective, batch, rows_per_unit, norms=norms)
+    return RecordedUphill(
+        objective, batch, rows_per_unit, norms=norms, ascent=objective.ascent
+    )

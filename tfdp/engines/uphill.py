@@ -165,14 +165,3 @@ def _checked(term: Term) -> Movable:
         "Units can only have weights of their own in layers that are linear in them. "
         f"Received: `{term.variable.path}`, which is not."
     )
-
-
-def recorded(
-    objective: Objective, batch: Batch, rows_per_unit: int | Tensor, *, norms: str
-) -> RecordedForward:
-    """Record a forward pass, uphill if the objective asks for that."""
-    if objective.ascent is None:
-        return RecordedForward(objective, batch, rows_per_unit, norms=norms)
-    return RecordedUphill(
-        objective, batch, rows_per_unit, norms=norms, ascent=objective.ascent
-    )

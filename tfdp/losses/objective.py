@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple, Self
 
 import keras
@@ -153,7 +154,7 @@ class Objective:
 
     def predict(self, x: Nest) -> Nest:
         """Run the model."""
-        with views_per_example(self.views):
+        with views_per_example(self.views) if self.views > 1 else nullcontext():
             if _keras.takes_training(self.model):
                 return self.model(x, training=self.training)
             return self.model(x)

@@ -350,8 +350,9 @@ class DPOptimizer(keras.optimizers.Optimizer):
             self.build(trainable_variables)
         begins = recorder.begins_item()
         self.mechanism.count()
-        recorder.record(counted / clipped_sum.sensitivity_in_clips)
-        recorder.note_update(trainable_variables, clipped_sum.l2_norm_clip)
+        recorder.record(
+            counted / clipped_sum.sensitivity_in_clips, clipped_sum.l2_norm_clip
+        )
         return begins
 
     def update(

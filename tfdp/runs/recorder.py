@@ -353,12 +353,15 @@ class LedgerRecorder:
         is_within = self._items_started + begins <= self._item_limit
         return is_within & (noise_multiplier >= self._limited_for)
 
-    def record(self, noise_multiplier: Tensor) -> None:
+    def record(
+        self, noise_multiplier: Tensor, l2_norm_clip: Tensor | None = None
+    ) -> None:
         """Count one step, as operations of the graph.
 
         Args:
             noise_multiplier: Standard deviation of the step's noise over its l2
                 sensitivity, scalar float64 tensor.
+            l2_norm_clip: The clip norm of the step, a scalar tensor.
         """
         is_first = self.begins_item()
         begins = tf.cast(is_first, tf.int64)
@@ -384,16 +387,8 @@ class LedgerRecorder:
         self._steps_in_item.assign((1 - begins) * self._steps_in_item + 1)
         self._items_started.assign_add(begins)
         self._steps.assign_add(1)
-
-    def note_update(self, variables: Iterable[Variable], l2_norm_clip: Tensor) -> None:
-        """Remember what a step updates, and the clip norm in it.
-
-        Args:
-            variables: Keras variables.
-            l2_norm_clip: Scalar tensor.
-        """
-        note_steps(variables, self.history, self.run)
-        self._last_clip.assign(tf.cast(l2_norm_clip, tf.float64))
+        if l2_norm_clip is not None:
+            self._last_clip.assign(tf.cast(l2_norm_clip, tf.float64))
 
     def begins_item(self) -> Tensor:
         """Tell whether the next step begins an item, a scalar bool tensor."""
