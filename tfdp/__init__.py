@@ -8,9 +8,11 @@ from tfdp import export as export
 from tfdp import federated as federated
 from tfdp import layers as layers
 from tfdp import losses as losses
+from tfdp import mechanisms as mechanisms
 from tfdp import models as models
 from tfdp import optimizers as optimizers
 from tfdp import rules as rules
+from tfdp import sampling as sampling
 from tfdp import variational as variational
 from tfdp.accounting import (
     calibrate_noise_multiplier as calibrate_noise_multiplier,

@@ -798,6 +798,7 @@ class DPModel(_keras.ReplicatedModel):
             self._ascent,
             self._released,
             tuple(callbacks),
+            tuple(query for callback in callbacks for query in callback.queries),
         )
         self.optimizer.mechanism.check(session.scheme)
         if session != self._session:

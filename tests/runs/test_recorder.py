@@ -15,8 +15,8 @@ from tfdp.accounting import (
     Segment,
     UnamplifiedSteps,
 )
-from tfdp.runs.budgets import enforce_budget
 from tfdp.errors import PrivacyBudgetError
+from tfdp.runs.budgets import enforce_budget
 from tfdp.runs.recorder import UNDECLARED, Budget, LedgerRecorder
 from tfdp.sampling import Poisson, Shuffled
 

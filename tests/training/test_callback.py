@@ -236,3 +236,14 @@ def test_numbers_out_of_range_are_refused(wrong):
     arguments = {"sensitivity": 1.0, "noise_multiplier": 1.0} | wrong
     with pytest.raises(ValueError, match=f"`{next(iter(wrong))}`"):
         Query(few, **arguments)
+
+
+def test_other_queries_are_another_training_function():
+    counts = Counts(COUNT)
+    model = trained(counts)
+    counts.steps.assign(0)
+    counts.asked = (Query(few, sensitivity=1.0, noise_multiplier=3.0),)
+    x = NORMS[:, None]
+    model.fit(x, x, batch_size=ROWS, steps_per_epoch=1, verbose=0, callbacks=[counts])
+    found = {round(s.noise_multiplier, 9) for s in model.ledger.segments}
+    assert found == {round(folded(2.0, z), 9) for z in (5.0, 3.0)}

@@ -25,14 +25,16 @@ class Lowered(StepCallback):
 
 LOWERED = Lowered()
 MEDIAN = AdaptiveMedianClip([0, 1, 2], histogram_noise_multiplier=3.0, every=2)
-MEDIAN.queries = (MEDIAN.query,)
 
 
 def plan_of(optimizer, *callbacks, planned_steps=None):
     """A plan, for which a session is no more than its optimizer and callbacks."""
     nothing = [None] * 7
     session = dataclasses.replace(
-        Session(*nothing), optimizer=optimizer, callbacks=callbacks
+        Session(*nothing),
+        optimizer=optimizer,
+        callbacks=callbacks,
+        queries=(MEDIAN.query,) * (MEDIAN in callbacks),
     )
     return NoisePlan(optimizer, session, planned_steps)
 

@@ -74,7 +74,8 @@ def check_takes_logits(model: keras.Model, loss: Loss) -> None:
             )
 
 
-@dataclasses.dataclass(frozen=True)
+# Each equals itself alone: variables compare their values.
+@dataclasses.dataclass(frozen=True, eq=False)
 class Objective:
     """A model and the loss of each of its examples.
 

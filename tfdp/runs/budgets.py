@@ -12,8 +12,8 @@ from collections.abc import Hashable
 import numpy as np
 import tensorflow as tf
 
-from tfdp._types import Tensor
 from tfdp import _keras
+from tfdp._types import Tensor
 from tfdp.accounting import Segment, affordable_count
 from tfdp.accounting.runs import Run, ledger_of, union
 from tfdp.errors import PrivacyBudgetError

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp._types import Tensor, Variable
 from tfdp import _keras
+from tfdp._types import Tensor, Variable
 from tfdp.accounting import Ledger, Segment
 from tfdp.accounting.calibration import MOST_COUNT
 from tfdp.accounting.levels import lowered, noise_levels

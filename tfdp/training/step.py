@@ -212,6 +212,7 @@ class Session:
         ascent: The loss that takes gradients uphill, if any.
         released: The gradient that was released last, for `SAT`.
         callbacks: Those that act in the graph of a step.
+        queries: What they ask in each step, beside the gradients.
     """
 
     clipper: BatchClipper
@@ -222,11 +223,7 @@ class Session:
     ascent: AscentLoss | None
     released: ReleasedGradient
     callbacks: tuple[StepCallback, ...] = ()
-
-    @property
-    def queries(self) -> list[Query]:
-        """What the callbacks ask in each step, beside the gradients."""
-        return [query for callback in self.callbacks for query in callback.queries]
+    queries: tuple[Query, ...] = ()
 
     @property
     def changes_noise(self) -> bool:

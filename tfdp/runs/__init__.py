@@ -1,0 +1,1 @@
+"""What was run: counted where it runs, known to all that comes from it."""
