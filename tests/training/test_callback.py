@@ -247,3 +247,11 @@ def test_other_queries_are_another_training_function():
     model.fit(x, x, batch_size=ROWS, steps_per_epoch=1, verbose=0, callbacks=[counts])
     found = {round(s.noise_multiplier, 9) for s in model.ledger.segments}
     assert found == {round(folded(2.0, z), 9) for z in (5.0, 3.0)}
+
+
+def test_another_callback_with_the_same_queries_learns_by_itself():
+    first, other = Counts(), Counts()
+    model = trained(first)
+    x = NORMS[:, None]
+    model.fit(x, x, batch_size=ROWS, steps_per_epoch=1, verbose=0, callbacks=[other])
+    assert (int(first.steps), int(other.steps)) == (3, 1)
