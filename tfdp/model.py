@@ -95,9 +95,10 @@ class DPModel(_keras.ReplicatedModel):
     batch, as on one device: clipped sums are added up, and get one noise.
 
     Guarantees:
-        ``epsilon(delta)`` holds for the weights after every step, if each record
-        of the data is one row: one record replaced by an empty one. The metrics
-        in the logs are not private; `privacy_statement` lists what is not covered.
+        Neighbouring data sets differ in one record, a row of `x`, that one of them
+        replaces by an empty row. For these ``epsilon(delta)`` bounds what the weights
+        after every step reveal. The metrics in the logs are not private;
+        `privacy_statement` lists what is not covered.
 
     Args:
         model: Any Keras 3 model. It must not mix examples in training
@@ -109,8 +110,8 @@ class DPModel(_keras.ReplicatedModel):
         physical_batch_size: Rows that go through the model at once, on each replica.
             A batch of any size runs in passes of this size, within their memory, as
             one step. By default a batch runs whole.
-        sampling: For arrays given to `fit`: `"poisson"`, or `"shuffle"`, whose
-            epsilon is larger.
+        sampling: For arrays given to `fit`: `"poisson"`; `"shuffle"`, whose epsilon is
+            larger; or the `sampling` name of a `tfdp.sampling.Scheme` of your own.
         augmentation: A Keras layer, or a function of a batch of inputs, that makes a
             random view of each row by itself. The gradient of an example is then the
             mean over `augmentation_multiplicity` views of it, taken before clipping
@@ -444,7 +445,7 @@ class DPModel(_keras.ReplicatedModel):
             batch_size: Expected number of examples in a batch, if `x` is arrays.
             epochs: As in Keras.
             verbose: As in Keras.
-            callbacks: As in Keras.
+            callbacks: Keras's, and `tfdp.callbacks`, also a `StepCallback` of your own.
             validation_split: Fraction of the rows of arrays kept for validation;
                 they do not count as examples.
             validation_data: As in Keras.

@@ -185,3 +185,20 @@ def test_what_nobody_can_draw_raises():
     assert "unknown batches" in privacy_statement(
         Ledger((Segment(Unknown(), 1, 9.0),)), 1e-5
     )
+
+
+def test_a_kind_belongs_to_one_scheme():
+    before = samplings()
+    with pytest.raises(
+        ValueError, match=r"`kind` of a scheme must be its own.*`Poisson`"
+    ):
+
+        class Impostor(Poisson):
+            kind = "poisson_steps"
+
+    assert samplings() == before
+
+    class OnTheWay(Scheme):
+        """A step between, which no file names."""
+
+    assert samplings() == before

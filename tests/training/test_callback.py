@@ -164,7 +164,9 @@ def test_what_was_not_announced_is_not_answered():
                 step.ask(COUNT)
             self.rehearsed = True
 
-    with pytest.raises(NotPrivateError, match=r"`Fickle.during_step` asks other quer"):
+    with pytest.raises(
+        NotPrivateError, match=r"`Fickle.during_step` asks a query that"
+    ):
         trained(Fickle())
 
 

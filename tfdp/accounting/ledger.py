@@ -19,11 +19,11 @@ class Ledger:
 
     Args:
         segments: What was run, in order.
-        cut_short: What runs that something else than a privacy budget stopped had
-            announced beyond their last step. The decision to stop may have looked at
+        cut_short: Steps that were planned and not taken, because something other than a
+            privacy budget ended the run. The decision to stop may have looked at
             private data, so only ``planned()`` is proven for such runs.
         noise_seed_fixed: Whether a user chose a seed of the noise.
-        sampling_seed_fixed: Whether a user chose a seed of the Poisson draws.
+        sampling_seed_fixed: Whether a user chose a seed of the draws.
 
     Raises:
         TypeError: If a segment is none, or a flag is no bool.

@@ -34,8 +34,9 @@ _NOT_COVERED = (
     "vocabularies, scalers, class weights, oversampling.",
     "Other runs on the same data, such as those that chose the hyperparameters. Runs "
     "that have a ledger can be added up: `tfdp.accounting.compose`.",
-    "What trained weights that were loaded from elsewhere, from plain files of another "
-    "process for example, or that were copied between two steps, averaged or changed.",
+    "Trainings that the ledger does not know: of weights loaded from elsewhere, from "
+    "plain files of another process for example, copied between two steps, averaged or "
+    "changed.",
     "How long steps took.",
     "Noise as a computer draws it: Philox is no certified cryptographic generator, and "
     "single gradients, if observed, are not protected against attacks on their "
@@ -47,7 +48,7 @@ def privacy_statement(ledger: Ledger, delta: float) -> str:
     """Say in words what a ledger proves, and what it does not.
 
     The epsilon stated is that of what really ran, the smaller of the bounds of both
-    accountants. What it would be had the batches been drawn the other way is printed
+    accountants. What it would be had another scheme drawn the batches is printed
     beside it and labelled so.
 
     Args:

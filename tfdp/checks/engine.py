@@ -43,8 +43,8 @@ def choose(
             that is static, layers may do something else.
 
     Returns:
-        `engine`, or the vectorized one if `engine` is `"auto"` and book-keeping is
-        out of question, which a log line says.
+        `engine`, or the vectorized one if `engine` is `"auto"` and book-keeping
+        cannot be used, which a log line says.
 
     Raises:
         UnsupportedLayerError: If the model mixes rows for certain or keeps data, or if

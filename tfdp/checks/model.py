@@ -90,7 +90,7 @@ def check_model(model: keras.Model, x: Nest, *, views: int = 1) -> None:
     Args:
         model: Any Keras model.
         x: Inputs of the model, as for `validate_model`.
-        views: How many rows in a row belong to one example.
+        views: How many consecutive rows are views of one example.
 
     Raises:
         UnsupportedLayerError: If there is any problem.

@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
     Attributes:
         times: How often all rows come one after the other.
-        entries: How many entries each has in a row.
+        entries: How many consecutive entries each has.
     """
 
     times: int = 1

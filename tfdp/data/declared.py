@@ -122,10 +122,10 @@ def declare(
         _check_shuffle(declared, static_size)
     elif static_size is not None and not declared.scheme.allows_units:
         warnings.warn(
-            "`sampling='poisson'` was declared for batches of constant size, but "
-            "Poisson batches vary in size: shuffled batches have a larger epsilon. "
+            f"`sampling={sampling!r}` was declared for batches of constant size, but "
+            f"{sampling.capitalize()} batches vary in size: shuffled batches have a larger epsilon. "
             f"Received: batches of {static_size}. Use `sampling='shuffle'` unless the "
-            "batches are Poisson draws padded to one size.",
+            "batches are draws padded to one size.",
             UserWarning,
             stacklevel=2,
         )

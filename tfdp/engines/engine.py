@@ -17,7 +17,7 @@ Clipped: TypeAlias = tuple[list[Tensor], Tensor, Nest]
 class Engine(abc.ABC):
     """Turns a batch and a clip norm into a clipped sum.
 
-    An engine of one's own is a subclass. Before the first step its sums and norms are
+    Subclass it to write an engine. Before the first step its sums and norms are
     compared with those of single rows.
 
     Attributes:
@@ -57,8 +57,8 @@ class Engine(abc.ABC):
     def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
         """Compute all that norms and sums are made of, each example a unit.
 
-        That each entry depends on its row alone is what the engine believes, and what
-        is proven on the graph of this before the first step.
+        Before the first step it is proven, on the graph of this method, that each entry
+        depends on its own row alone.
 
         Args:
             objective: What to differentiate.

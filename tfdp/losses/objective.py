@@ -28,7 +28,7 @@ class Batch(NamedTuple):
         y: Targets likewise, or None.
         sample_weight: Weights likewise, or None.
         is_padding: bool, shape ``(N,)``, marks rows that only fill up: units whose
-            rows are not all there. None on the way to an engine, where all are real.
+            rows are not all there. None until an engine's pass is filled up: all rows are real.
     """
 
     x: Nest

@@ -111,11 +111,6 @@ def checked_number(number_of_examples: object) -> int:
     return number
 
 
-def has_posterior(variables: Iterable[Variable]) -> bool:
-    """Tell whether some variable has a `GaussianDivergence`."""
-    return any(isinstance(v.regularizer, GaussianDivergence) for v in variables)
-
-
 def check_number_of_examples(
     variables: Iterable[Variable], number: int | None, *, rows: int = 0
 ) -> None:

@@ -44,7 +44,7 @@ class Gaussian(Mechanism):
 
 
 class GaussianOfEach(Mechanism):
-    """The Gaussian noise of each of several, who do not trust whoever adds up.
+    """Gaussian noise that each contributor adds, because nobody trusts who adds up.
 
     The same distribution as one draw of ``sqrt(contributors)`` times the noise.
 

@@ -44,7 +44,7 @@ class Mechanism(abc.ABC):
     on their low-order bits [1]_.
 
     Noise that steps share is a secret of all of them: what a mechanism remembers is as
-    secret as the data. It belongs into variables made in `build`, which are neither
+    secret as the data. Keep it in variables that `build` makes, which are neither
     saved nor exported. A pass that was interrupted is therefore begun anew, with fresh
     noise, and counts twice; every call of `fit` has a key of its own.
 
@@ -145,13 +145,15 @@ class Mechanism(abc.ABC):
         """
         if self.correlates_steps and not scheme.counts_passes:
             raise ValueError(
-                f"`{type(self).__name__}` has noise that the steps of a pass share, and "
-                "needs batches in which an example is at most once a pass. Received: "
+                f"`{type(self).__name__}` shares noise between the steps of a pass, so an "
+                "example must occur at most once in a pass. Received: "
                 f"{scheme}. Use `DPModel(model, sampling='shuffle')`."
             )
 
     def counted(self, noise_multiplier: Tensor) -> Tensor:
-        """Return the noise of a release over its l2 sensitivity.
+        """Return the noise multiplier that the ledger counts for a release.
+
+        Nobody checks it: too large a value is an epsilon too small.
 
         Args:
             noise_multiplier: That of the steps, float64, of any shape.

@@ -23,9 +23,12 @@ class Scheme(abc.ABC):
 
     A subclass is a frozen dataclass of whole numbers; no other code asks which one it
     has. It is known to ledgers, files, statements and budgets as soon as it is
-    defined. What it has to say is `kind` and `words`; `draw`, if tfdp is to draw the
-    batches; and what is special about its cost: by default nobody knows when an
-    example takes part, and every release counts in full.
+    defined: import its module before a ledger that names it is loaded.
+
+    Required are `kind` and `words`; `draw`, if tfdp is to draw the batches. If sampling
+    lowers the cost: `sampling_probability` or `event`, and `log_chances` for users with
+    several examples. Without these every release counts in full. All of it is taken on
+    trust: a cost that is too small is an epsilon that is too small.
 
     Attributes:
         kind: Its name in saved ledgers; no two schemes have the same.
@@ -35,8 +38,8 @@ class Scheme(abc.ABC):
         label: What its batches are called in tables that compare schemes.
         counts: What is counted: `"steps"`, or `"passes"`, each of which is one release
             and counts as soon as it has begun.
-        allows_units: Whether batches have a fixed size, so that several examples may
-            share a clipped gradient.
+        allows_units: Whether several examples may share a clipped gradient: not where
+            one example more would shift all groups behind it.
         is_shuffled_by_keras: Whether Keras's own shuffling of arrays draws it.
         number_of_examples: Size of the data set, which is public; None if unknown.
         expected_batch_size: Expected number of examples in a batch, likewise.
@@ -56,7 +59,18 @@ class Scheme(abc.ABC):
 
     def __init_subclass__(cls) -> None:
         """Let files and arguments name the scheme."""
-        _KINDS[cls.kind] = cls
+        kind = cls.__dict__.get("kind")
+        if kind is None:  # A step on the way to schemes.
+            return
+        known = _KINDS.get(kind)
+        # The same class, read again, is no other one.
+        if known is not None and known.__qualname__ != cls.__qualname__:
+            raise ValueError(
+                f"`kind` of a scheme must be its own. Received: kind={kind!r} of "
+                f"`{cls.__qualname__}`, which is that of `{known.__qualname__}`. Use "
+                f"`kind = {cls.__name__.lower()!r}`."
+            )
+        _KINDS[kind] = cls
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -91,10 +105,10 @@ class Scheme(abc.ABC):
         return 1.0
 
     def log_chances(self, examples: int) -> NDArray[np.float64]:
-        """Return how likely a release has so many of some examples in it.
+        """Return how likely a release has 0, ..., k of a user's k examples in it.
 
         Args:
-            examples: Of one user, k.
+            examples: The k.
 
         Returns:
             Logarithms of the probabilities of 0, ..., k, shape ``(k + 1,)``. By default

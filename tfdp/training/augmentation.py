@@ -69,7 +69,7 @@ class Augmentation:
         return _tree.map_tensors(lambda rows: rows[:: self.multiplicity], outputs)
 
     def check(self, x: Nest) -> None:
-        """Refuse a function of which it is not proven that it keeps examples apart.
+        """Refuse a function unless it is proven to keep examples apart.
 
         Args:
             x: A few rows of inputs.

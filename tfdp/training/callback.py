@@ -19,7 +19,7 @@ from tfdp.optimizers import DPOptimizer
 
 @dataclasses.dataclass(frozen=True)
 class Query:
-    """A noised sum over the units of a step of what each one's norm says.
+    """A question about a step: a noised sum of what each unit's gradient norm says.
 
     Guarantees:
         A unit moves the sum by `sensitivity` at most, whatever `of_unit` does: each
@@ -32,7 +32,7 @@ class Query:
         sensitivity: The largest length of that vector, positive.
         noise_multiplier: Standard deviation of the noise of each entry of the sum over
             `sensitivity`, positive.
-        shape: Of the vector.
+        shape: Of that vector, and of the answer.
         every: Steps from one asking to the next, by the optimizer's `iterations`.
 
     Raises:
@@ -108,14 +108,15 @@ class Answers:
 
     def of(self, callback: "StepCallback") -> Callable[[Query, Tensor], Tensor]:
         """Return what answers a callback, which pays for what it said it would ask."""
+        # Not by equal queries: a lambda is another one in each call.
         paid = Counter((each.noise_multiplier, each.every) for each in callback.queries)
 
         def answer(query: Query, iteration: Tensor) -> Tensor:
             kind = query.noise_multiplier, query.every
             if not paid[kind]:
                 raise NotPrivateError(
-                    f"`{type(callback).__name__}.during_step` asks other queries than "
-                    "when `fit` began, and nothing has paid for them. Received: "
+                    f"`{type(callback).__name__}.during_step` asks a query that it did "
+                    "not ask when `fit` began, so the ledger does not count it. Received: "
                     f"{query!r}. Ask the same queries in every step; `every` says how "
                     "often."
                 )
@@ -137,12 +138,11 @@ class Answers:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a callback sees of a step, in the training graph: nothing without noise.
+    """What a callback sees inside the training graph: all of it is public or noised.
 
     Attributes:
-        optimizer: Has not moved the weights yet. What is assigned to its clip norm acts
-            from the next step on: the noise of this one is drawn with the C that
-            clipped.
+        optimizer: Has not moved the weights yet. A clip norm that is assigned here acts
+            from the next step on.
         expected_units: The public divisor of the sum, a float64 scalar tensor.
     """
 
@@ -173,8 +173,8 @@ class NonprivateStep:
     Attributes:
         optimizer: See `Step`.
         clipped_sum: What was clipped, on all replicas, not noised.
-        clip: Clips the gradients of the plain loss with a C, under the dropout masks
-            of the step: those of the step's batch or, as second argument, of
+        clip: ``clip(l2_norm_clip, data=None)`` clips gradients of the plain loss again,
+            with the step's dropout masks: of the step's batch, or of `data`, a tuple
             ``(x, y, sample_weight)``.
         ascent: The loss that takes gradients uphill, if any.
         released: The gradient that was released last, for `SAT`.

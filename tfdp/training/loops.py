@@ -64,7 +64,7 @@ def clipped_gradients(
 
     Raises:
         ValueError: If `l2_norm_clip` is not positive and finite, the loss is a
-            `tfdp.losses.SAT` or its radius a schedule, `physical_batch_size` holds no
+            `tfdp.losses.SAT`, or a `BAM` whose radius is a schedule, `physical_batch_size` holds no
             whole microbatches, or the model has no trainable variable or has layers
             that break per-example privacy.
 

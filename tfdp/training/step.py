@@ -312,6 +312,8 @@ def private_step(
         callback.before_step(optimizer)
     noise_multiplier = session.counted(optimizer.iterations.value)
     room = has_room(noise_multiplier)
+    # Read before anything is clipped: where processes take different steps this raises,
+    # and nothing that follows from it runs.
     stream = optimizer.mechanism.stream(optimizer.mechanism.number)
     if replicas.processes > 1:
         stream = agreed_stream(
@@ -326,6 +328,7 @@ def private_step(
                 room,
             ],
         )
+    # To clip again with the same masks, states are kept; only where somebody looks.
     looks = any(callback.has_own("nonprivate_step") for callback in session.callbacks)
     clip_again = clipper.later(
         batch, session.objective, clipper.states() if looks else []
@@ -342,8 +345,12 @@ def private_step(
 
     def apply() -> bool:
         of_first = replicas.first(clipped_sum)
+        # Callbacks see the weights that made the gradients. The C that they set is not
+        # that of this step's noise, which comes with the clipped sum.
         if session.callbacks:
             _learn(session, clipper.joined(clipped_sum), stream, clip_again)
+        # Counted before any weight moves: a run that is killed in between has counted
+        # a step too many, not one too few.
         begins = optimizer.begin_update(of_first, variables, recorder, noise_multiplier)
         with _keras.gradients_are_summed(optimizer.inner_optimizer):
             released = replicas.run(

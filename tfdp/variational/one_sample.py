@@ -116,7 +116,7 @@ def one_posterior_sample(
             (N,)``, with theta of shape ``(P,)``.
         x: Inputs, shape ``(N, d)``.
         y: For logistic regression zeros and ones, shape ``(N,)``; for functions with
-            a `bound` anything; None with `lipschitz`: then targets belong into `x`,
+            a `bound` anything; None with `lipschitz`: then targets belong in `x`,
             because they may be replaced too.
         epsilon: What the draw may cost, positive.
         radius: R, to which each row's l2 norm is clipped. For logistic regression it
@@ -222,7 +222,7 @@ def _weight_and_cost(
     else:
         if y is not None:
             raise ValueError(
-                "With `lipschitz` targets belong into `x`: a record may be replaced "
+                "With `lipschitz` targets belong in `x`: a record may be replaced "
                 "with its target. Received: y. Use `np.column_stack([x, y])`."
             )
         cost = 4 * _validate.positive("lipschitz", lipschitz) * radius
