@@ -244,11 +244,12 @@ def test_other_queries_are_another_training_function():
     counts = Counts(COUNT)
     model = trained(counts)
     counts.steps.assign(0)
-    counts.asked = (Query(few, sensitivity=1.0, noise_multiplier=3.0),)
+    # More noise: less would be counted anyway, because it was planned.
+    counts.asked = (Query(few, sensitivity=1.0, noise_multiplier=9.0),)
     x = NORMS[:, None]
     model.fit(x, x, batch_size=ROWS, steps_per_epoch=1, verbose=0, callbacks=[counts])
     found = {round(s.noise_multiplier, 9) for s in model.ledger.segments}
-    assert found == {round(folded(2.0, z), 9) for z in (5.0, 3.0)}
+    assert found == {round(folded(2.0, z), 9) for z in (5.0, 9.0)}
 
 
 def test_another_callback_with_the_same_queries_learns_by_itself():
@@ -257,3 +258,21 @@ def test_another_callback_with_the_same_queries_learns_by_itself():
     x = NORMS[:, None]
     model.fit(x, x, batch_size=ROWS, steps_per_epoch=1, verbose=0, callbacks=[other])
     assert (int(first.steps), int(other.steps)) == (3, 1)
+
+
+@pytest.mark.parametrize("where", ["loop", "branch"])
+def test_what_is_asked_in_loops_and_branches_is_not_answered(where):
+    class Hides(StepCallback):
+        def during_step(self, step):
+            if where == "branch":
+                yes = step.optimizer.iterations.value > 0
+                tf.cond(yes, lambda: step.ask(COUNT), lambda: tf.zeros([], tf.float64))
+            else:
+                tf.while_loop(
+                    lambda n, _: n < 10,
+                    lambda n, _: (n + 1, step.ask(COUNT)),
+                    (0, tf.zeros([], tf.float64)),
+                )
+
+    with pytest.raises(NotPrivateError, match=r"inside of a branch or a loop.*every"):
+        trained(Hides())

@@ -105,6 +105,7 @@ class Answers:
         self._clipped_sum = clipped_sum
         self._stream = stream
         self._asked = 0
+        self._graph = tf.compat.v1.get_default_graph()
 
     def of(self, callback: "StepCallback") -> Callable[[Query, Tensor], Tensor]:
         """Return what answers a callback, which pays for what it said it would ask."""
@@ -121,6 +122,13 @@ class Answers:
                     "often."
                 )
             paid[kind] -= 1
+            if tf.compat.v1.get_default_graph() is not self._graph:
+                # A loop would ask again and again, always with the same noise.
+                raise NotPrivateError(
+                    f"`{type(callback).__name__}.during_step` asks inside of a branch or "
+                    f"a loop, which cannot be counted. Received: {query!r}. Ask before "
+                    "it, `answer = step.ask(query)`; `every` says how often."
+                )
             number, self._asked = self._asked, self._asked + 1
             noise = noise_of_query(query.shape, stream=self._stream, number=number)
             norms = self._clipped_sum.norms
