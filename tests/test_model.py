@@ -1017,3 +1017,36 @@ def test_targets_that_are_missing_are_asked_for(is_dataset):
     with pytest.raises(ValueError, match=r"`y` is missing.*private\.fit\(x, y"):
         model.fit(x, verbose=0)
     assert not model.ledger.segments
+
+
+# ------------------------------------------------------------- steps that `fit` does not take
+
+
+def test_a_step_of_ones_own_inside_of_fit_is_no_draw():
+    x, y = data()
+
+    class Steps(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.train_step((x[:1], y[:1]))
+
+    model = private(network(), noiseless())
+    options = {"batch_size": ROWS, "steps_per_epoch": 2, "verbose": 0}
+    model.fit(x, y, callbacks=[Steps()], **options)
+    found = {type(s.scheme).__name__: s.count for s in model.ledger.segments}
+    assert found == {"Poisson": 2, "Unknown": 2}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_step_of_ones_own_is_checked_first(traced):
+    inner = keras.Sequential([
+        keras.Input((3,)),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(2),
+    ])
+    model = private(inner, noiseless(expected_batch_size=4))
+    step = tf.function(model.train_step) if traced else model.train_step
+    before = model.get_weights()
+    with pytest.raises(tfdp.errors.UnsupportedLayerError, match="BatchNormalization"):
+        step((tf.ones([4, 3]), tf.zeros([4], tf.int32)))
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)

@@ -1,6 +1,7 @@
 """A Keras model whose training steps are differentially private."""
 
 import contextlib
+import functools
 import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _keras, _validate, engines
+from tfdp import _keras, _tree, _validate, engines
 from tfdp._types import Config, Logs, Loss, Nest, Tensor, Variable
 from tfdp.accounting import Ledger, privacy_statement
 from tfdp.ascent.losses import SAT, AscentLoss, check_plain
@@ -18,6 +19,7 @@ from tfdp.ascent.released import ReleasedGradient
 from tfdp.data.training_data import (
     TrainingData,
     first_rows,
+    made_up_rows,
     number_of_examples,
     split_for_validation,
     training_data,
@@ -32,6 +34,7 @@ from tfdp.distribute.workers import (
     replicas_of,
 )
 from tfdp.engines import explanation
+from tfdp.engines.passes import number_of_rows
 from tfdp.errors import (
     NotPrivateError,
     PrivacyBudgetError,
@@ -195,9 +198,10 @@ class DPModel(_keras.ReplicatedModel):
         self._ledger_state = LedgerState(self._saved_ledger, self._restore_ledger)
         # Of a ledger that was loaded, which weights have been trained.
         self._loaded_as_trained = b""
-        # What the training function was made for.
+        # What the training function was made for, and whether it runs.
+        self._is_in_train_function = False
         self._session: Session | None = None
-        self.train_function: Callable[[Nest], Logs] | None = None
+        self.train_function: Nest = None
         self.test_function: Callable[[Nest], Logs] | None = None
         self._objective_of_compile: Objective | None = None
         self._ascent: AscentLoss | None = None
@@ -601,43 +605,56 @@ class DPModel(_keras.ReplicatedModel):
         session = self._settle(UNDECLARED, sizes)
         if self.recorder.scheme != session.scheme:
             self.recorder.begin(session.scheme)
-        self._begin_single_step()
+        self._begin_single_step(self.recorder)
         self.limit_to_budget()
         recorder = self.recorder
-        was_in_fit, recorder.is_in_fit = recorder.is_in_fit, True
         try:
             return super().train_on_batch(
                 x, y, sample_weight, class_weight, return_dict
             )
         finally:
-            recorder.is_in_fit = was_in_fit
             self._released.put_back()
             if not is_alone(recorder.run):
                 recorder.left = glimpse(self.model.weights)
 
-    def _begin_single_step(self) -> None:
+    def _begin_single_step(self, recorder: LedgerRecorder) -> None:
         """Note what a step outside of `fit` changes, and from where its values are."""
         weights = self.model.weights
-        if not is_alone(self.recorder.run) and glimpse(weights) != self.recorder.left:
+        if not is_alone(recorder.run) and glimpse(weights) != recorder.left:
             self._take_over_copies()
-        self.recorder.begin_steps(self.trainable_variables, weights)
+        recorder.begin_steps(self.trainable_variables, weights)
         self.optimizer.skip_used_noise()
 
     def make_train_function(self, force: bool = False) -> Callable[[Nest], Logs]:
         """Make the training function; XLA compiles the passes in it, not all of it."""
+        known: Callable[[Nest], Logs] | None = self.train_function
+        if known is not None and not force:
+            return known
         if self._replicas.strategy is not None:
-            if self.train_function is None or force:
-                self.train_function = function_of_batches(
-                    self._train_together, is_eager=self.run_eagerly
-                )
-            return self.train_function
-        jit_compile = self.jit_compile  # type: ignore[has-type]
-        self.jit_compile = False
-        try:
-            function: Callable[[Nest], Logs] = super().make_train_function(force)
-            return function
-        finally:
-            self.jit_compile = jit_compile
+            function = function_of_batches(
+                self._train_together, is_eager=self.run_eagerly
+            )
+        else:
+            jit_compile = self.jit_compile  # type: ignore[has-type]
+            self.jit_compile = False
+            try:
+                super().make_train_function(force)
+                function = self.train_function  # Keras has put it there.
+            finally:
+                self.jit_compile = jit_compile
+
+        def train(batches: Nest) -> Logs:
+            # Only what this calls takes the batches that `fit` has counted on:
+            # callbacks may take steps of their own meanwhile.
+            was, self._is_in_train_function = self._is_in_train_function, True
+            try:
+                logs: Logs = function(batches)
+                return logs
+            finally:
+                self._is_in_train_function = was
+
+        self.train_function = train
+        return train
 
     def make_test_function(self, force: bool = False) -> Callable[[Nest], Logs]:
         """Make the function that evaluates; its metrics are those of all replicas."""
@@ -661,6 +678,7 @@ class DPModel(_keras.ReplicatedModel):
             return self.train_step(share)
         return self._take_step(share.rows, share.fingerprint)
 
+    @_keras.without_autograph
     def train_step(self, data: Nest) -> dict[str, Tensor]:
         """Take one private step if the budget has room for it.
 
@@ -687,33 +705,67 @@ class DPModel(_keras.ReplicatedModel):
         self, data: Nest, fingerprint: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Take one private step, what is not run on all replicas once for them all."""
-        if self._session is None or not self.recorder.is_in_fit:
-            # In a loop of one's own: without what the last `fit` had.
-            with tf.init_scope():
-                session = self._settle(UNDECLARED, self._units_and_passes(UNDECLARED))
-                if self.recorder.scheme != session.scheme:
-                    self.recorder.begin(session.scheme)
-        assert self._session is not None  # noqa: S101
+        batch = Batch.of(data)
+        if self._is_in_train_function and self._session is not None:
+            session, has_room = self._session, self.recorder.has_room
+        else:
+            session = self._session_of_own_loop(batch)
+            has_room = functools.partial(self._room_of_own_loop, session.recorder)
         private_step(
-            self._session,
-            Batch.of(data),
-            has_room=self._has_room,
+            session,
+            batch,
+            has_room=has_room,
             on_outputs=self._update_metrics,
             fingerprint=fingerprint,
         )
         logs: dict[str, Tensor] = self.get_metrics_result()
         return logs
 
-    def _has_room(self, noise_multiplier: Tensor) -> Tensor:
-        """Tell whether the budgets have room, which loops of one's own have to ask."""
-        if self.recorder.is_in_fit:
-            return self.recorder.has_room(noise_multiplier)
-        counted = noise_multiplier / self.recorder.in_clips(1.0)
+    def _session_of_own_loop(self, batch: Batch) -> Session:
+        """Return what a step is made for that `fit` does not take.
+
+        It counts as one of a loop of one's own, whose batches nobody knows, also while
+        `fit` runs.
+        """
         with tf.init_scope():
-            self._begin_single_step()
+            sizes = self._units_and_passes(UNDECLARED)
+            rows = number_of_rows(batch)
+            unchecked = self._unchecked(rows if isinstance(rows, int) else None, sizes)
+            if unchecked:
+                self._check_like(batch, unchecked)
+            session = self._session_for(
+                UNDECLARED, sizes, recorder=self.optimizer.recorder_of_loops
+            )
+            if session.recorder.scheme != session.scheme:
+                session.recorder.begin(session.scheme)
+        return session
+
+    def _check_like(self, batch: Batch, sizes: list[int | None]) -> None:
+        """Check the model with rows like those of a batch, which a graph may have."""
+        rows = batch[:3]
+        tensors = _tree.tensors(rows)
+        shapes = [tf.TensorShape(each.shape)[1:] for each in tensors]
+        if all(shape.is_fully_defined() for shape in shapes):
+            with _keras.outside_of_graphs():
+                self._check_sample(*made_up_rows(rows), sizes=sizes)
+        elif self._checked.signature is None:
+            raise NotPrivateError(
+                f"Model `{self.name}` was never checked, and cannot be with rows of "
+                "unknown shape. Received: a batch whose axes have unknown lengths. Call "
+                "`private.fit(...)` or `private.train_on_batch(...)` once before, or "
+                "give the batch static shapes."
+            )
+
+    def _room_of_own_loop(
+        self, recorder: LedgerRecorder, noise_multiplier: Tensor
+    ) -> Tensor:
+        """Tell whether the budgets have room, which loops of one's own have to ask."""
+        counted = noise_multiplier / recorder.in_clips(1.0)
+        with tf.init_scope():
+            self._begin_single_step(recorder)
         if tf.executing_eagerly():
-            enforce_budget_of_step(self.recorder, float(counted))
-        return room_in_graph(self.recorder, counted)
+            enforce_budget_of_step(recorder, float(counted))
+        return room_in_graph(recorder, counted)
 
     def _update_metrics(
         self, has_room: Tensor, data: Nest, rows: Tensor, y_pred: Nest
@@ -779,6 +831,19 @@ class DPModel(_keras.ReplicatedModel):
         callbacks: Sequence[StepCallback] = (),
     ) -> Session:
         """Make the training function anew if it was made for something else."""
+        session = self._session_for(scheme, sizes, callbacks, recorder=self.recorder)
+        if session != self._session:
+            self.__dict__["_session"], self.train_function = session, None
+        return session
+
+    def _session_for(
+        self,
+        scheme: Scheme,
+        sizes: tuple[int, int | None],
+        callbacks: Sequence[StepCallback] = (),
+        *,
+        recorder: LedgerRecorder,
+    ) -> Session:
         examples_per_unit, physical_batch_size = sizes
         clipper = BatchClipper(
             self.model,
@@ -795,15 +860,14 @@ class DPModel(_keras.ReplicatedModel):
             self._objective(),
             scheme.in_units(examples_per_unit),
             self.optimizer,
-            self.recorder,
+            self.optimizer.mechanism,
+            recorder,
             self._ascent,
             self._released,
             tuple(callbacks),
             tuple(query for callback in callbacks for query in callback.queries),
         )
         self.optimizer.mechanism.check(session.scheme)
-        if session != self._session:
-            self.__dict__["_session"], self.train_function = session, None
         return session
 
     @contextlib.contextmanager
@@ -814,7 +878,6 @@ class DPModel(_keras.ReplicatedModel):
         recorder = self.recorder
         try:
             self.noise_plan = NoisePlan(self.optimizer, session, steps)
-            recorder.is_in_fit = True
             recorder.begin(
                 session.scheme,
                 steps_per_item=data.batches_per_pass,
@@ -839,7 +902,6 @@ class DPModel(_keras.ReplicatedModel):
             recorder.begin(UNDECLARED.in_units(session.scheme.examples_per_unit))
             with contextlib.suppress(PrivacyBudgetError):
                 self.enforce_budget()
-            recorder.is_in_fit = False
             recorder.end_steps()
             remember_values(self.model.weights)
 

@@ -19,6 +19,7 @@ from tfdp.federated.run_folder import (
 STATE = State(
     settings={"noise": 1.0},
     clips=[0.1, 0.1],
+    interrupted=3,
     next_clip=0.3,
     history={"round": [1, 2], "val_loss": [float("inf"), 2.5]},
     nonprivate_norms=np.array([1.0, np.nan]),
@@ -29,7 +30,7 @@ STATE = State(
 def test_what_was_written_is_read(tmp_path):
     write_state(tmp_path, STATE)
     state = read_state(tmp_path)
-    assert state[:4] == STATE[:4]
+    assert state[:5] == STATE[:5]
     np.testing.assert_array_equal(state.nonprivate_norms, STATE.nonprivate_norms)
     for found, expected in zip(state.values, STATE.values, strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -73,12 +74,10 @@ def test_rounds_that_were_begun_and_not_finished(tmp_path):
         note_round(tmp_path, number)
     with (tmp_path / "rounds_begun.txt").open("a") as file:
         file.write("5")  # a kill cut it off
-    # One of each was finished.
-    assert interrupted_rounds(tmp_path, 5) == {2: 2}
-    # Whichever were begun after the state was written were not.
-    assert interrupted_rounds(tmp_path, 3) == {2: 2, 3: 1, 4: 1}
-    # Rounds that ran elsewhere are in no file.
-    assert interrupted_rounds(tmp_path, 9) == {2: 2}
+    # The state has those that were begun before it was written.
+    assert not interrupted_rounds(tmp_path, 5)
+    assert interrupted_rounds(tmp_path, 2) == {2: 3, 3: 1, 4: 1}
+    assert interrupted_rounds(tmp_path, 3) == {3: 1, 4: 1}
     forget_rounds(tmp_path)
     assert not interrupted_rounds(tmp_path, 0)
 
@@ -88,4 +87,5 @@ def test_states_that_list_interrupted_rounds(tmp_path):
     about = {key: [] for key in ("settings", "clips", "next_clip", "history")}
     path = tmp_path / "state.npz"
     np.savez(path, about=json.dumps(about | {"interrupted": [3]}), nonprivate_norms=[])
-    assert read_state(tmp_path).values == []
+    state = read_state(tmp_path)
+    assert (state.values, state.interrupted) == ([], 1)

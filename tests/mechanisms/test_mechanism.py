@@ -199,3 +199,48 @@ def test_gaussian_noise_costs_what_it_is():
 def test_wrong_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0, **arguments)
+
+
+def test_shared_noise_needs_one_clip_norm_in_a_pass():
+    model = private(Banded())
+    halved = tfdp.callbacks.ClipNormScheduler(lambda step: 1.0 if step < 2 else 0.1)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="one clip norm for all"):
+        fit(model, 1, [halved])
+    model = private(Banded())
+    halved = tfdp.callbacks.ClipNormScheduler(lambda step: 1.0 if step < 4 else 0.1)
+    fit(model, 2, [halved])
+    assert model.ledger.passes == 2
+
+
+def test_a_budget_binds_loops_by_what_the_noise_costs():
+    class Dearer(Gaussian):
+        def counted(self, noise_multiplier):
+            return noise_multiplier / 2
+
+    model = private(Dearer(), sampling="poisson")
+    model.fit(
+        np.zeros((ROWS, 2)),
+        np.zeros((ROWS, 1)),
+        batch_size=ROWS,
+        verbose=0,
+        callbacks=[tfdp.callbacks.PrivacyBudget(1e-3, target_epsilon=6.0)],
+    )
+    optimizer = tfdp.optimizers.DPSGD(
+        1.0,
+        l2_norm_clip=2.0,
+        noise_multiplier=3.0,
+        expected_batch_size=ROWS,
+        mechanism=Dearer(),
+    )
+    inner = model.model
+    clipped = tfdp.clipped_gradients(
+        inner, "mse", np.zeros((2, 2)), np.zeros((2, 1)), l2_norm_clip=2.0
+    )
+
+    def loop():
+        for _ in range(100):
+            optimizer.apply_clipped_sum(clipped, inner.trainable_variables)
+
+    with pytest.raises(tfdp.errors.PrivacyBudgetError):
+        loop()
+    assert 5.0 < model.epsilon(1e-3) <= 6.0

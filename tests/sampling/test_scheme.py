@@ -202,3 +202,13 @@ def test_a_kind_belongs_to_one_scheme():
         """A step between, which no file names."""
 
     assert samplings() == before
+
+
+def test_a_scheme_that_files_would_take_for_another_is_in_no_segment():
+    class Half(Poisson):
+        @property
+        def sampling_probability(self):
+            return super().sampling_probability * 2
+
+    with pytest.raises(ValueError, match=r"needs a `kind` of its own"):
+        Segment(Half(100, 10), 1, 1.0)

@@ -9,6 +9,7 @@ import tfdp
 from tfdp.accounting.levels import folded
 from tfdp.callbacks import Query, StepCallback
 from tfdp.errors import NotPrivateError
+from tfdp.mechanisms import gaussian
 
 ROWS, CLIP = 40, 1.0
 # None is at the clip norm, which rounding could bring on either side.
@@ -276,3 +277,60 @@ def test_what_is_asked_in_loops_and_branches_is_not_answered(where):
 
     with pytest.raises(NotPrivateError, match=r"inside of a branch or a loop.*every"):
         trained(Hides())
+
+
+class Lowers(StepCallback):
+    """Sets little noise where nobody announced it."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.hook = hook
+
+    def before_step(self, optimizer):
+        if self.hook == "before_step":
+            optimizer.noise_multiplier.assign(0.5)
+
+    def during_step(self, step):
+        if self.hook == "during_step":
+            step.optimizer.noise_multiplier.assign(0.5)
+
+    def scheduled_noise_multiplier(self, iteration):
+        return tf.ones(tf.shape(iteration), tf.float64) * 2.0
+
+
+@pytest.mark.parametrize(
+    ("hook", "counts"), [("before_step", {0.5: 3}), ("during_step", {2.0: 1, 0.5: 2})]
+)
+def test_noise_counts_as_it_is_drawn_whatever_was_announced(hook, counts, monkeypatch):
+    drawn = tf.Variable(tf.zeros([3]))
+    steps = tf.Variable(0)
+    add_noise = gaussian.add_noise
+
+    def seen(clipped_sum, *, noise_multiplier, stream):
+        drawn[steps].assign(tf.cast(noise_multiplier, tf.float32))
+        steps.assign_add(1)
+        return add_noise(clipped_sum, noise_multiplier=noise_multiplier, stream=stream)
+
+    monkeypatch.setattr(gaussian, "add_noise", seen)
+    model = trained(Lowers(hook))
+    found = {s.noise_multiplier: s.count for s in model.ledger.segments}
+    assert found == counts
+    assert sorted(drawn.numpy()) == sorted(
+        z for z, n in counts.items() for _ in range(n)
+    )
+
+
+def test_an_answer_cannot_be_had_for_another_steps_price():
+    rare = Query(few, sensitivity=1.0, noise_multiplier=5.0, every=1000)
+
+    class Rewinds(Counts):
+        def during_step(self, step):
+            iterations = step.optimizer.iterations
+            present = tf.identity(iterations.value)
+            iterations.assign(0)
+            super().during_step(step)
+            iterations.assign(present)
+
+    rewinds = Rewinds(rare)
+    trained(rewinds)
+    assert np.isnan(rewinds.answers.numpy()).sum() == 2

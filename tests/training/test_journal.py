@@ -118,8 +118,7 @@ def test_steps_of_one_execution_begin_several_passes(tmp_path):
 
 
 def test_a_unit_of_several_examples_halves_what_is_written(tmp_path):
-    segment = ShuffledPasses(0, 1.0, ROWS, 4, examples_per_unit=2)
-    run = Run(tmp_path, segment)
+    run = Run(tmp_path, SHUFFLED.in_units(2))
     run.begin_epoch()
     (found,) = run.step(1.5).ledger.segments
     assert found.noise_multiplier == 0.75

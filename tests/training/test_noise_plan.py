@@ -29,10 +29,11 @@ MEDIAN = AdaptiveMedianClip([0, 1, 2], histogram_noise_multiplier=3.0, every=2)
 
 def plan_of(optimizer, *callbacks, planned_steps=None):
     """A plan, for which a session is no more than its optimizer and callbacks."""
-    nothing = [None] * 7
+    nothing = [None] * 8
     session = dataclasses.replace(
         Session(*nothing),
         optimizer=optimizer,
+        mechanism=optimizer.mechanism,
         callbacks=callbacks,
         queries=(MEDIAN.query,) * (MEDIAN in callbacks),
     )
@@ -62,7 +63,7 @@ def test_what_callbacks_release_is_folded_in():
     steps = tf.range(3, dtype=tf.int64)
     own = np.array([4.0, 3.0, 2.0])
     expected = np.where([True, False, True], folded(own, 3.0), own)
-    np.testing.assert_allclose(plan._session.counted(steps), expected, rtol=1e-12)
+    np.testing.assert_allclose(plan._session.planned(steps), expected, rtol=1e-12)
     np.testing.assert_allclose(plan.planned, expected, rtol=1e-11)
     assert np.all(plan.planned < expected)
 

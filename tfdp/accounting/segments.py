@@ -41,6 +41,13 @@ class Segment:
     noise_multiplier: float
 
     def __post_init__(self) -> None:
+        known = scheme_of_kind(self.scheme.kind)
+        if known.__qualname__ != type(self.scheme).__qualname__:
+            raise ValueError(
+                f"Scheme `{type(self.scheme).__qualname__}` needs a `kind` of its own: "
+                "a file would take it for another one. Received: "
+                f"kind={self.scheme.kind!r}, which is that of `{known.__qualname__}`."
+            )
         noise_multiplier = non_negative("noise_multiplier", self.noise_multiplier)
         object.__setattr__(self, "count", _count(self.scheme.counts, self.count))
         object.__setattr__(self, "noise_multiplier", noise_multiplier)

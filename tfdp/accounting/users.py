@@ -55,11 +55,12 @@ def user_epsilon(
     noise_multiplier = segment.noise_multiplier / max_examples_per_user
     # As if all were in every batch.
     together = Segment(Unknown(), segment.count, noise_multiplier)
+    of_one = epsilon([segment], delta, accountant)
     if max_examples_per_user == 1:
-        return epsilon([segment], delta, accountant)
+        return of_one
     log_chances = tuple(segment.scheme.log_chances(max_examples_per_user).tolist())
     if log_chances[-1] == 0 or noise_multiplier == 0:
-        return epsilon([together], delta, accountant)
+        return max(of_one, epsilon([together], delta, accountant))
     result = min(
         _epsilon_by_rdp(segment, delta, log_chances),
         epsilon([together], delta, "RDP"),
@@ -67,8 +68,9 @@ def user_epsilon(
     shift = max_examples_per_user / segment.noise_multiplier
     is_affordable = result <= _PLD_MOST_EPSILON and shift <= _PLD_MOST_EXAMPLES
     if accountant == "PLD" and is_affordable:
-        return min(result, _epsilon_by_pld(segment, delta, log_chances))
-    return result
+        result = min(result, _epsilon_by_pld(segment, delta, log_chances))
+    # A scheme may cost more than its chances say.
+    return max(of_one, result)
 
 
 def _epsilon_by_rdp(

@@ -52,7 +52,7 @@ def choose(
         UnsupportedLossError: If the losses do so.
     """
     chosen = engines.get(engine)
-    if isinstance(chosen, VectorizedEngine):
+    if type(chosen) is VectorizedEngine:
         check_objective(objective, data, sizes)
         return chosen
     try:
@@ -66,7 +66,7 @@ def choose(
                 raise UnsupportedLayerError(str(problems[0]))
         is_own = type(chosen).__module__.startswith("tfdp.")
         if not (is_own and _has_only_own_rules(objective.model)):
-            compare_on_rows(chosen, objective, data)
+            compare_on_rows(chosen, objective, data, clips=not is_own)
     except UnsupportedLayerError as error:
         check_objective(objective, data, sizes)
         if engine != "auto":

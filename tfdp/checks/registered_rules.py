@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Iterator
@@ -26,7 +27,9 @@ _TOLERANCE = 1e-2
 _RADIUS = 0.3
 
 
-def compare_on_rows(engine: Engine, objective: Objective, data: Nest) -> None:
+def compare_on_rows(
+    engine: Engine, objective: Objective, data: Nest, *, clips: bool = False
+) -> None:
     """Compare what an engine computes without clipping with single rows' gradients.
 
     The proof of the graph holds for any rule as to which rows meet, but only a rule's
@@ -37,6 +40,7 @@ def compare_on_rows(engine: Engine, objective: Objective, data: Nest) -> None:
         engine: Runs the rules.
         objective: What will be differentiated.
         data: ``(x, y, sample_weight)``, nested arrays of a few rows.
+        clips: Whether to look at what the engine makes of clip norms, too.
 
     Raises:
         UnsupportedLayerError: If they differ by more than rounding explains.
@@ -76,6 +80,7 @@ def compare_on_rows(engine: Engine, objective: Objective, data: Nest) -> None:
             # An axis that is as long as the batch passes for it, but not twice.
             fewer = operator.itemgetter(slice(rows - 1))
             _unclipped(engine, objective, _tree.map_tensors(fewer, data))
+        too_long = _too_long(engine, objective, data, norms) if clips else []
     expected = np.array([math.hypot(*of_row) for of_row in lengths])
     finite = np.isfinite(expected)
     norms = np.asarray(norms, np.float64)
@@ -102,6 +107,11 @@ def compare_on_rows(engine: Engine, objective: Objective, data: Nest) -> None:
         if not difference <= most
     ]
     same = same and bool(np.all(np.abs(norms - expected) <= slack))
+    if too_long:
+        raise UnsupportedLayerError(
+            f"Engine '{engine.name}' must clip every unit. Received: a sum that is "
+            f"longer than its units' clip norms together, with {', '.join(too_long)}."
+        )
     if wrong or not same:
         raise UnsupportedLayerError(
             "On a few rows the sum of the gradients and their norms must be those of "
@@ -110,6 +120,28 @@ def compare_on_rows(engine: Engine, objective: Objective, data: Nest) -> None:
             "registered rule may have variables that the rule leaves out, or a layer "
             "is called on a tensor whose leading axis is not that of the examples."
         )
+
+
+def _too_long(
+    engine: Engine, objective: Objective, data: Nest, norms: Tensor
+) -> list[str]:
+    """Say which sums of clipped units are longer than their number of clip norms."""
+    found = []
+    lengths = np.asarray(norms)[np.isfinite(norms)]
+    for rows_per_unit in (1, 2):
+        clip = float(np.median(lengths)) / 4 if len(lengths) else 1.0
+        clip_as = tf.constant(max(clip, 1e-6), norms.dtype)
+        clip_batch = functools.partial(
+            engine.clip_and_sum,
+            objective,
+            l2_norm_clip=clip_as,
+            rows_per_unit=rows_per_unit,
+        )
+        sums, of_units = run_whole(clip_batch, data, rows_per_unit=rows_per_unit)
+        most = len(np.asarray(of_units)) * float(clip_as) * 1.0001
+        if not math.hypot(*map(_length, sums)) <= most:
+            found.append(f"{rows_per_unit} rows to a unit")
+    return found
 
 
 def _unclipped(

@@ -246,6 +246,12 @@ def number_of_examples(x: Nest) -> int:
 
 
 def _drawn(dataset: DrawnDataset, steps_per_epoch: int | None) -> TrainingData:
+    if dataset.scheme.counts_passes and steps_per_epoch not in {None, len(dataset)}:
+        raise ValueError(
+            "`steps_per_epoch` must be that of the data, whose epochs are passes. "
+            f"Received: steps_per_epoch={steps_per_epoch}, {len(dataset)} batches in a "
+            "pass. Leave it out."
+        )
     return TrainingData(
         dataset,
         None,

@@ -48,7 +48,7 @@ def run_whole(
     sums, norms, outputs = run_pass(_fill(data, tf.range(filled), rows))
     if on_outputs is not None:
         _show(on_outputs, data, tf.convert_to_tensor(rows), outputs)
-    return sums, norms[:units]
+    return sums, _of_real_units(norms[:units], data, rows_per_unit)
 
 
 def run_in_passes(
@@ -120,7 +120,17 @@ def run_in_passes(
         (tf.constant(1), sums, norms.write(0, first_norms)),
         parallel_iterations=1,
     )
-    return sums, norms.concat()[:units]
+    return sums, _of_real_units(norms.concat()[:units], data, rows_per_unit)
+
+
+def _of_real_units(norms: Tensor, data: Batch, rows_per_unit: int | Tensor) -> Tensor:
+    """Leave out the norms of units that are nothing but padding: they are nobody's."""
+    if data.is_padding is None:
+        return norms
+    missing = tf.size(norms) * rows_per_unit - tf.size(data.is_padding)
+    marks = tf.pad(data.is_padding, [[0, missing]], constant_values=True)
+    is_empty = tf.reduce_all(tf.reshape(marks, [-1, rows_per_unit]), axis=1)
+    return tf.boolean_mask(norms, ~is_empty)
 
 
 def _show(on_outputs: OnOutputs, data: Batch, rows: Tensor, outputs: Nest) -> None:
@@ -132,6 +142,16 @@ def _show(on_outputs: OnOutputs, data: Batch, rows: Tensor, outputs: Nest) -> No
         shown = _tree.map_tensors(lambda each: tf.boolean_mask(each, is_real), shown)
         rows = tf.math.count_nonzero(is_real, dtype=rows.dtype)
     on_outputs(tuple(shown[:3]), rows, shown[3])
+
+
+def _zeros_where(is_padding: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that empties rows."""
+
+    def emptied(tensor: Tensor) -> Tensor:
+        marks = tf.reshape(is_padding, [-1] + [1] * (tensor.shape.rank - 1))
+        return tf.where(marks, tf.zeros_like(tensor), tensor)
+
+    return emptied
 
 
 def _fill(data: Batch, indices: Tensor, rows: int | Tensor) -> Batch:
@@ -149,4 +169,6 @@ def _fill(data: Batch, indices: Tensor, rows: int | Tensor) -> Batch:
     is_padding = indices >= rows
     if filled.is_padding is not None:
         is_padding |= filled.is_padding
+        # Whatever is in padding, NaN for example, must not reach the rows beside it.
+        filled = Batch(*_tree.map_tensors(_zeros_where(is_padding), tuple(filled)))
     return filled._replace(is_padding=is_padding)

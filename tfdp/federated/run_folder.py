@@ -21,6 +21,8 @@ class State(NamedTuple):
     Attributes:
         settings: What it has in common with an equal one, as JSON has it.
         clips: C of every round.
+        interrupted: How often a round was begun and not finished, in this folder and in
+            those that the simulation was in before.
         next_clip: C of the next round.
         history: See `Simulation.run`.
         nonprivate_norms: See `Simulation`.
@@ -29,6 +31,7 @@ class State(NamedTuple):
 
     settings: Config
     clips: list[float]
+    interrupted: int
     next_clip: float
     history: dict[str, list[float]]
     nonprivate_norms: Array
@@ -84,8 +87,10 @@ def read_state(folder: Path) -> State | None:
             about = json.loads(str(state["about"]))
             norms = state["nonprivate_norms"]
             values = [state[f"arr_{n}"] for n in range(len(state.files) - 2)]
-        # In older states; `rounds_begun.txt` says the same.
-        about.pop("interrupted", None)
+        # Older states list the rounds, still older ones have none.
+        interrupted = about.get("interrupted", 0)
+        is_list = isinstance(interrupted, list)
+        about["interrupted"] = len(interrupted) if is_list else interrupted
         return State(**about, nonprivate_norms=norms, values=values)
     except (TypeError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(
@@ -112,7 +117,7 @@ def note_round(folder: Path, number: int) -> None:
 
 
 def interrupted_rounds(folder: Path, finished: int) -> Counter[int]:
-    """Count the rounds that were begun in a folder and not finished.
+    """Count the rounds that were begun in a folder after its state was written.
 
     Args:
         folder: Exists.
@@ -124,4 +129,4 @@ def interrupted_rounds(folder: Path, finished: int) -> Counter[int]:
     path = folder / _BEGUN
     # A last line without an end was not followed by a round.
     begun = path.read_text().split("\n")[:-1] if path.exists() else []
-    return Counter(map(int, begun)) - Counter(range(finished))
+    return Counter(number for number in map(int, begun) if number >= finished)

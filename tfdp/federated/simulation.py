@@ -483,6 +483,7 @@ class Simulation:
         state = State(
             settings=self._settings(),
             clips=self._clips,
+            interrupted=self._interrupted,
             next_clip=self._next_clip,
             history=self.history,
             nonprivate_norms=self.nonprivate_norms,
@@ -505,7 +506,7 @@ class Simulation:
                 "having taken part once more.",
                 self.rounds,
             )
-        self._interrupted = interrupted.total()
+        self._interrupted = state.interrupted + interrupted.total()
         self._check_participations(self.rounds)
 
     def _restore(self, folder: Path, state: State) -> None:

@@ -131,7 +131,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         self._averaged_after = self._scalar("averaged_after", 0.0)
         self._configured_batch_size = expected_batch_size
         self.mechanism = _mechanism(mechanism, noise_seed)
-        self.recorder = self._recorder_of_loops = LedgerRecorder()
+        self.recorder = self.recorder_of_loops = LedgerRecorder()
         # So `tf.train.Checkpoint` has the ledger.
         self._ledger_state = LedgerState(self._saved_ledger, self._restore_ledger)
         self.recorder.note_seeds(noise=self.noise_is_seeded, sampling=False)
@@ -284,7 +284,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         if not self.built:
             self.build(trainable_variables)
         # Not that of a private model, whose batches `fit` draws.
-        recorder = self._recorder_of_loops
+        recorder = self.recorder_of_loops
         is_eager = tf.executing_eagerly()
         with tf.init_scope():
             if (
@@ -299,12 +299,14 @@ class DPOptimizer(keras.optimizers.Optimizer):
             # How many examples share a gradient may be known later only.
             at_most = 1 if isinstance(per_unit, int) and per_unit == 1 else 2
             enforce_budget_of_step(
-                recorder, float(self._noise_multiplier.numpy()) / at_most
+                recorder,
+                float(self.mechanism.counted(self._noise_multiplier.value)) / at_most,
             )
 
         self.mechanism.check(recorder.scheme)
         mechanism = self.mechanism
-        counted = mechanism.counted(self._noise_multiplier.value)
+        drawn = tf.identity(self._noise_multiplier.value)
+        counted = mechanism.counted(drawn)
 
         def apply() -> bool:
             stream = mechanism.stream(mechanism.number)
@@ -313,7 +315,11 @@ class DPOptimizer(keras.optimizers.Optimizer):
             )
             with _keras.gradients_are_summed(self.inner_optimizer):
                 self.update(
-                    clipped_sum, trainable_variables, stream=stream, begins=begins
+                    clipped_sum,
+                    trainable_variables,
+                    noise_multiplier=drawn,
+                    stream=stream,
+                    begins=begins,
                 )
             return True
 
@@ -349,6 +355,8 @@ class DPOptimizer(keras.optimizers.Optimizer):
         if not self.built:
             self.build(trainable_variables)
         begins = recorder.begins_item()
+        if self.mechanism.correlates_steps:
+            begins = recorder.begins_with_clip(begins, clipped_sum.l2_norm_clip)
         self.mechanism.count()
         recorder.record(
             counted / clipped_sum.sensitivity_in_clips, clipped_sum.l2_norm_clip
@@ -360,6 +368,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         clipped_sum: ClippedSum,
         trainable_variables: list[Variable],
         *,
+        noise_multiplier: Tensor,
         stream: Tensor,
         begins: Tensor,
     ) -> list[Tensor]:
@@ -370,6 +379,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         Args:
             clipped_sum: On each replica, of all of them.
             trainable_variables: See `apply_clipped_sum`.
+            noise_multiplier: Of the noise, the one that was counted.
             stream: Of the step's noise, the same in all processes.
             begins: See `begin_update`.
 
@@ -378,7 +388,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         """
         noised = self.mechanism.noised(
             clipped_sum,
-            noise_multiplier=self._noise_multiplier.value,
+            noise_multiplier=noise_multiplier,
             stream=stream,
             begins=begins,
         )

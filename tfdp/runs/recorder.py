@@ -95,9 +95,7 @@ class LedgerRecorder:
         self.history = History(self)
         self.created = next(creations)
         living.add(self)
-        # Whether `fit` or `train_on_batch` sees to the budgets, and a glimpse of the
-        # values that the latter has left.
-        self.is_in_fit = False
+        # A glimpse of the values that the last single step has left.
         self.left: list[float] = []
         # Whether a graph that a user has traced takes its steps.
         self.is_in_a_graph = False
@@ -389,6 +387,27 @@ class LedgerRecorder:
         self._steps.assign_add(1)
         if l2_norm_clip is not None:
             self._last_clip.assign(tf.cast(l2_norm_clip, tf.float64))
+
+    def begins_with_clip(self, begins: Tensor, l2_norm_clip: Tensor) -> Tensor:
+        """Refuse, when it runs, another clip norm than that of the pass's steps before.
+
+        Args:
+            begins: Whether the step begins a pass, a scalar bool tensor.
+            l2_norm_clip: Of the step, a scalar tensor.
+
+        Returns:
+            `begins`, once that is sure.
+        """
+        is_same = self._last_clip == tf.cast(l2_norm_clip, tf.float64)
+        message = (
+            "Noise that the steps of a pass share needs one clip norm for all of them. "
+            "Received: another `l2_norm_clip` than in the step before. Change it "
+            "between epochs."
+        )
+        check = tf.debugging.Assert(begins | is_same, [message])
+        # No noise, and so no step, before the check has passed.
+        with tf.control_dependencies([] if check is None else [check]):
+            return tf.identity(begins)
 
     def begins_item(self) -> Tensor:
         """Tell whether the next step begins an item, a scalar bool tensor."""

@@ -156,6 +156,7 @@ class Step:
 
     optimizer: DPOptimizer
     expected_units: Tensor
+    _iteration: Tensor
     _answer: Callable[[Query, Tensor], Tensor]
 
     def ask(self, query: Query) -> Tensor:
@@ -167,11 +168,11 @@ class Step:
         Returns:
             float64, of the query's shape; NaN on steps that do not ask.
         """
-        return self._answer(query, self.optimizer.iterations.value)
+        return self._answer(query, self._iteration)
 
     def asks(self, query: Query) -> Tensor:
         """Tell whether the step asks a query, a scalar bool tensor."""
-        return query.asks_at(self.optimizer.iterations.value)
+        return query.asks_at(self._iteration)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +282,8 @@ class StepCallback(keras.callbacks.Callback):
 
         @tf.function(autograph=False)
         def rehearse() -> None:
-            self.during_step(Step(optimizer, tf.ones([], tf.float64), note))
+            iteration = optimizer.iterations.value
+            self.during_step(Step(optimizer, tf.ones([], tf.float64), iteration, note))
 
         rehearse.get_concrete_function()
         self.queries = tuple(asked)

@@ -87,7 +87,7 @@ class NoisePlan:
         if steps is None:
             steps = _STEPS_WITHOUT_A_PLAN
         iterations = self._first + tf.range(max(steps, 1), dtype=tf.int64)
-        self.planned = self._session.counted(iterations).numpy()
+        self.planned = self._session.planned(iterations).numpy()
         if self._session.queries:
             # The graph may round the other way.
             self.planned *= 1 - 1e-12

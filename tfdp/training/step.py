@@ -20,6 +20,7 @@ from tfdp.distribute.shares import agreed_stream
 from tfdp.engines.passes import OnOutputs, run_in_passes, run_whole
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Batch, Objective
+from tfdp.mechanisms import Mechanism
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.recorder import LedgerRecorder
 from tfdp.sampling import Scheme
@@ -207,7 +208,8 @@ class Session:
         clipper: Clips the batches.
         objective: The plain loss of each example.
         scheme: How the batches are drawn.
-        optimizer: Has the clip norm, the noise, and the steps.
+        optimizer: Has the clip norm, and the steps.
+        mechanism: Draws its noise.
         recorder: Counts the steps.
         ascent: The loss that takes gradients uphill, if any.
         released: The gradient that was released last, for `SAT`.
@@ -219,6 +221,7 @@ class Session:
     objective: Objective
     scheme: Scheme
     optimizer: DPOptimizer
+    mechanism: Mechanism
     recorder: LedgerRecorder
     ascent: AscentLoss | None
     released: ReleasedGradient
@@ -234,8 +237,8 @@ class Session:
         )
         return changing or bool(self.queries)
 
-    def counted(self, iteration: Tensor) -> Tensor:
-        """Return what the noise of steps counts as, with what callbacks ask.
+    def planned(self, iteration: Tensor) -> Tensor:
+        """Return what the noise of steps will count as, as callbacks announce it.
 
         Args:
             iteration: The optimizer's `iterations`, of any shape.
@@ -249,7 +252,19 @@ class Session:
             scheduled = callback.scheduled_noise_multiplier(iteration)
             if scheduled is not None:
                 noise_multiplier = scheduled
-        noise_multiplier = self.optimizer.mechanism.counted(noise_multiplier)
+        return self.counted(iteration, noise_multiplier)
+
+    def counted(self, iteration: Tensor, noise_multiplier: Tensor) -> Tensor:
+        """Return what noise counts as, with what callbacks ask beside the gradients.
+
+        Args:
+            iteration: The optimizer's `iterations`, of any shape.
+            noise_multiplier: Of the noise that is drawn, float64, of that shape.
+
+        Returns:
+            Multiples of the clip norm, float64, of that shape.
+        """
+        noise_multiplier = self.mechanism.counted(noise_multiplier)
         for query in self.queries:
             both = folded(noise_multiplier, query.noise_multiplier)
             noise_multiplier = tf.where(
@@ -310,11 +325,14 @@ def private_step(
     replicas, variables = clipper.replicas, session.objective.variables
     for callback in session.callbacks:
         callback.before_step(optimizer)
-    noise_multiplier = session.counted(optimizer.iterations.value)
+    # Read once: what is drawn is what is counted, whatever callbacks assign later.
+    iteration = tf.identity(optimizer.iterations.value)
+    drawn = tf.identity(optimizer.noise_multiplier.value)
+    noise_multiplier = session.counted(iteration, drawn)
     room = has_room(noise_multiplier)
     # Read before anything is clipped: where processes take different steps this raises,
     # and nothing that follows from it runs.
-    stream = optimizer.mechanism.stream(optimizer.mechanism.number)
+    stream = session.mechanism.stream(session.mechanism.number)
     if replicas.processes > 1:
         stream = agreed_stream(
             replicas,
@@ -322,7 +340,7 @@ def private_step(
             fingerprint,
             [
                 optimizer.l2_norm_clip.value,
-                optimizer.noise_multiplier.value,
+                drawn,
                 noise_multiplier,
                 recorder.own_steps,
                 room,
@@ -348,14 +366,18 @@ def private_step(
         # Callbacks see the weights that made the gradients. The C that they set is not
         # that of this step's noise, which comes with the clipped sum.
         if session.callbacks:
-            _learn(session, clipper.joined(clipped_sum), stream, clip_again)
+            _learn(session, clipper.joined(clipped_sum), stream, iteration, clip_again)
         # Counted before any weight moves: a run that is killed in between has counted
         # a step too many, not one too few.
         begins = optimizer.begin_update(of_first, variables, recorder, noise_multiplier)
         with _keras.gradients_are_summed(optimizer.inner_optimizer):
             released = replicas.run(
                 lambda clipped_sum: optimizer.update(
-                    clipped_sum, variables, stream=stream, begins=begins
+                    clipped_sum,
+                    variables,
+                    noise_multiplier=drawn,
+                    stream=stream,
+                    begins=begins,
                 ),
                 clipped_sum,
             )
@@ -370,6 +392,7 @@ def _learn(
     session: Session,
     clipped_sum: ClippedSum,
     stream: Tensor,
+    iteration: Tensor,
     clip_again: Callable[..., ClippedSum],
 ) -> None:
     """Let callbacks learn from a step before weights move."""
@@ -377,7 +400,7 @@ def _learn(
     for callback in session.callbacks:
         if callback.has_own("during_step"):
             units = session.optimizer.expected_units(clipped_sum.examples_per_unit)
-            step = Step(session.optimizer, units, answers.of(callback))
+            step = Step(session.optimizer, units, iteration, answers.of(callback))
             callback.during_step(step)
         if callback.has_own("nonprivate_step"):
             callback.nonprivate_step(
