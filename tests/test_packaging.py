@@ -19,8 +19,8 @@ SETUP.read(ROOT / "setup.cfg", encoding="utf-8")
 PRIVATE = {"tfdp/_keras.py"}
 
 IGNORED = re.compile(
-    r"(^|/)(\.git|\.venv[^/]*|\.[a-z_]+_cache|\.hypothesis|__pycache__|build|dist|runs"
-    r"|[^/]+\.egg-info)(/|$)"
+    r"(^|/)(\.git|\.venv[^/]*|\.[a-z_]+_cache|\.hypothesis|__pycache__|build|dist"
+    r"|[^/]+\.egg-info)(/|$)|^runs/"
 )
 
 

@@ -45,7 +45,7 @@ _ALL = flags.DEFINE_boolean(
 _QUICK = "not slow"
 # What a copy does without: environments, caches, results.
 _LEFT_OUT = shutil.ignore_patterns(
-    *(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "runs", "build"),
+    *(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "build"),
     # It sees that a patch is in, not what is wrong with it.
     *("dist", "test_mutants.py"),
 )

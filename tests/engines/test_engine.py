@@ -77,3 +77,20 @@ def test_one_that_takes_other_gradients_is_refused():
 def test_what_is_no_engine_is_refused(wrong):
     with pytest.raises(ValueError, match=r"`engine` must be .* Received: .* Use "):
         engines.get(wrong)
+
+
+@pytest.mark.parametrize("base", [engines.BookkeepingEngine, engines.VectorizedEngine])
+def test_one_that_does_not_clip_is_refused(base):
+    class Unclipped(base):
+        def clip_and_sum(self, objective, batch, *, l2_norm_clip, rows_per_unit):
+            return super().clip_and_sum(
+                objective,
+                batch,
+                l2_norm_clip=1e3 * l2_norm_clip,
+                rows_per_unit=rows_per_unit,
+            )
+
+    model, (x, y, _) = PROBLEM.build(), PROBLEM.batch(4)
+    options = {"l2_norm_clip": 1.0, "engine": Unclipped()}
+    with pytest.raises(UnsupportedLayerError, match="must clip every unit"):
+        tfdp.clipped_gradients(model, PROBLEM.loss(), x, y, **options)

@@ -222,7 +222,7 @@ def _weight_and_cost(
     else:
         if y is not None:
             raise ValueError(
-                "With `lipschitz` targets belong in `x`: a record may be replaced "
+                "With `lipschitz` targets belong into `x`: a record may be replaced "
                 "with its target. Received: y. Use `np.column_stack([x, y])`."
             )
         cost = 4 * _validate.positive("lipschitz", lipschitz) * radius
