@@ -763,6 +763,12 @@ class DPModel(_keras.ReplicatedModel):
         counted = noise_multiplier / recorder.in_clips(1.0)
         with tf.init_scope():
             self._begin_single_step(recorder)
+            # A recorder that was never limited would have room for every step.
+            own = self.optimizer.mechanism.counted(
+                self.optimizer.noise_multiplier.value
+            )
+            with contextlib.suppress(PrivacyBudgetError):
+                enforce_budget_of_step(recorder, float(own) / recorder.in_clips(1.0))
         if tf.executing_eagerly():
             enforce_budget_of_step(recorder, float(counted))
         return room_in_graph(recorder, counted)

@@ -287,7 +287,7 @@ def test_a_budget_that_was_loaded_binds_as_well(tmp_path):
     assert loaded.epsilon(DELTA) <= target
 
 
-@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("traced", [False, True])
 def test_a_budget_binds_train_step(traced):
     one = part("one")
     first = private(one)
@@ -522,7 +522,7 @@ def test_a_copy_of_a_loaded_model_is_recognised(tmp_path):
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import keras
-from tests.test_histories import cloned, private
+from tests.runs.test_histories import cloned, private
 loaded = keras.models.load_model({str(tmp_path / "model.keras")!r})
 assert private(cloned(loaded.model)).ledger.steps == 4
 """,
@@ -658,7 +658,7 @@ def test_a_checkpoint_of_tensorflow_has_the_ledger(tmp_path):
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import json, keras, tensorflow as tf, tfdp
-from tests.test_histories import fit, loop, optimizer, part, private
+from tests.runs.test_histories import fit, loop, optimizer, part, private
 from tfdp.runs.histories import was_trained
 
 model = private(part("model"))
