@@ -200,6 +200,8 @@ class DPModel(_keras.ReplicatedModel):
         self._loaded_as_trained = b""
         # What the training function was made for, and whether it runs.
         self._is_in_train_function = False
+        # Callbacks that act in the steps of the `fit` that runs.
+        self._acting: tuple[StepCallback, ...] = ()
         self._session: Session | None = None
         self.train_function: Nest = None
         self.test_function: Callable[[Nest], Logs] | None = None
@@ -602,7 +604,8 @@ class DPModel(_keras.ReplicatedModel):
         regularizers.check_number_of_examples(
             self.trainable_variables, None, rows=number_of_examples(x)
         )
-        session = self._settle(UNDECLARED, sizes)
+        # From a callback inside of `fit`, whose next steps have this function, too.
+        session = self._settle(UNDECLARED, sizes, self._acting)
         if self.recorder.scheme != session.scheme:
             self.recorder.begin(session.scheme)
         self._begin_single_step(self.recorder)
@@ -884,6 +887,7 @@ class DPModel(_keras.ReplicatedModel):
         recorder = self.recorder
         try:
             self.noise_plan = NoisePlan(self.optimizer, session, steps)
+            self.__dict__["_acting"] = session.callbacks
             recorder.begin(
                 session.scheme,
                 steps_per_item=data.batches_per_pass,
@@ -904,6 +908,7 @@ class DPModel(_keras.ReplicatedModel):
             yield
         finally:
             self._released.put_back()
+            self.__dict__["_acting"] = ()
             self.noise_plan = NoisePlan(self.optimizer)
             recorder.begin(UNDECLARED.in_units(session.scheme.examples_per_unit))
             with contextlib.suppress(PrivacyBudgetError):

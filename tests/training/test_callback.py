@@ -334,3 +334,19 @@ def test_an_answer_cannot_be_had_for_another_steps_price():
     rewinds = Rewinds(rare)
     trained(rewinds)
     assert np.isnan(rewinds.answers.numpy()).sum() == 2
+
+
+def test_callbacks_go_on_where_another_takes_single_steps():
+    class Single(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if not batch:
+                self.model.train_on_batch(NORMS[:, None], np.zeros((ROWS, 1)))
+
+    class Halves(StepCallback):
+        def before_step(self, optimizer):
+            optimizer.l2_norm_clip.assign(optimizer.l2_norm_clip / 2)
+
+    model = trained(Halves(), Single())
+    # Three steps of `fit`, and the single one.
+    assert float(model.optimizer.l2_norm_clip) == CLIP / 2**4
+    assert model.ledger.steps == 4

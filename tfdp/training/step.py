@@ -1,4 +1,8 @@
-"""The private step: clip, learn, add noise, count. It is written down here alone."""
+"""The private step: clip, learn, count, add noise.
+
+Loops of one's own have its two halves: `clipped_gradients`, which uses `BatchClipper`,
+and `DPOptimizer.apply_clipped_sum`.
+"""
 
 import contextlib
 import dataclasses
@@ -346,8 +350,13 @@ def private_step(
                 room,
             ],
         )
+    learning = [
+        callback
+        for callback in session.callbacks
+        if callback.has_own("during_step", "nonprivate_step")
+    ]
     # To clip again with the same masks, states are kept; only where somebody looks.
-    looks = any(callback.has_own("nonprivate_step") for callback in session.callbacks)
+    looks = any(callback.has_own("nonprivate_step") for callback in learning)
     clip_again = clipper.later(
         batch, session.objective, clipper.states() if looks else []
     )
@@ -365,7 +374,7 @@ def private_step(
         of_first = replicas.first(clipped_sum)
         # Callbacks see the weights that made the gradients. The C that they set is not
         # that of this step's noise, which comes with the clipped sum.
-        if session.callbacks:
+        if learning:  # Replicas put their norms together for them.
             _learn(session, clipper.joined(clipped_sum), stream, iteration, clip_again)
         # Counted before any weight moves: a run that is killed in between has counted
         # a step too many, not one too few.
