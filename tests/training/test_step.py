@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tests.problems import PROBLEMS
+from tests.problems import PROBLEMS, scale_outlier
 from tests.reference import assert_all_close, clipped_sum, per_example_gradients
 from tfdp.engines import BookkeepingEngine, GhostEngine, VectorizedEngine
 from tfdp.losses.objective import Batch, Objective
@@ -24,7 +24,8 @@ SIZES, LARGEST, CLIP = (1, 4, 2, 3, 0), 4, 0.3
 
 def ragged(problem):
     """A batch of units with padding wherever a unit has no row, and their gradients."""
-    batch = problem.batch(sum(SIZES))
+    # One row a million times as large as the others, in a unit of four.
+    batch = scale_outlier(problem.batch(sum(SIZES)), 2)
     model, loss = problem.build("float64"), problem.loss("float64")
     gradients = per_example_gradients(model, loss, *batch)
     starts = np.cumsum((0, *SIZES))
