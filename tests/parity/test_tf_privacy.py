@@ -1,9 +1,11 @@
 import math
 import re
+import sys
 
 import pytest
 
 from tfdp.accounting import (
+    compare_with_tensorflow_privacy,
     compute_dp_sgd_privacy,
     compute_dp_sgd_privacy_statement,
 )
@@ -104,3 +106,36 @@ def test_a_batch_larger_than_the_data_is_refused_by_both():
     for compute in (reference.compute_dp_sgd_privacy, compute_dp_sgd_privacy):
         with pytest.raises(Exception, match=r"batch"):
             compute(100, 101, 1.1, 1, 1e-5)
+
+
+@pytest.mark.parametrize("accountant", ["RDP", "PLD"])
+@pytest.mark.parametrize("used_microbatching", [True, False])
+def test_the_table_has_the_figures_of_both(accountant, used_microbatching):
+    table = compare_with_tensorflow_privacy(
+        60_000, 256, 60, 4.0, 1e-5, used_microbatching, accountant
+    )
+    head, *rows = table.splitlines()
+    assert head.split() == [
+        *("Epsilon", "at", "delta", "=", "1e-05,", accountant),
+        *("tfdp", "TensorFlow", "Privacy", "0.9.0"),
+    ]
+    expected = figures(
+        compute_dp_sgd_privacy_statement(
+            60_000, 256, 60, 4.0, 1e-5, used_microbatching, accountant_type=accountant
+        )
+    )
+    for row, epsilon in zip(rows, expected, strict=True):
+        assert len(row) == len(head)
+        assert [float(each) for each in row.split()[-2:]] == [epsilon, epsilon]
+
+
+def test_only_the_comparison_leaves_parts_of_tensorflow_privacy_out():
+    sys.skip_tf_privacy_import = True
+    compare_with_tensorflow_privacy(1000, 10, 1, 1.0, 1e-5)
+    assert sys.skip_tf_privacy_import
+    del sys.skip_tf_privacy_import
+    try:
+        compare_with_tensorflow_privacy(1000, 10, 1, 1.0, 1e-5)
+        assert not hasattr(sys, "skip_tf_privacy_import")
+    finally:
+        sys.skip_tf_privacy_import = True

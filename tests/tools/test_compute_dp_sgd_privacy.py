@@ -59,6 +59,7 @@ def test_the_noise_for_an_epsilon(run, accountant):
         (["--target_epsilon=0"], "Received: target_epsilon=0"),
         (["--target_epsilon=1", "--epochs=1.5"], "Received: epochs=1.5"),
         (["--target_epsilon=1", "--used_microbatching"], "used_microbatching=True"),
+        (["--target_epsilon=1", "--compare"], "compare=True"),
         (
             ["--target_epsilon=1", "--max_examples_per_user=2"],
             "max_examples_per_user=2",
@@ -69,6 +70,25 @@ def test_wrong_values_end_in_a_sentence(run, arguments, message):
     with pytest.raises(SystemExit, match=message) as stop:
         run(*MNIST, *arguments)
     assert stop.value.code.startswith("compute_dp_sgd_privacy: ")
+
+
+def test_the_comparison_needs_tensorflow_privacy(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow_privacy", None)
+    with pytest.raises(SystemExit, match=r"pip install 'tfdp\[tensorflow-privacy\]'"):
+        run(*MNIST, "--noise_multiplier=8", "--compare")
+
+
+def test_the_comparison_stands_below(run, monkeypatch):
+    monkeypatch.setattr(
+        accounting,
+        "compare_with_tensorflow_privacy",
+        lambda *training, **options: f"{training} {options}",
+    )
+    output = run(*MNIST, "--noise_multiplier=8", "--compare", "--noused_microbatching")
+    assert output.endswith(
+        "(60000, 256, 60.0, 8.0, 1e-05) "
+        "{'used_microbatching': False, 'accountant_type': 'RDP'}\n"
+    )
 
 
 @pytest.mark.parametrize(

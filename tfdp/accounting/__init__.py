@@ -26,3 +26,6 @@ from tfdp.compat.tf_privacy_accounting import (
 from tfdp.compat.tf_privacy_accounting import (
     compute_dp_sgd_privacy_statement as compute_dp_sgd_privacy_statement,
 )
+from tfdp.compat.tf_privacy_comparison import (
+    compare_with_tensorflow_privacy as compare_with_tensorflow_privacy,
+)
