@@ -143,9 +143,9 @@ def poisson_indices(
     """Draw one Poisson batch.
 
     The number of examples is drawn from Binomial(N, q), then a uniform subset of
-    that size. Every subset S then has the probability q^|S| (1 - q)^(N - |S|) that
-    it has when each example tosses a coin of its own, which is what amplification
-    by sampling assumes [1]_.
+    that size. Every subset of k examples then has the probability
+    ``q**k * (1 - q)**(N - k)`` that it has when each example tosses a coin of its
+    own, which is what amplification by sampling assumes [1]_.
 
     Guarantees:
         The result depends on the arguments alone. Distinct values of `draw` read
