@@ -253,7 +253,7 @@ def _checked_labels(y: Nest, records: int) -> Array:
 
 
 def _digest(rows: Array) -> bytes:
-    """Tell data by their inputs, rounded: targets do not make other records of them."""
+    """Identify data by their rounded inputs, which other targets leave the same."""
     digest = hashlib.blake2b(f"{rows.shape}".encode())
     # Zero has two signs.
     digest.update(np.ascontiguousarray(rows.astype("float32") + 0.0).tobytes())
