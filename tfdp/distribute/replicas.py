@@ -124,12 +124,10 @@ class Replicas:
         Args:
             values: A nest of what `run` has returned.
         """
-        strategy = self.strategy
-        if strategy is None:
+        if self.strategy is None:
             return values
-        return tf.nest.map_structure(
-            lambda value: strategy.experimental_local_results(value)[0], values
-        )
+        of_replicas = self.strategy.experimental_local_results
+        return tf.nest.map_structure(lambda value: of_replicas(value)[0], values)
 
     def joined(self, rows: Nest) -> Tensor:
         """Put the rows of all replicas one behind the other.

@@ -163,26 +163,23 @@ def agreed_stream(
             or settings differ: an example could be in the shares of two replicas, or
             the noise too small for one.
     """
-    # As whole numbers, whose sums are exact: rounding could hide a difference.
+    # As whole numbers, whose sums are exact.
     settings_bits = tf.stack([
         tf.cast(tf.bitcast(tf.cast(each, tf.float32), tf.int32), tf.int64)
         for each in settings
     ])
 
     def exchange(stream: Tensor, fingerprint: Tensor) -> list[Tensor]:
-        is_chief = tf.equal(replica_number(), 0)
+        number = replica_number()
+        of_chief = tf.where(tf.equal(number, 0), stream, tf.zeros_like(stream))
         own = tf.concat([[fingerprint], settings_bits], 0)
-        return [
-            *summed([tf.where(is_chief, stream, tf.zeros_like(stream)), own]),
-            own,
-        ]
+        # A row for each replica. Of a mere sum, who has the mean of all sees nothing.
+        row = tf.one_hot(number, replicas.number, dtype=tf.int64)[:, tf.newaxis]
+        return [*summed([of_chief, row * own]), own]
 
-    of_chief, total, own = replicas.first(replicas.run(exchange, stream, fingerprint))
-    check = tf.debugging.assert_equal(
-        total, replicas.number * own, f"{DIFFERENT_STEPS}."
-    )
-    # No noise, and so no step, before the check has passed. The sums above are what
-    # processes wait for: one that has stopped stops all others too.
+    of_chief, of_all, own = replicas.first(replicas.run(exchange, stream, fingerprint))
+    check = tf.debugging.assert_equal(of_all, own, f"{DIFFERENT_STEPS}.")
+    # No noise, and so no step, before the check has passed.
     with tf.control_dependencies([] if check is None else [check]):
         return tf.identity(of_chief)
 

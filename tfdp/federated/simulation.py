@@ -28,7 +28,6 @@ from tfdp.callbacks.adaptive import AdaptiveClip
 from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.clipping import ClippedSum
 from tfdp.engines import Engine
-from tfdp.engines.passes import number_of_rows
 from tfdp.federated.client import checked_local_noise
 from tfdp.federated.run_folder import (
     State,
@@ -174,14 +173,14 @@ class Simulation:
         )
 
         self._data = _tree.map_tensors(tf.convert_to_tensor, (x, y))
-        self._rows = int(number_of_rows(self._data))
         lengths = {int(tensor.shape[0]) for tensor in _tree.tensors(self._data)}
-        if lengths != {self._rows} or not self._rows:
+        if len(lengths) > 1 or 0 in lengths:
             raise ValueError(
                 "`x` and `y` must have rows for clients to draw from, as many of each. "
                 f"Received: arrays of {', '.join(map(str, sorted(lengths)))} rows. Use "
                 "`x[:n], y[:n]`."
             )
+        (self._rows,) = lengths
         if not model.built:
             model(_tree.map_tensors(lambda tensor: tensor[:1], self._data[0]))
         self.optimizer.build(model.trainable_variables)
