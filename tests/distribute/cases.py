@@ -158,3 +158,15 @@ def fit(case: Case, strategy: tf.distribute.Strategy | None = None) -> tuple[Any
 def weights_of(private: Any) -> np.ndarray:
     """Return all weights of the wrapped model as one vector."""
     return np.concatenate([each.ravel() for each in private.model.get_weights()])
+
+
+def one_device_scope() -> Any:
+    return tf.distribute.MirroredStrategy(["CPU:0"]).scope()
+
+
+def network() -> keras.Sequential:
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+def optimizer() -> tfdp.optimizers.DPSGD:
+    return tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)

@@ -9,7 +9,15 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tests.distribute.cases import CASES, fit, rows, weights_of
+from tests.distribute.cases import (
+    CASES,
+    fit,
+    network,
+    one_device_scope,
+    optimizer,
+    rows,
+    weights_of,
+)
 from tests.distribute.processes import run_mirrored, run_workers
 
 pytestmark = [
@@ -205,88 +213,6 @@ def test_a_worker_with_nothing_left_to_do_says_so(tmp_path):
             found["no_epoch"],
             "WorkerLostError: .* or does something else|ValueError: .*first epoch",
         )
-
-
-# -------------------------------------------------------------------------- refusals
-
-
-def one_device_scope():
-    return tf.distribute.MirroredStrategy(["CPU:0"]).scope()
-
-
-def network():
-    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-
-
-def optimizer():
-    return tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
-
-
-def test_a_model_from_outside_of_the_scope_is_refused():
-    model = network()
-    with one_device_scope(), pytest.raises(ValueError, match="made outside of the"):
-        tfdp.DPModel(model)
-
-
-def test_an_optimizer_from_outside_of_the_scope_is_refused():
-    with one_device_scope():
-        private = tfdp.DPModel(network())
-    with pytest.raises(ValueError, match="scope of the same"):
-        private.compile(optimizer(), "mse")
-
-
-def test_several_steps_at_once_are_refused():
-    with one_device_scope():
-        private = tfdp.DPModel(network())
-        with pytest.raises(ValueError, match="steps_per_execution=2"):
-            private.compile(optimizer(), "mse", steps_per_execution=2)
-
-
-def test_another_optimizer_is_refused_too():
-    with one_device_scope():
-        private = tfdp.DPModel(network())
-        private.compile(optimizer(), "mse")
-    private.optimizer = optimizer()
-    with pytest.raises(ValueError, match="scope of the same"):
-        private.fit(np.zeros((4, 2)), np.zeros((4, 1)), verbose=0)
-
-
-def test_fit_in_the_scope_of_another_strategy_is_refused():
-    private = tfdp.DPModel(network())
-    private.compile(optimizer(), "mse")
-    with one_device_scope(), pytest.raises(ValueError, match="a call in the scope"):
-        private.fit(np.zeros((4, 2)), np.zeros((4, 1)), verbose=0)
-
-
-def test_layers_from_outside_of_the_scope_are_refused():
-    dense = keras.layers.Dense(1)
-    dense.build((None, 2))
-    with one_device_scope():
-        model = keras.Sequential([keras.Input((2,)), dense])
-        with pytest.raises(ValueError, match=r"All layers .* `dense\w*/kernel`"):
-            tfdp.DPModel(model)
-
-
-def test_averages_put_into_the_weights_on_the_way_are_refused():
-    with one_device_scope():
-        private = tfdp.DPModel(network())
-        averaging = tfdp.optimizers.DPSGD(
-            0.1,
-            l2_norm_clip=1.0,
-            noise_multiplier=1.0,
-            use_ema=True,
-            ema_overwrite_frequency=2,
-        )
-    with pytest.raises(ValueError, match="ema_overwrite_frequency=2"):
-        private.compile(averaging, "mse")
-
-
-def test_other_strategies_are_refused():
-    with (
-        tf.distribute.experimental.CentralStorageStrategy(["CPU:0"]).scope(),
-        pytest.raises(ValueError, match="MultiWorkerMirroredStrategy"),
-    ):
-        tfdp.DPModel(network())
 
 
 @pytest.mark.smoke

@@ -1,5 +1,6 @@
 """Shares of batches: who reads which rows."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -8,8 +9,9 @@ import tensorflow as tf
 
 import tfdp
 from tfdp.data.training_data import training_data
+from tfdp.distribute import shares
 from tfdp.distribute.replicas import Replicas
-from tfdp.distribute.shares import check_shareable, shared_out
+from tfdp.distribute.shares import agreed_stream, check_shareable, shared_out
 
 ROWS = 50
 
@@ -305,3 +307,59 @@ def test_files_are_not_read_whole_to_be_compared(tmp_path, monkeypatch):
     )
     # Drawn with replacement: a few of the 4,096 are the same.
     assert 3_900 < sum(read) <= 4_096
+
+
+# ------------------------------------------------------------------- the same step
+
+
+def agreements(monkeypatch, fingerprints, clips):
+    """Return, for each of some processes, the stream it goes on with; True if it stops."""
+    places = range(len(fingerprints))
+
+    class Processes(Replicas):
+        number = processes = len(fingerprints)
+
+    def agreed(place):
+        monkeypatch.setattr(shares, "replica_number", lambda: tf.constant(place))
+        return agreed_stream(
+            Processes(),
+            tf.constant([10 + place, 20 + place], tf.int64),
+            tf.constant(fingerprints[place], tf.int64),
+            [tf.constant(clips[place], tf.float64)],
+        )
+
+    said = []
+    monkeypatch.setattr(shares, "summed", lambda own: said.append(own) or own)
+    for place in places:
+        with contextlib.suppress(tf.errors.InvalidArgumentError):
+            agreed(place)
+    sums = [tf.add_n(of_all) for of_all in zip(*said, strict=True)]
+    monkeypatch.setattr(shares, "summed", lambda _: sums)
+    found = []
+    for place in places:
+        try:
+            found.append(agreed(place).numpy().tolist())
+        except tf.errors.InvalidArgumentError as error:
+            found.append(shares.DIFFERENT_STEPS in str(error))
+    return found
+
+
+def test_processes_that_take_the_same_step_have_the_noise_of_the_chief(monkeypatch):
+    # What is the same in float32 is the same.
+    found = agreements(monkeypatch, [7, 7, 7], [0.1, 0.1, np.float32(0.1)])
+    assert found == [[10, 20]] * 3
+
+
+@pytest.mark.parametrize(
+    ("fingerprints", "clips"),
+    [
+        ([7, 7, 8], [1.0] * 3),
+        ([1, 2, 3], [1.0] * 3),  # The second one has their mean.
+        ([0, 2**32 - 1], [1.0] * 2),
+        ([7, 7, 7], [1.0, 1.0, 1.0 + 2**-20]),
+    ],
+)
+def test_no_process_goes_on_where_one_takes_another_step(
+    monkeypatch, fingerprints, clips
+):
+    assert agreements(monkeypatch, fingerprints, clips) == [True] * len(clips)

@@ -159,7 +159,7 @@ def test_functions_are_drawn_from_too(rng, is_exact, monkeypatch):
     prior = Prior(1.0, 3.0)
     x = clipped(rng.normal(size=(10, 2)), 2.0)
     problem = of_function(
-        lambda *of: normal(*of) + 4.0, (x, None), likelihood_weight=(0.04, 1.0), bound=5.0, prior=prior,
+        lambda *of: normal(*of) + 4.0, (x, None), epsilon=0.8, full_cost=20.0, bound=5.0, prior=prior,
         parameters=2,
     )  # fmt: skip
     rng = np.random.default_rng(1)
@@ -228,7 +228,7 @@ def test_values_beyond_the_bound_areclipped(rng):
 
     x = rng.normal(size=(4, 2))
     problem = of_function(
-        wild, (x, None), likelihood_weight=(1.0, 1.0), bound=1.0,
+        wild, (x, None), epsilon=4.0, full_cost=4.0, bound=1.0,
         prior=Prior(1.0, 1.0), parameters=1,
     )  # fmt: skip
     np.testing.assert_allclose(problem.log_likelihoods(np.zeros((2, 1))), -2 + 2 * 0.5)

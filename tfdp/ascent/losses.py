@@ -40,13 +40,11 @@ class AscentLoss(keras.losses.Loss):
             negative values and NaN count as 0.
     """
 
-    def __init__(self, loss: Loss, radius: Radius | Config) -> None:
+    def __init__(self, loss: Loss, radius: Radius) -> None:
         check_plain(loss)
         for leaf in keras.tree.flatten(loss):
             if isinstance(leaf, str):
                 keras.losses.get(leaf)  # Raises if there is none.
-        if isinstance(radius, dict):
-            radius = keras.saving.deserialize_keras_object(radius)
         if not isinstance(radius, _Schedule):
             radius = _validate.non_negative("radius", radius)
         super().__init__(name=getattr(loss, "name", None))
@@ -67,7 +65,7 @@ class AscentLoss(keras.losses.Loss):
         return self._without_gradient(loss(y_true, y_pred, sample_weight))
 
     def _without_gradient(self, value: Tensor) -> Tensor:
-        """Return the loss so that whoever trains with it learns that it is plain."""
+        """Return the loss with a gradient that raises: it would be that of `loss`."""
         name = type(self).__name__
 
         @tf.custom_gradient
@@ -124,20 +122,19 @@ class AscentLoss(keras.losses.Loss):
 
     def get_config(self) -> Config:
         """Return the arguments that rebuild the loss."""
-        radius = self.radius
-        if isinstance(radius, _Schedule):
-            radius = keras.saving.serialize_keras_object(radius)
         return {
             "loss": keras.saving.serialize_keras_object(self.loss),
-            "radius": radius,
+            "radius": keras.saving.serialize_keras_object(self.radius),
         }
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
         """Rebuild a loss from `get_config`."""
-        arguments = dict(config)
-        loss = keras.saving.deserialize_keras_object(arguments.pop("loss"))
-        return cls(loss, **arguments)
+        made = {
+            name: keras.saving.deserialize_keras_object(config[name])
+            for name in ("loss", "radius")
+        }
+        return cls(**{**config, **made})
 
 
 def check_plain(loss: Loss) -> None:
@@ -207,7 +204,7 @@ class BAM(AscentLoss):
     def __init__(
         self,
         loss: Loss,
-        radius: Radius | Config = 0.02,
+        radius: Radius = 0.02,
         mix: float = 1.0,
         ascent: str = "sam",
     ) -> None:
@@ -272,5 +269,5 @@ class SAT(AscentLoss):
            2023. https://arxiv.org/abs/2306.05651
     """
 
-    def __init__(self, loss: Loss, radius: Radius | Config = 0.03) -> None:
+    def __init__(self, loss: Loss, radius: Radius = 0.03) -> None:
         super().__init__(loss, radius)

@@ -73,10 +73,12 @@ class ReleasedGradient:
         Args:
             radius: Length of the step, a scalar tensor.
         """
+        # In float64, as squares of small gradients would be 0 in float32.
         norm = tf.linalg.global_norm([
             tf.cast(held, tf.float64) for held in self._gradients
         ])
         factor = tf.math.divide_no_nan(tf.cast(radius, tf.float64), norm)
+        # Kept, not computed back: rounding would move the weights in every step.
         for home, variable in zip(self._home, self._variables, strict=True):
             home.assign(variable.value)
         self._is_away.assign(value=True)

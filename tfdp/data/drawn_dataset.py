@@ -226,6 +226,8 @@ class DrawnDataset(keras.utils.PyDataset):
             raise IndexError(
                 f"`index` must be in [0, {self._steps}). Received: index={index}."
             )
+        # Keras reads ahead in threads, and asks for the same place again where `fit`
+        # ends early: every request gets a number of its own.
         with self._lock:
             draw = (self._epoch, index, self._requests[index])
             self._requests[index] += 1

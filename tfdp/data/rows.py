@@ -93,11 +93,11 @@ def rows_of(x: Nest, y: Nest, sample_weight: Nest) -> tuple[Nest, ...]:
             "`sample_weight` needs `y`. Received: y=None. Use `y=x` if the inputs are "
             "the targets."
         )
-    given = {"x": x}
-    if y is not None:
-        given["y"] = y
-    if sample_weight is not None:
-        given["sample_weight"] = sample_weight
+    parts = {"x": x, "y": y, "sample_weight": sample_weight}
+    # Without `x` there is nothing to draw from, which is refused below.
+    given = {
+        name: part for name, part in parts.items() if name == "x" or part is not None
+    }
     for name, sources in given.items():
         if not keras.tree.flatten(sources):
             raise ValueError(
@@ -122,11 +122,11 @@ def rows_of(x: Nest, y: Nest, sample_weight: Nest) -> tuple[Nest, ...]:
 def _is_in_memory(source: Nest) -> bool:
     if keras.ops.is_tensor(source) or hasattr(source, "iloc"):
         return True
-    owner = source
-    while isinstance(owner, np.ndarray) and not isinstance(owner, np.memmap):
-        if not isinstance(owner.base, np.ndarray):
+    # A view of a `np.memmap` may be an ordinary array that has it for its base.
+    while isinstance(source, np.ndarray) and not isinstance(source, np.memmap):
+        if not isinstance(source.base, np.ndarray):
             return True
-        owner = owner.base
+        source = source.base
     return False
 
 
@@ -156,7 +156,7 @@ def _reader(name: str, source: Nest) -> tuple[_Read, Array, int]:
 
 
 def _item_reader(name: str, source: Nest) -> tuple[_Read, Array, int]:
-    """Return the same for an object that gives one row at a time."""
+    """Do what `_reader` does for an object that gives one row at a time."""
     if not len(source):
         raise ValueError(
             f"`{name}` must have at least one row. Received: len({name})=0."

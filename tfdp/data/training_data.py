@@ -5,7 +5,6 @@ import itertools
 import math
 import operator
 import warnings
-from collections.abc import Iterable, Iterator
 from typing import Self
 
 import keras
@@ -32,9 +31,9 @@ class TrainingData:
 
     Attributes:
         x: What Keras gets as `x`.
+        scheme: How the batches are drawn.
         y: What Keras gets as `y`.
         sample_weight: What Keras gets as `sample_weight`.
-        scheme: How the batches are drawn.
         batches_per_pass: Steps after which a new pass has begun; 1 where steps are
             counted, not passes.
         steps_per_epoch: Steps in an epoch; None if only the data tell.
@@ -45,9 +44,9 @@ class TrainingData:
     """
 
     x: Nest
-    y: Nest
-    sample_weight: Nest
     scheme: Scheme
+    y: Nest = None
+    sample_weight: Nest = None
     batches_per_pass: int = 1
     steps_per_epoch: int | None = None
     keras_steps_per_epoch: int | None = None
@@ -85,7 +84,8 @@ class TrainingData:
         batches = list(itertools.islice(iter(self.x), _BATCHES_LOOKED_AT))
         if not hasattr(self.x, "__next__"):
             return self, _rows_of(batches)
-        again = _generator(itertools.chain(batches, self.x))
+        # Keras knows generators by their type.
+        again = (batch for batch in itertools.chain(batches, self.x))
         return dataclasses.replace(self, x=again), _rows_of(batches)
 
 
@@ -129,10 +129,6 @@ def _rows_of(batches: list[Nest]) -> Nest:
     return keras.utils.unpack_x_y_sample_weight(first_rows(batch))
 
 
-def _generator(items: Iterable[Nest]) -> Iterator[Nest]:
-    yield from items
-
-
 def training_data(
     x: Nest,
     y: Nest,
@@ -162,25 +158,25 @@ def training_data(
         ValueError: If arrays are not to be shuffled, or a batch size is given for
             data that come in batches.
     """
-    if isinstance(x, (DeclaredDataset, DrawnDataset)) and not (
-        y is None and sample_weight is None
-    ):
+    knows_sampling = isinstance(x, (DeclaredDataset, DrawnDataset))
+    if knows_sampling and not (y is None and sample_weight is None):
         raise ValueError(
             "`y` and `sample_weight` belong into the dataset. Received: x of type "
             f"{type(x).__name__} beside them. Leave them out of `fit`."
         )
-    if isinstance(x, DeclaredDataset):
-        return _declared(x, y, sample_weight, batch_size, steps_per_epoch)
-    if isinstance(x, DrawnDataset):
-        _refuse_batch_size(batch_size)
-        return _drawn(x, steps_per_epoch)
     if _comes_in_batches(x):
-        _refuse_batch_size(batch_size)
+        if batch_size is not None:
+            raise ValueError(
+                "`batch_size` belongs to arrays; these data come in batches. Received: "
+                f"batch_size={batch_size!r}. Leave it out."
+            )
+        if knows_sampling:
+            return _sampled(x, steps_per_epoch)
         return TrainingData(
             x,
+            Unknown(),
             y,
             sample_weight,
-            Unknown(),
             keras_steps_per_epoch=steps_per_epoch,
             steps_per_epoch=steps_per_epoch,
             shuffle=shuffle and isinstance(x, keras.utils.PyDataset),
@@ -208,13 +204,14 @@ def training_data(
     scheme = samplings()[sampling](rows, batch_size)
     if not scheme.is_shuffled_by_keras:
         sources = rows_of(x, y, sample_weight)
-        return _drawn(DrawnDataset(sources, scheme, steps_per_epoch), None)
+        return _sampled(DrawnDataset(sources, scheme, steps_per_epoch), None)
+    # Keras goes on with a pass in the next epoch if epochs are shorter.
     batches = math.ceil(rows / batch_size)
     return TrainingData(
         x,
+        scheme,
         y,
         sample_weight,
-        scheme,
         batches_per_pass=batches,
         steps_per_epoch=steps_per_epoch or batches,
         keras_steps_per_epoch=steps_per_epoch,
@@ -245,64 +242,42 @@ def number_of_examples(x: Nest) -> int:
     return int(first.shape[0]) if hasattr(first, "shape") else len(first)
 
 
-def _drawn(dataset: DrawnDataset, steps_per_epoch: int | None) -> TrainingData:
-    if dataset.scheme.counts_passes and steps_per_epoch not in {None, len(dataset)}:
-        raise ValueError(
-            "`steps_per_epoch` must be that of the data, whose epochs are passes. "
-            f"Received: steps_per_epoch={steps_per_epoch}, {len(dataset)} batches in a "
-            "pass. Leave it out."
-        )
-    return TrainingData(
-        dataset,
-        None,
-        None,
-        dataset.scheme,
-        batches_per_pass=len(dataset) if dataset.scheme.counts_passes else 1,
-        steps_per_epoch=steps_per_epoch or len(dataset),
-        keras_steps_per_epoch=steps_per_epoch,
-    )
-
-
-def _declared(
-    declared: DeclaredDataset,
-    y: Nest,
-    sample_weight: Nest,
-    batch_size: int | None,
-    steps_per_epoch: int | None,
+def _sampled(
+    data: DeclaredDataset | DrawnDataset, steps_per_epoch: int | None
 ) -> TrainingData:
-    _refuse_batch_size(batch_size)
-    return TrainingData(
-        declared.dataset,
-        y,
-        sample_weight,
-        declared.scheme,
-        batches_per_pass=declared.batches_per_pass
-        if declared.scheme.counts_passes
-        else 1,
-        steps_per_epoch=steps_per_epoch or declared.number_of_batches,
-        keras_steps_per_epoch=steps_per_epoch,
+    """Account data that say themselves how they are sampled."""
+    counts_passes = data.scheme.counts_passes
+    # `fit` begins a pass where it begins an epoch, but for an iterator that goes on.
+    if isinstance(data, DeclaredDataset):
+        batches, x = data.number_of_batches, data.dataset
         # Keras goes on with the same iterator only if it knows where it ends.
-        begins_pass_each_epoch=steps_per_epoch is None
-        or declared.number_of_batches is None,
+        begins_pass_each_epoch = steps_per_epoch is None or batches is None
+        batches_per_pass = data.batches_per_pass
+    else:
+        batches = batches_per_pass = len(data)
+        x, begins_pass_each_epoch = data, True
+        if counts_passes and steps_per_epoch not in {None, batches}:
+            raise ValueError(
+                "`steps_per_epoch` must be that of the data, whose epochs are passes. "
+                f"Received: steps_per_epoch={steps_per_epoch}, {batches} batches in a "
+                "pass. Leave it out."
+            )
+    return TrainingData(
+        x,
+        data.scheme,
+        batches_per_pass=batches_per_pass if counts_passes else 1,
+        steps_per_epoch=steps_per_epoch or batches,
+        keras_steps_per_epoch=steps_per_epoch,
+        begins_pass_each_epoch=begins_pass_each_epoch,
     )
-
-
-def _refuse_batch_size(batch_size: int | None) -> None:
-    if batch_size is not None:
-        raise ValueError(
-            "`batch_size` belongs to arrays; these data come in batches. Received: "
-            f"batch_size={batch_size!r}. Leave it out."
-        )
 
 
 def _comes_in_batches(x: Nest) -> bool:
     """Whether Keras takes whole batches from `x`, not rows."""
     return (
-        isinstance(x, (tf.data.Dataset, keras.utils.PyDataset))
-        or (
-            hasattr(x, "__next__")
-            or (hasattr(x, "__iter__") and not hasattr(x, "__len__"))
-        )
+        isinstance(x, (tf.data.Dataset, keras.utils.PyDataset, DeclaredDataset))
+        or hasattr(x, "__next__")
+        or (hasattr(x, "__iter__") and not hasattr(x, "__len__"))
         or type(x).__module__.startswith(("torch.utils.data", "grain."))
     )
 
@@ -321,7 +296,7 @@ def split_for_validation(data: Nest, fraction: float) -> tuple[Nest, Nest]:
         ValueError: If the data come in batches, or one side would have no rows.
     """
     fraction = _validate.probability("validation_split", fraction)
-    if _comes_in_batches(data[0]) or isinstance(data[0], DeclaredDataset):
+    if _comes_in_batches(data[0]):
         raise ValueError(
             "`validation_split` needs arrays. Received: validation_split="
             f"{fraction}, x of type {type(data[0]).__name__}. Use "

@@ -124,12 +124,10 @@ class Replicas:
         Args:
             values: A nest of what `run` has returned.
         """
-        strategy = self.strategy
-        if strategy is None:
+        if self.strategy is None:
             return values
-        return tf.nest.map_structure(
-            lambda value: strategy.experimental_local_results(value)[0], values
-        )
+        of_replicas = self.strategy.experimental_local_results
+        return tf.nest.map_structure(lambda value: of_replicas(value)[0], values)
 
     def joined(self, rows: Nest) -> Tensor:
         """Put the rows of all replicas one behind the other.
@@ -153,7 +151,7 @@ class Replicas:
             lengths = summed([of_own * length])[0]
             total = tf.reduce_sum(lengths)
             before = tf.cumsum(lengths, exclusive=True)[number]
-            # One more, so that there is something to add up.
+            # One more, so that there is something to add up where no replica has rows.
             padding = tf.stack([before, total + 1 - before - length])
             return summed([tf.pad(rows, padding[None])])[0][:total]
 
@@ -231,12 +229,6 @@ def replica_number() -> Tensor | int:
     return tf.distribute.get_replica_context().replica_id_in_sync_group
 
 
-def number_of_replicas() -> int:
-    """Return how many replicas run this, in all processes."""
-    number: int = tf.distribute.get_strategy().num_replicas_in_sync
-    return number
-
-
 def summed(tensors: list[Tensor]) -> list[Tensor]:
     """Add tensors up over all replicas; runs in replica context.
 
@@ -246,7 +238,7 @@ def summed(tensors: list[Tensor]) -> list[Tensor]:
     Returns:
         The sums, the same on each replica to the last bit.
     """
-    if number_of_replicas() == 1:
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return tensors
     # Arguments of a graph are on no device, and the sums would not know where to go.
     tensors = [tf.identity(tensor) for tensor in tensors]
@@ -272,7 +264,7 @@ def function_of_batches(
     of_batches: list[tuple[Nest, Nest]] = []
 
     def take(batches: Nest) -> Nest:
-        # Outside of the graph: inside, a step would run where the batches end.
+        # Outside of the graph: inside, a step would also run where the batches end.
         batch = next(batches)
         if not isinstance(batches, tf.distribute.DistributedIterator):
             return of_any_batch(batch)
@@ -303,6 +295,7 @@ def share_bounds(
     Returns:
         The first row of the share and the one behind its last, as `rows`.
     """
+    # Units are never split: the gradient of a part would be clipped on its own.
     units = (rows + rows_per_unit - 1) // rows_per_unit
     first, behind = (
         place * units // replicas * rows_per_unit for place in (replica, replica + 1)

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from tfdp import _keras, _tree
 from tfdp._types import Nest, Tensor
+from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.data.rows import Rows, rows_of
 from tfdp.data.training_data import TrainingData
 from tfdp.distribute.replicas import Replicas, replica_number, share_bounds, summed
 from tfdp.errors import NotPrivateError
-from tfdp.sampling import Scheme, fresh_key
+from tfdp.sampling import fresh_key
 
 # Begins the message of a step that is not the same for all workers.
 DIFFERENT_STEPS = "The workers do not take the same step"
@@ -78,37 +79,28 @@ def shared_out(
         NotPrivateError: If processes have different arrays.
         ValueError: If there are weights of examples and of classes.
     """
-    draw: _Draw | None = None
-    if data.drawn is not None:
-        rows, workers = data.drawn.rows, data.drawn.workers
-        draws = (data.steps_per_epoch or len(data.drawn)) * max(epochs, 0)
-        draw = data.drawn.numbered_draws(_common_key(replicas), draws)
-    elif data.batch_size is not None:
-        rows, workers = rows_of(data.x, data.y, data.sample_weight), 1
-        draw = _draws_of_passes(
-            data.scheme, data.batches_per_pass, _common_key(replicas)
-        )
-
-    if draw is not None:
-        _check_same_rows(rows, replicas)
+    drawn = data.drawn
+    if data.batch_size is not None:
+        # Keras would shuffle these arrays, in each process in another order.
+        rows = rows_of(data.x, data.y, data.sample_weight)
+        drawn = DrawnDataset(rows, data.scheme)
+    if drawn is not None:
+        draws = (data.steps_per_epoch or len(drawn)) * max(epochs, 0)
+        draw = drawn.numbered_draws(_common_key(replicas), draws)
+        _check_same_rows(drawn.rows, replicas)
 
     def pipeline(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        per_process = context.num_replicas_in_sync // context.num_input_pipelines
-        part = _Part(
-            first=context.input_pipeline_id * per_process,
-            number=per_process,
-            replicas=context.num_replicas_in_sync,
-            rows_per_unit=rows_per_unit,
-        )
-        if draw is None:
+        part = _Part(context, rows_per_unit)
+        if drawn is None:
             shares = _shares_of_batches(data.x, part, replicas.processes > 1)
         else:
-            shares = _shares_of_rows(rows, draw, part, workers)
+            shares = _shares_of_rows(drawn.rows, draw, part, drawn.workers)
         if class_weight is not None:
             shares = shares.map(functools.partial(_with_class_weight, class_weight))
-        return shares.prefetch(2 * per_process)
+        return shares.prefetch(2 * part.replicas)
 
-    steps = data.keras_steps_per_epoch if draw is None else data.steps_per_epoch
+    # Shares of what is drawn have no end of their own.
+    steps = data.keras_steps_per_epoch if drawn is None else data.steps_per_epoch
     return dataclasses.replace(
         data,
         x=replicas.distributed(pipeline),
@@ -171,23 +163,22 @@ def agreed_stream(
             or settings differ: an example could be in the shares of two replicas, or
             the noise too small for one.
     """
+    # As whole numbers, whose sums are exact.
     settings_bits = tf.stack([
         tf.cast(tf.bitcast(tf.cast(each, tf.float32), tf.int32), tf.int64)
         for each in settings
     ])
 
     def exchange(stream: Tensor, fingerprint: Tensor) -> list[Tensor]:
-        is_chief = tf.equal(replica_number(), 0)
+        number = replica_number()
+        of_chief = tf.where(tf.equal(number, 0), stream, tf.zeros_like(stream))
         own = tf.concat([[fingerprint], settings_bits], 0)
-        return [
-            *summed([tf.where(is_chief, stream, tf.zeros_like(stream)), own]),
-            own,
-        ]
+        # A row for each replica. Of a mere sum, who has the mean of all sees nothing.
+        row = tf.one_hot(number, replicas.number, dtype=tf.int64)[:, tf.newaxis]
+        return [*summed([of_chief, row * own]), own]
 
-    of_chief, total, own = replicas.first(replicas.run(exchange, stream, fingerprint))
-    check = tf.debugging.assert_equal(
-        total, replicas.number * own, f"{DIFFERENT_STEPS}."
-    )
+    of_chief, of_all, own = replicas.first(replicas.run(exchange, stream, fingerprint))
+    check = tf.debugging.assert_equal(of_all, own, f"{DIFFERENT_STEPS}.")
     # No noise, and so no step, before the check has passed.
     with tf.control_dependencies([] if check is None else [check]):
         return tf.identity(of_chief)
@@ -197,23 +188,25 @@ class _Part(NamedTuple):
     """The replicas of one process.
 
     Attributes:
-        first: Number of its first replica.
-        number: How many it has.
-        replicas: How many there are in all.
+        context: Says which process it is.
         rows_per_unit: Consecutive rows that stay together.
     """
 
-    first: int
-    number: int
-    replicas: int
+    context: tf.distribute.InputContext
     rows_per_unit: int
+
+    @property
+    def replicas(self) -> int:
+        """How many there are."""
+        context = self.context
+        return int(context.num_replicas_in_sync // context.num_input_pipelines)
 
     def bounds(self, rows: Nest, place: Nest) -> tuple[Nest, Nest]:
         """Return which rows the replica at a place in this process takes."""
         return share_bounds(
             rows,
-            replica=self.first + place,
-            replicas=self.replicas,
+            replica=self.context.input_pipeline_id * self.replicas + place,
+            replicas=self.context.num_replicas_in_sync,
             rows_per_unit=self.rows_per_unit,
         )
 
@@ -229,9 +222,10 @@ def _common_key(replicas: Replicas) -> int:
 
 
 def _check_same_rows(rows: tuple[Nest, ...], replicas: Replicas) -> None:
-    """Refuse arrays that are not those of the other processes, in their order.
+    """Refuse arrays whose rows are not those of the other processes, one by one.
 
-    Arrays in memory are compared whole. Of files some rows are, drawn anew each time.
+    All rows of arrays in memory are compared. Of files, which take long to read, a
+    random sample of rows is, another one each time.
 
     Raises:
         NotPrivateError: If they differ.
@@ -251,7 +245,7 @@ def _check_same_rows(rows: tuple[Nest, ...], replicas: Replicas) -> None:
 
 
 def _digest(sources: list[Rows], key: int) -> list[int]:
-    """Return 128 bits that hardly any other rows have, and tell nothing without a key.
+    """Return a fingerprint of rows, 128 bits that say nothing to who has no key.
 
     Args:
         sources: Of the same number of rows.
@@ -277,21 +271,18 @@ def _digest(sources: list[Rows], key: int) -> list[int]:
     return [int(word) for word in np.frombuffer(digest.digest(), np.int64)]
 
 
-def _draws_of_passes(scheme: Scheme, batches: int, key: int) -> _Draw:
-    """Return the batches of one pass after the other."""
-    return lambda number: scheme.draw(key, *divmod(number, batches))
-
-
 def _shares_of_rows(
     rows: tuple[Nest, ...], draw: _Draw, part: _Part, workers: int
 ) -> tf.data.Dataset:
     """Return, without an end, the shares of the replicas of one process in turn."""
+    # The replicas of a process ask for the same draw one after the other, and read
+    # ahead into the next one.
     draw = functools.lru_cache(maxsize=2)(draw)
     nothing = keras.tree.map_structure(lambda each: each.take(np.array([], int)), rows)
     leaves = keras.tree.flatten(nothing)
 
     def read(element: NDArray[np.int64]) -> list[Nest]:
-        number, place = divmod(int(element), part.number)
+        number, place = divmod(int(element), part.replicas)
         indices = draw(number)
         first, behind = part.bounds(len(indices), place)
         taken = [
@@ -336,7 +327,7 @@ def _shares_of_batches(
                 tf.nest.map_structure(lambda each: each[first:behind], data),
             )
 
-        return tf.data.Dataset.range(part.number).map(share)
+        return tf.data.Dataset.range(part.replicas).map(share)
 
     shared = dataset.flat_map(shares)
     if dataset.cardinality() != tf.data.INFINITE_CARDINALITY:
@@ -348,7 +339,7 @@ def _shares_of_batches(
 
 
 def _fingerprint(tensors: list[Tensor]) -> Tensor:
-    """Return 32 bits that other tensors hardly have."""
+    """Return a fingerprint of tensors, 32 bits: sums of it over replicas are exact."""
     prints = [
         tf.bitcast(
             tf.raw_ops.Fingerprint(
@@ -358,6 +349,7 @@ def _fingerprint(tensors: list[Tensor]) -> Tensor:
         )
         for tensor in tensors
     ]
+    # Weighted by their places, or `(x, y)` would be as `(y, x)`.
     multiplied = [value * (2 * place + 1) for place, value in enumerate(prints)]
     return tf.math.floormod(tf.add_n(multiplied), tf.constant(2**32, tf.int64))
 

@@ -1,18 +1,18 @@
-"""What holds replicas together: one strategy, one model, and nobody lost."""
+"""What replicas must have in common to train together, and errors when one is lost."""
 
 import contextlib
 import json
 import socket
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Nest, Variable
+from tfdp._types import Variable
 from tfdp.accounting import Ledger
 from tfdp.data.training_data import TrainingData
 from tfdp.distribute.replicas import STRATEGIES, Replicas
@@ -35,26 +35,26 @@ def replicas_of(model: keras.Model) -> Replicas:
         ValueError: If it is wrapped in the scope of another one.
     """
     replicas = Replicas(_keras.strategy_of_model(model))
-    if replicas.strategy is None and tf.distribute.has_strategy():
-        raise ValueError(
-            f"Model `{model.name}` must be made where it is wrapped: in the scope of "
-            "the `tf.distribute` strategy. Received: a model made outside of the scope "
-            f"of {tf.distribute.get_strategy()!r}. Use `with strategy.scope(): model = "
-            "keras.Sequential([...])`."
-        )
-    if replicas.strategy is not None:
-        foreign = [
-            f"`{weight.path}`"
-            for weight in model.weights
-            if getattr(weight.value, "distribute_strategy", None)
-            is not replicas.strategy
-        ]
-        if foreign:
+    if replicas.strategy is None:
+        if tf.distribute.has_strategy():
             raise ValueError(
-                f"All layers of model `{model.name}` must be made in the scope of its "
-                f"`tf.distribute` strategy. Received: {', '.join(foreign)}, made "
-                "outside. Make the layers in `with strategy.scope():` too."
+                f"Model `{model.name}` must be made where it is wrapped: in the scope "
+                "of the `tf.distribute` strategy. Received: a model made outside of "
+                f"the scope of {tf.distribute.get_strategy()!r}. Use `with "
+                "strategy.scope(): model = keras.Sequential([...])`."
             )
+        return replicas
+    foreign = [
+        f"`{weight.path}`"
+        for weight in model.weights
+        if getattr(weight.value, "distribute_strategy", None) is not replicas.strategy
+    ]
+    if foreign:
+        raise ValueError(
+            f"All layers of model `{model.name}` must be made in the scope of its "
+            f"`tf.distribute` strategy. Received: {', '.join(foreign)}, made "
+            "outside. Make the layers in `with strategy.scope():` too."
+        )
     return replicas
 
 
@@ -73,9 +73,10 @@ def check_distribution(
     """
     made_in = _keras.strategy_of_optimizer(optimizer.inner_optimizer)
     strategy = replicas.strategy
-    is_other = made_in is not strategy
-    if strategy is None:
-        is_other = isinstance(made_in, STRATEGIES)
+    # Without a strategy Keras may name TensorFlow's default one.
+    is_other = (
+        isinstance(made_in, STRATEGIES) if strategy is None else made_in is not strategy
+    )
     if is_other:
         raise ValueError(
             "Optimizer and model must be made in the scope of the same "
@@ -83,14 +84,16 @@ def check_distribution(
             f"that of {made_in!r}, and a model made in that of {strategy!r}. Use "
             "`with strategy.scope(): model = ...; optimizer = ...`."
         )
+    if strategy is None:
+        return
     inner = optimizer.inner_optimizer
-    if strategy is not None and inner.use_ema and inner.ema_overwrite_frequency:
+    if inner.use_ema and inner.ema_overwrite_frequency:
         raise ValueError(
             "Replicas put moving averages into the weights at the end only. Received: "
             f"ema_overwrite_frequency={inner.ema_overwrite_frequency!r} with "
             f"{strategy!r}. Leave it out."
         )
-    if strategy is not None and steps_per_execution != 1:
+    if steps_per_execution != 1:
         raise ValueError(
             "Replicas take one step at a time. Received: steps_per_execution="
             f"{steps_per_execution!r} with {strategy!r}. Leave it out."
@@ -142,6 +145,7 @@ def agree_on_training(
     states = replicas.texts_of_all(recorder.state())
     runs = replicas.texts_of_all(recorder.run)
     new = replicas.texts_of_all(uuid.uuid4().hex)[0]
+    # Where they have counted alike, as after an earlier `fit`, the run goes on.
     is_agreed = len(set(runs)) == len(set(states)) == 1
     recorder.agree(states, runs[0] if is_agreed else new)
     is_pipeline = isinstance(data.x, tf.data.Dataset)
@@ -154,8 +158,8 @@ def agree_on_training(
         "l2_norm_clip": f"{float(optimizer.l2_norm_clip.numpy()):g}",
         "noise_multiplier": f"{float(optimizer.noise_multiplier.numpy()):g}",
     }
-    of_all = [json.loads(text) for text in replicas.texts_of_all(json.dumps(facts))]
-    _refuse_different({name: [each[name] for each in of_all] for name in facts})
+    _refuse_different(replicas, facts)
+    # Each process writes its own backup: in one folder they would overwrite others'.
     folders = [f"{socket.gethostname()}:{each.resolve()}" for each in journals]
     per_process = replicas.number // replicas.processes
     of_processes = replicas.texts_of_all(json.dumps(folders))[::per_process]
@@ -193,15 +197,15 @@ def check_same_model(
         "checksum of the weights and the optimizer": checksum,
         "checksum of the ledger": zlib.crc32(ledger.to_json().encode()),
     }
-    of_all = replicas.of_all(list(facts.values())).T.tolist()
-    _refuse_different(dict(zip(facts, of_all, strict=True)))
+    _refuse_different(replicas, facts)
 
 
-def _refuse_different(facts: dict[str, list[Nest]]) -> None:
+def _refuse_different(replicas: Replicas, facts: Mapping[str, int | str]) -> None:
+    """Refuse to go on where a process has a fact that another one has not."""
+    of_all = [json.loads(text) for text in replicas.texts_of_all(json.dumps(facts))]
+    found = {name: {each[name] for each in of_all} for name in facts}
     different = [
-        f"{name}={sorted(set(values))}"
-        for name, values in facts.items()
-        if len(set(values)) > 1
+        f"{name}={sorted(values)}" for name, values in found.items() if len(values) > 1
     ]
     if different:
         raise ValueError(
@@ -237,6 +241,7 @@ def lost_workers(replicas: Replicas) -> Iterator[None]:
             "do the same on every worker."
         ) from error
     except _OF_LOST_WORKERS as error:
+        # Internal errors are of many kinds; those of collectives say so.
         is_other = isinstance(error, tf.errors.InternalError) and (
             "ollective" not in str(error)
         )

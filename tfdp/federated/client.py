@@ -159,9 +159,10 @@ def _noised(clipped_sum: ClippedSum, noise_multiplier: float) -> list[tf.Tensor]
             "`tf.function` would keep the first one. Received: a call inside of one. "
             "Call `client_update` or `privatize` outside of `tf.function`."
         )
-    source = Gaussian()
+    # A key of its own, which nobody else has and no other reply gets.
+    stream = Gaussian().stream(tf.constant(0, tf.int64))
     return add_reply_noise(
         clipped_sum,
         noise_multiplier=tf.constant(noise_multiplier, tf.float64),
-        stream=source.stream(tf.constant(0, tf.int64)),
+        stream=stream,
     )

@@ -36,7 +36,7 @@ from there too.
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 import keras
@@ -155,13 +155,13 @@ def local_dp_mod(budget: LocalBudget, *, max_l2_norm_clip: float) -> Mod:
             reply = call_next(message, context)
             if reply.has_error():
                 raise RuntimeError(f"The app replied with {reply.error}.")
-            private = _private_arrays(
+            content = _private_content(
                 dict(_arrays(reply.content)),
                 zeros,
                 l2_norm_clip=clip,
                 noise_multiplier=budget.noise_multiplier,
             )
-            return Message(_content(private), reply_to=message)
+            return Message(content, reply_to=message)
         except Exception as error:  # noqa: BLE001 (Flower would send what it says)
             logging.error("%s Nothing was sent.", reason, exc_info=error)
             return _refusal(message, reason)
@@ -209,13 +209,9 @@ def _to_numpy(array: Array) -> np.ndarray:
     return values
 
 
-def _private_arrays(
-    update: Mapping[tuple[str, str], np.ndarray],
-    zeros: _Arrays,
-    *,
-    l2_norm_clip: float,
-    noise_multiplier: float,
-) -> _Arrays:
+def _private_content(
+    update: _Arrays, zeros: _Arrays, *, l2_norm_clip: float, noise_multiplier: float
+) -> RecordDict:
     """Clip and noise an update, in the form of what the server sent."""
     sent = {key: array.shape for key, array in zeros.items()}
     received = {key: array.shape for key, array in update.items()}
@@ -225,35 +221,31 @@ def _private_arrays(
             "A reply must have the arrays that the server sent, with their names and "
             f"shapes. Received: {received}, where the server sent {sent}."
         )
+    private = dict(zeros)
     floating = [key for key, array in zeros.items() if _is_floating(array.dtype)]
-    if not floating:
-        return zeros
-    # Half precision overflows, before the noise and after it.
-    with np.errstate(over="ignore", invalid="ignore"):
-        noised = privatize(
-            [
-                update[key].astype("float64" if zeros[key].itemsize >= 8 else "float32")
-                for key in floating
-            ],
-            l2_norm_clip=l2_norm_clip,
-            noise_multiplier=noise_multiplier,
-        )
-        return zeros | {
-            key: np.asarray(array).astype(zeros[key].dtype)
-            for key, array in zip(floating, noised, strict=True)
-        }
+    if floating:
+        # Half precision overflows, before the noise and after it.
+        with np.errstate(over="ignore", invalid="ignore"):
+            noised = privatize(
+                [
+                    update[key].astype(
+                        "float64" if zeros[key].itemsize >= 8 else "float32"
+                    )
+                    for key in floating
+                ],
+                l2_norm_clip=l2_norm_clip,
+                noise_multiplier=noise_multiplier,
+            )
+            for key, array in zip(floating, noised, strict=True):
+                private[key] = np.asarray(array).astype(zeros[key].dtype)
+    records: dict[str, ArrayRecord] = {}
+    for (record_name, name), values in private.items():
+        records.setdefault(record_name, ArrayRecord())[name] = Array(values)
+    return RecordDict({**records, _METRICS: MetricRecord({"num-examples": 1})})
 
 
 def _is_floating(dtype: np.dtype) -> bool:
     return np.issubdtype(dtype, np.floating) or dtype == tf.bfloat16.as_numpy_dtype
-
-
-def _content(arrays: _Arrays) -> RecordDict:
-    """Return what a reply consists of."""
-    records: dict[str, ArrayRecord] = {}
-    for (record_name, name), array in arrays.items():
-        records.setdefault(record_name, ArrayRecord())[name] = Array(array)
-    return RecordDict({**records, _METRICS: MetricRecord({"num-examples": 1})})
 
 
 def set_weights(model: keras.Model, arrays: ArrayRecord) -> None:
@@ -338,7 +330,7 @@ def gradient_reply(
         mean_loss = tf.add_n(parts)
     gradients = tape.gradient(
         mean_loss,
-        [variable.value for variable in objective.variables],
+        [variable.value for variable in variables],
         unconnected_gradients=tf.UnconnectedGradients.ZERO,
     )
     values = [np.asarray(tf.convert_to_tensor(gradient)) for gradient in gradients]
@@ -481,11 +473,7 @@ class LDPFedSGD(Strategy):
         Returns:
             The weights after the update, None if there was none; and None.
         """
-        updates = [
-            update
-            for update in map(self._checked_update, replies)
-            if update is not None
-        ]
+        updates = [*filter(None, map(self._checked_update, replies))]
         if not updates:
             logging.warning("Round %d: no reply counts; no update.", server_round)
             return None, None

@@ -19,7 +19,8 @@ class State(NamedTuple):
     """What a simulation needs to go on.
 
     Attributes:
-        settings: What it has in common with an equal one, as JSON has it.
+        settings: What decides how it goes, as JSON; one with other settings must not go
+            on from here.
         clips: C of every round.
         interrupted: How often a round was begun and not finished, in this folder and in
             those that the simulation was in before.

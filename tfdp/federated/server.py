@@ -33,7 +33,7 @@ def apply_mean(
     mean: list[tf.Tensor],
     variables: list[Variable],
 ) -> None:
-    """Let the optimizer apply a mean of noised gradients, regularizers' added.
+    """Let the optimizer apply noised gradients and those of weight regularizers.
 
     Args:
         optimizer: See `checked_optimizer`.

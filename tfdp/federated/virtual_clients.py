@@ -106,7 +106,7 @@ class VirtualClients:
         return (hashed.ravel() % np.uint64(number_of_rows)).astype(np.int64)
 
     def _permuted(self, places: np.ndarray, pass_number: int) -> np.ndarray:
-        """Permute numbers below `number_of_clients`, otherwise in every pass."""
+        """Permute numbers below `number_of_clients`, another way in every pass."""
         # A Feistel network permutes the numbers below a power of four. What it sends
         # out of range it permutes again, until it is inside.
         half = max(1, (self.number_of_clients - 1).bit_length() + 1 >> 1)

@@ -13,16 +13,31 @@ from tfdp._views_per_example import number_of_views
 from tfdp.losses.regularizers import GaussianDivergence
 
 
-class Noise(NamedTuple):
-    """Standard normal numbers that make weights of a posterior.
+class Weights(NamedTuple):
+    """The posterior of a kernel, or of a bias.
 
     Attributes:
-        kernel: Shape ``(V, d, p)``; row r of the inputs uses number ``r % V``.
-        bias: Shape ``(V, p)``, or None.
+        mean: Means.
+        rho: What standard deviations are ``ln(1 + exp(rho))`` of, of the same shape.
     """
 
-    kernel: Tensor
-    bias: Tensor | None
+    mean: Variable
+    rho: Variable
+
+    @property
+    def scale(self) -> Tensor:
+        """Standard deviations."""
+        return ops.softplus(ops.convert_to_tensor(self.rho))
+
+    def drawn(self, noise: Tensor) -> Tensor:
+        """Make weights of standard normal numbers, in the dtype of these."""
+        mean, scale = ops.convert_to_tensor(self.mean), self.scale
+        return ops.cast(mean, noise.dtype) + ops.cast(scale, noise.dtype) * noise
+
+    def by_rho(self, by_scale: Tensor) -> Tensor:
+        """Return derivatives by `rho`, given those by the scale."""
+        slope = ops.sigmoid(ops.convert_to_tensor(self.rho))  # That of softplus.
+        return by_scale * ops.cast(slope, by_scale.dtype)
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
@@ -160,33 +175,36 @@ class VariationalDense(keras.layers.Layer):
     ) -> list[Variable]:
         # So that its softplus is the scale.
         rho = self.initial_scale + math.log(-math.expm1(-self.initial_scale))
-        starts = {"mean": initializer, "rho": keras.initializers.Constant(rho)}
+        starts = (initializer, keras.initializers.Constant(rho))
         return [
-            self.add_weight(
-                name=f"{name}_{kind}",
-                shape=shape,
-                initializer=start,
-                regularizer=divergence,
-            )
-            for (kind, start), divergence in zip(
-                starts.items(), self._divergences, strict=True
+            self.add_weight(shape, initializer=start, regularizer=part, name=name + of)
+            for of, start, part in zip(
+                ("_mean", "_rho"), starts, self._divergences, strict=True
             )
         ]
 
     @property
+    def posteriors(self) -> dict[str, Weights]:
+        """The posterior of the kernel and, if there is one, that of the bias."""
+        found = {"kernel": Weights(self.kernel_mean, self.kernel_rho)}
+        if self.use_bias:
+            found["bias"] = Weights(self.bias_mean, self.bias_rho)
+        return found
+
+    @property
     def wide_dtype(self) -> str:
-        """What is computed in: in half precision squares would overflow."""
+        """The dtype of sums and squares, which would overflow in half precision."""
         return str(keras.backend.result_type(self.compute_dtype, "float32"))
 
     @property
     def kernel_scale(self) -> Tensor:
         """Standard deviations of the kernel's weights, of its shape."""
-        return scale_of(self.kernel_rho)
+        return self.posteriors["kernel"].scale
 
     @property
     def bias_scale(self) -> Tensor | None:
         """Standard deviations of the bias, of its shape; None without one."""
-        return None if self.bias_rho is None else scale_of(self.bias_rho)
+        return self.posteriors["bias"].scale if self.use_bias else None
 
     def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
         """Apply weights: drawn ones in training, otherwise their means."""
@@ -194,38 +212,39 @@ class VariationalDense(keras.layers.Layer):
             return self.activation(self.multiplied(inputs, self.noise(inputs)))
         return self.outputs(*self.moments(inputs), training=training)
 
-    def noise(self, inputs: Tensor) -> Noise:
+    def noise(self, inputs: Tensor) -> dict[str, Tensor]:
         """Draw what weights of `"shared"` and `"per_example"` are made of.
 
         Args:
             inputs: Shape ``(R, ..., d)``.
 
         Returns:
-            V draws: R, or one for each view of an example.
+            Standard normal numbers as `posteriors`, with a leading axis of V draws: R,
+            or one for each view of an example.
         """
         number = number_of_views() if self.draws == "shared" else ops.shape(inputs)[0]
-        kernel = self._normal((number, *self.kernel_mean.shape))
-        if self.bias_mean is None:
-            return Noise(kernel, None)
-        return Noise(kernel, self._normal((number, *self.bias_mean.shape)))
+        return {
+            name: self._normal((number, *weights.mean.shape))
+            for name, weights in self.posteriors.items()
+        }
 
     def _normal(self, shape: tuple[int | Tensor, ...]) -> Tensor:
         dtype = self.wide_dtype
         return keras.random.normal(shape, dtype=dtype, seed=self.seed_generator)
 
-    def multiplied(self, inputs: Tensor, noise: Noise) -> Tensor:
+    def multiplied(self, inputs: Tensor, noise: dict[str, Tensor]) -> Tensor:
         """Multiply inputs by drawn weights.
 
         Args:
             inputs: Shape ``(R, ..., d)``.
-            noise: V draws; row r takes number ``r % V``.
+            noise: From `noise`, V draws; row r takes number ``r % V``.
 
         Returns:
             Shape ``(R, ..., p)``, before the activation.
         """
-        kernels = _drawn(self.kernel_mean, self.kernel_rho, noise.kernel)
-        number = ops.shape(kernels)[0]
-        d, p = self.kernel_mean.shape
+        posteriors = self.posteriors
+        kernels = posteriors["kernel"].drawn(noise["kernel"])
+        number, (d, p) = ops.shape(kernels)[0], self.kernel_mean.shape
         between = ops.shape(inputs)[1:-1]
         positions = math.prod(between) if between else 1
         rows = ops.cast(inputs, kernels.dtype)
@@ -234,9 +253,8 @@ class VariationalDense(keras.layers.Layer):
         # was seen to write beside its memory.
         rows = ops.reshape(ops.transpose(rows, (1, 0, 2, 3)), (number, -1, d))
         outputs = ops.matmul(rows, kernels)
-        if noise.bias is not None:
-            biases = _drawn(self.bias_mean, self.bias_rho, noise.bias)
-            outputs += biases[:, None]
+        if "bias" in noise:
+            outputs += posteriors["bias"].drawn(noise["bias"])[:, None]
         outputs = ops.reshape(outputs, (number, -1, positions, p))
         outputs = ops.transpose(outputs, (1, 0, 2, 3))
         shape = (ops.shape(inputs)[0], *between, p)
@@ -257,7 +275,7 @@ class VariationalDense(keras.layers.Layer):
         mean = ops.matmul(rows, ops.cast(self.kernel_mean, dtype))
         variances = ops.square(ops.cast(self.kernel_scale, dtype))
         variance = ops.matmul(ops.square(rows), variances)
-        if self.bias_mean is not None:
+        if self.use_bias:
             mean += ops.cast(self.bias_mean, dtype)
             variance += ops.square(ops.cast(self.bias_scale, dtype))
         return mean, variance
@@ -304,17 +322,6 @@ class VariationalDense(keras.layers.Layer):
         }
 
 
-def _drawn(mean: Variable, rho: Variable, noise: Tensor) -> Tensor:
-    """Make weights of standard normal numbers."""
-    mean, scale = ops.convert_to_tensor(mean), scale_of(rho)
-    return ops.cast(mean, noise.dtype) + ops.cast(scale, noise.dtype) * noise
-
-
-def scale_of(rho: Variable | Tensor) -> Tensor:
-    """Return the standard deviations that a variable stands for."""
-    return ops.softplus(ops.convert_to_tensor(rho))
-
-
 def root_of(variance: Tensor) -> Tensor:
-    """Return standard deviations; at zero the gradient would be infinite."""
+    """Return standard deviations, with a finite gradient where one is zero."""
     return ops.sqrt(ops.maximum(variance, 1e-30))

@@ -176,9 +176,8 @@ def one_posterior_sample(
         posterior = of_function(
             log_likelihood,
             (clipped(rows, radius), y),
-            likelihood_weight=_weight_and_cost(
-                epsilon, radius, y, bound=bound, lipschitz=lipschitz
-            ),
+            epsilon=epsilon,
+            full_cost=_full_cost(radius, y, bound=bound, lipschitz=lipschitz),
             bound=bound,
             prior=prior,
             parameters=_validate.positive_int(
@@ -201,15 +200,10 @@ def one_posterior_sample(
     )
 
 
-def _weight_and_cost(
-    epsilon: float,
-    radius: float,
-    y: Nest,
-    *,
-    bound: float | None,
-    lipschitz: float | None,
-) -> tuple[float, float]:
-    """Return what log-likelihoods are multiplied by, and what a draw then costs."""
+def _full_cost(
+    radius: float, y: Nest, *, bound: float | None, lipschitz: float | None
+) -> float:
+    """Return the epsilon of a draw whose log-likelihoods count in full."""
     if (bound is None) == (lipschitz is None):
         raise ValueError(
             "A log-likelihood must come with either `bound` or `lipschitz`. Received: "
@@ -218,16 +212,13 @@ def _weight_and_cost(
     # Another record in the place of one changes the log-likelihood by 2 B at most, or by
     # 2 L R, and the logarithm of the integral that the posterior is divided by as much.
     if bound is not None:
-        cost = 4 * _validate.positive("bound", bound)
-    else:
-        if y is not None:
-            raise ValueError(
-                "With `lipschitz` targets belong into `x`: a record may be replaced "
-                "with its target. Received: y. Use `np.column_stack([x, y])`."
-            )
-        cost = 4 * _validate.positive("lipschitz", lipschitz) * radius
-    weight = min(1.0, epsilon / cost)
-    return weight, weight * cost
+        return 4 * _validate.positive("bound", bound)
+    if y is not None:
+        raise ValueError(
+            "With `lipschitz` targets belong into `x`: a record may be replaced "
+            "with its target. Received: y. Use `np.column_stack([x, y])`."
+        )
+    return 4 * _validate.positive("lipschitz", lipschitz) * radius
 
 
 def _checked_rows(x: Array) -> Array:
@@ -253,7 +244,7 @@ def _checked_labels(y: Nest, records: int) -> Array:
 
 
 def _digest(rows: Array) -> bytes:
-    """Tell data by their inputs, rounded: targets do not make other records of them."""
+    """Identify data by their rounded inputs, which other targets leave the same."""
     digest = hashlib.blake2b(f"{rows.shape}".encode())
     # Zero has two signs.
     digest.update(np.ascontiguousarray(rows.astype("float32") + 0.0).tobytes())

@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate
-from tfdp._types import Array, Nest, Tensor, Variable
+from tfdp._types import Array, Nest, Tensor
 from tfdp.model import DPModel
-from tfdp.variational.layers import VariationalDense, scale_of
+from tfdp.variational.layers import VariationalDense, Weights
 
 
 class Gaussian(NamedTuple):
@@ -48,10 +48,10 @@ def posterior(model: keras.Model) -> dict[str, Gaussian]:
     """
     return {
         name: Gaussian(
-            keras.ops.convert_to_numpy(mean),
-            keras.ops.convert_to_numpy(scale_of(rho.value)),
+            keras.ops.convert_to_numpy(weights.mean),
+            keras.ops.convert_to_numpy(weights.scale),
         )
-        for name, mean, rho in _variables(model)
+        for name, weights in _posteriors(model)
     }
 
 
@@ -139,31 +139,28 @@ def predictive_mean(
     if not model.built:
         model(x)
     samples = posterior_samples(model, draws, seed=seed)
-    names, means, rhos = zip(*_variables(model), strict=True)
-    # A posterior of no width at what was drawn.
-    certain = [tf.fill(rho.shape, tf.constant(-np.inf, rho.dtype)) for rho in rhos]
+    posteriors = dict(_posteriors(model))
 
     @tf.function
-    def outputs(weights: list[Tensor]) -> Tensor:
-        values = [*zip(means, weights, strict=True), *zip(rhos, certain, strict=True)]
+    def outputs(drawn: dict[str, Tensor]) -> Tensor:
+        values = []
+        for name, (mean, rho) in posteriors.items():
+            # A posterior of no width at what was drawn.
+            certain = tf.fill(rho.shape, tf.constant(-np.inf, rho.dtype))
+            values += [(mean, drawn[name]), (rho, certain)]
         with keras.StatelessScope(state_mapping=values):
             y = model(x, training=False)
         return y if activation is None else activation(y)
 
     total = sum(
-        np.asarray(outputs([tf.constant(samples[name][n]) for name in names]))
+        np.asarray(outputs({name: tf.constant(of[n]) for name, of in samples.items()}))
         for n in range(draws)
     )
     return np.asarray(total / draws)
 
 
-def _unwrapped(model: keras.Model) -> keras.Model:
-    inner: keras.Model = model.model if isinstance(model, DPModel) else model
-    return inner
-
-
-def _variables(model: keras.Model) -> Iterator[tuple[str, Variable, Variable]]:
-    """Yield names, and the variables of means and of scales."""
+def _posteriors(model: keras.Model) -> Iterator[tuple[str, Weights]]:
+    """Yield the posteriors of all weights, by name."""
     model = _unwrapped(model)
     layers = [
         (path, layer)
@@ -183,6 +180,10 @@ def _variables(model: keras.Model) -> Iterator[tuple[str, Variable, Variable]]:
             "`VariationalDense(..., name='...')`."
         )
     for path, layer in layers:
-        yield f"{path}/kernel", layer.kernel_mean, layer.kernel_rho
-        if layer.bias_mean is not None:
-            yield f"{path}/bias", layer.bias_mean, layer.bias_rho
+        for kind, weights in layer.posteriors.items():
+            yield f"{path}/{kind}", weights
+
+
+def _unwrapped(model: keras.Model) -> keras.Model:
+    inner: keras.Model = model.model if isinstance(model, DPModel) else model
+    return inner

@@ -2,9 +2,9 @@
 
 import tensorflow as tf
 
-from tfdp._types import Tensor, Variable
+from tfdp._types import Tensor
 from tfdp.rules import Call, OuterProducts, PerRow, ScaledProducts, Term
-from tfdp.variational.layers import Noise, VariationalDense
+from tfdp.variational.layers import VariationalDense
 
 
 def variational_dense(call: Call) -> Tensor:
@@ -33,11 +33,10 @@ def variational_dense(call: Call) -> Tensor:
 
     def of_moments(g_mean: Tensor, g_variance: Tensor) -> list[Term]:
         # The derivatives of variances by scales, the same for all rows.
-        twice = [
-            None if scale is None else 2 * scale[None]
-            for scale in (layer.kernel_scale, layer.bias_scale)
-        ]
-        return _terms(layer, (x, g_mean), (tf.square(x), g_variance), Noise(*twice))
+        twice = {
+            name: 2 * weights.scale[None] for name, weights in layer.posteriors.items()
+        }
+        return _terms(layer, (x, g_mean), (tf.square(x), g_variance), twice)
 
     # No linear terms: variances are not linear in the scales.
     moments = call.watch_all([*layer.moments(x)], of_moments, linear_terms=None)
@@ -48,7 +47,7 @@ def _terms(
     layer: VariationalDense,
     of_means: tuple[Tensor, Tensor],
     of_scales: tuple[Tensor, Tensor],
-    by_scales: Noise,
+    by_scales: dict[str, Tensor],
 ) -> list[Term]:
     """List the terms of all variables.
 
@@ -61,27 +60,20 @@ def _terms(
     Returns:
         Two terms, or four with a bias.
     """
+    by_rho = {
+        name: layer.posteriors[name].by_rho(each) for name, each in by_scales.items()
+    }
     found = [
         OuterProducts(layer.kernel_mean, *of_means),
-        ScaledProducts(
-            layer.kernel_rho,
-            *of_scales,
-            by_scales.kernel * _slope(layer.kernel_rho, by_scales.kernel),
-        ),
+        ScaledProducts(layer.kernel_rho, *of_scales, by_rho["kernel"]),
     ]
-    if layer.bias_mean is not None:
+    if "bias" in by_rho:
         (_, g_mean), (_, g_scale) = of_means, of_scales
-        by_rho = by_scales.bias * _slope(layer.bias_rho, by_scales.bias)
         found += [
             PerRow(layer.bias_mean, g_mean),
-            PerRow(layer.bias_rho, _for_rows(by_rho, g_scale) * g_scale),
+            PerRow(layer.bias_rho, _for_rows(by_rho["bias"], g_scale) * g_scale),
         ]
     return found
-
-
-def _slope(rho: Variable, like: Tensor) -> Tensor:
-    """Return the derivative of the scale: of softplus it is the sigmoid."""
-    return tf.cast(tf.sigmoid(tf.convert_to_tensor(rho)), like.dtype)
 
 
 def _for_rows(of_views: tf.Tensor, g: tf.Tensor) -> tf.Tensor:

@@ -72,8 +72,8 @@ def logistic(
     inputs = np.concatenate([inputs, np.ones((len(inputs), 1))], axis=1)
     # A record adds ln sigmoid(s), where s lies between -D R and D R. Its values there
     # are D R apart at most, and so much can the integral's logarithm change too.
-    reach = prior.radius * radius
-    weight = min(1.0, epsilon / (2 * reach))
+    full_cost = 2 * prior.radius * radius
+    weight = min(1.0, epsilon / full_cost)
     signed = inputs * np.where(labels, 1.0, -1.0)[:, None]
 
     def log_likelihoods(thetas: Array) -> Array:
@@ -89,7 +89,7 @@ def logistic(
     if _least_share_accepted(parameters, slope, curvature, prior) * _MOST_PROPOSALS > 1:
         draw = functools.partial(_draw_concave, log_likelihoods, signed, weight, prior)
     return ScaledPosterior(
-        parameters, weight, 2 * weight * reach, log_likelihoods, draw
+        parameters, weight, weight * full_cost, log_likelihoods, draw
     )
 
 
@@ -234,7 +234,8 @@ def of_function(
     log_likelihood: LogLikelihood,
     data: tuple[Array, Nest],
     *,
-    likelihood_weight: tuple[float, float],
+    epsilon: float,
+    full_cost: float,
     bound: float | None,
     prior: Prior,
     parameters: int,
@@ -246,7 +247,7 @@ def of_function(
             f"log_likelihood={log_likelihood!r}. Use `lambda theta, x, y: ...`."
         )
     records = len(data[0])
-    weight, epsilon = likelihood_weight
+    weight = min(1.0, epsilon / full_cost)
 
     def of_one(theta: Array) -> float:
         values = np.asarray(log_likelihood(theta, *data), np.float64)
@@ -283,7 +284,11 @@ def of_function(
         <= math.log(_MOST_PROPOSALS)
     )
     return ScaledPosterior(
-        parameters, weight, epsilon, log_likelihoods, draw if is_feasible else None
+        parameters,
+        weight,
+        weight * full_cost,
+        log_likelihoods,
+        draw if is_feasible else None,
     )
 
 
