@@ -185,7 +185,7 @@ def _limit(
 ) -> None:
     """Work out how many releases may begin, of which so many are needed at once."""
     counter = recorder.counter
-    if counter.has_passes:
+    if counter.steps_per_release > 1:
         # Where a pass begins and ends among these steps may change.
         noise_multipliers = np.array([noise_multipliers.min()])
     others = [

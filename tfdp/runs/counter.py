@@ -94,10 +94,9 @@ class StepCounter:
     def begin(
         self,
         scheme: Scheme,
-        *,
         steps_per_release: int,
-        planned_releases: int | None = None,
-        noise_multipliers: Array = UNPLANNED,
+        planned_releases: int | None,
+        noise_multipliers: Array,
     ) -> None:
         """Begin another segment, without a limit; see `LedgerRecorder.begin`."""
         self.scheme, self.planned_releases = scheme, planned_releases
@@ -121,11 +120,6 @@ class StepCounter:
     def is_inside_release(self) -> bool:
         """Whether the next step belongs to a release that has begun."""
         return not bool(self.begins_release())
-
-    @property
-    def has_passes(self) -> bool:
-        """Whether a release is more than a step."""
-        return self.steps_per_release != 1
 
     @property
     def steps_per_release(self) -> int:

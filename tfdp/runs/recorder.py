@@ -53,6 +53,8 @@ class LedgerRecorder:
         counter: Counts the steps of the present segment.
         run: The name of the run.
         history: What the run depends on.
+        loaded: Other runs by name, which files or copied weights brought, up to where
+            they had come.
         budget: What it may cost, with all that it depends on, if somebody has said so.
         sampled_epochs: The last epoch of seeded draws that it has used.
         beginnings: How many segments have begun.
@@ -73,8 +75,7 @@ class LedgerRecorder:
         self.is_in_a_graph = False
         # Of the segments that have ended.
         self._ledger = Ledger()
-        # Other runs, which files or copied weights brought, up to where they had come.
-        self._loaded: dict[str, Run] = {}
+        self.loaded: dict[str, Run] = {}
         # A glimpse of the values that the last single step has left.
         self._left: list[float] = []
         living.add(self)
@@ -102,19 +103,14 @@ class LedgerRecorder:
         """This run and those that were loaded here, by name."""
         own = self.own_run()
         is_empty = own.ledger == Ledger() and not own.steps
-        return union(self._loaded, {} if is_empty else {self.run: own})
+        return union(self.loaded, {} if is_empty else {self.run: own})
 
     @property
     def steps(self) -> int:
         """How many steps those are."""
         # Under its own name nothing is loaded that has steps: see `restore`.
-        loaded = sum(run.steps for run in self._loaded.values())
+        loaded = sum(run.steps for run in self.loaded.values())
         return int(self.counter.steps.numpy()) + loaded
-
-    @property
-    def loaded(self) -> dict[str, Run]:
-        """The runs that were loaded here, by name."""
-        return dict(self._loaded)
 
     def histories(self) -> list[History]:
         """Return the histories of all that its model, or what it trains, comes from."""
@@ -194,7 +190,7 @@ class LedgerRecorder:
             if source.counter is None and self.history not in source.sources:
                 runs = runs_of([source])
                 runs.pop(self.run, None)
-                self._loaded = union(self._loaded, runs)
+                self.loaded = union(self.loaded, runs)
                 del self.history.sources[source]
 
     # How it goes on.
@@ -225,10 +221,7 @@ class LedgerRecorder:
         cut_short = (*ledger.cut_short, *self.counter.missing())
         self._ledger = dataclasses.replace(ledger, cut_short=cut_short)
         self.counter.begin(
-            scheme,
-            steps_per_release=steps_per_release,
-            planned_releases=planned_releases,
-            noise_multipliers=noise_multipliers,
+            scheme, steps_per_release, planned_releases, noise_multipliers
         )
         self.beginnings += 1
 
@@ -258,7 +251,7 @@ class LedgerRecorder:
         if run != self.run:
             counter = self.counter
             self.begin(counter.scheme, steps_per_release=counter.steps_per_release)
-            self._loaded, self.run = self.runs, run
+            self.loaded, self.run = self.runs, run
             self._ledger = Ledger()
             counter.steps.assign(0)
         for state in dict.fromkeys(states):
@@ -290,7 +283,7 @@ class LedgerRecorder:
         if self.run in runs:
             # That is counted here. Without steps it only keeps its place in the order.
             runs[self.run] = Run(Ledger(), 0)
-        self._loaded = union(self._loaded, runs)
+        self.loaded = union(self.loaded, runs)
         know(runs)
         self.sampled_epochs = max(self.sampled_epochs, saved["sampled_epochs"])
         if saved["last_clip"] is not None:
