@@ -22,6 +22,18 @@ class _RowSeeds(threading.local):
     def __init__(self) -> None:
         self.drawn: dict[int, _Draws] = {}
 
+    @contextlib.contextmanager
+    def changed(self, **values: object) -> Iterator[None]:
+        """Set attributes of this thread, and set them back in the end."""
+        # Outside of these contexts the replacement does what the original does.
+        keras.random.SeedGenerator.next = _next_seed_of_row
+        before = {name: getattr(self, name) for name in values}
+        self.__dict__.update(values)
+        try:
+            yield
+        finally:
+            self.__dict__.update(before)
+
 
 _row_seeds = _RowSeeds()
 _next_seed = keras.random.SeedGenerator.next
@@ -50,34 +62,18 @@ def seeds_of_row(row: Tensor) -> Iterator[Callable[[], None]]:
             for ordered in draws:
                 _next_seed(generator, ordered=ordered)
 
-    # Outside of this context the replacement does what the original does.
-    keras.random.SeedGenerator.next = _next_seed_of_row
-    _row_seeds.row, _row_seeds.drawn = row, drawn
-    try:
+    with _row_seeds.changed(row=row, drawn=drawn):
         yield advance
-    finally:
-        _row_seeds.row = None
 
 
-@contextlib.contextmanager
-def drawing_again() -> Iterator[None]:
+def drawing_again() -> contextlib.AbstractContextManager[None]:
     """Within `seeds_of_row`, draw once more what was drawn since it began."""
-    drawn, _row_seeds.drawn = _row_seeds.drawn, {}
-    try:
-        yield
-    finally:
-        _row_seeds.drawn = drawn
+    return _row_seeds.changed(drawn={})
 
 
-@contextlib.contextmanager
-def without_chance() -> Iterator[None]:
+def without_chance() -> contextlib.AbstractContextManager[None]:
     """Let whatever asks a Keras seed generator for a seed end in a `RandomError`."""
-    keras.random.SeedGenerator.next = _next_seed_of_row
-    before, _row_seeds.refused = _row_seeds.refused, True
-    try:
-        yield
-    finally:
-        _row_seeds.refused = before
+    return _row_seeds.changed(refused=True)
 
 
 class RandomError(RuntimeError):

@@ -49,25 +49,19 @@ from tfdp.runs.budgets import (
     enforce_budgets_of_loops,
     room_in_graph,
 )
-from tfdp.runs.histories import (
-    glimpse,
-    is_alone,
-    recognise_copies,
-    remember_values,
-    was_trained,
-)
-from tfdp.runs.recorder import (
-    UNDECLARED,
-    LedgerRecorder,
-    LedgerState,
-    note_loaded,
-    revoke_all,
-)
+from tfdp.runs.checkpoints import LedgerState
+from tfdp.runs.counter import UNDECLARED
+from tfdp.runs.histories import note_loaded, remember_values, was_trained
+from tfdp.runs.recorder import LedgerRecorder
 from tfdp.sampling import Scheme, samplings
 from tfdp.training.augmentation import Augmentation
 from tfdp.training.callback import StepCallback
 from tfdp.training.checked_model import CheckedModel, rows_to_check
-from tfdp.training.fit_callbacks import LedgerCallback, planned_items, sorted_callbacks
+from tfdp.training.fit_callbacks import (
+    LedgerCallback,
+    planned_releases,
+    sorted_callbacks,
+)
 from tfdp.training.journal import journals
 from tfdp.training.noise_plan import NoisePlan
 from tfdp.training.step import (
@@ -606,7 +600,7 @@ class DPModel(_keras.ReplicatedModel):
         )
         # From a callback inside of `fit`, whose next steps have this function, too.
         session = self._settle(UNDECLARED, sizes, self._acting)
-        if self.recorder.scheme != session.scheme:
+        if self.recorder.counter.scheme != session.scheme:
             self.recorder.begin(session.scheme)
         self._begin_single_step(self.recorder)
         self.limit_to_budget()
@@ -617,13 +611,12 @@ class DPModel(_keras.ReplicatedModel):
             )
         finally:
             self._released.put_back()
-            if not is_alone(recorder.run):
-                recorder.left = glimpse(self.model.weights)
+            recorder.note_left(self.model.weights)
 
     def _begin_single_step(self, recorder: LedgerRecorder) -> None:
         """Note what a step outside of `fit` changes, and from where its values are."""
         weights = self.model.weights
-        if not is_alone(recorder.run) and glimpse(weights) != recorder.left:
+        if recorder.were_set(weights):
             self._take_over_copies()
         recorder.begin_steps(self.trainable_variables, weights)
         self.optimizer.skip_used_noise()
@@ -710,7 +703,7 @@ class DPModel(_keras.ReplicatedModel):
         """Take one private step, what is not run on all replicas once for them all."""
         batch = Batch.of(data)
         if self._is_in_train_function and self._session is not None:
-            session, has_room = self._session, self.recorder.has_room
+            session, has_room = self._session, self.recorder.counter.has_room
         else:
             session = self._session_of_own_loop(batch)
             has_room = functools.partial(self._room_of_own_loop, session.recorder)
@@ -739,7 +732,7 @@ class DPModel(_keras.ReplicatedModel):
             session = self._session_for(
                 UNDECLARED, sizes, recorder=self.optimizer.recorder_of_loops
             )
-            if session.recorder.scheme != session.scheme:
+            if session.recorder.counter.scheme != session.scheme:
                 session.recorder.begin(session.scheme)
         return session
 
@@ -763,7 +756,6 @@ class DPModel(_keras.ReplicatedModel):
         self, recorder: LedgerRecorder, noise_multiplier: Tensor
     ) -> Tensor:
         """Tell whether the budgets have room, which loops of one's own have to ask."""
-        counted = noise_multiplier / recorder.in_clips(1.0)
         with tf.init_scope():
             self._begin_single_step(recorder)
             # A recorder that was never limited would have room for every step.
@@ -771,10 +763,11 @@ class DPModel(_keras.ReplicatedModel):
                 self.optimizer.noise_multiplier.value
             )
             with contextlib.suppress(PrivacyBudgetError):
-                enforce_budget_of_step(recorder, float(own) / recorder.in_clips(1.0))
+                clips = recorder.counter.scheme.sensitivity_in_clips
+                enforce_budget_of_step(recorder, float(own) / clips)
         if tf.executing_eagerly():
-            enforce_budget_of_step(recorder, float(counted))
-        return room_in_graph(recorder, counted)
+            enforce_budget_of_step(recorder, float(noise_multiplier))
+        return room_in_graph(recorder, noise_multiplier)
 
     def _update_metrics(
         self, has_room: Tensor, data: Nest, rows: Tensor, y_pred: Nest
@@ -890,9 +883,10 @@ class DPModel(_keras.ReplicatedModel):
             self.__dict__["_acting"] = session.callbacks
             recorder.begin(
                 session.scheme,
-                steps_per_item=data.batches_per_pass,
-                planned_items=planned_items(data, epochs),
-                noise_multipliers=self.noise_plan.planned,
+                steps_per_release=data.batches_per_pass,
+                planned_releases=planned_releases(data, epochs),
+                noise_multipliers=self.noise_plan.planned
+                / session.scheme.sensitivity_in_clips,
             )
             self._take_over_copies()
             recorder.begin_steps(self.trainable_variables, self.model.weights)
@@ -940,7 +934,8 @@ class DPModel(_keras.ReplicatedModel):
         self.optimizer.check_dials()
         enforce_budget(
             self.recorder,
-            self.noise_plan.to_come(),
+            self.noise_plan.to_come()
+            / self.recorder.counter.scheme.sensitivity_in_clips,
             self.noise_plan.name(self.recorder.steps),
             steps=steps,
         )
@@ -1012,9 +1007,7 @@ class DPModel(_keras.ReplicatedModel):
     def _take_over_copies(self) -> None:
         """Let the ledger have what made values that were copied into the weights."""
         self._note_loaded()
-        weights = self.recorder.weights() or []
-        if not is_alone(self.recorder.run) and recognise_copies(weights):
-            revoke_all()
+        self.recorder.take_over_copies(self.recorder.weights() or [])
 
     def _note_loaded(self) -> None:
         """Let weights depend on what was loaded into them, as soon as there are any."""

@@ -31,7 +31,7 @@ SCHEDULES = {
 }
 
 
-def private(slope, noise_multiplier=0.0, sampling="shuffle"):
+def private(slope, noise_multiplier=0.0, sampling="shuffle", **options):
     """A model whose every example has the gradient `slope`, and one step an epoch."""
     model = keras.Sequential([
         keras.Input((4,)),
@@ -40,7 +40,11 @@ def private(slope, noise_multiplier=0.0, sampling="shuffle"):
     wrapped = tfdp.DPModel(model, sampling=sampling)
     wrapped.compile(
         tfdp.optimizers.DPSGD(
-            1.0, l2_norm_clip=77.0, noise_multiplier=noise_multiplier, noise_seed=5
+            1.0,
+            l2_norm_clip=77.0,
+            noise_multiplier=noise_multiplier,
+            noise_seed=5,
+            **options,
         ),
         lambda y_true, y_pred: slope * keras.ops.sum(y_pred, axis=-1),
     )
@@ -363,3 +367,15 @@ def test_one_callback_alone_may_set_a_variable(callbacks):
     with pytest.raises(ValueError, match=r"Only one callback may set `\w+`. Received"):
         model.fit(*data(), batch_size=2, callbacks=callbacks, verbose=0)
     assert not model.ledger.steps
+
+
+def test_levels_of_planned_noise_are_those_of_the_sensitivity():
+    """Of 40 noise multipliers at most 32 stand for all, each of them a half."""
+    model = private(1.0, num_microbatches=ROWS // 2)
+    falling = NoiseMultiplierScheduler(lambda step: 64.0 - step)
+    model.fit(*data(), batch_size=ROWS, epochs=40, verbose=0, callbacks=[falling])
+    found = [s.noise_multiplier for s in model.ledger.segments]
+    assert model.ledger.passes == 40
+    assert len(found) <= 32
+    assert min(found) == 12.5
+    assert max(found) <= 32.0

@@ -18,7 +18,6 @@ from tfdp import clipped_gradients
 from tfdp.clipping import ClippedSum
 from tfdp.mechanisms.gaussian import (
     Gaussian,
-    GaussianOfEach,
     add_noise,
     long_normal,
     noise_of_query,
@@ -262,38 +261,6 @@ def test_long_normals_reach_past_12_sigma(monkeypatch):
     (largest,) = long_normal(tf.TensorShape([1]), KEY).numpy()
     assert largest == pytest.approx(math.sqrt(2 * 106 * math.log(2)))
     assert largest > 12.1
-
-
-@pytest.mark.parametrize(
-    "mode",
-    ["graph", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eager", "xla"))],
-)
-def test_the_noise_of_each_adds_up(mode):
-    """Of nine: three times that of one, and none of their draws is another's."""
-    noise, clipped_sum = source(), zeros([100_000], [50_000], clip=2.0)
-    with pytest.warns(match="reproducible"):
-        of_nine = GaussianOfEach(9, noise.noise_seed)
-
-    def draw_nine(step):
-        return of_nine.noised(
-            clipped_sum,
-            noise_multiplier=tf.constant(1.5, tf.float64),
-            stream=of_nine.stream(step),
-        )
-
-    steps = [
-        [
-            gradient.numpy()
-            for gradient in run(draw_nine, mode)(tf.constant(step, "int64"))
-        ]
-        for step in (0, 1)
-    ]
-    for gradients in steps:
-        for gradient in gradients:
-            assert gradient.std() == pytest.approx(9.0, rel=0.02)
-    assert_unrelated([stream[:50_000] for step in steps for stream in step])
-    drawn = [draw(noise, clipped_sum, step, 1.5)[0] for step in range(9)]
-    np.testing.assert_allclose(steps[0][0], np.sum(drawn, 0), atol=1e-4)
 
 
 # ------------------------------------------------------------- it never comes twice

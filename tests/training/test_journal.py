@@ -23,7 +23,8 @@ from tfdp.accounting import (
     UnamplifiedSteps,
 )
 from tfdp.accounting.segments import segment_to_dict
-from tfdp.runs.recorder import UNDECLARED, LedgerRecorder
+from tfdp.runs.counter import UNDECLARED
+from tfdp.runs.recorder import LedgerRecorder
 from tfdp.sampling import Poisson, Shuffled
 from tfdp.training.journal import Journal, journals
 from tfdp.training.noise_plan import NoisePlan
@@ -70,8 +71,9 @@ class Run:
         return killed
 
     def count(self, noise_multiplier):
-        counted = self.recorder.counted(noise_multiplier)
-        self.recorder.record(tf.constant(counted, tf.float64))
+        counter = self.recorder.counter
+        counted = noise_multiplier / counter.scheme.sensitivity_in_clips
+        counter.record(tf.constant(counted, tf.float64), 1.0)
 
 
 @pytest.mark.smoke
@@ -109,7 +111,7 @@ def test_the_least_noise_of_an_epoch_counts(tmp_path, scheme):
 
 
 def test_steps_of_one_execution_begin_several_passes(tmp_path):
-    run = Run(tmp_path, SHUFFLED, steps_per_execution=3, steps_per_item=5)
+    run = Run(tmp_path, SHUFFLED, steps_per_execution=3, steps_per_release=5)
     run.begin_epoch()
     for passes in (1, 2, 2, 3):
         expected = (ShuffledPasses(passes, 1.5, ROWS, 4),)
@@ -126,7 +128,7 @@ def test_a_unit_of_several_examples_halves_what_is_written(tmp_path):
 
 def test_a_pass_that_is_open_counts_again(tmp_path):
     """Less noise in later steps of a pass counts for all of it."""
-    run = Run(tmp_path, SHUFFLED, steps_per_item=10)
+    run = Run(tmp_path, SHUFFLED, steps_per_release=10)
     for noise_multiplier in (1.5, 0.5):
         run.begin_epoch()
         for _ in range(5):

@@ -29,6 +29,7 @@ from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.clipping import ClippedSum
 from tfdp.engines import Engine
 from tfdp.federated.client import checked_local_noise
+from tfdp.federated.noise_of_each import GaussianOfEach
 from tfdp.federated.run_folder import (
     State,
     forget_rounds,
@@ -39,7 +40,7 @@ from tfdp.federated.run_folder import (
 )
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.virtual_clients import VirtualClients
-from tfdp.mechanisms.gaussian import Gaussian, GaussianOfEach, noise_of_query
+from tfdp.mechanisms.gaussian import Gaussian, noise_of_query
 from tfdp.optimizers.dp_optimizer import checked_clip
 from tfdp.training.loops import clipped_gradients
 

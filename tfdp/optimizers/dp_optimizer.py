@@ -16,8 +16,8 @@ from tfdp.errors import NotPrivateError
 from tfdp.losses.regularizers import gradient_of
 from tfdp.mechanisms import Gaussian, Mechanism
 from tfdp.runs.budgets import enforce_budget_of_step, room_in_graph
-from tfdp.runs.histories import glimpse, is_alone, recognise_copies
-from tfdp.runs.recorder import LedgerRecorder, LedgerState
+from tfdp.runs.checkpoints import LedgerState
+from tfdp.runs.recorder import LedgerRecorder
 
 # Far below it noise is flushed to zero, far above its reciprocal it is infinite.
 LEAST_CLIP = 1e-20
@@ -287,11 +287,8 @@ class DPOptimizer(keras.optimizers.Optimizer):
         recorder = self.recorder_of_loops
         is_eager = tf.executing_eagerly()
         with tf.init_scope():
-            if (
-                not is_alone(recorder.run)
-                and glimpse(trainable_variables) != recorder.left
-            ):
-                recognise_copies(trainable_variables)
+            if recorder.were_set(trainable_variables):
+                recorder.take_over_copies(trainable_variables)
             # Private models of these variables, also later ones, count these steps.
             recorder.begin_steps(trainable_variables, [])
             self.skip_used_noise()
@@ -303,7 +300,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
                 float(self.mechanism.counted(self._noise_multiplier.value)) / at_most,
             )
 
-        self.mechanism.check(recorder.scheme)
+        self.mechanism.check(recorder.counter.scheme)
         mechanism = self.mechanism
         drawn = tf.identity(self._noise_multiplier.value)
         counted = mechanism.counted(drawn)
@@ -325,8 +322,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
 
         if is_eager:
             apply()
-            if not is_alone(recorder.run):
-                recorder.left = glimpse(trainable_variables)
+            recorder.note_left(trainable_variables)
             return
         # XLA leaves the error out; the step is not taken there, either.
         has_room = room_in_graph(recorder, counted / clipped_sum.sensitivity_in_clips)
@@ -354,11 +350,11 @@ class DPOptimizer(keras.optimizers.Optimizer):
         self._check(clipped_sum, trainable_variables)
         if not self.built:
             self.build(trainable_variables)
-        begins = recorder.begins_item()
+        begins = recorder.counter.begins_release()
         if self.mechanism.correlates_steps:
-            begins = recorder.begins_with_clip(begins, clipped_sum.l2_norm_clip)
+            begins = recorder.counter.begins_with_clip(begins, clipped_sum.l2_norm_clip)
         self.mechanism.count()
-        recorder.record(
+        recorder.counter.record(
             counted / clipped_sum.sensitivity_in_clips, clipped_sum.l2_norm_clip
         )
         return begins

@@ -13,9 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Tensor
+from tfdp._types import Array, Tensor
 from tfdp.accounting import Segment, affordable_count
-from tfdp.accounting.runs import Run, ledger_of, union
+from tfdp.accounting.calibration import MOST_COUNT
+from tfdp.accounting.runs import ledger_of, union
 from tfdp.errors import PrivacyBudgetError
 from tfdp.runs.histories import history_of
 from tfdp.runs.recorder import Budget, LedgerRecorder, living
@@ -31,13 +32,13 @@ def set_budget(recorder: LedgerRecorder, budget: Budget | None) -> None:
     recorder.budget = budget
     for each in list(living):
         # Whoever steps has to ask again.
-        if each.limited_by is not None or _binding(each):
-            each.revoke()
+        if each.counter.limit.reason is not None or _binding(each):
+            each.counter.revoke()
 
 
 def enforce_budget(
     recorder: LedgerRecorder,
-    noise_multipliers: np.ndarray,
+    noise_multipliers: Array,
     plan: Hashable = "only one",
     *,
     steps: int = 1,
@@ -46,34 +47,31 @@ def enforce_budget(
 
     Args:
         recorder: Of the training.
-        noise_multipliers: That the steps to come count with, as multiples of the clip
-            norm; the last one is that of all that follow.
+        noise_multipliers: That the steps to come count with, over the sensitivity; the
+            last one is that of all that follow.
         plan: Tells these steps from others that were planned before.
         steps: How many are about to be taken at once.
 
     Raises:
         PrivacyBudgetError: If there is no room for a single one.
     """
+    counter, limit = recorder.counter, recorder.counter.limit
     binding = _binding(recorder)
     if not binding:
-        if recorder.limited_by is not None:
-            recorder.lift_limit()
+        if limit.reason is not None:
+            limit.lift()
         return
-    budgets = tuple(each.budget for each in binding)
-    present = (plan, budgets, _unbound_steps(binding))
-    left = recorder.outstanding()
-    needed = recorder.items_begun_by(steps)
-    is_enough = recorder.limit_is_final or (left is not None and left.count >= needed)
-    if recorder.limited_by != present or not is_enough:
-        _limit(recorder, binding, noise_multipliers, steps)
-        recorder.limited_by = present
-    if not recorder.has_room():
-        spent = [
-            each.ledger.epsilon(each.budget.delta) for each in binding if each.budget
-        ]
-        most = int(np.argmax(spent))
-        budget = binding[most].budget
-        assert budget is not None  # noqa: S101
+    present = (plan, tuple(binding.values()), _unbound_steps(binding))
+    left = counter.outstanding()
+    needed = counter.releases_begun_by(steps)
+    is_enough = limit.is_final or (left is not None and left.count >= needed)
+    if limit.reason != present or not is_enough:
+        _limit(recorder, binding, noise_multipliers, needed)
+        limit.reason = present
+    if not counter.has_room():
+        spent = {each: each.ledger.epsilon(of.delta) for each, of in binding.items()}
+        most = max(spent, key=spent.__getitem__)
+        budget = binding[most]
         raise PrivacyBudgetError(
             "The privacy budget has no room for another step. Received: "
             f"target_epsilon={budget.target_epsilon:g}, delta={budget.delta:g}, "
@@ -93,8 +91,7 @@ def enforce_budget_of_step(recorder: LedgerRecorder, noise_multiplier: float) ->
     Raises:
         PrivacyBudgetError: If there is no room for it.
     """
-    in_clips = recorder.in_clips(noise_multiplier)
-    enforce_budget(recorder, np.array([in_clips]), noise_multiplier)
+    enforce_budget(recorder, np.array([noise_multiplier]), noise_multiplier)
 
 
 def enforce_budgets_of_loops(recorder: LedgerRecorder) -> None:
@@ -107,8 +104,9 @@ def enforce_budgets_of_loops(recorder: LedgerRecorder) -> None:
     """
     for other in recorder.recorders():
         if other is not recorder and other.is_in_a_graph:
+            last = float(other.counter.open_noise_multiplier.numpy())
             with contextlib.suppress(PrivacyBudgetError):
-                enforce_budget_of_step(other, other.last_noise_multiplier)
+                enforce_budget_of_step(other, last)
 
 
 def room_in_graph(recorder: LedgerRecorder, noise_multiplier: Tensor) -> Tensor:
@@ -122,7 +120,7 @@ def room_in_graph(recorder: LedgerRecorder, noise_multiplier: Tensor) -> Tensor:
         A scalar bool tensor.
     """
     recorder.is_in_a_graph = True
-    has_room = recorder.has_room(recorder.in_clips(noise_multiplier))
+    has_room = recorder.counter.has_room(noise_multiplier)
     if _keras.inside_xla():
         return has_room
 
@@ -140,26 +138,34 @@ def room_in_graph(recorder: LedgerRecorder, noise_multiplier: Tensor) -> Tensor:
     return tf.cond(has_room, lambda: tf.constant(True), asked)
 
 
-def _binding(recorder: LedgerRecorder) -> list[LedgerRecorder]:
-    """Return the recorders of the models whose budget covers what a training changes."""
+# By the recorders of the models that have them, always in the same order.
+_Budgets = dict[LedgerRecorder, Budget]
+
+
+def _binding(recorder: LedgerRecorder) -> _Budgets:
+    """Return the budgets that cover what a training changes."""
     of_models = [
-        (each, weights)
+        (each, each.budget, weights)
         for each in living
         if each.budget is not None and (weights := each.weights()) is not None
     ]
     if not of_models:
-        return []
+        return {}
     own = recorder.history
     changed = {source for source in own.sources if own in source.sources}
-    binding = [
-        each
-        for each, weights in of_models
+    return {
+        each: budget
+        for each, budget, weights in sorted(of_models, key=lambda found: found[0].run)
         if each is recorder or not changed.isdisjoint(map(history_of, weights))
-    ]
-    return sorted(binding, key=lambda each: each.run)
+    }
 
 
-def _unbound_steps(binding: list[LedgerRecorder]) -> int:
+def _shares(recorder: LedgerRecorder, budgets: _Budgets) -> bool:
+    """Tell whether some of these budgets bind a training, too."""
+    return not budgets.keys().isdisjoint(_binding(recorder))
+
+
+def _unbound_steps(binding: _Budgets) -> int:
     """Return how many steps cost of these budgets though none of them binds them.
 
     Returns:
@@ -167,68 +173,70 @@ def _unbound_steps(binding: list[LedgerRecorder]) -> int:
     """
     recorders = {each for of_model in binding for each in of_model.recorders()}
     return sum(
-        each.steps
-        for each in recorders
-        if each.steps and set(_binding(each)).isdisjoint(binding)
+        each.steps for each in recorders if each.steps and not _shares(each, binding)
     )
 
 
 def _limit(
     recorder: LedgerRecorder,
-    binding: list[LedgerRecorder],
-    noise_multipliers: np.ndarray,
-    steps: int,
+    binding: _Budgets,
+    noise_multipliers: Array,
+    needed: int,
 ) -> None:
-    if recorder.has_passes:
+    """Work out how many releases may begin, of which so many are needed at once."""
+    counter = recorder.counter
+    if counter.steps_per_release > 1:
         # Where a pass begins and ends among these steps may change.
         noise_multipliers = np.array([noise_multipliers.min()])
     others = [
-        each
-        for each in list(living)
-        if each is not recorder and not set(_binding(each)).isdisjoint(binding)
+        each for each in list(living) if each is not recorder and _shares(each, binding)
     ]
-    needed = recorder.items_begun_by(steps)
-    reserved = [left for each in others if (left := each.outstanding()) is not None]
+    outstanding = [each.counter.outstanding() for each in others]
+    reserved = [left for left in outstanding if left is not None]
     count = _affordable(recorder, binding, noise_multipliers, reserved)
     if count < needed and reserved:
         # They ask again if they go on.
         for each in others:
-            each.revoke()
+            each.counter.revoke()
         reserved = []
         count = _affordable(recorder, binding, noise_multipliers, reserved)
     # Who shares a budget gets half of what is left, so that others seldom have to ask.
     granted = min(count, max(needed, (count + 1) // 2)) if others else count
     least = noise_multipliers[: max(granted, 1)].min()
-    recorder.limit(granted, noise_multiplier=float(least))
-    recorder.limit_is_final = granted == count and not reserved
+    counter.allow(granted, noise_multiplier=float(least))
+    counter.limit.is_final = granted == count and not reserved
 
 
 def _affordable(
     recorder: LedgerRecorder,
-    binding: list[LedgerRecorder],
-    noise_multipliers: np.ndarray,
+    binding: _Budgets,
+    noise_multipliers: Array,
     reserved: list[Segment],
 ) -> int:
-    """Return how many more items all budgets have room for.
+    """Return how many more releases all budgets have room for.
 
     Returns:
         Their number; -1 if not even the rest of a pass that has begun.
     """
-    own: dict[str, Run] = {recorder.run: recorder.run_with(noise_multipliers.min())}
+    counter = recorder.counter
+    own = {recorder.run: recorder.own_run(noise_multipliers.min())}
+    # Beyond all plans, but small if there is one: large counts take long.
+    planned = counter.planned_releases
+    most = MOST_COUNT
+    if planned is not None:
+        most = 2 * max(planned - counter.releases_begun, 1)
     counts = []
-    for each in binding:
-        budget = each.budget
-        assert budget is not None  # noqa: S101
+    for each, budget in binding.items():
         ledger = ledger_of(union(each.all_runs(), own)).add(*reserved).merged()
         if ledger.epsilon(budget.delta) > budget.target_epsilon:
             return -1
         count = affordable_count(
             ledger,
-            Segment(recorder.scheme, 1, 1.0),
+            Segment(counter.scheme, 1, 1.0),
             budget.target_epsilon,
             budget.delta,
-            noise_multipliers=recorder.recorded(noise_multipliers),
-            most=recorder.count_worth_knowing(),
+            noise_multipliers=counter.recorded(noise_multipliers),
+            most=most,
         )
         counts.append(count)
     return min(counts)

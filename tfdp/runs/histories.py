@@ -1,5 +1,6 @@
 """Where the values of variables come from: which trainings made them, read live."""
 
+import dataclasses
 import hashlib
 import itertools
 import weakref
@@ -17,8 +18,6 @@ from tfdp.accounting.runs import Run, Runs, union
 class Counter(Protocol):
     """Counts trainings."""
 
-    created: int
-
     @property
     def runs(self) -> dict[str, Run]:
         """What it has counted up to now, and what it has loaded."""
@@ -30,10 +29,7 @@ class Counter(Protocol):
         ...
 
 
-# Numbers the counters of a process in their order.
-creations = itertools.count()
-
-
+@dataclasses.dataclass(eq=False)
 class Snapshot:
     """Trainings up to some moment, which went into values that were copied then.
 
@@ -41,15 +37,15 @@ class Snapshot:
         runs: By name.
     """
 
-    def __init__(self, runs: dict[str, Run]) -> None:
-        """Keep them."""
-        self.runs = runs
-        self.created = next(creations)
+    runs: dict[str, Run]
 
     @property
     def steps(self) -> int:
         """How many steps they had taken."""
         return sum(run.steps for run in self.runs.values())
+
+
+_numbers = itertools.count()
 
 
 class History:
@@ -65,11 +61,13 @@ class History:
     Attributes:
         counter: As given.
         sources: Histories that this one depends on.
+        number: Histories of a process are numbered in their order.
     """
 
     def __init__(self, counter: Counter | None = None) -> None:
         """Begin without sources."""
         self.counter = counter
+        self.number = next(_numbers)
         # A dict in place of a set: the order of a ledger is that of the calls.
         self.sources: dict[History, None] = {}
 
@@ -87,8 +85,8 @@ def counters_of(histories: Iterable[History]) -> list[Counter]:
             if source not in reached:
                 reached[source] = None
                 to_see.append(source)
-    counters = [each.counter for each in reached if each.counter is not None]
-    return sorted(counters, key=lambda counter: counter.created)
+    in_order = sorted(reached, key=lambda history: history.number)
+    return [each.counter for each in in_order if each.counter is not None]
 
 
 def runs_of(histories: Iterable[History]) -> dict[str, Run]:
@@ -98,7 +96,7 @@ def runs_of(histories: Iterable[History]) -> dict[str, Run]:
 
 # The variables that have a history, by `id`: Keras's variables have no hash. The history
 # itself is an attribute of the variable, so that it goes when the variable goes.
-_variables: dict[int, "weakref.ref[Any]"] = {}
+_variables: "weakref.WeakValueDictionary[int, Variable]" = weakref.WeakValueDictionary()
 _HISTORY = "_tfdp_history"
 
 
@@ -115,13 +113,7 @@ def history_of(variable: Variable) -> History:
     if history is None:
         history = History()
         setattr(variable, _HISTORY, history)
-        key = id(variable)
-
-        def forget(reference: Any) -> None:
-            if _variables.get(key) is reference:
-                del _variables[key]
-
-        _variables[key] = weakref.ref(variable, forget)
+        _variables[id(variable)] = variable
     return history
 
 
@@ -162,11 +154,23 @@ def note_reads(model: keras.Model) -> None:
         history_of(variable).depend_on(together)
 
 
+def note_loaded(variables: Iterable[Variable | None], runs: Runs) -> None:
+    """Let variables depend on runs that made the values which were copied into them.
+
+    Args:
+        variables: Keras variables; None in place of those that are gone.
+        runs: By name, as they were when the values were copied.
+    """
+    if runs:
+        copied = History(Snapshot(dict(runs)))
+        for variable in variables:
+            if variable is not None:
+                history_of(variable).depend_on(copied)
+
+
 def note_copy(original: Variable, copy: Variable) -> None:
     """Let a copy of a variable depend on all that the original depends on by now."""
-    runs = runs_of([history_of(original)])
-    if runs:
-        history_of(copy).depend_on(History(Snapshot(runs)))
+    note_loaded([copy], runs_of([history_of(original)]))
 
 
 # What made values that variables once had, by a digest of the values: a copy may be
@@ -232,7 +236,7 @@ def recognise_copies(variables: Iterable[Variable]) -> bool:
             continue
         runs = union(*makers[:1], *trained.equal_to(variable, value))
         if not _cover(known, runs):
-            history_of(variable).depend_on(History(Snapshot(runs)))
+            note_loaded([variable], runs)
             found = True
     return found
 
@@ -267,8 +271,8 @@ class _Trained:
         self._runs: dict[Counter, dict[str, Run]] = {}
         self._variables = [
             variable
-            for reference in list(_variables.values())
-            if (variable := reference()) is not None and history_of(variable).sources
+            for variable in list(_variables.values())
+            if history_of(variable).sources
         ]
 
     def runs_of(self, variable: Variable) -> dict[str, Run]:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import secrets
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,17 +67,10 @@ class Poisson(Scheme):
             f"expected, sampling probability {self.sampling_probability:g}"
         )
 
-    def examples_drawn(self, count: int) -> int:
-        """Return how many examples are expected in all draws together."""
-        return count * min(self.expected_batch_size, self.number_of_examples)
-
-    @classmethod
-    def drawing(
-        cls, examples: int, number_of_examples: int, expected_batch_size: int
-    ) -> tuple[Scheme, int]:
-        """Return the draws that have so many examples."""
-        steps = -(-examples // min(expected_batch_size, number_of_examples))
-        return cls(number_of_examples, expected_batch_size), steps
+    @property
+    def examples_per_release(self) -> int:
+        """Examples expected in a draw."""
+        return min(self.expected_batch_size, self.number_of_examples)
 
 
 def fresh_key() -> int:
@@ -85,7 +78,7 @@ def fresh_key() -> int:
     return secrets.randbits(_KEY_BITS)
 
 
-def seeded_key(seed: Any) -> int:
+def seeded_key(seed: object) -> int:
     """Return the 128-bit key that belongs to a seed.
 
     Who knows the seed knows every draw made with this key.
@@ -105,7 +98,9 @@ def seeded_key(seed: Any) -> int:
     return int(low) | int(high) << _WORD_BITS
 
 
-def poisson_probability(*, expected_batch_size: Any, number_of_examples: Any) -> float:
+def poisson_probability(
+    *, expected_batch_size: object, number_of_examples: object
+) -> float:
     """Return the probability with which each example joins a batch.
 
     Args:
@@ -203,7 +198,7 @@ def poisson_indices(
     return np.sort(random.choice(examples, size, replace=False, shuffle=False))
 
 
-def _fits(value: Any, bits: int) -> bool:
+def _fits(value: object, bits: int) -> bool:
     """Whether `value` is a whole number in [0, 2^bits)."""
     return isinstance(value, int | np.integer) and 0 <= int(value) < 2**bits
 

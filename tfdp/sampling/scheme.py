@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import dp_accounting
 import numpy as np
@@ -82,7 +82,7 @@ class Scheme(abc.ABC):
         for name, value in self.fields().items():
             object.__setattr__(self, name, positive_int(name, value))
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, int]:
         """Return what it is made of, for files."""
         return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
 
@@ -179,20 +179,13 @@ class Scheme(abc.ABC):
         """Say what is taken on trust beyond what `words` says; empty for nothing."""
         return ""
 
-    def examples_drawn(self, count: int) -> int | None:
-        """Return how many examples a number of releases draw together, if known."""
-        del count
-        return None
+    @property
+    def examples_per_release(self) -> int | None:
+        """Examples expected in a step, or a pass; None if tables compare it with none.
 
-    @classmethod
-    def drawing(
-        cls, examples: int, number_of_examples: int, expected_batch_size: int
-    ) -> "tuple[Scheme, int] | None":
-        """Return what draws at least so many examples in this way: scheme and count.
-
-        None for schemes that statements do not compare others with.
+        A scheme that has them, a `label` and a `sampling` is also what others are
+        compared with.
         """
-        del examples, number_of_examples, expected_batch_size
         return None
 
     def redrawn(self, count: int) -> "dict[str, tuple[Scheme, int]]":
@@ -202,20 +195,21 @@ class Scheme(abc.ABC):
             count: Steps taken, or passes begun, under this one.
 
         Returns:
-            Schemes and counts by their labels; this one is among them if it has a
-            label.
+            Schemes, and how often each draws to have at least as many examples, by
+            their labels; this one is among them if it has a label.
         """
         found: dict[str, tuple[Scheme, int]] = {}
-        examples = self.examples_drawn(count)
+        examples = self.examples_per_release
         n, batch_size = self.number_of_examples, self.expected_batch_size
-        for other in _KINDS.values():
-            if isinstance(self, other):
+        for kind in _KINDS.values():
+            if isinstance(self, kind):
                 if self.label:
                     found[self.label] = self, count
-            elif examples is not None and n is not None and batch_size is not None:
-                redrawn = other.drawing(examples, n, batch_size)
-                if redrawn and (self.examples_per_unit == 1 or other.allows_units):
-                    found[other.label] = redrawn
+            elif examples and n and batch_size and kind.sampling and kind.label:
+                other = samplings()[kind.sampling](n, batch_size)
+                of_other = other.examples_per_release
+                if of_other and (self.examples_per_unit == 1 or kind.allows_units):
+                    found[kind.label] = other, -(-count * examples // of_other)
         return found
 
 
@@ -223,7 +217,7 @@ class Scheme(abc.ABC):
 _KINDS: dict[str, type[Scheme]] = {}
 
 
-def scheme_of_kind(kind: Any) -> type[Scheme]:
+def scheme_of_kind(kind: object) -> type[Scheme]:
     """Return the scheme that a saved ledger names.
 
     Args:

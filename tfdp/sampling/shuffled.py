@@ -54,17 +54,10 @@ class Shuffled(Scheme):
             f"of {self.number_of_examples} examples: a row at most once a pass"
         )
 
-    def examples_drawn(self, count: int) -> int:
-        """Return how many examples all passes have together."""
-        return count * self.number_of_examples
-
-    @classmethod
-    def drawing(
-        cls, examples: int, number_of_examples: int, expected_batch_size: int
-    ) -> tuple[Scheme, int]:
-        """Return the passes that have so many examples."""
-        passes = -(-examples // number_of_examples)
-        return cls(number_of_examples, expected_batch_size), passes
+    @property
+    def examples_per_release(self) -> int:
+        """Examples in a pass."""
+        return self.number_of_examples
 
 
 @functools.lru_cache(maxsize=2)  # All batches of a pass are cut out of one order.

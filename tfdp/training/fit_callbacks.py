@@ -62,11 +62,12 @@ class LedgerCallback(StepCallback):
         if not self._has_begun:
             # After a backup was restored some epochs are not run.
             epochs = self.params["epochs"] - epoch
-            self._recorder.planned_items = planned_items(self._data, epochs)
+            planned = planned_releases(self._data, epochs)
+            self._recorder.counter.planned_releases = planned
             self._check_same_model(epoch)
             self._has_begun = True
         if self._data.begins_pass_each_epoch:
-            self._recorder.begin_item()
+            self._recorder.counter.begin_release()
         if self._data.drawn is not None:
             self._recorder.sampled_epochs = self._data.drawn.epoch
         # What a backup restored may have spent the budget.
@@ -116,7 +117,7 @@ def _flattened(callbacks: Nest) -> list[keras.callbacks.Callback]:
     return found
 
 
-def planned_items(data: TrainingData, epochs: int) -> int | None:
+def planned_releases(data: TrainingData, epochs: int) -> int | None:
     """Return how many steps or passes the ledger is to count in some epochs.
 
     Args:

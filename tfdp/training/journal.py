@@ -24,7 +24,7 @@ class Journal(keras.callbacks.Callback):
 
     A backup knows nothing of the steps that came after it. The file begins, anew in
     every epoch, with the state of the recorder; each line that follows says how many
-    steps and items may have run since then, and with how little noise.
+    steps and releases may have run since then, and with how little noise.
 
     Guarantees:
         After a kill at any time, `restore` makes the ledger at least as large as
@@ -61,9 +61,9 @@ class Journal(keras.callbacks.Callback):
             return
         runs = runs_from_state(state)
         if lines:
-            steps, items, noise_multiplier = json.loads(lines[-1])
+            steps, releases, noise_multiplier = json.loads(lines[-1])
             segment = dataclasses.replace(
-                segment_from_dict(begun["segment"]).with_count(items),
+                segment_from_dict(begun["segment"]).with_count(releases),
                 noise_multiplier=noise_multiplier,
             )
             # Apart from the run itself, which may not have taken them.
@@ -80,13 +80,14 @@ class Journal(keras.callbacks.Callback):
     def _begin(self) -> None:
         recorder = self._recorder
         self._beginnings = recorder.beginnings
-        self._steps, self._items = recorder.steps, recorder.items_started
+        counter = recorder.counter
+        self._steps, self._releases = recorder.steps, counter.releases_begun
         # Less noise in the steps to come would also count for a pass that is open.
-        self._open_passes = int(recorder.is_inside_item)
+        self._open_passes = int(counter.is_inside_release)
         self._least_noise = float("inf")
         header = json.dumps({
             "run": recorder.run,
-            "segment": segment_to_dict(Segment(recorder.scheme, 0, 1.0)),
+            "segment": segment_to_dict(Segment(counter.scheme, 0, 1.0)),
             "state": json.loads(recorder.state()),
         })
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,13 +100,15 @@ class Journal(keras.callbacks.Callback):
             # Another callback has trained on data of its own.
             self._begin()
         recorder, steps = self._recorder, self.model.steps_per_execution
-        noise = recorder.counted(self._to_come()[:steps].min())
+        counter = recorder.counter
+        noise = float(self._to_come()[:steps].min())
+        noise /= counter.scheme.sensitivity_in_clips
         self._least_noise = min(self._least_noise, noise)
         line = [
             recorder.steps - self._steps + steps,
-            recorder.items_started
-            - self._items
-            + recorder.items_begun_by(steps)
+            counter.releases_begun
+            - self._releases
+            + counter.releases_begun_by(steps)
             + self._open_passes,
             self._least_noise,
         ]

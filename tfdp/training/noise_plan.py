@@ -55,7 +55,7 @@ class NoisePlan:
         if is_other_noise or iteration < self._first:
             self._look_ahead()
         passed = min(iteration - self._first, len(self.planned) - 1)
-        return np.array(self.planned[passed:])
+        return self.planned[passed:]
 
     def name(self, steps: int) -> Hashable:
         """Tell the steps to come from others that were planned before.

@@ -319,8 +319,8 @@ def private_step(
     Args:
         session: What the step is made for.
         batch: Of the step; what each replica has of it.
-        has_room: Tells for what the noise counts as whether there is room, a scalar
-            bool tensor.
+        has_room: Tells for what the noise counts as, over the sensitivity, whether
+            there is room, a scalar bool tensor.
         on_outputs: Sees whether there is room, and for each pass what the engine's
             `OnOutputs` sees.
         fingerprint: Of the batch; processes compare it.
@@ -333,7 +333,7 @@ def private_step(
     iteration = tf.identity(optimizer.iterations.value)
     drawn = tf.identity(optimizer.noise_multiplier.value)
     noise_multiplier = session.counted(iteration, drawn)
-    room = has_room(noise_multiplier)
+    room = has_room(noise_multiplier / session.scheme.sensitivity_in_clips)
     # Read before anything is clipped: where processes take different steps this raises,
     # and nothing that follows from it runs.
     stream = session.mechanism.stream(session.mechanism.number)
@@ -346,7 +346,7 @@ def private_step(
                 optimizer.l2_norm_clip.value,
                 drawn,
                 noise_multiplier,
-                recorder.own_steps,
+                recorder.counter.steps.read_value(),
                 room,
             ],
         )
