@@ -376,20 +376,15 @@ def private_step(
         # that of this step's noise, which comes with the clipped sum.
         if learning:  # Replicas put their norms together for them.
             _learn(session, clipper.joined(clipped_sum), stream, iteration, clip_again)
-        # Counted before any weight moves: a run that is killed in between has counted
-        # a step too many, not one too few.
-        begins = optimizer.begin_update(of_first, variables, recorder, noise_multiplier)
-        with _keras.gradients_are_summed(optimizer.inner_optimizer):
-            released = replicas.run(
-                lambda clipped_sum: optimizer.update(
-                    clipped_sum,
-                    variables,
-                    noise_multiplier=drawn,
-                    stream=stream,
-                    begins=begins,
-                ),
-                clipped_sum,
-            )
+        released = optimizer.take_step(
+            of_first,
+            variables,
+            recorder=recorder,
+            noise_multiplier=drawn,
+            counted=noise_multiplier,
+            stream=stream,
+            on_replicas=lambda update: replicas.run(update, clipped_sum),
+        )
         if isinstance(session.ascent, SAT):
             session.released.remember(replicas.first(released))
         return True

@@ -51,20 +51,35 @@ def units_and_passes(
             f"{optimizer.num_microbatches}, batch_size={batch_size:g}. Use "
             "`num_microbatches=None`, or `DPModel(model, sampling='shuffle')`."
         )
-    if physical_batch_size is None and jit_compile:
+    if physical_batch_size is not None:
+        check_whole_units(physical_batch_size, examples_per_unit)
+    elif jit_compile:
         # XLA compiles for one size: hardly any Poisson batch is larger.
         share = batch_size / replicas
         rows = math.ceil(share + 4 * math.sqrt(share))
-        physical_batch_size = _next_multiple(rows, examples_per_unit)
-    if physical_batch_size is not None and physical_batch_size % examples_per_unit:
+        physical_batch_size = filled_up(rows, examples_per_unit)
+    return examples_per_unit, physical_batch_size
+
+
+def check_whole_units(physical_batch_size: int, examples_per_unit: int) -> None:
+    """Refuse passes that would cut a unit in two: each part would be clipped alone.
+
+    Args:
+        physical_batch_size: Rows in a pass.
+        examples_per_unit: Examples whose mean gradient is clipped.
+
+    Raises:
+        ValueError: If the passes hold no whole units.
+    """
+    if physical_batch_size % examples_per_unit:
         raise ValueError(
             "`physical_batch_size` must hold whole microbatches. Received: "
             f"physical_batch_size={physical_batch_size}, {examples_per_unit} "
             "examples in a microbatch. Use `physical_batch_size="
-            f"{_next_multiple(physical_batch_size, examples_per_unit)}`."
+            f"{filled_up(physical_batch_size, examples_per_unit)}`."
         )
-    return examples_per_unit, physical_batch_size
 
 
-def _next_multiple(rows: int, factor: int) -> int:
-    return rows + -rows % factor
+def filled_up(rows: int, examples_per_unit: int) -> int:
+    """Return the least number of rows of whole units that has room for so many."""
+    return rows + -rows % examples_per_unit
