@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _keras, _tree, _validate, engines
+from tfdp import _keras, _validate, engines
 from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, privacy_statement
 from tfdp.ascent.losses import AscentLoss
@@ -46,16 +46,13 @@ from tfdp.training.arguments import (
 )
 from tfdp.training.augmentation import Augmentation
 from tfdp.training.callback import StepCallback
-from tfdp.training.checked_model import CheckedModel, rows_to_check
+from tfdp.training.checked_model import CheckedModel
 from tfdp.training.fit_callbacks import LedgerCallback, sorted_callbacks
 from tfdp.training.functions import TrainingFunctions
 from tfdp.training.journal import restored_journals
 from tfdp.training.model_ledger import ModelLedger
 from tfdp.training.step import BatchClipper, Session, private_step
-from tfdp.training.units import units_and_passes
-
-# How names of saved arrays begin that hold the gradient that was released last.
-_RELEASED = "released_gradient_"
+from tfdp.training.units import with_sizes
 
 
 @keras.saving.register_keras_serializable("tfdp")
@@ -164,7 +161,7 @@ class DPModel(TrainingFunctions):
         # Callbacks that act in the steps of the `fit` that runs.
         self._acting: tuple[StepCallback, ...] = ()
         self._augmentation = views
-        self._checked = CheckedModel(model, engine, views)
+        self._checked = CheckedModel(model, engine, views, replicas)
         if getattr(model, "optimizer", None) is not None:
             # Its slots would be saved with the private model.
             model.optimizer = None
@@ -641,24 +638,17 @@ class DPModel(TrainingFunctions):
     # Before a training begins.
 
     def _clipper(self, scheme: Scheme) -> BatchClipper:
-        """Return what clips batches; before they are checked, it may be another one."""
-        examples_per_unit, physical_batch_size = units_and_passes(
-            scheme,
-            optimizer=self.optimizer,
-            physical_batch_size=self.physical_batch_size,
-            jit_compile=self.jit_compile,
-            replicas=self._replicas.number,
-        )
-        return BatchClipper(
+        """Return what cuts batches; a session gives it the engine that was chosen."""
+        asked = BatchClipper(
             self.model,
             self._checked.engine,
             may_change_engine=self.engine == "auto",
-            examples_per_unit=examples_per_unit,
-            physical_batch_size=physical_batch_size,
+            physical_batch_size=self.physical_batch_size,
             replicas=self._replicas,
             augmentation=self._augmentation,
             jit_compile=bool(self.jit_compile),
         )
+        return with_sizes(asked, scheme, self.optimizer)
 
     def _session_of_single_step(
         self,
@@ -670,8 +660,9 @@ class DPModel(TrainingFunctions):
         """Return what a step is made for whose batch nobody has described."""
         clipper = self._clipper(UNDECLARED)
         unchecked = self._checked.unchecked(rows, clipper)
-        if unchecked:
-            self._check_like(batch[:3], unchecked)
+        if unchecked and self._checked.can_be_checked(batch[:3], self.name):
+            with _keras.outside_of_graphs():
+                self._check_rows(batch[:3], unchecked)
         session = self._checked.session(
             UNDECLARED, clipper, self.optimizer, recorder, callbacks
         )
@@ -705,29 +696,12 @@ class DPModel(TrainingFunctions):
             self._check_rows(sample, unchecked)
         return data
 
-    def _check_like(self, data: Nest, sizes: list[int | None]) -> None:
-        """Check the model with rows like those of a batch, which a graph may have."""
-        shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]
-        if all(shape.is_fully_defined() for shape in shapes):
-            with _keras.outside_of_graphs():
-                self._check_rows(rows_to_check(data), sizes)
-        elif self._checked.signature is None:
-            raise NotPrivateError(
-                f"Model `{self.name}` was never checked, and cannot be with rows of "
-                "unknown shape. Received: a batch whose axes have unknown lengths. Call "
-                "`private.fit(...)` or `private.train_on_batch(...)` once before, or "
-                "give the batch static shapes."
-            )
-
     def _check_rows(self, data: Nest, sizes: list[int | None]) -> None:
         check_targets(data[1], has_own_loss=self._checked.has_own_loss)
         if self._replicas.strategy is not None:
             self.build_all(data)
-        with self._replicas.only_first(), _keras.losses_of_one_replica():
-            self._checked.check(
-                rows_to_check(data), sizes, self.optimizer.iterations.value
-            )
-            self.built = True
+        self._checked.check(data, sizes, self.optimizer.iterations.value)
+        self.built = True
 
     # Saving.
 
@@ -735,20 +709,15 @@ class DPModel(TrainingFunctions):
         """Save the ledger beside the weights."""
         super().save_own_variables(store)
         store["ledger"] = np.frombuffer(self._ledger.state().encode(), np.uint8)
-        for number, gradient in enumerate(self._checked.released.state()):
-            store[f"{_RELEASED}{number}"] = gradient
+        self._checked.released.save(store)
 
     def load_own_variables(self, store: Config) -> None:
         """Take over a saved ledger; what was run here stays counted."""
         saved = {key: store[key] for key in store.keys()}  # noqa: SIM118 (HDF5)
         # The second of these is in files of tfdp 0.1.
         ledger, trained = saved.pop("ledger", None), saved.pop("trained", None)
-        released = sum(key.startswith(_RELEASED) for key in saved)
-        gradients = [
-            np.asarray(saved.pop(f"{_RELEASED}{number}")) for number in range(released)
-        ]
+        self._checked.released.load(saved)
         super().load_own_variables(saved)
-        self._checked.released.restore(gradients)
         if ledger is not None:
             self._ledger.restore(np.asarray(ledger, np.uint8).tobytes().decode())
         if trained is not None:

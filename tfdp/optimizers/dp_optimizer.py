@@ -29,6 +29,24 @@ from tfdp.runs.recorder import LedgerRecorder, LedgerState, revoke_all
 OnReplicas: TypeAlias = Callable[[Callable[[ClippedSum], list[Tensor]]], list[Tensor]]
 
 
+def _refused(where: str) -> Callable[..., NoReturn]:
+    """Return a method that takes no gradients of whole batches."""
+
+    def refuse(self: "DPOptimizer", *args: object, **kwargs: object) -> NoReturn:
+        """Raise: gradients that are no clipped sum would not be private."""
+        raise NotPrivateError(
+            f"`{type(self).__name__}` never trains without privacy: {where} gives it "
+            "gradients of a whole batch, which cannot be clipped for each example. "
+            "Received: no ClippedSum. Wrap the model: `private = "
+            "tfdp.DPModel(model); private.compile(optimizer, loss=...); "
+            "private.fit(...)`, or in a loop of your own call "
+            "`optimizer.apply_clipped_sum(tfdp.clipped_gradients(model, loss, x, y, "
+            "l2_norm_clip=optimizer.l2_norm_clip), model.trainable_variables)`."
+        )
+
+    return refuse
+
+
 @keras.saving.register_keras_serializable("tfdp")
 class DPOptimizer(keras.optimizers.Optimizer):
     """Wraps a Keras optimizer so that every update it makes is private.
@@ -472,40 +490,13 @@ class DPOptimizer(keras.optimizers.Optimizer):
             )
         super().load_own_variables(store)
 
-    def scale_loss(self, loss: Tensor) -> NoReturn:
-        """Raise: only a plain training step scales a whole batch's loss."""
-        raise self._not_private("a plain `keras.Model.fit`")
-
-    def apply(self, grads: Nest, trainable_variables: Nest = None) -> NoReturn:
-        """Raise: gradients that are no clipped sum would not be private."""
-        raise self._not_private("`apply`")
-
-    def apply_gradients(self, grads_and_vars: Nest) -> NoReturn:
-        """Raise: gradients that are no clipped sum would not be private."""
-        raise self._not_private("`apply_gradients`")
-
-    def minimize(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise: gradients that are no clipped sum would not be private."""
-        raise self._not_private("`minimize`")
-
-    def compute_gradients(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise: gradients that are no clipped sum would not be private."""
-        raise self._not_private("`compute_gradients`")
-
-    def get_gradients(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise: gradients that are no clipped sum would not be private."""
-        raise self._not_private("`get_gradients`")
-
-    def _not_private(self, where: str) -> NotPrivateError:
-        return NotPrivateError(
-            f"`{type(self).__name__}` never trains without privacy: {where} gives it "
-            "gradients of a whole batch, which cannot be clipped for each example. "
-            "Received: no ClippedSum. Wrap the model: `private = "
-            "tfdp.DPModel(model); private.compile(optimizer, loss=...); "
-            "private.fit(...)`, or in a loop of your own call "
-            "`optimizer.apply_clipped_sum(tfdp.clipped_gradients(model, loss, x, y, "
-            "l2_norm_clip=optimizer.l2_norm_clip), model.trainable_variables)`."
-        )
+    # Only a plain training step scales a whole batch's loss.
+    scale_loss = _refused("a plain `keras.Model.fit`")
+    apply = _refused("`apply`")
+    apply_gradients = _refused("`apply_gradients`")
+    minimize = _refused("`minimize`")
+    compute_gradients = _refused("`compute_gradients`")
+    get_gradients = _refused("`get_gradients`")
 
     def get_config(self) -> Config:
         """Return the arguments that rebuild the optimizer."""
@@ -515,19 +506,17 @@ class DPOptimizer(keras.optimizers.Optimizer):
         }
 
     def _private_config(self) -> Config:
-        return {
+        config: Config = {
             "l2_norm_clip": float(self._l2_norm_clip.numpy()),
             "noise_multiplier": float(self._noise_multiplier.numpy()),
             "num_microbatches": self.num_microbatches,
             "expected_batch_size": self._configured_batch_size,
-            **self._mechanism_config(),
             "name": self.name,
         }
-
-    def _mechanism_config(self) -> Config:
         if type(self.mechanism) is Gaussian:
-            return {"noise_seed": self.mechanism.noise_seed}
-        return {"mechanism": keras.saving.serialize_keras_object(self.mechanism)}
+            return {**config, "noise_seed": self.mechanism.noise_seed}
+        mechanism = keras.saving.serialize_keras_object(self.mechanism)
+        return {**config, "mechanism": mechanism}
 
     @classmethod
     def from_config(cls, config: Config, custom_objects: Config | None = None) -> Self:

@@ -13,6 +13,8 @@ from tfdp.ascent.losses import SAT, AscentLoss
 from tfdp.ascent.released import ReleasedGradient
 from tfdp.checks.engine import choose
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
+from tfdp.distribute.replicas import Replicas
+from tfdp.errors import NotPrivateError
 from tfdp.losses.objective import Objective
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.recorder import LedgerRecorder
@@ -34,6 +36,7 @@ class CheckedModel:
         model: To be trained.
         engine: As in `tfdp.DPModel`.
         augmentation: Makes the views of each example, if any.
+        replicas: That train it.
 
     Attributes:
         engine: The one that was chosen; before the first check the one asked for.
@@ -48,11 +51,13 @@ class CheckedModel:
         model: keras.Model,
         engine: str | engines.Engine,
         augmentation: Augmentation | None,
+        replicas: Replicas,
     ) -> None:
         """Check nothing yet."""
         self._model = model
         self._asked = engine
         self._augmentation = augmentation
+        self._replicas = replicas
         self.engine = engines.get(engine)
         self.signature: Nest = None
         self.has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
@@ -100,7 +105,7 @@ class CheckedModel:
 
         Args:
             scheme: How the batches are drawn.
-            clipper: Cuts them; with whatever engine.
+            clipper: Cuts them; with any engine.
             optimizer: Takes the steps.
             recorder: Counts them.
             callbacks: Some act in the steps.
@@ -148,30 +153,55 @@ class CheckedModel:
             return [] if None in self._known else [None]
         return [size for size in sizes if size not in self._known]
 
-    def check(self, rows: Nest, sizes: list[int | None], iteration: Tensor) -> None:
+    def can_be_checked(self, data: Nest, name: str) -> bool:
+        """Tell whether the lengths of all axes are known, with which rows are made up.
+
+        Args:
+            data: ``(x, y, sample_weight)`` of a batch, which a graph may have.
+            name: Of the private model.
+
+        Returns:
+            False if the model was checked with other rows, which must do.
+
+        Raises:
+            NotPrivateError: If they are not, and the model was never checked.
+        """
+        shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]
+        is_known = all(shape.is_fully_defined() for shape in shapes)
+        if not is_known and self.signature is None:
+            raise NotPrivateError(
+                f"Model `{name}` was never checked, and cannot be with rows "
+                "of unknown shape. Received: a batch whose axes have unknown lengths. Call "
+                "`private.fit(...)` or `private.train_on_batch(...)` once before, or "
+                "give the batch static shapes."
+            )
+        return is_known
+
+    def check(self, data: Nest, sizes: list[int | None], iteration: Tensor) -> None:
         """Refuse layers and losses that mix examples, and choose the engine.
 
         A model without weights makes them.
 
         Args:
-            rows: ``(x, y, sample_weight)`` of a few rows.
+            data: ``(x, y, sample_weight)``, see `rows_to_check`.
             sizes: What `unchecked` returned.
             iteration: The optimizer's `iterations`.
 
         Raises:
             UnsupportedLayerError: If no engine can train the model privately.
         """
-        x = rows[0]
-        if self._augmentation is not None:
-            self._augmentation.check(x)
-        if not self._model.built:
-            self._model(_tree.map_tensors(tf.convert_to_tensor, x))
-        objective = objective_uphill(self.objective(), self.ascent, iteration)
-        self.engine = choose(self._asked, objective, rows, sizes)
+        with self._replicas.only_first(), _keras.losses_of_one_replica():
+            rows = rows_to_check(data)
+            if self._augmentation is not None:
+                self._augmentation.check(rows[0])
+            if not self._model.built:
+                self._model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
+            objective = objective_uphill(self.objective(), self.ascent, iteration)
+            self.engine = choose(self._asked, objective, rows, sizes)
         trainable = self._trainable_now()
         known = self._known if trainable == self._trainable else frozenset()
         self._trainable, self._known = trainable, known.union(sizes)
-        self.signature = signature_of(x)
+        self.signature = signature_of(rows[0])
 
     def _trainable_now(self) -> tuple[bool, ...]:
         """Return what decides whether layers such as BatchNormalization keep data."""
