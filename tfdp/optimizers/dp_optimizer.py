@@ -289,7 +289,9 @@ class DPOptimizer(keras.optimizers.Optimizer):
             # Private models of these variables, also later ones, count these steps.
             self.begin_single_step(recorder, trainable_variables, trainable_variables)
             per_unit = clipped_sum.examples_per_unit
-            # How many examples share a gradient may be known later only.
+            # How many examples share a gradient may be known later only. Where there
+            # are several, one that is left out can move the sum by 2C, not by C: the
+            # noise is worth half as much.
             at_most = 1 if isinstance(per_unit, int) and per_unit == 1 else 2
             enforce_budget_of_step(
                 recorder,
@@ -382,12 +384,15 @@ class DPOptimizer(keras.optimizers.Optimizer):
         )
 
         def update(clipped_sum: ClippedSum) -> list[Tensor]:
+            # Noise is in proportion to the C that clipped, which the sum brings along:
+            # a callback may have set that of the next step by now.
             noised = self.mechanism.noised(
                 clipped_sum,
                 noise_multiplier=noise_multiplier,
                 stream=stream,
                 begins=begins,
             )
+            # A public constant: the size of the batch would tell who is in it.
             units = self.expected_units(clipped_sum.examples_per_unit)
             released = [each / tf.cast(units, each.dtype) for each in noised]
             gradients = [

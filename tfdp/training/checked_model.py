@@ -82,7 +82,8 @@ class CheckedModel:
 
     def objective(self) -> Objective:
         """Return the plain loss of each example, the same while nothing changes."""
-        # By their ids: Keras's variables compare their values.
+        # By their ids: Keras's variables compare their values. Equal sessions share a
+        # training function, and each objective equals itself alone.
         trainable = list(map(id, self._model.trainable_variables))
         known = self._objective
         if known is None or list(map(id, known.variables)) != trainable:
@@ -198,6 +199,7 @@ class CheckedModel:
                 self._model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
             objective = objective_uphill(self.objective(), self.ascent, iteration)
             self.engine = choose(self._asked, objective, rows, sizes)
+        # Unfrozen layers may do what frozen ones did not: all sizes are unknown again.
         trainable = self._trainable_now()
         known = self._known if trainable == self._trainable else frozenset()
         self._trainable, self._known = trainable, known.union(sizes)

@@ -39,6 +39,8 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
                 self._train_together, is_eager=self.run_eagerly
             )
         else:
+            # The passes are compiled one by one; in a whole step XLA would compile
+            # anew for each size that a Poisson batch has.
             jit_compile = self.jit_compile  # type: ignore[has-type]
             self.jit_compile = False
             try:

@@ -117,6 +117,7 @@ class ModelLedger:
                 drawn.advance_to(max(drawn.epoch, recorder.all_sampled_epochs + 1))
             yield
         finally:
+            # Callbacks set the noise of a step only while `fit` runs.
             self._noise_plan = NoisePlan(optimizer)
             # Steps that follow have other batches, of which nothing is known.
             recorder.begin(UNDECLARED.in_units(session.scheme.examples_per_unit))
@@ -186,7 +187,8 @@ class ModelLedger:
         counted = noise_multiplier / recorder.in_clips(1.0)
         with tf.init_scope():
             self.begin_single_step(session)
-            # A recorder that was never limited would have room for every step.
+            # A recorder that was never limited would have room for every step. Without
+            # room the graph takes no step, as it does not where room ends later.
             own = session.optimizer.noise_multiplier.value
             own = recorder.counted(session.mechanism.counted(own))
             with contextlib.suppress(PrivacyBudgetError):

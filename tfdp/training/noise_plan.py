@@ -93,4 +93,5 @@ class NoisePlan:
             # The graph may round the other way: the plan must not have more noise.
             self.planned *= 1 - 1e-12
         if self._planned_steps is None:
+            # Nobody knows which step is the last: all count as those of least noise.
             self.planned = self.planned.min(keepdims=True)

@@ -36,6 +36,7 @@ def with_sizes(
             "expected_batch_size=256)` or `private.fit(tfdp.data.declare(dataset, "
             "number_of_examples=..., expected_batch_size=256, sampling=...))`."
         )
+    # The divisor is public: what is expected of a batch, not how large one was.
     optimizer.expect_batch_size(batch_size)
     examples_per_unit = optimizer.examples_per_unit(batch_size)
     if examples_per_unit > 1 and not scheme.allows_units:
