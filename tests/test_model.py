@@ -14,51 +14,20 @@ from keras import layers
 import tfdp
 from tests.problems import PROBLEMS, precision
 from tests.reference import clipped_sum, per_example_gradients
+from tests.small import (
+    CLIP,
+    RATE,
+    ROWS,
+    data,
+    logits_loss,
+    network,
+    noiseless,
+    optimizer,
+    private,
+)
 from tfdp.accounting import PoissonSteps, ShuffledPasses, UnamplifiedSteps
 
 pytestmark = pytest.mark.keras_private
-
-ROWS = 12
-CLIP = 0.5
-RATE = 0.25
-
-
-def data(rows=ROWS, outlier=True):
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(rows, 3)).astype("float32")
-    if outlier:
-        x[1] *= 1e6
-    return x, rng.integers(0, 2, rows).astype("int32")
-
-
-def network():
-    keras.utils.set_random_seed(3)
-    return keras.Sequential([
-        keras.Input((3,)),
-        layers.Dense(4, activation="tanh"),
-        layers.Dense(2),
-    ])
-
-
-def logits_loss():
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def optimizer(noise_multiplier=1.0, **options):
-    return tfdp.optimizers.DPSGD(
-        RATE, l2_norm_clip=CLIP, noise_multiplier=noise_multiplier, **options
-    )
-
-
-def noiseless(**options):
-    with pytest.warns(UserWarning, match="not private"):
-        return optimizer(0.0, **options)
-
-
-def private(model=None, opt=None, loss=None, *, wrap=None, **compile_options):
-    model = tfdp.DPModel(model or network(), **(wrap or {}))
-    model.compile(opt or optimizer(), loss or logits_loss(), **compile_options)
-    return model
 
 
 @functools.cache
@@ -455,18 +424,6 @@ def test_poisson_steps_of_fit():
     assert "val_loss" in history.history
 
 
-@pytest.mark.slow
-def test_short_epochs_share_a_pass():
-    x, y = data(20)
-    model = private(wrap={"sampling": "shuffle"}, run_eagerly=True)
-    model.fit(x, y, batch_size=4, epochs=2, steps_per_epoch=2, verbose=0)
-    assert segments(model) == (ShuffledPasses(1, 1.0, 20, 4),)
-    # A pass counts as soon as it has begun.
-    for passes in (2, 3):
-        model.fit(x, y, batch_size=4, steps_per_epoch=1, verbose=0)
-        assert segments(model) == (ShuffledPasses(passes, 1.0, 20, 4),)
-
-
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.smoke
 def test_shuffled_and_declared_data():
@@ -527,48 +484,6 @@ def test_a_run_stopped_by_hand_states_its_plan():
     model.fit(x, y, batch_size=5, epochs=3, callbacks=[stop], verbose=0)
     assert segments(model) == (PoissonSteps(4, 1.0, 20, 5),)
     assert model.ledger.cut_short == (PoissonSteps(8, 1.0, 20, 5),)
-
-
-@pytest.mark.slow
-def test_seeds_are_remembered():
-    x, y = data(20)
-    with pytest.warns(UserWarning, match="noise_seed=1"):
-        opt = optimizer(noise_seed=1, num_microbatches=5)
-    model = private(opt=opt, run_eagerly=True)
-    model.fit(x, y, batch_size=5, verbose=0)
-    # Microbatches of one example keep the row of Poisson draws.
-    assert segments(model) == (PoissonSteps(4, 1.0, 20, 5),)
-    assert model.ledger.noise_seed_fixed
-    assert not model.ledger.sampling_seed_fixed
-
-
-@pytest.mark.slow
-def test_a_seeded_sampler_goes_on_after_a_restart(tmp_path):
-    x, y = data(20)
-
-    class Spy(tfdp.data.PoissonDataset):
-        drawn: list
-
-        def __getitem__(self, index):
-            batch = super().__getitem__(index)
-            self.drawn.append(batch[0].tobytes())
-            return batch
-
-    def sampler():
-        with pytest.warns(UserWarning, match="seed"):
-            spy = Spy(x, y, expected_batch_size=10, seed=4)
-        spy.drawn = []
-        return spy
-
-    model = private(run_eagerly=True)
-    first = sampler()
-    model.fit(first, verbose=0)
-    model.save(tmp_path / "m.keras")
-    loaded = keras.models.load_model(tmp_path / "m.keras")
-    second = sampler()
-    loaded.fit(second, verbose=0)
-    # The adapter looks at two batches of the epoch it starts in.
-    assert not set(second.drawn[2:]) & set(first.drawn[2:])
 
 
 # ------------------------------------------------------------------- Keras's habits
@@ -701,34 +616,9 @@ def test_summary_and_explain_name_the_layers(capsys):
 # ------------------------------------------------------------------------ refusals
 
 
-def test_a_plain_optimizer_is_refused():
-    with pytest.raises(tfdp.errors.NotPrivateError, match="DPOptimizer"):
-        tfdp.DPModel(network()).compile("sgd", "mse")
-
-
-def test_fit_before_compile_is_refused():
-    with pytest.raises(tfdp.errors.NotPrivateError, match="compile"):
-        tfdp.DPModel(network()).fit(*data())
-
-
 def test_unshuffled_arrays_are_refused():
     with pytest.raises(ValueError, match="shuffle=False"):
         private().fit(*data(), shuffle=False)
-
-
-def test_a_model_with_its_own_train_step_is_refused():
-    class Own(keras.Sequential):
-        def train_step(self, data):
-            return {}
-
-    with pytest.raises(ValueError, match="train_step"):
-        tfdp.DPModel(Own([keras.Input((3,)), layers.Dense(2)]))
-
-
-@pytest.mark.parametrize("model", [None, "model", layers.Dense(1)])
-def test_what_is_no_model_is_refused(model):
-    with pytest.raises(TypeError, match="Received"):
-        tfdp.DPModel(model)
 
 
 @pytest.mark.parametrize(
@@ -750,123 +640,7 @@ def test_bad_options_are_refused(options):
         tfdp.DPModel(network(), **options)
 
 
-def test_batch_normalization_is_refused_before_training():
-    model = keras.Sequential([
-        keras.Input((3,)),
-        layers.Dense(2),
-        layers.BatchNormalization(),
-    ])
-    before = weights_of(model)
-    wrapped = private(model)
-    with pytest.raises(tfdp.errors.UnsupportedLayerError, match="GroupNormalization"):
-        wrapped.fit(*data())
-    with pytest.raises(tfdp.errors.UnsupportedLayerError, match="GroupNormalization"):
-        private(model, optimizer(expected_batch_size=4)).train_on_batch(*data())
-    for old, new in zip(before, weights_of(model), strict=True):
-        np.testing.assert_array_equal(old, new)
-    assert segments(wrapped) == ()
-
-
-def test_a_loss_that_couples_examples_is_refused():
-    def coupled(y_true, y_pred):
-        return keras.ops.sum(keras.ops.square(y_pred - keras.ops.mean(y_pred, 0)), -1)
-
-    with pytest.raises(tfdp.errors.UnsupportedLossError):
-        private(loss=coupled).fit(*data())
-
-
-@pytest.mark.smoke
-def test_poisson_with_microbatches_of_several_examples_is_refused():
-    model = private(opt=optimizer(num_microbatches=2))
-    with pytest.raises(ValueError, match="fixed size"):
-        model.fit(*data(), batch_size=4)
-
-
-def test_an_unknown_batch_size_is_refused():
-    with pytest.raises(ValueError, match="expected_batch_size"):
-        private().fit(as_dataset(*data()))
-    with pytest.raises(ValueError, match="expected_batch_size"):
-        private().train_on_batch(*data())
-
-
-def test_contradicting_batch_sizes_are_refused():
-    with pytest.raises(ValueError, match="contradicts"):
-        private(opt=optimizer(expected_batch_size=5)).fit(*data(), batch_size=4)
-
-
-def test_a_frozen_model_is_refused():
-    model = network()
-    model.trainable = False
-    with pytest.raises(ValueError, match="nothing to train"):
-        private(model).fit(*data())
-
-
-@pytest.mark.slow
-def test_a_callback_that_monitors_private_metrics_is_named():
-    callback = keras.callbacks.EarlyStopping(monitor="loss")
-    with pytest.warns(UserWarning, match="EarlyStopping"):
-        private(run_eagerly=True).fit(*data(), callbacks=[callback], verbose=0)
-
-
 # ------------------------------------------------------ what must not go uncounted
-
-
-def test_an_optimizer_serves_one_model_only():
-    opt = optimizer()
-    private(opt=opt)
-    with pytest.raises(ValueError, match="another private model"):
-        private(opt=opt)
-
-
-@pytest.mark.slow
-def test_a_replaced_optimizer_counts_in_the_models_ledger():
-    x, y = data(20)
-    model = private(run_eagerly=True)
-    first = model.optimizer
-    model.fit(x, y, batch_size=5, verbose=0)
-    other = optimizer()
-    model.optimizer = other
-    model.fit(x, y, batch_size=5, verbose=0)
-    assert model.ledger.steps == other.ledger.steps == 8
-    model.train_on_batch(x, y)
-    assert int(other.iterations) == 5
-    assert int(first.iterations) == 4
-    model.optimizer = first
-    model.fit(x, y, batch_size=5, verbose=0)
-    assert int(other.iterations) == 5
-    assert int(first.iterations) == 8
-    assert model.ledger.steps == 13
-
-
-@pytest.mark.slow
-def test_class_weights_are_for_one_target_without_weights():
-    x, y = data(20)
-    inputs = keras.Input((3,))
-    outputs = [layers.Dense(2, name=name)(inputs) for name in "ab"]
-    model = private(keras.Model(inputs, outputs), loss=[logits_loss(), logits_loss()])
-    dataset = tf.data.Dataset.from_tensor_slices((x, (y, y))).batch(5)
-    weights = {0: 1.0, 1: 2.0}
-    trains = [
-        lambda: model.fit(x, [y, y], batch_size=5, class_weight=weights),
-        lambda: model.fit(dataset, class_weight=weights),
-        lambda: model.train_on_batch(x, [y, y], class_weight=weights),
-        lambda: private().fit(x, y, sample_weight=np.ones(20), class_weight=weights),
-    ]
-    for train in trains:
-        with pytest.raises(ValueError, match=r"`class_weight` weighs .* Received: cl"):
-            train()
-    # What it advises works.
-    weight_of_class = np.array([1.0, 2.0])
-    of_rows = [weight_of_class[y]] * 2
-    model.fit(x, [y, y], sample_weight=of_rows, batch_size=5, verbose=0)
-
-
-def test_an_optimizer_without_privacy_is_refused_however_it_comes():
-    model = private()
-    model.optimizer = keras.optimizers.SGD(0.1)
-    for train in (model.fit, model.train_on_batch):
-        with pytest.raises(tfdp.errors.NotPrivateError, match="without privacy"):
-            train(*data())
 
 
 @pytest.mark.smoke
@@ -885,86 +659,6 @@ def test_steps_of_a_custom_loop_train_the_same_and_go_into_the_ledger():
     assert segments(model) == (UnamplifiedSteps(2, 0.0),)
     opt.apply_clipped_sum(clipped, inner.trainable_variables)
     assert model.ledger.steps == opt.ledger.steps == 3
-
-
-@pytest.mark.slow
-def test_other_models_with_the_same_weights_share_the_ledger():
-    x, y = data(20)
-    model = private(run_eagerly=True)
-    model.fit(x, y, batch_size=5, verbose=0)
-    inner = model.model
-    alias = private(keras.Model(inner.inputs[0], inner.outputs[0]), run_eagerly=True)
-    assert alias.ledger.steps == 4
-    alias.fit(x, y, batch_size=5, verbose=0)
-    assert model.ledger.steps == 8
-
-
-@pytest.mark.slow
-def test_a_layer_unfrozen_after_the_check_is_checked_again():
-    x, y = data(20)
-    norm = layers.BatchNormalization(center=False, scale=False, trainable=False)
-    model = private(
-        keras.Sequential([keras.Input((3,)), norm, layers.Dense(2)]), run_eagerly=True
-    )
-    model.fit(x, y, batch_size=5, verbose=0)
-    norm.trainable = True
-    with pytest.raises(tfdp.errors.UnsupportedLayerError):
-        model.fit(x, y, batch_size=5, verbose=0)
-
-
-def test_layers_are_checked_though_the_first_batch_is_empty():
-    x, y = data(20)
-    model = private(
-        keras.Sequential([
-            keras.Input((3,)),
-            layers.BatchNormalization(),
-            layers.Dense(2),
-        ]),
-        optimizer(expected_batch_size=5),
-    )
-
-    def batches():
-        yield x[:0], y[:0]
-        yield x, y
-
-    with pytest.raises(tfdp.errors.UnsupportedLayerError):
-        model.fit(batches(), verbose=0)
-
-
-def test_a_compute_loss_that_keeps_data_is_refused():
-    class Keeps(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.head = layers.Dense(2)
-            self.seen = self.add_weight(shape=(), trainable=False)
-
-        def call(self, x):
-            return self.head(x)
-
-        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
-            self.seen.assign_add(keras.ops.sum(keras.ops.cast(y, "float32")))
-            return super().compute_loss(x, y, y_pred, sample_weight)
-
-    model = Keeps()
-    wrapped = private(model)
-    with pytest.raises(tfdp.errors.UnsupportedLossError, match="keep no data"):
-        wrapped.fit(*data(), verbose=0)
-
-
-def test_values_assigned_past_the_setters_are_refused():
-    model = private()
-    for name, value in (
-        ("noise_multiplier", -1.0),
-        ("noise_multiplier", np.nan),
-        ("l2_norm_clip", np.inf),
-    ):
-        variable = getattr(model.optimizer, name)
-        before = float(variable)
-        variable.assign(value)
-        with pytest.raises(ValueError, match="Received"):
-            model.fit(*data(), batch_size=4, verbose=0)
-        variable.assign(before)
-    assert model.ledger.steps == 0
 
 
 @pytest.mark.parametrize(
@@ -1005,48 +699,3 @@ def test_strings_train_beside_numbers():
     for inputs in (x, x | {"words": tf.constant(x["words"])}):
         model.fit(inputs, np.ones((4, 1)), batch_size=2, epochs=1, verbose=0)
         assert model.ledger.steps
-
-
-@pytest.mark.parametrize("is_dataset", [False, True])
-def test_targets_that_are_missing_are_asked_for(is_dataset):
-    x, _ = data()
-    if is_dataset:
-        x = tf.data.Dataset.from_tensor_slices(x).batch(4)
-    options = {"expected_batch_size": 4} if is_dataset else {}
-    model = private(opt=optimizer(**options))
-    with pytest.raises(ValueError, match=r"`y` is missing.*private\.fit\(x, y"):
-        model.fit(x, verbose=0)
-    assert not model.ledger.segments
-
-
-# ------------------------------------------------------------- steps that `fit` does not take
-
-
-def test_a_step_of_ones_own_inside_of_fit_is_no_draw():
-    x, y = data()
-
-    class Steps(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            self.model.train_step((x[:1], y[:1]))
-
-    model = private(network(), noiseless())
-    options = {"batch_size": ROWS, "steps_per_epoch": 2, "verbose": 0}
-    model.fit(x, y, callbacks=[Steps()], **options)
-    found = {type(s.scheme).__name__: s.count for s in model.ledger.segments}
-    assert found == {"Poisson": 2, "Unknown": 2}
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_a_step_of_ones_own_is_checked_first(traced):
-    inner = keras.Sequential([
-        keras.Input((3,)),
-        keras.layers.BatchNormalization(),
-        keras.layers.Dense(2),
-    ])
-    model = private(inner, noiseless(expected_batch_size=4))
-    step = tf.function(model.train_step) if traced else model.train_step
-    before = model.get_weights()
-    with pytest.raises(tfdp.errors.UnsupportedLayerError, match="BatchNormalization"):
-        step((tf.ones([4, 3]), tf.zeros([4], tf.int32)))
-    for now, then in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(now, then)

@@ -1,5 +1,7 @@
 """How data reach the steps of `fit`, and as what the steps count."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -85,6 +87,20 @@ def test_declared_data_are_what_is_declared():
     shuffled = of(declare(dataset(), sampling="shuffle", **facts))
     assert shuffled.scheme == Shuffled(10, 4)
     assert (shuffled.batches_per_pass, shuffled.steps_per_epoch) == (3, 3)
+
+
+def test_items_are_passes_or_steps_of_the_epochs_to_run():
+    assert of(X, Y).planned_releases(2) == 2 * of(X, Y).steps_per_epoch
+    shuffled = of(X, Y, sampling="shuffle", batch_size=4)
+    assert shuffled.planned_releases(2) == 2
+    # A pass that has begun counts, where epochs are no passes.
+    short = dataclasses.replace(
+        shuffled, steps_per_epoch=2, begins_pass_each_epoch=False
+    )
+    assert short.batches_per_pass == 3
+    assert short.planned_releases(2) == 2
+    assert short.planned_releases(1) == 1
+    assert of(generator()).planned_releases(2) is None
 
 
 # ---------------------------------------------------------------- rows for the checks

@@ -26,7 +26,7 @@ from tfdp.accounting.segments import segment_to_dict
 from tfdp.runs.counter import UNDECLARED
 from tfdp.runs.recorder import LedgerRecorder
 from tfdp.sampling import Poisson, Shuffled
-from tfdp.training.journal import Journal, journals
+from tfdp.training.journal import Journal, restored_journals
 from tfdp.training.noise_plan import NoisePlan
 
 ROOT = Path(__file__).parents[2]
@@ -216,10 +216,10 @@ def test_only_backups_have_journals(tmp_path, caplog):
         keras.callbacks.ModelCheckpoint(tmp_path / "model.keras"),
         tfdp.callbacks.PrivacyBudget(1e-3),
     ]
-    assert journals(others, recorder, list) == []
+    assert restored_journals(others, recorder, list) == []
     with caplog.at_level("WARNING", "absl"):
         remote = keras.callbacks.BackupAndRestore("gs://bucket/folder")
-        assert journals([remote], recorder, list) == []
+        assert restored_journals([remote], recorder, list) == []
     assert "no journal in gs://bucket/folder" in caplog.text
 
 

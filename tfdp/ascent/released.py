@@ -7,7 +7,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Tensor, Variable
+from tfdp._types import Config, Tensor, Variable
+
+# How names of saved arrays begin.
+_SAVED = "released_gradient_"
 
 
 class ReleasedGradient:
@@ -103,6 +106,16 @@ class ReleasedGradient:
     def state(self) -> list[np.ndarray]:
         """Return what a saved model must remember."""
         return [held.numpy() for held in self._gradients] or self._restored
+
+    def save(self, store: Config) -> None:
+        """Put what a saved model must remember into a store of arrays."""
+        for number, gradient in enumerate(self.state()):
+            store[f"{_SAVED}{number}"] = gradient
+
+    def load(self, store: Config) -> None:
+        """Take what `save` has put there out again; zeros if it put nothing."""
+        saved = sum(key.startswith(_SAVED) for key in store)
+        self.restore([np.asarray(store.pop(f"{_SAVED}{n}")) for n in range(saved)])
 
     def restore(self, state: list[np.ndarray]) -> None:
         """Take over what `state` returned; zeros if it does not fit the variables."""

@@ -13,7 +13,7 @@ from tfdp import _validate
 from tfdp._types import Tensor
 from tfdp.accounting.levels import folded
 from tfdp.optimizers import DPOptimizer
-from tfdp.optimizers.dp_optimizer import LEAST_CLIP
+from tfdp.optimizers.arguments import LEAST_CLIP
 from tfdp.training.callback import Query, Step, StepCallback
 
 
@@ -48,8 +48,23 @@ class AdaptiveClip(StepCallback, abc.ABC):
     def before_training(
         self, optimizer: DPOptimizer, planned_steps: int | None
     ) -> None:
-        """Log what the queries cost."""
-        _log_cost(self, optimizer, self.query.noise_multiplier)
+        """Log how the query raises epsilon, and what would not raise it."""
+        noise_multiplier = float(optimizer.noise_multiplier.numpy())
+        of_query = self.query.noise_multiplier
+        if noise_multiplier == 0:
+            return
+        if noise_multiplier < of_query:
+            needed = (noise_multiplier**-2 - of_query**-2) ** -0.5
+            fix = f"noise_multiplier={needed:.6g} would cost what it costs without"
+        else:
+            fix = "no noise_multiplier would cost what it costs without"
+        logging.info(
+            "A step that %s learns from with noise_multiplier=%.6g counts as %.6g: %s.",
+            type(self).__name__,
+            noise_multiplier,
+            folded(noise_multiplier, of_query),
+            fix,
+        )
 
     def during_step(self, step: Step) -> None:
         """Set the clip norm if the step asks, in the training graph."""
@@ -242,25 +257,3 @@ def _checked_edges(bin_edges: Sequence[float]) -> np.ndarray:
             f"{bin_edges!r}. Use `[0, 2**-7, 2**-6, 2**-5, 2**-4, 2**-3]`."
         )
     return edges
-
-
-def _log_cost(
-    callback: StepCallback, optimizer: DPOptimizer, query_noise_multiplier: float
-) -> None:
-    """Say how the query raises epsilon, and what would not raise it."""
-    noise_multiplier = float(optimizer.noise_multiplier.numpy())
-    if noise_multiplier == 0:
-        return
-    counted = folded(noise_multiplier, query_noise_multiplier)
-    if noise_multiplier < query_noise_multiplier:
-        needed = (noise_multiplier**-2 - query_noise_multiplier**-2) ** -0.5
-        fix = f"noise_multiplier={needed:.6g} would cost what it costs without"
-    else:
-        fix = "no noise_multiplier would cost what it costs without"
-    logging.info(
-        "A step that %s learns from with noise_multiplier=%.6g counts as %.6g: %s.",
-        type(callback).__name__,
-        noise_multiplier,
-        counted,
-        fix,
-    )

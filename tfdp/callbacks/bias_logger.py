@@ -1,7 +1,6 @@
 """Shows what clipping does to the gradient."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -134,53 +133,46 @@ class BiasLogger(StepCallback):
 
 def _measured(clipped: ClippedSum, whole: ClippedSum, units: Tensor) -> Tensor:
     """Compute what is logged, in the order of `_NAMES`."""
-    pairs = [
-        (tf.cast(one, tf.float64) / units, tf.cast(other, tf.float64) / units)
-        for one, other in zip(clipped.gradients, whole.gradients, strict=True)
-    ]
-
-    def summed(function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        return tf.add_n([tf.reduce_sum(function(*pair)) for pair in pairs])
-
-    product = summed(lambda g_clip, g: g_clip * g)
-    square = summed(lambda g_clip, g: tf.square(g))
-    clipped_square = summed(lambda g_clip, g: tf.square(g_clip))
-    is_zero = square == 0
-    scale = tf.where(is_zero, tf.ones_like(square), product / square)
-    direction = tf.sqrt(summed(lambda g_clip, g: tf.square(g_clip - scale * g)))
+    g_clip, g = _vector(clipped) / units, _vector(whole) / units
+    square = tf.reduce_sum(tf.square(g))
+    is_zero, zero, one = square == 0, tf.zeros_like(square), tf.ones_like(square)
+    scale = tf.where(is_zero, one, tf.reduce_sum(g_clip * g) / square)
     norms = tf.cast(clipped.norms, tf.float64)
     clip = tf.cast(clipped.l2_norm_clip, tf.float64)
     exceeds = (norms > clip) | tf.math.is_nan(norms)
     return tf.stack([
-        tf.sqrt(summed(lambda g_clip, g: tf.square(g_clip - g))),
+        tf.norm(g_clip - g),
         scale,
-        tf.where(is_zero, tf.zeros_like(direction), direction),
-        tf.where(
-            is_zero,
-            tf.ones_like(square),
-            tf.math.divide_no_nan(product, tf.sqrt(square) * tf.sqrt(clipped_square)),
-        ),
+        tf.where(is_zero, zero, tf.norm(g_clip - scale * g)),
+        tf.where(is_zero, one, _cosine(g_clip, g)),
         tf.reduce_mean(tf.cast(exceeds, tf.float64)),
         *(_quantile(norms, share) for share in _QUANTILES),
     ])
+
+
+def _vector(clipped_sum: ClippedSum) -> Tensor:
+    """Return the sums of all variables as one vector."""
+    sums = [tf.cast(each, tf.float64) for each in clipped_sum.gradients]
+    return tf.concat([tf.reshape(each, [-1]) for each in sums], 0)
+
+
+def _cosine(one: Tensor, other: Tensor) -> Tensor:
+    """Return the cosine between two vectors, 0 where one is zero."""
+    product = tf.reduce_sum(one * other)
+    return tf.math.divide_no_nan(product, tf.norm(one) * tf.norm(other))
 
 
 def _mean_cosine(short: ClippedSum, whole: ClippedSum) -> Tensor:
     """Return the mean cosine between units' gradients and their sum.
 
     Args:
-        short: The units' gradients, all clipped.
+        short: The units' gradients, all clipped: all have the same length.
         whole: The same gradients, none clipped.
     """
-    pairs = zip(short.gradients, whole.gradients, strict=True)
-    product = tf.add_n([
-        tf.reduce_sum(tf.cast(one, tf.float64) * tf.cast(other, tf.float64))
-        for one, other in pairs
-    ])
-    norm = tf.linalg.global_norm([tf.cast(g, tf.float64) for g in whole.gradients])
+    total = _vector(whole)
     units = tf.cast(tf.size(short.norms), tf.float64)
-    lengths = units * tf.cast(short.l2_norm_clip, tf.float64) * norm
-    return tf.math.divide_no_nan(product, lengths)
+    lengths = units * tf.cast(short.l2_norm_clip, tf.float64) * tf.norm(total)
+    return tf.math.divide_no_nan(tf.reduce_sum(_vector(short) * total), lengths)
 
 
 def _quantile(norms: Tensor, share: float) -> Tensor:

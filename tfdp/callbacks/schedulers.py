@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from tfdp import _keras, _validate
 from tfdp._types import Tensor
-from tfdp.optimizers.dp_optimizer import DPOptimizer, checked_clip
+from tfdp.optimizers import DPOptimizer
+from tfdp.optimizers.arguments import checked_clip
 from tfdp.training.callback import StepCallback
 
 Schedule: TypeAlias = (

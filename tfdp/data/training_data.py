@@ -67,6 +67,20 @@ class TrainingData:
         shape = tf.nest.flatten(self.x.element_spec)[0].shape
         return shape[0] if shape.rank else None
 
+    def planned_releases(self, epochs: int) -> int | None:
+        """Return how many steps or passes the ledger is to count in some epochs.
+
+        Args:
+            epochs: How many.
+
+        Returns:
+            Their number, None if the data do not tell.
+        """
+        if self.begins_pass_each_epoch and self.batches_per_pass > 1:
+            return epochs
+        steps = self.steps_per_epoch and self.steps_per_epoch * epochs
+        return steps and math.ceil(steps / self.batches_per_pass)
+
     def with_sample(self) -> tuple[Self, Nest]:
         """Take a few rows out for checks, without losing any of the data.
 

@@ -52,7 +52,7 @@ from tfdp.federated.client import privatize
 from tfdp.federated.local_budget import LocalBudget as LocalBudget
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.losses.objective import Objective
-from tfdp.optimizers.dp_optimizer import checked_clip
+from tfdp.optimizers.arguments import checked_clip
 
 try:
     from flwr.app import (

@@ -28,6 +28,7 @@ from tfdp.callbacks.adaptive import AdaptiveClip
 from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.clipping import ClippedSum
 from tfdp.engines import Engine
+from tfdp.engines.passes import number_of_rows
 from tfdp.federated.client import checked_local_noise
 from tfdp.federated.noise_of_each import GaussianOfEach
 from tfdp.federated.run_folder import (
@@ -41,7 +42,7 @@ from tfdp.federated.run_folder import (
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.virtual_clients import VirtualClients
 from tfdp.mechanisms.gaussian import Gaussian, noise_of_query
-from tfdp.optimizers.dp_optimizer import checked_clip
+from tfdp.optimizers.arguments import checked_clip
 from tfdp.training.loops import clipped_gradients
 
 
@@ -160,28 +161,23 @@ class Simulation:
         self._neighboring_relation = _validate.one_of(
             "neighboring_relation", neighboring_relation, RELATIONS
         )
-        contributors = clients.clients_per_round
         noises = ("aggregate", "per_client")
-        is_one_draw = _validate.one_of("noise", noise, noises) == "aggregate"
+        self._each_draws = _validate.one_of("noise", noise, noises) == "per_client"
         self._mechanism = (
-            Gaussian(noise_seed)
-            if is_one_draw
-            else GaussianOfEach(contributors, noise_seed)
-        )
-        # Variances of independent noises add up.
-        self._noise_of_draw = self._noise_multiplier * (
-            contributors**0.5 if is_one_draw else 1.0
+            GaussianOfEach(self._clients.clients_per_round, noise_seed)
+            if self._each_draws
+            else Gaussian(noise_seed)
         )
 
         self._data = _tree.map_tensors(tf.convert_to_tensor, (x, y))
+        self._rows = int(number_of_rows(self._data))
         lengths = {int(tensor.shape[0]) for tensor in _tree.tensors(self._data)}
-        if len(lengths) > 1 or 0 in lengths:
+        if lengths != {self._rows} or not self._rows:
             raise ValueError(
                 "`x` and `y` must have rows for clients to draw from, as many of each. "
                 f"Received: arrays of {', '.join(map(str, sorted(lengths)))} rows. Use "
                 "`x[:n], y[:n]`."
             )
-        (self._rows,) = lengths
         if not model.built:
             model(_tree.map_tensors(lambda tensor: tensor[:1], self._data[0]))
         self.optimizer.build(model.trainable_variables)
@@ -194,7 +190,7 @@ class Simulation:
                 y,
                 l2_norm_clip=clip,
                 # A client's examples lie together: its gradient is that of a group.
-                num_microbatches=contributors,
+                num_microbatches=self._clients.clients_per_round,
                 engine=engine,
                 physical_batch_size=physical_batch_size,
             )
@@ -393,15 +389,8 @@ class Simulation:
         """Run a round in the graph; return norms before clipping and the next C."""
         x, y = _tree.map_tensors(lambda tensor: tf.gather(tensor, rows), self._data)
         clipped_sum = self._clipped(x, y, clip)
-        # A round that is interrupted keeps its number, so no noise is drawn twice.
-        stream = self._mechanism.stream(number)
-        noised = self._mechanism.noised(
-            clipped_sum,
-            noise_multiplier=tf.constant(self._noise_of_draw, tf.float64),
-            stream=stream,
-        )
         contributors = self._clients.clients_per_round
-        mean = [each / contributors for each in noised]
+        mean = [noised / contributors for noised in self._noised(clipped_sum, number)]
         apply_mean(self.optimizer, mean, self.model.trainable_variables)
         policy = self._clip_policy
         if not isinstance(policy, AdaptiveClip):
@@ -409,6 +398,7 @@ class Simulation:
 
         def next_clip() -> tf.Tensor:
             query = policy.query
+            stream = self._mechanism.stream(number)
             noise = noise_of_query(query.shape, stream=stream)
             return policy.next_clip(
                 clip,
@@ -418,6 +408,17 @@ class Simulation:
 
         asks = policy.query.asks_at(number + 1)
         return clipped_sum.norms, tf.cond(asks, next_clip, lambda: clip)
+
+    def _noised(self, clipped_sum: ClippedSum, number: tf.Tensor) -> list[tf.Tensor]:
+        noise_multiplier = tf.constant(self._noise_multiplier, tf.float64)
+        if not self._each_draws:
+            # Variances of independent noises add up.
+            noise_multiplier *= self._clients.clients_per_round**0.5
+        return self._mechanism.noised(
+            clipped_sum,
+            noise_multiplier=noise_multiplier,
+            stream=self._mechanism.stream(number),
+        )
 
     def _note(self, validation_data: tuple[Nest, Nest] | None) -> None:
         """Add an entry to the history."""
@@ -447,7 +448,7 @@ class Simulation:
         return [("l2_norm_clip", self._clips[-1]), *latest]
 
     def _settings(self) -> Config:
-        """Return what decides how the rounds go, as JSON would read it back."""
+        """Return what two runs that are the same have in common, as JSON has it."""
         policy = self._clip_policy
         # Keras numbers the names.
         optimizer = self.optimizer.get_config() | {

@@ -1,9 +1,9 @@
 """An optimizer that only takes clipped sums, and noises them."""
 
 import math
-import warnings
 import weakref
-from typing import NoReturn, Self
+from collections.abc import Callable
+from typing import NoReturn, Self, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -15,36 +15,36 @@ from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
 from tfdp.losses.regularizers import gradient_of
 from tfdp.mechanisms import Gaussian, Mechanism
+from tfdp.optimizers.arguments import (
+    checked_clip,
+    checked_inner,
+    checked_mechanism,
+    checked_noise_multiplier,
+)
 from tfdp.runs.budgets import enforce_budget_of_step, room_in_graph
 from tfdp.runs.checkpoints import LedgerState
 from tfdp.runs.recorder import LedgerRecorder
 
-# Far below it noise is flushed to zero, far above its reciprocal it is infinite.
-LEAST_CLIP = 1e-20
+# Runs a function of the clipped sum on each replica.
+OnReplicas: TypeAlias = Callable[[Callable[[ClippedSum], list[Tensor]]], list[Tensor]]
 
-_REFUSED_OF_INNER = {
-    "gradient_accumulation_steps": (
-        "it would average gradients that are already noised",
-        "`DPModel(model, physical_batch_size=...)`, which accumulates before the "
-        "noise is drawn",
-    ),
-    "clipnorm": (
-        "it would clip the noised mean, not the gradient of an example",
-        "`l2_norm_clip` alone",
-    ),
-    "clipvalue": (
-        "it would clip the noised mean, not the gradient of an example",
-        "`l2_norm_clip` alone",
-    ),
-    "global_clipnorm": (
-        "it would clip the noised mean, not the gradient of an example",
-        "`l2_norm_clip` alone",
-    ),
-    "loss_scale_factor": (
-        "the gradients that reach it are not scaled",
-        "no loss scale: tfdp scales float16 losses itself, before clipping",
-    ),
-}
+
+def _refused(where: str) -> Callable[..., NoReturn]:
+    """Return a method that takes no gradients of whole batches."""
+
+    def refuse(self: "DPOptimizer", *args: object, **kwargs: object) -> NoReturn:
+        """Raise: gradients that are no clipped sum would not be private."""
+        raise NotPrivateError(
+            f"`{type(self).__name__}` never trains without privacy: {where} gives it "
+            "gradients of a whole batch, which cannot be clipped for each example. "
+            "Received: no ClippedSum. Wrap the model: `private = "
+            "tfdp.DPModel(model); private.compile(optimizer, loss=...); "
+            "private.fit(...)`, or in a loop of your own call "
+            "`optimizer.apply_clipped_sum(tfdp.clipped_gradients(model, loss, x, y, "
+            "l2_norm_clip=optimizer.l2_norm_clip), model.trainable_variables)`."
+        )
+
+    return refuse
 
 
 @keras.saving.register_keras_serializable("tfdp")
@@ -121,7 +121,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
             expected_batch_size = _validate.positive(
                 "expected_batch_size", expected_batch_size
             )
-        inner = _checked_inner(inner)
+        inner = checked_inner(inner, DPOptimizer, keras.optimizers.LossScaleOptimizer)
         super().__init__(learning_rate=0.0, name=name or f"dp_{inner.name}")
         self.inner_optimizer = inner
         self.num_microbatches = num_microbatches
@@ -130,7 +130,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         # Steps after which moving averages took the place of the weights.
         self._averaged_after = self._scalar("averaged_after", 0.0)
         self._configured_batch_size = expected_batch_size
-        self.mechanism = _mechanism(mechanism, noise_seed)
+        self.mechanism = checked_mechanism(mechanism, noise_seed)
         self.recorder = self.recorder_of_loops = LedgerRecorder()
         # So `tf.train.Checkpoint` has the ledger.
         self._ledger_state = LedgerState(self._saved_ledger, self._restore_ledger)
@@ -284,43 +284,36 @@ class DPOptimizer(keras.optimizers.Optimizer):
         if not self.built:
             self.build(trainable_variables)
         # Not that of a private model, whose batches `fit` draws.
-        recorder = self.recorder_of_loops
-        is_eager = tf.executing_eagerly()
+        recorder, mechanism = self.recorder_of_loops, self.mechanism
         with tf.init_scope():
-            if recorder.were_set(trainable_variables):
-                recorder.take_over_copies(trainable_variables)
             # Private models of these variables, also later ones, count these steps.
-            recorder.begin_steps(trainable_variables, [])
-            self.skip_used_noise()
+            self.begin_single_step(recorder, trainable_variables, trainable_variables)
             per_unit = clipped_sum.examples_per_unit
-            # How many examples share a gradient may be known later only.
+            # How many examples share a gradient may be known later only. Where there
+            # are several, one that is left out can move the sum by 2C, not by C: the
+            # noise is worth half as much.
             at_most = 1 if isinstance(per_unit, int) and per_unit == 1 else 2
             enforce_budget_of_step(
                 recorder,
-                float(self.mechanism.counted(self._noise_multiplier.value)) / at_most,
+                float(mechanism.counted(self._noise_multiplier.value)) / at_most,
             )
 
-        self.mechanism.check(recorder.counter.scheme)
-        mechanism = self.mechanism
-        drawn = tf.identity(self._noise_multiplier.value)
-        counted = mechanism.counted(drawn)
+        mechanism.check(recorder.counter.scheme)
+        noise_multiplier = tf.identity(self._noise_multiplier.value)
+        counted = mechanism.counted(noise_multiplier)
 
         def apply() -> bool:
-            stream = mechanism.stream(mechanism.number)
-            begins = self.begin_update(
-                clipped_sum, trainable_variables, recorder, counted
+            self.take_step(
+                clipped_sum,
+                trainable_variables,
+                recorder=recorder,
+                noise_multiplier=noise_multiplier,
+                counted=counted,
+                stream=mechanism.stream(mechanism.number),
             )
-            with _keras.gradients_are_summed(self.inner_optimizer):
-                self.update(
-                    clipped_sum,
-                    trainable_variables,
-                    noise_multiplier=drawn,
-                    stream=stream,
-                    begins=begins,
-                )
             return True
 
-        if is_eager:
+        if tf.executing_eagerly():
             apply()
             recorder.note_left(trainable_variables)
             return
@@ -328,26 +321,52 @@ class DPOptimizer(keras.optimizers.Optimizer):
         has_room = room_in_graph(recorder, counted / clipped_sum.sensitivity_in_clips)
         tf.cond(has_room, apply, _refuse)
 
-    def begin_update(
+    def begin_single_step(
+        self, recorder: LedgerRecorder, trained: list[Variable], read: list[Variable]
+    ) -> None:
+        """Note what a step outside of `fit` changes, and from where its values are.
+
+        Args:
+            recorder: Counts the step.
+            trained: The variables that the step changes.
+            read: Those that it depends on.
+        """
+        # To look for copies reads all weights: only where values were set meanwhile.
+        if recorder.were_set(read):
+            recorder.take_over_copies(read)
+        recorder.begin_steps(trained, read)
+        self.skip_used_noise()
+
+    def take_step(
         self,
         clipped_sum: ClippedSum,
         trainable_variables: list[Variable],
+        *,
         recorder: LedgerRecorder,
+        noise_multiplier: Tensor,
         counted: Tensor,
-    ) -> Tensor:
-        """Count a step, once for all replicas, before its noise is drawn.
+        stream: Tensor,
+        on_replicas: OnReplicas | None = None,
+    ) -> list[Tensor]:
+        """Count a step, noise its sum, and let the inner optimizer apply the mean.
+
+        Counted before any weight moves: a run that is killed in between has counted a
+        step too many, not one too few. Replicas count one step together; each of them
+        then draws the same noise and adds it to the same sum.
 
         Args:
-            clipped_sum: See `apply_clipped_sum`.
+            clipped_sum: See `apply_clipped_sum`; what the first replica has of it.
             trainable_variables: See `apply_clipped_sum`.
             recorder: Counts the step.
-            counted: What its noise counts as, a multiple of the clip norm, float64
-                scalar.
+            noise_multiplier: Of the noise that is drawn.
+            counted: What it counts as, a multiple of the clip norm, float64 scalar.
+            stream: Of the step's noise, the same in all processes.
+            on_replicas: Runs a function of the clipped sum on each replica, if there
+                are several.
 
         Returns:
-            Whether a new pass begins with it, a scalar bool tensor.
+            The noised mean gradients, of no regularizer, which are released.
         """
-        self._check(clipped_sum, trainable_variables)
         if not self.built:
             self.build(trainable_variables)
         begins = recorder.counter.begins_release()
@@ -357,45 +376,30 @@ class DPOptimizer(keras.optimizers.Optimizer):
         recorder.counter.record(
             counted / clipped_sum.sensitivity_in_clips, clipped_sum.l2_norm_clip
         )
-        return begins
 
-    def update(
-        self,
-        clipped_sum: ClippedSum,
-        trainable_variables: list[Variable],
-        *,
-        noise_multiplier: Tensor,
-        stream: Tensor,
-        begins: Tensor,
-    ) -> list[Tensor]:
-        """Noise a clipped sum, divide it, and let the inner optimizer apply it.
+        def update(clipped_sum: ClippedSum) -> list[Tensor]:
+            # Noise is in proportion to the C that clipped, which the sum brings along:
+            # a callback may have set that of the next step by now.
+            noised = self.mechanism.noised(
+                clipped_sum,
+                noise_multiplier=noise_multiplier,
+                stream=stream,
+                begins=begins,
+            )
+            # A public constant: the size of the batch would tell who is in it.
+            units = self.expected_units(clipped_sum.examples_per_unit)
+            released = [each / tf.cast(units, each.dtype) for each in noised]
+            gradients = [
+                with_regularizer(gradient, variable)
+                for gradient, variable in zip(
+                    released, trainable_variables, strict=True
+                )
+            ]
+            self.inner_optimizer.apply(gradients, trainable_variables)
+            return released
 
-        Every replica draws the same noise, of one step, and adds it to the same sum.
-
-        Args:
-            clipped_sum: On each replica, of all of them.
-            trainable_variables: See `apply_clipped_sum`.
-            noise_multiplier: Of the noise, the one that was counted.
-            stream: Of the step's noise, the same in all processes.
-            begins: See `begin_update`.
-
-        Returns:
-            The noised mean gradients, of no regularizer, which are released.
-        """
-        noised = self.mechanism.noised(
-            clipped_sum,
-            noise_multiplier=noise_multiplier,
-            stream=stream,
-            begins=begins,
-        )
-        units = self.expected_units(clipped_sum.examples_per_unit)
-        released = [each / tf.cast(units, each.dtype) for each in noised]
-        gradients = [
-            with_regularizer(gradient, variable)
-            for gradient, variable in zip(released, trainable_variables, strict=True)
-        ]
-        self.inner_optimizer.apply(gradients, trainable_variables)
-        return released
+        with _keras.gradients_are_summed(self.inner_optimizer):
+            return update(clipped_sum) if on_replicas is None else on_replicas(update)
 
     def skip_used_noise(self) -> None:
         """Leave out noise that the same seed may have given in an earlier process."""
@@ -485,40 +489,13 @@ class DPOptimizer(keras.optimizers.Optimizer):
             )
         super().load_own_variables(store)
 
-    def scale_loss(self, loss: Tensor) -> NoReturn:
-        """Raise: only a plain training step scales a whole batch's loss."""
-        raise self._not_private("a plain `keras.Model.fit`")
-
-    def apply(self, grads: Nest, trainable_variables: Nest = None) -> NoReturn:
-        """Raise: gradients that are no clipped sum would not be private."""
-        raise self._not_private("`apply`")
-
-    def apply_gradients(self, grads_and_vars: Nest) -> NoReturn:
-        """Raise: gradients that are no clipped sum would not be private."""
-        raise self._not_private("`apply_gradients`")
-
-    def minimize(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise: gradients that are no clipped sum would not be private."""
-        raise self._not_private("`minimize`")
-
-    def compute_gradients(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise: gradients that are no clipped sum would not be private."""
-        raise self._not_private("`compute_gradients`")
-
-    def get_gradients(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise: gradients that are no clipped sum would not be private."""
-        raise self._not_private("`get_gradients`")
-
-    def _not_private(self, where: str) -> NotPrivateError:
-        return NotPrivateError(
-            f"`{type(self).__name__}` never trains without privacy: {where} gives it "
-            "gradients of a whole batch, which cannot be clipped for each example. "
-            "Received: no ClippedSum. Wrap the model: `private = "
-            "tfdp.DPModel(model); private.compile(optimizer, loss=...); "
-            "private.fit(...)`, or in a loop of your own call "
-            "`optimizer.apply_clipped_sum(tfdp.clipped_gradients(model, loss, x, y, "
-            "l2_norm_clip=optimizer.l2_norm_clip), model.trainable_variables)`."
-        )
+    # Only a plain training step scales a whole batch's loss.
+    scale_loss = _refused("a plain `keras.Model.fit`")
+    apply = _refused("`apply`")
+    apply_gradients = _refused("`apply_gradients`")
+    minimize = _refused("`minimize`")
+    compute_gradients = _refused("`compute_gradients`")
+    get_gradients = _refused("`get_gradients`")
 
     def get_config(self) -> Config:
         """Return the arguments that rebuild the optimizer."""
@@ -528,19 +505,17 @@ class DPOptimizer(keras.optimizers.Optimizer):
         }
 
     def _private_config(self) -> Config:
-        return {
+        config: Config = {
             "l2_norm_clip": float(self._l2_norm_clip.numpy()),
             "noise_multiplier": float(self._noise_multiplier.numpy()),
             "num_microbatches": self.num_microbatches,
             "expected_batch_size": self._configured_batch_size,
-            **self._mechanism_config(),
             "name": self.name,
         }
-
-    def _mechanism_config(self) -> Config:
         if type(self.mechanism) is Gaussian:
-            return {"noise_seed": self.mechanism.noise_seed}
-        return {"mechanism": keras.saving.serialize_keras_object(self.mechanism)}
+            return {**config, "noise_seed": self.mechanism.noise_seed}
+        mechanism = keras.saving.serialize_keras_object(self.mechanism)
+        return {**config, "mechanism": mechanism}
 
     @classmethod
     def from_config(cls, config: Config, custom_objects: Config | None = None) -> Self:
@@ -550,26 +525,6 @@ class DPOptimizer(keras.optimizers.Optimizer):
             arguments.pop("inner"), custom_objects=custom_objects
         )
         return cls(inner, **arguments)
-
-
-def _mechanism(mechanism: Mechanism | Config | None, seed: int | None) -> Mechanism:
-    if mechanism is None:
-        return Gaussian(seed)
-    if isinstance(mechanism, dict):
-        mechanism = keras.saving.deserialize_keras_object(mechanism)
-    if not isinstance(mechanism, Mechanism):
-        raise TypeError(
-            "`mechanism` must be a `tfdp.mechanisms.Mechanism`. Received: mechanism of "
-            f"type {type(mechanism).__name__}. Use `tfdp.mechanisms.Gaussian()`, or "
-            "leave it out."
-        )
-    if seed is not None:
-        raise ValueError(
-            "`noise_seed` belongs to the mechanism, where one is given. Received: "
-            f"noise_seed={seed!r}, mechanism={type(mechanism).__name__}. Use "
-            f"`mechanism={type(mechanism).__name__}(noise_seed={seed!r})`."
-        )
-    return mechanism
 
 
 def _refuse() -> bool:
@@ -582,61 +537,6 @@ def _refuse() -> bool:
     )
     tf.debugging.Assert(tf.constant(False), [message])
     return False
-
-
-def checked_clip(value: float) -> float:
-    """Return a clip norm that noise can be drawn for, or raise a ValueError."""
-    value = _validate.positive("l2_norm_clip", value)
-    if not LEAST_CLIP <= value <= 1 / LEAST_CLIP:
-        raise ValueError(
-            "`l2_norm_clip` must lie where float32 noise of its size is exact. "
-            f"Received: l2_norm_clip={value!r}. Use a value from {LEAST_CLIP:g} to "
-            f"{1 / LEAST_CLIP:g}."
-        )
-    return value
-
-
-def checked_noise_multiplier(
-    value: float, calibration: str = "tfdp.calibrate_noise_multiplier(...)"
-) -> float:
-    """Return a noise multiplier, with a warning if it is 0.
-
-    Args:
-        value: A number.
-        calibration: What returns one for an epsilon.
-
-    Raises:
-        ValueError: If it is negative or not finite.
-    """
-    value = _validate.non_negative("noise_multiplier", value)
-    if value == 0:
-        warnings.warn(
-            "Training without noise is not private: its epsilon is infinite. "
-            "Received: noise_multiplier=0. Take a multiplier from "
-            f"`{calibration}`.",
-            stacklevel=3,
-        )
-    return value
-
-
-def _checked_inner(inner: object) -> keras.optimizers.Optimizer:
-    if isinstance(inner, str):
-        inner = keras.optimizers.get(inner)
-    is_wrapper = isinstance(inner, (DPOptimizer, keras.optimizers.LossScaleOptimizer))
-    if not isinstance(inner, keras.optimizers.Optimizer) or is_wrapper:
-        raise TypeError(
-            "`inner` must be a plain Keras optimizer. Received: inner of type "
-            f"{type(inner).__name__}. Use `tfdp.optimizers.DPOptimizer("
-            "keras.optimizers.SGD(0.1), ...)`; float16 losses are scaled by tfdp."
-        )
-    for argument, (reason, fix) in _REFUSED_OF_INNER.items():
-        value = getattr(inner, argument, None)
-        if value is not None:
-            raise ValueError(
-                f"`{argument}` of the inner optimizer is refused: {reason}. "
-                f"Received: {argument}={value!r}. Use {fix}."
-            )
-    return inner
 
 
 def with_regularizer(gradient: Tensor, variable: Variable) -> Tensor:

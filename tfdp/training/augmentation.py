@@ -50,6 +50,36 @@ class Augmentation:
         # A model runs layers as `fit` does. Keras tracks no attribute of this class.
         self._model = _Augmenting(function)
 
+    @classmethod
+    def of(
+        cls, model: keras.Model, function: Nest, multiplicity: int
+    ) -> "Augmentation | None":
+        """Return what makes the views that a training asks for, None for the rows alone.
+
+        Args:
+            model: That trains; without a function its own draws make views differ.
+            function: See the class; may be None.
+            multiplicity: See the class.
+
+        Raises:
+            TypeError: See the class.
+            ValueError: See the class; and if all views would be alike.
+        """
+        if function is None:
+            if multiplicity == 1:
+                return None
+            if not _keras.draws_numbers(model):
+                raise ValueError(
+                    "`augmentation_multiplicity` needs an augmentation where the model "
+                    "draws nothing itself: all views would be alike. Received: "
+                    f"augmentation_multiplicity={multiplicity!r}, "
+                    "augmentation=None. Use `DPModel(model, "
+                    "augmentation=keras.layers.RandomFlip('horizontal'), "
+                    "augmentation_multiplicity=16)`."
+                )
+            function = keras.layers.Identity()
+        return cls(function, multiplicity)
+
     def views(self, batch: Batch) -> Batch:
         """Return the views of all rows, those of one row next to each other."""
 

@@ -2,9 +2,7 @@
 
 import collections
 import contextlib
-import math
 import warnings
-from collections.abc import Callable
 
 import keras
 
@@ -13,10 +11,9 @@ from tfdp.data.training_data import TrainingData
 from tfdp.distribute.replicas import Replicas
 from tfdp.distribute.workers import check_same_model
 from tfdp.errors import PrivacyBudgetError
-from tfdp.optimizers import DPOptimizer
 from tfdp.runs.histories import remember_values
-from tfdp.runs.recorder import LedgerRecorder
 from tfdp.training.callback import StepCallback
+from tfdp.training.model_ledger import ModelLedger
 
 # How names of logged values begin that do not tell of the private rows, or are noised.
 _HARMLESS = ("val_", "public_", "epsilon", "l2_norm_clip", "noise_multiplier")
@@ -26,12 +23,9 @@ class LedgerCallback(StepCallback):
     """Tells the ledger where epochs begin, and ends `fit` when the budget is spent.
 
     Args:
-        recorder: Of the model that trains.
+        ledger: Of the model that trains.
         data: What it trains on.
         replicas: That train it.
-        optimizer: That trains it.
-        limit_to_budget: Works out how many steps there is room for, given how many
-            are about to be taken at once.
 
     Raises:
         PrivacyBudgetError: When an epoch begins, if what was restored leaves no
@@ -39,19 +33,13 @@ class LedgerCallback(StepCallback):
     """
 
     def __init__(
-        self,
-        recorder: LedgerRecorder,
-        data: TrainingData,
-        replicas: Replicas,
-        optimizer: DPOptimizer,
-        limit_to_budget: Callable[[int], None],
+        self, ledger: ModelLedger, data: TrainingData, replicas: Replicas
     ) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._ledger = ledger
+        self._recorder = ledger.recorder
         self._data = data
         self._replicas = replicas
-        self._optimizer = optimizer
-        self._limit_to_budget = limit_to_budget
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Expect to see the first epoch, which may not be the one asked for."""
@@ -62,7 +50,7 @@ class LedgerCallback(StepCallback):
         if not self._has_begun:
             # After a backup was restored some epochs are not run.
             epochs = self.params["epochs"] - epoch
-            planned = planned_releases(self._data, epochs)
+            planned = self._data.planned_releases(epochs)
             self._recorder.counter.planned_releases = planned
             self._check_same_model(epoch)
             self._has_begun = True
@@ -71,7 +59,7 @@ class LedgerCallback(StepCallback):
         if self._data.drawn is not None:
             self._recorder.sampled_epochs = self._data.drawn.epoch
         # What a backup restored may have spent the budget.
-        self._limit_to_budget(1)
+        self._ledger.limit(1)
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Tell the other processes, which may have epochs to run, if there was none."""
@@ -79,12 +67,13 @@ class LedgerCallback(StepCallback):
             self._check_same_model(self.params["epochs"])
 
     def _check_same_model(self, epoch: int) -> None:
+        optimizer = self.model.optimizer
         check_same_model(
             self._replicas,
-            [*(self._recorder.weights() or []), *self._optimizer.variables],
+            [*(self._recorder.weights() or []), *optimizer.variables],
             {
                 "first epoch": epoch,
-                "steps of the optimizer": int(self._optimizer.iterations.numpy()),
+                "steps of the optimizer": int(optimizer.iterations.numpy()),
             },
             self._recorder.ledger,
         )
@@ -92,12 +81,12 @@ class LedgerCallback(StepCallback):
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Ask for the steps to come: others may have taken some meanwhile."""
         with contextlib.suppress(PrivacyBudgetError):
-            self._limit_to_budget(self.model.steps_per_execution)
+            self._ledger.limit(self.model.steps_per_execution)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Stop if the budget has no room, also where the noise has changed."""
         try:
-            self._limit_to_budget(1)
+            self._ledger.limit(1)
         except PrivacyBudgetError:
             self.model.stop_training = True
 
@@ -115,22 +104,6 @@ def _flattened(callbacks: Nest) -> list[keras.callbacks.Callback]:
         else:
             found.append(callback)
     return found
-
-
-def planned_releases(data: TrainingData, epochs: int) -> int | None:
-    """Return how many steps or passes the ledger is to count in some epochs.
-
-    Args:
-        data: To train on.
-        epochs: How many.
-
-    Returns:
-        Their number, None if the data do not tell.
-    """
-    if data.begins_pass_each_epoch and data.batches_per_pass > 1:
-        return epochs
-    steps = data.steps_per_epoch and data.steps_per_epoch * epochs
-    return steps and math.ceil(steps / data.batches_per_pass)
 
 
 def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:

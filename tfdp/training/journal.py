@@ -116,12 +116,12 @@ class Journal(keras.callbacks.Callback):
             file.write(f"{json.dumps(line)}\n")
 
 
-def journals(
+def restored_journals(
     callbacks: list[keras.callbacks.Callback],
     recorder: LedgerRecorder,
     to_come: Callable[[], np.ndarray],
 ) -> list[Journal]:
-    """Return a journal for every `BackupAndRestore`.
+    """Return a journal for every `BackupAndRestore`, with its steps counted.
 
     Args:
         callbacks: Of `fit`.
@@ -144,4 +144,5 @@ def journals(
             )
             continue
         found.append(Journal(recorder, directory, to_come))
+        found[-1].restore()
     return found

@@ -12,11 +12,13 @@ from tfdp._types import Loss, Nest, Tensor
 from tfdp.ascent.losses import BAM, SAT, check_plain
 from tfdp.checks.engine import check_objective, choose
 from tfdp.clipping import ClippedSum, clip_as_tensor
-from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.engines.passes import number_of_rows
 from tfdp.losses.objective import Batch, Objective
 from tfdp.runs.histories import note_reads, recognise_copies
+from tfdp.runs.recorder import revoke_all
+from tfdp.training.checked_model import rows_to_check
 from tfdp.training.step import BatchClipper
+from tfdp.training.units import check_whole_units, filled_up
 
 
 @_keras.without_autograph
@@ -97,22 +99,19 @@ def clipped_gradients(
     check_plain(loss)
     objective = dataclasses.replace(Objective.of(model, loss), ascent=ascent)
     clip = clip_as_tensor(l2_norm_clip, objective.variables)
+    rows = number_of_rows(data)
     rows_per_unit: int | Tensor = 1
     if num_microbatches is not None:
         groups = _validate.positive_int("num_microbatches", num_microbatches)
-        rows_per_unit = (number_of_rows(data) + groups - 1) // groups
-        rows_per_unit = (
-            max(rows_per_unit, 1)
-            if isinstance(rows_per_unit, int)
-            else tf.maximum(rows_per_unit, 1)
-        )
-
-    rows: Nest = number_of_rows(data)
+        rows_per_unit = (rows + groups - 1) // groups
+        # A batch without rows has a microbatch without rows, not of none.
+        maximum = max if isinstance(rows, int) else tf.maximum
+        rows_per_unit = maximum(rows_per_unit, 1)
     if physical_batch_size is not None:
         physical_batch_size = _whole_units(physical_batch_size, rows_per_unit)
         rows = physical_batch_size
-    elif isinstance(rows, int) and isinstance(rows_per_unit, int):
-        rows = max(1, -(-rows // rows_per_unit)) * rows_per_unit
+    elif isinstance(rows, int):
+        rows = filled_up(max(rows, 1), rows_per_unit)
     static_rows = rows if isinstance(rows, int) else None
     chosen = _checked_once(engine, objective, loss, data, static_rows)
 
@@ -155,12 +154,7 @@ def _whole_units(physical_batch_size: int, rows_per_unit: int | Tensor) -> int:
             f"known here. Received: physical_batch_size={rows}, a batch of unknown "
             "size. Give `x` a static number of rows, or leave `num_microbatches` out."
         )
-    if rows % rows_per_unit:
-        raise ValueError(
-            "`physical_batch_size` must hold whole microbatches. Received: "
-            f"physical_batch_size={rows}, {rows_per_unit} examples in a microbatch. "
-            f"Use `physical_batch_size={rows + -rows % rows_per_unit}`."
-        )
+    check_whole_units(rows, rows_per_unit)
     return rows
 
 
@@ -208,7 +202,8 @@ def _checked_once(
         return known[key][0]
     # What is trained comes from all that is read, also where only a part is.
     with tf.init_scope():
-        recognise_copies(model.weights)
+        if recognise_copies(model.weights):
+            revoke_all()
     note_reads(model)
     if not all(t.shape[1:].is_fully_defined() for t in _tree.tensors(data)):
         if engine == "auto":
@@ -220,11 +215,9 @@ def _checked_once(
             engine = "vectorized"
         check_objective(objective, data)
         return engines.get(engine)
-    has_rows = tf.executing_eagerly() and number_of_examples(data)
     with _keras.outside_of_graphs():
-        sample = first_rows(data) if has_rows else made_up_rows(data)
         sizes = (None,) if rows is None else (None, rows)
-        chosen = choose(engine, objective, sample, sizes)
+        chosen = choose(engine, objective, rows_to_check(data), sizes)
     if len(known) >= _MOST_KNOWN:
         del known[next(iter(known))]
     known[key] = chosen, (engine, loss, objective.variables)

@@ -29,8 +29,8 @@ class NoisePlan:
     ) -> None:
         """Look at the steps to come."""
         self._optimizer = optimizer
-        self._session = session
-        self._changes = session is not None and session.changes_noise
+        # None where all steps have the optimizer's own noise.
+        self._session = session if session and session.changes_noise else None
         self._planned_steps = planned_steps
         self._look_ahead()
 
@@ -42,14 +42,15 @@ class NoisePlan:
             all that follow.
         """
         noise_multiplier = float(self._optimizer.noise_multiplier.numpy())
-        if not self._changes:
+        session = self._session
+        if session is None:
             counted = self._optimizer.mechanism.counted(
                 tf.constant([noise_multiplier], tf.float64)
             )
             return np.asarray(counted)
         iteration = int(self._optimizer.iterations.numpy())
-        is_scheduled = self._session is not None and any(
-            callback.sets == "noise_multiplier" for callback in self._session.callbacks
+        is_scheduled = any(
+            callback.sets == "noise_multiplier" for callback in session.callbacks
         )
         is_other_noise = noise_multiplier != self._noise_multiplier and not is_scheduled
         if is_other_noise or iteration < self._first:
@@ -66,7 +67,7 @@ class NoisePlan:
         Returns:
             Equal for equal steps.
         """
-        if not self._changes:
+        if self._session is None:
             return float(self._optimizer.noise_multiplier.numpy())
         # The same steps, as long as each has its own number.
         shift = int(self._optimizer.iterations.numpy()) - steps
@@ -81,7 +82,7 @@ class NoisePlan:
         self._noise_multiplier = float(self._optimizer.noise_multiplier.numpy())
         self._first = int(self._optimizer.iterations.numpy())
         self.planned = np.array([])
-        if self._session is None or not self._changes:
+        if self._session is None:
             return
         steps = self._planned_steps
         if steps is None:
@@ -89,7 +90,8 @@ class NoisePlan:
         iterations = self._first + tf.range(max(steps, 1), dtype=tf.int64)
         self.planned = self._session.planned(iterations).numpy()
         if self._session.queries:
-            # The graph may round the other way.
+            # The graph may round the other way: the plan must not have more noise.
             self.planned *= 1 - 1e-12
         if self._planned_steps is None:
+            # Nobody knows which step is the last: all count as those of least noise.
             self.planned = self.planned.min(keepdims=True)

@@ -158,23 +158,7 @@ class BatchClipper:
             rows_per_unit *= augmentation.multiplicity
             objective = dataclasses.replace(objective, views=augmentation.multiplicity)
         clip = clip_as_tensor(l2_norm_clip, objective.variables)
-
-        def run_pass(batch: Batch, clip: Tensor) -> tuple[list[Tensor], Tensor, Nest]:
-            options = {"l2_norm_clip": clip, "rows_per_unit": rows_per_unit}
-            try:
-                return self.engine.clip_and_sum(objective, batch, **options)
-            except UnsupportedLayerError as error:
-                # The data may have axes of unknown length, where the sample had not.
-                if not self.may_change_engine:
-                    raise
-                logging.warning(
-                    "tfdp takes whole gradients of each example of model `%s`, which "
-                    "needs more time and memory: %s",
-                    self.model.name,
-                    error,
-                )
-            return engines.get("vectorized").clip_and_sum(objective, batch, **options)
-
+        run_pass = functools.partial(self._run_pass, objective, rows_per_unit)
         if self.jit_compile:
             run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
@@ -199,6 +183,29 @@ class BatchClipper:
             on_outputs=on_outputs,
         )
         return ClippedSum(sums, norms, clip, self.examples_per_unit)
+
+    def _run_pass(
+        self,
+        objective: Objective,
+        rows_per_unit: int | Tensor,
+        batch: Batch,
+        clip: Tensor,
+    ) -> tuple[list[Tensor], Tensor, Nest]:
+        """Clip and add up the units of a pass, whose rows are views by now."""
+        options = {"l2_norm_clip": clip, "rows_per_unit": rows_per_unit}
+        try:
+            return self.engine.clip_and_sum(objective, batch, **options)
+        except UnsupportedLayerError as error:
+            # The data may have axes of unknown length, where the sample had not.
+            if not self.may_change_engine:
+                raise
+            logging.warning(
+                "tfdp takes whole gradients of each example of model `%s`, which "
+                "needs more time and memory: %s",
+                self.model.name,
+                error,
+            )
+        return engines.get("vectorized").clip_and_sum(objective, batch, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,41 +332,24 @@ def private_step(
             `OnOutputs` sees.
         fingerprint: Of the batch; processes compare it.
     """
-    optimizer, clipper, recorder = session.optimizer, session.clipper, session.recorder
+    optimizer, clipper = session.optimizer, session.clipper
     replicas, variables = clipper.replicas, session.objective.variables
     for callback in session.callbacks:
         callback.before_step(optimizer)
     # Read once: what is drawn is what is counted, whatever callbacks assign later.
     iteration = tf.identity(optimizer.iterations.value)
     drawn = tf.identity(optimizer.noise_multiplier.value)
-    noise_multiplier = session.counted(iteration, drawn)
-    room = has_room(noise_multiplier / session.scheme.sensitivity_in_clips)
+    counted = session.counted(iteration, drawn)
+    room = has_room(counted / session.scheme.sensitivity_in_clips)
     # Read before anything is clipped: where processes take different steps this raises,
     # and nothing that follows from it runs.
     stream = session.mechanism.stream(session.mechanism.number)
     if replicas.processes > 1:
-        stream = agreed_stream(
-            replicas,
-            stream,
-            fingerprint,
-            [
-                optimizer.l2_norm_clip.value,
-                drawn,
-                noise_multiplier,
-                recorder.counter.steps.read_value(),
-                room,
-            ],
-        )
-    learning = [
-        callback
-        for callback in session.callbacks
-        if callback.has_own("during_step", "nonprivate_step")
-    ]
-    # To clip again with the same masks, states are kept; only where somebody looks.
-    looks = any(callback.has_own("nonprivate_step") for callback in learning)
-    clip_again = clipper.later(
-        batch, session.objective, clipper.states() if looks else []
-    )
+        clip = optimizer.l2_norm_clip.value
+        steps = session.recorder.counter.steps.read_value()
+        facts = [clip, drawn, counted, steps, room]
+        stream = agreed_stream(replicas, stream, fingerprint, facts)
+    learn = _learner(session, batch, stream, iteration)
     with session.uphill():
         clipped_sum = clipper.clip(
             batch,
@@ -371,25 +361,19 @@ def private_step(
         )
 
     def apply() -> bool:
-        of_first = replicas.first(clipped_sum)
         # Callbacks see the weights that made the gradients. The C that they set is not
         # that of this step's noise, which comes with the clipped sum.
-        if learning:  # Replicas put their norms together for them.
-            _learn(session, clipper.joined(clipped_sum), stream, iteration, clip_again)
-        # Counted before any weight moves: a run that is killed in between has counted
-        # a step too many, not one too few.
-        begins = optimizer.begin_update(of_first, variables, recorder, noise_multiplier)
-        with _keras.gradients_are_summed(optimizer.inner_optimizer):
-            released = replicas.run(
-                lambda clipped_sum: optimizer.update(
-                    clipped_sum,
-                    variables,
-                    noise_multiplier=drawn,
-                    stream=stream,
-                    begins=begins,
-                ),
-                clipped_sum,
-            )
+        if learn is not None:
+            learn(clipped_sum)
+        released = optimizer.take_step(
+            replicas.first(clipped_sum),
+            variables,
+            recorder=session.recorder,
+            noise_multiplier=drawn,
+            counted=counted,
+            stream=stream,
+            on_replicas=lambda update: replicas.run(update, clipped_sum),
+        )
         if isinstance(session.ascent, SAT):
             session.released.remember(replicas.first(released))
         return True
@@ -397,27 +381,35 @@ def private_step(
     tf.cond(room, apply, lambda: False)
 
 
-def _learn(
-    session: Session,
-    clipped_sum: ClippedSum,
-    stream: Tensor,
-    iteration: Tensor,
-    clip_again: Callable[..., ClippedSum],
-) -> None:
-    """Let callbacks learn from a step before weights move."""
-    answers = Answers(clipped_sum, stream)
-    for callback in session.callbacks:
-        if callback.has_own("during_step"):
-            units = session.optimizer.expected_units(clipped_sum.examples_per_unit)
-            step = Step(session.optimizer, units, iteration, answers.of(callback))
-            callback.during_step(step)
-        if callback.has_own("nonprivate_step"):
+def _learner(
+    session: Session, batch: Batch, stream: Tensor, iteration: Tensor
+) -> Callable[[ClippedSum], None] | None:
+    """Return what lets callbacks learn from a step's sum, None if none of them does.
+
+    It is asked for before anything is clipped: to clip again with the same masks, the
+    states of what is random are kept, but only where somebody looks.
+    """
+    asking = [each for each in session.callbacks if each.has_own("during_step")]
+    looking = [each for each in session.callbacks if each.has_own("nonprivate_step")]
+    if not asking and not looking:
+        return None
+    optimizer, clipper = session.optimizer, session.clipper
+    states = clipper.states() if looking else []
+    clip_again = clipper.later(batch, session.objective, states)
+
+    def learn(clipped_sum: ClippedSum) -> None:
+        # Replicas put their norms together.
+        joined = clipper.joined(clipped_sum)
+        answers = Answers(joined, stream)
+        units = optimizer.expected_units(joined.examples_per_unit)
+        for callback in asking:
+            answer = answers.of(callback)
+            callback.during_step(Step(optimizer, units, iteration, answer))
+        for callback in looking:
             callback.nonprivate_step(
                 NonprivateStep(
-                    session.optimizer,
-                    clipped_sum,
-                    clip_again,
-                    session.ascent,
-                    session.released,
+                    optimizer, joined, clip_again, session.ascent, session.released
                 )
             )
+
+    return learn

@@ -1,32 +1,27 @@
 """How a logical batch is cut: what is clipped together, what runs together."""
 
+import dataclasses
 import math
 
 from tfdp.optimizers import DPOptimizer
 from tfdp.sampling import Scheme
+from tfdp.training.step import BatchClipper
 
 
-def units_and_passes(
-    scheme: Scheme,
-    *,
-    optimizer: DPOptimizer,
-    physical_batch_size: int | None,
-    jit_compile: bool,
-    replicas: int = 1,
-) -> tuple[int, int | None]:
+def with_sizes(
+    clipper: BatchClipper, scheme: Scheme, optimizer: DPOptimizer
+) -> BatchClipper:
     """Settle what depends on the expected batch size, also in the optimizer.
 
     Args:
+        clipper: Of the model; its rows in a pass, if any, are what the user wants.
         scheme: How the batches are drawn.
         optimizer: Says how many microbatches there are; and the batch size, if the
             scheme does not know.
-        physical_batch_size: Rows in a pass, if the user wants a number.
-        jit_compile: Whether XLA compiles the passes.
-        replicas: How many share a batch; a pass is of one of them.
 
     Returns:
-        Examples whose mean gradient is clipped; and rows in a pass through the model,
-        None where a batch of any size runs whole.
+        A clipper that knows how many examples are clipped together, and how many rows
+        are in a pass through the model.
 
     Raises:
         ValueError: If the batch size is not known, or the sizes, or microbatches and
@@ -41,6 +36,7 @@ def units_and_passes(
             "expected_batch_size=256)` or `private.fit(tfdp.data.declare(dataset, "
             "number_of_examples=..., expected_batch_size=256, sampling=...))`."
         )
+    # The divisor is public: what is expected of a batch, not how large one was.
     optimizer.expect_batch_size(batch_size)
     examples_per_unit = optimizer.examples_per_unit(batch_size)
     if examples_per_unit > 1 and not scheme.allows_units:
@@ -51,20 +47,40 @@ def units_and_passes(
             f"{optimizer.num_microbatches}, batch_size={batch_size:g}. Use "
             "`num_microbatches=None`, or `DPModel(model, sampling='shuffle')`."
         )
-    if physical_batch_size is None and jit_compile:
+    physical_batch_size = clipper.physical_batch_size
+    if physical_batch_size is not None:
+        check_whole_units(physical_batch_size, examples_per_unit)
+    elif clipper.jit_compile:
         # XLA compiles for one size: hardly any Poisson batch is larger.
-        share = batch_size / replicas
+        share = batch_size / clipper.replicas.number
         rows = math.ceil(share + 4 * math.sqrt(share))
-        physical_batch_size = _next_multiple(rows, examples_per_unit)
-    if physical_batch_size is not None and physical_batch_size % examples_per_unit:
+        physical_batch_size = filled_up(rows, examples_per_unit)
+    return dataclasses.replace(
+        clipper,
+        examples_per_unit=examples_per_unit,
+        physical_batch_size=physical_batch_size,
+    )
+
+
+def check_whole_units(physical_batch_size: int, examples_per_unit: int) -> None:
+    """Refuse passes that would cut a unit in two: each part would be clipped alone.
+
+    Args:
+        physical_batch_size: Rows in a pass.
+        examples_per_unit: Examples whose mean gradient is clipped.
+
+    Raises:
+        ValueError: If the passes hold no whole units.
+    """
+    if physical_batch_size % examples_per_unit:
         raise ValueError(
             "`physical_batch_size` must hold whole microbatches. Received: "
             f"physical_batch_size={physical_batch_size}, {examples_per_unit} "
             "examples in a microbatch. Use `physical_batch_size="
-            f"{_next_multiple(physical_batch_size, examples_per_unit)}`."
+            f"{filled_up(physical_batch_size, examples_per_unit)}`."
         )
-    return examples_per_unit, physical_batch_size
 
 
-def _next_multiple(rows: int, factor: int) -> int:
-    return rows + -rows % factor
+def filled_up(rows: int, examples_per_unit: int) -> int:
+    """Return the least number of rows of whole units that has room for so many."""
+    return rows + -rows % examples_per_unit

@@ -1,0 +1,48 @@
+"""Callbacks of `fit`: their order, and whom it warns of."""
+
+import keras
+import pytest
+
+import tfdp
+from tests.small import data, private
+from tfdp.accounting import ShuffledPasses
+from tfdp.training.fit_callbacks import sorted_callbacks
+
+
+def segments(model):
+    return model.ledger.segments
+
+
+@pytest.mark.slow
+def test_a_callback_that_monitors_private_metrics_is_named():
+    callback = keras.callbacks.EarlyStopping(monitor="loss")
+    with pytest.warns(UserWarning, match="EarlyStopping"):
+        private(run_eagerly=True).fit(*data(), callbacks=[callback], verbose=0)
+
+
+@pytest.mark.slow
+def test_short_epochs_share_a_pass():
+    x, y = data(20)
+    model = private(wrap={"sampling": "shuffle"}, run_eagerly=True)
+    model.fit(x, y, batch_size=4, epochs=2, steps_per_epoch=2, verbose=0)
+    assert segments(model) == (ShuffledPasses(1, 1.0, 20, 4),)
+    # A pass counts as soon as it has begun.
+    for passes in (2, 3):
+        model.fit(x, y, batch_size=4, steps_per_epoch=1, verbose=0)
+        assert segments(model) == (ShuffledPasses(passes, 1.0, 20, 4),)
+
+
+def test_callbacks_that_act_in_steps_come_first():
+    stop = keras.callbacks.TerminateOnNaN()
+    budget = tfdp.callbacks.PrivacyBudget(1e-5)
+    logger = tfdp.callbacks.BiasLogger()
+    nested = keras.callbacks.CallbackList([stop, budget])
+    assert sorted_callbacks([[nested], logger]) == [budget, logger, stop]
+    assert sorted_callbacks(None) == []
+    assert sorted_callbacks(stop) == [stop]
+
+
+def test_public_metrics_may_decide():
+    for name in ("val_loss", "public_norm_q50", "epsilon", "l2_norm_clip"):
+        callback = keras.callbacks.EarlyStopping(monitor=name)
+        assert sorted_callbacks(callback) == [callback]

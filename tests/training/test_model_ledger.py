@@ -1,0 +1,120 @@
+"""What counts in the ledger of a model, whoever takes the steps."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfdp
+from tests.small import ROWS, data, network, noiseless, optimizer, private
+from tfdp.accounting import PoissonSteps
+
+
+def test_an_optimizer_serves_one_model_only():
+    opt = optimizer()
+    private(opt=opt)
+    with pytest.raises(ValueError, match="another private model"):
+        private(opt=opt)
+
+
+@pytest.mark.slow
+def test_a_replaced_optimizer_counts_in_the_models_ledger():
+    x, y = data(20)
+    model = private(run_eagerly=True)
+    first = model.optimizer
+    model.fit(x, y, batch_size=5, verbose=0)
+    other = optimizer()
+    model.optimizer = other
+    model.fit(x, y, batch_size=5, verbose=0)
+    assert model.ledger.steps == other.ledger.steps == 8
+    model.train_on_batch(x, y)
+    assert int(other.iterations) == 5
+    assert int(first.iterations) == 4
+    model.optimizer = first
+    model.fit(x, y, batch_size=5, verbose=0)
+    assert int(other.iterations) == 5
+    assert int(first.iterations) == 8
+    assert model.ledger.steps == 13
+
+
+@pytest.mark.slow
+def test_other_models_with_the_same_weights_share_the_ledger():
+    x, y = data(20)
+    model = private(run_eagerly=True)
+    model.fit(x, y, batch_size=5, verbose=0)
+    inner = model.model
+    alias = private(keras.Model(inner.inputs[0], inner.outputs[0]), run_eagerly=True)
+    assert alias.ledger.steps == 4
+    alias.fit(x, y, batch_size=5, verbose=0)
+    assert model.ledger.steps == 8
+
+
+def test_values_assigned_past_the_setters_are_refused():
+    model = private()
+    for name, value in (
+        ("noise_multiplier", -1.0),
+        ("noise_multiplier", np.nan),
+        ("l2_norm_clip", np.inf),
+    ):
+        variable = getattr(model.optimizer, name)
+        before = float(variable)
+        variable.assign(value)
+        with pytest.raises(ValueError, match="Received"):
+            model.fit(*data(), batch_size=4, verbose=0)
+        variable.assign(before)
+    assert model.ledger.steps == 0
+
+
+@pytest.mark.slow
+def test_seeds_are_remembered():
+    x, y = data(20)
+    with pytest.warns(UserWarning, match="noise_seed=1"):
+        opt = optimizer(noise_seed=1, num_microbatches=5)
+    model = private(opt=opt, run_eagerly=True)
+    model.fit(x, y, batch_size=5, verbose=0)
+    # Microbatches of one example keep the row of Poisson draws.
+    assert model.ledger.segments == (PoissonSteps(4, 1.0, 20, 5),)
+    assert model.ledger.noise_seed_fixed
+    assert not model.ledger.sampling_seed_fixed
+
+
+@pytest.mark.slow
+def test_a_seeded_sampler_goes_on_after_a_restart(tmp_path):
+    x, y = data(20)
+
+    class Spy(tfdp.data.PoissonDataset):
+        drawn: list
+
+        def __getitem__(self, index):
+            batch = super().__getitem__(index)
+            self.drawn.append(batch[0].tobytes())
+            return batch
+
+    def sampler():
+        with pytest.warns(UserWarning, match="seed"):
+            spy = Spy(x, y, expected_batch_size=10, seed=4)
+        spy.drawn = []
+        return spy
+
+    model = private(run_eagerly=True)
+    first = sampler()
+    model.fit(first, verbose=0)
+    model.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    second = sampler()
+    loaded.fit(second, verbose=0)
+    # The adapter looks at two batches of the epoch it starts in.
+    assert not set(second.drawn[2:]) & set(first.drawn[2:])
+
+
+def test_a_step_of_ones_own_inside_of_fit_is_no_draw():
+    x, y = data()
+
+    class Steps(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.train_step((x[:1], y[:1]))
+
+    model = private(network(), noiseless())
+    options = {"batch_size": ROWS, "steps_per_epoch": 2, "verbose": 0}
+    model.fit(x, y, callbacks=[Steps()], **options)
+    found = {type(s.scheme).__name__: s.count for s in model.ledger.segments}
+    assert found == {"Poisson": 2, "Unknown": 2}

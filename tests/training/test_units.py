@@ -1,0 +1,67 @@
+"""How batches are cut: units that are clipped together, rows that run together."""
+
+import pytest
+import tensorflow as tf
+
+from tests.small import data, optimizer, private
+from tfdp.sampling import Poisson, Shuffled, Unknown
+from tfdp.training.step import BatchClipper
+from tfdp.training.units import filled_up, with_sizes
+
+
+@pytest.mark.smoke
+def test_poisson_with_microbatches_of_several_examples_is_refused():
+    model = private(opt=optimizer(num_microbatches=2))
+    with pytest.raises(ValueError, match="fixed size"):
+        model.fit(*data(), batch_size=4)
+
+
+def test_an_unknown_batch_size_is_refused():
+    with pytest.raises(ValueError, match="expected_batch_size"):
+        private().fit(tf.data.Dataset.from_tensor_slices(data()).batch(4))
+    with pytest.raises(ValueError, match="expected_batch_size"):
+        private().train_on_batch(*data())
+
+
+def test_contradicting_batch_sizes_are_refused():
+    with pytest.raises(ValueError, match="contradicts"):
+        private(opt=optimizer(expected_batch_size=5)).fit(*data(), batch_size=4)
+
+
+def sizes(scheme, opt=None, **options):
+    clipper = BatchClipper(None, None, **options)
+    cut = with_sizes(clipper, scheme, opt or optimizer())
+    return cut.examples_per_unit, cut.physical_batch_size
+
+
+def test_batches_run_whole_unless_somebody_wants_passes():
+    opt = optimizer()
+    assert sizes(Poisson(100, 10), opt) == (1, None)
+    assert opt.expected_batch_size == 10
+    assert sizes(Poisson(100, 10), physical_batch_size=3) == (1, 3)
+
+
+def test_microbatches_are_those_of_the_expected_batch():
+    grouped = {"num_microbatches": 3}
+    assert sizes(Shuffled(100, 10), optimizer(**grouped)) == (4, None)
+    known = optimizer(expected_batch_size=6, **grouped)
+    assert sizes(Unknown(), known) == (2, None)
+
+
+def test_xla_gets_passes_that_hardly_any_batch_exceeds():
+    assert sizes(Poisson(1000, 100), jit_compile=True) == (1, 140)
+    grouped = optimizer(num_microbatches=30)
+    assert sizes(Shuffled(1000, 100), grouped, jit_compile=True) == (4, 140)
+    assert sizes(Poisson(1000, 100), jit_compile=True, physical_batch_size=7) == (1, 7)
+
+
+def test_passes_cut_no_unit_in_two():
+    grouped = optimizer(num_microbatches=3)
+    assert sizes(Shuffled(99, 12), grouped, physical_batch_size=8) == (4, 8)
+    with pytest.raises(ValueError, match=r"whole micro.*size=6, 4 ex.*size=8`"):
+        sizes(Shuffled(99, 12), grouped, physical_batch_size=6)
+
+
+@pytest.mark.parametrize(("rows", "filled"), [(0, 0), (1, 4), (4, 4), (5, 8)])
+def test_rows_are_filled_up_to_whole_units(rows, filled):
+    assert filled_up(rows, 4) == filled

@@ -1,0 +1,160 @@
+"""Checks what `DPModel` and its methods are given."""
+
+import keras
+
+from tfdp import _keras
+from tfdp._types import Loss, Nest
+from tfdp.ascent.losses import check_plain
+from tfdp.errors import NotPrivateError
+from tfdp.losses.objective import check_takes_logits
+from tfdp.optimizers import DPOptimizer
+
+
+def check_wrapped(model: object) -> None:
+    """Refuse to wrap what is no ordinary Keras model.
+
+    Args:
+        model: To be trained.
+
+    Raises:
+        TypeError: If it is no Keras model, or private already.
+        ValueError: If it overrides what `DPModel` replaces.
+    """
+    is_private = isinstance(model, _keras.ReplicatedModel)
+    if not isinstance(model, keras.Model) or is_private:
+        raise TypeError(
+            "`model` must be a Keras model that is not private yet. Received: model "
+            f"of type {type(model).__name__}. Use "
+            "`tfdp.DPModel(keras.Sequential([...]))`."
+        )
+    overridden = [
+        name
+        for name in ("train_step", "test_step", "compute_metrics")
+        if getattr(type(model), name) is not getattr(keras.Model, name)
+    ]
+    if overridden:
+        names = ", ".join(f"`{name}`" for name in overridden)
+        raise ValueError(
+            f"Model `{model.name}` overrides {names}, which DPModel replaces. Received: "
+            f"model of type {type(model).__name__}. Override `compute_loss` instead: "
+            "it is evaluated for each example alone."
+        )
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Refuse an optimizer that would add no noise.
+
+    Args:
+        optimizer: Of `compile`, or assigned after it.
+
+    Raises:
+        NotPrivateError: If it is no `DPOptimizer`.
+    """
+    if not isinstance(optimizer, DPOptimizer):
+        raise NotPrivateError(
+            "`optimizer` would train without privacy. Received: optimizer="
+            f"{optimizer!r}. Use `private.compile(tfdp.optimizers.DPOptimizer("
+            "optimizer, l2_norm_clip=1.0, noise_multiplier=1.1), loss=...)`."
+        )
+
+
+def check_trainable(model: keras.Model) -> None:
+    """Refuse to train what cannot be.
+
+    Args:
+        model: The private one.
+
+    Raises:
+        NotPrivateError: If it was not compiled.
+        ValueError: If it has nothing to train.
+    """
+    if not model.compiled:
+        raise NotPrivateError(
+            f"Model `{model.name}` was not compiled. Received: no optimizer. Use "
+            "`private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, "
+            "noise_multiplier=1.1), loss=...)`."
+        )
+    if model.built and not model.trainable_variables:
+        raise ValueError(
+            f"Model `{model.name}` has nothing to train. Received: no trainable "
+            "variables. Set `model.trainable = True` and compile again."
+        )
+
+
+def check_loss(model: keras.Model, loss: Loss, *, has_own_loss: bool) -> None:
+    """Refuse losses that cannot train a model.
+
+    Args:
+        model: Predicts what the loss compares.
+        loss: Of `compile`, without what takes gradients uphill.
+        has_own_loss: Whether the model computes one itself.
+
+    Raises:
+        ValueError: If there is none, or it takes logits for probabilities.
+    """
+    check_plain(loss)
+    if loss is None and not has_own_loss:
+        raise ValueError(
+            "`loss` is missing. Received: loss=None. Use "
+            "`private.compile(optimizer, loss='mse')`."
+        )
+    check_takes_logits(model, loss)
+
+
+def check_inputs(x: Nest) -> None:
+    """Refuse to train without inputs: a ValueError for None."""
+    if x is None:
+        raise ValueError(
+            "`x` is missing. Received: x=None. Use `private.fit(x, y, batch_size=256)`."
+        )
+
+
+def check_targets(y: Nest, *, has_own_loss: bool) -> None:
+    """Refuse data without targets, which most losses need.
+
+    Args:
+        y: Of some rows, or None.
+        has_own_loss: Whether the model computes its loss itself.
+
+    Raises:
+        ValueError: If they are missing.
+    """
+    if y is None and not has_own_loss:
+        raise ValueError(
+            "`y` is missing: the loss compares what the model predicts with it. "
+            "Received: y=None. Use `private.fit(x, y, ...)`, or a dataset of "
+            "`(x, y)`; a model that learns without targets overrides "
+            "`compute_loss`."
+        )
+
+
+def check_class_weight(
+    class_weight: dict[int, float] | None,
+    sample_weight: Nest,
+    y: Nest,
+    model: keras.Model,
+) -> None:
+    """Refuse weights of classes where Keras would not know which to weigh.
+
+    Args:
+        class_weight: As in `keras.Model.fit`.
+        sample_weight: Likewise.
+        y: Likewise.
+        model: Whose outputs tell how many targets there are, if `y` does not.
+
+    Raises:
+        ValueError: If there are weights of rows as well, or several targets.
+    """
+    if class_weight is None:
+        return
+    # Data that bring their own targets do not show them here.
+    targets = getattr(model, "outputs", None) if y is None else keras.tree.flatten(y)
+    outputs = len(targets or [None])
+    if outputs > 1 or sample_weight is not None:
+        given = "`sample_weight`" if outputs == 1 else f"{outputs} targets"
+        raise ValueError(
+            "`class_weight` weighs the classes of one target, in the place of "
+            f"`sample_weight`. Received: class_weight={class_weight!r} with {given}. "
+            "Use `sample_weight=weight_of_class[y]`, for several targets a list of "
+            "such arrays, times weights of your own."
+        )

@@ -1,0 +1,86 @@
+"""How the functions are made that `fit` and `evaluate` call for each batch."""
+
+import abc
+from collections.abc import Callable
+
+from tfdp import _keras
+from tfdp._types import Logs, Nest, Tensor
+from tfdp.distribute.replicas import Replicas, function_of_batches
+from tfdp.distribute.shares import Share
+
+
+class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
+    """The part of a private model that brings batches to its steps.
+
+    Attributes:
+        train_function: As in Keras; None where the next training is to make one.
+        test_function: As in Keras.
+    """
+
+    _replicas: Replicas
+    # Whether the training function runs now.
+    _is_in_train_function = False
+    train_function: Nest = None
+    test_function: Callable[[Nest], Logs] | None = None
+
+    @abc.abstractmethod
+    def _take_step(
+        self, data: Nest, fingerprint: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Take one private step, what is not run on all replicas once for them all."""
+
+    def make_train_function(self, force: bool = False) -> Callable[[Nest], Logs]:
+        """Make the training function; XLA compiles the passes in it, not all of it."""
+        known: Callable[[Nest], Logs] | None = self.train_function
+        if known is not None and not force:
+            return known
+        if self._replicas.strategy is not None:
+            function = function_of_batches(
+                self._train_together, is_eager=self.run_eagerly
+            )
+        else:
+            # The passes are compiled one by one; in a whole step XLA would compile
+            # anew for each size that a Poisson batch has.
+            jit_compile = self.jit_compile  # type: ignore[has-type]
+            self.jit_compile = False
+            try:
+                super().make_train_function(force)
+                function = self.train_function  # Keras has put it there.
+            finally:
+                self.jit_compile = jit_compile
+
+        def train(batches: Nest) -> Logs:
+            # Only what this calls takes the batches that `fit` has counted on:
+            # callbacks may take steps of their own meanwhile.
+            was, self._is_in_train_function = self._is_in_train_function, True
+            try:
+                logs: Logs = function(batches)
+                return logs
+            finally:
+                self._is_in_train_function = was
+
+        self.train_function = train
+        return train
+
+    def _train_together(self, share: Nest) -> dict[str, Tensor]:
+        """Take one step with all replicas, each with its share of a batch."""
+        if not isinstance(share, Share):  # From `train_on_batch`.
+            logs: dict[str, Tensor] = self.train_step(share)
+            return logs
+        return self._take_step(share.rows, share.fingerprint)
+
+    def make_test_function(self, force: bool = False) -> Callable[[Nest], Logs]:
+        """Make the function that evaluates; its metrics are those of all replicas."""
+        if self._replicas.strategy is None:
+            function: Callable[[Nest], Logs] = super().make_test_function(force)
+            return function
+        if self.test_function is None or force:
+            self.test_function = function_of_batches(
+                self._test_together, is_eager=self.run_eagerly
+            )
+        return self.test_function
+
+    def _test_together(self, data: Nest) -> dict[str, Tensor]:
+        self._replicas.run(self.test_step, data)
+        logs: dict[str, Tensor] = self.get_metrics_result()
+        return logs

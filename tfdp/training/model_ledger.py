@@ -1,0 +1,239 @@
+"""What counts the steps of one model, and keeps them within budgets."""
+
+import contextlib
+import json
+import weakref
+from collections.abc import Iterator
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp._types import Tensor, Variable
+from tfdp.data.training_data import TrainingData
+from tfdp.errors import PrivacyBudgetError
+from tfdp.optimizers import DPOptimizer
+from tfdp.runs.budgets import (
+    enforce_budget,
+    enforce_budget_of_step,
+    enforce_budgets_of_loops,
+    room_in_graph,
+)
+from tfdp.runs.counter import UNDECLARED
+from tfdp.runs.histories import note_loaded, remember_values, was_trained
+from tfdp.runs.recorder import LedgerRecorder
+from tfdp.training.noise_plan import NoisePlan
+from tfdp.training.step import Session
+
+
+class ModelLedger:
+    """Keeps the ledger of a model: what trained it, here and where its weights are from.
+
+    Args:
+        private: The private model, whose attribute `model` has the weights.
+
+    Attributes:
+        recorder: Counts the steps that `fit` and `train_on_batch` take.
+        optimizer: The one that takes them, since `bind`.
+    """
+
+    optimizer: DPOptimizer | None = None
+
+    def __init__(self, private: keras.Model) -> None:
+        """Begin an empty ledger."""
+        # Recorders outlive models, whose budgets end with them.
+        reference = weakref.ref(private)
+
+        def weights() -> list[Variable] | None:
+            private = reference()
+            if private is None:
+                return None
+            return list(private.model.weights) if private.model.built else []
+
+        self.recorder = LedgerRecorder(weights)
+        # Of a ledger that was loaded, which weights have been trained.
+        self._loaded_as_trained = b""
+
+    def bind(self, optimizer: DPOptimizer) -> None:
+        """Let custom loops with this optimizer count in the model's ledger.
+
+        Args:
+            optimizer: Of the model.
+
+        Raises:
+            ValueError: If it belongs to another model.
+        """
+        if optimizer.recorder is not self.recorder:
+            if optimizer.recorder.is_of_a_model:
+                raise ValueError(
+                    "`optimizer` belongs to another private model, whose ledger "
+                    f"counts its steps. Received: optimizer={optimizer.name!r}. Make "
+                    "one for each model: "
+                    f"`{type(optimizer).__name__}.from_config(optimizer.get_config())`."
+                )
+            # What it has run before, also what it has loaded, stays in the ledger.
+            self.recorder.history.depend_on(optimizer.recorder.history)
+            optimizer.recorder = self.recorder
+        optimizer.skip_used_noise()
+        self.recorder.note_seeds(noise=optimizer.noise_is_seeded, sampling=False)
+        self.optimizer, self._noise_plan = optimizer, NoisePlan(optimizer)
+
+    # Steps.
+
+    @contextlib.contextmanager
+    def counting(
+        self, session: Session, data: TrainingData, epochs: int, steps: int | None
+    ) -> Iterator[None]:
+        """Count the steps of a call of `fit` in a segment of its own.
+
+        Args:
+            session: What the steps are made for.
+            data: What they train on.
+            epochs: How many are to run.
+            steps: How many steps that is, if the data tell.
+        """
+        recorder, optimizer = self.recorder, session.optimizer
+        try:
+            self._noise_plan = NoisePlan(optimizer, session, steps)
+            recorder.begin(
+                session.scheme,
+                steps_per_release=data.batches_per_pass,
+                planned_releases=data.planned_releases(epochs),
+                noise_multipliers=self._noise_plan.planned
+                / session.scheme.sensitivity_in_clips,
+            )
+            self.take_over_copies()
+            recorder.begin_steps(session.objective.variables, self._weights())
+            optimizer.skip_used_noise()
+            self.limit()
+            drawn = data.drawn
+            is_seeded = drawn is not None and drawn.seeded
+            recorder.note_seeds(noise=optimizer.noise_is_seeded, sampling=is_seeded)
+            if drawn is not None and is_seeded:
+                # A seed must not give the draws again that an earlier epoch had.
+                drawn.advance_to(max(drawn.epoch, recorder.all_sampled_epochs + 1))
+            yield
+        finally:
+            # Callbacks set the noise of a step only while `fit` runs.
+            self._noise_plan = NoisePlan(optimizer)
+            # Steps that follow have other batches, of which nothing is known.
+            recorder.begin(UNDECLARED.in_units(session.scheme.examples_per_unit))
+            self.limit_again()
+            recorder.end_steps()
+            remember_values(self._weights())
+
+    def noise_to_come(self) -> np.ndarray:
+        """Return what the noise of the coming steps counts as: see `NoisePlan`."""
+        return self._noise_plan.to_come()
+
+    def limit(self, steps: int = 1) -> None:
+        """Allow only the steps that the budget set by a `PrivacyBudget` has room for.
+
+        Args:
+            steps: How many are about to be taken at once.
+
+        Raises:
+            PrivacyBudgetError: If there is no room for a single one.
+        """
+        assert self.optimizer is not None  # noqa: S101
+        self.optimizer.check_dials()
+        enforce_budget(
+            self.recorder,
+            self._noise_plan.to_come()
+            / self.recorder.counter.scheme.sensitivity_in_clips,
+            self._noise_plan.name(self.recorder.steps),
+            steps=steps,
+        )
+
+    def limit_again(self) -> None:
+        """Limit the steps to come after something has changed, none of them now.
+
+        Traced loops that change the model's weights get a limit as well, which those
+        that XLA compiles cannot ask for.
+        """
+        enforce_budgets_of_loops(self.recorder)
+        with contextlib.suppress(PrivacyBudgetError):
+            self.limit()
+
+    def begin_single_step(self, session: Session) -> None:
+        """Note that a step which `fit` does not take changes the weights.
+
+        Args:
+            session: What the step is made for.
+        """
+        self._note_loaded()
+        session.optimizer.begin_single_step(
+            session.recorder, session.objective.variables, self._weights()
+        )
+
+    def has_room(self, session: Session, noise_multiplier: Tensor) -> Tensor:
+        """Tell whether budgets have room for a step of a loop of one's own.
+
+        Such loops have to ask themselves: nobody limits them beforehand.
+
+        Args:
+            session: What the step is made for.
+            noise_multiplier: What its noise counts as, over the sensitivity.
+
+        Returns:
+            A scalar bool tensor.
+
+        Raises:
+            PrivacyBudgetError: If there is none, and the step runs eagerly.
+        """
+        recorder = session.recorder
+        with tf.init_scope():
+            self.begin_single_step(session)
+            # A recorder that was never limited would have room for every step. Without
+            # room the graph takes no step, as it does not where room ends later.
+            own = session.mechanism.counted(session.optimizer.noise_multiplier.value)
+            with contextlib.suppress(PrivacyBudgetError):
+                clips = recorder.counter.scheme.sensitivity_in_clips
+                enforce_budget_of_step(recorder, float(own) / clips)
+        if tf.executing_eagerly():
+            enforce_budget_of_step(recorder, float(noise_multiplier))
+        return room_in_graph(recorder, noise_multiplier)
+
+    # Where weights come from.
+
+    def _weights(self) -> list[Variable]:
+        return self.recorder.weights() or []
+
+    def take_over_copies(self) -> None:
+        """Let the ledger have what made values that were copied into the weights."""
+        self._note_loaded()
+        self.recorder.take_over_copies(self._weights())
+
+    def _note_loaded(self) -> None:
+        """Let weights depend on what was loaded into them, as soon as there are any."""
+        weights = self._weights()
+        if len(self._loaded_as_trained) == len(weights):
+            pairs = zip(weights, self._loaded_as_trained, strict=True)
+            note_loaded((each for each, was in pairs if was), self.recorder.loaded)
+            self._loaded_as_trained = b""
+
+    def state(self) -> str:
+        """Return all that a saved model must remember, as JSON."""
+        self.take_over_copies()
+        weights = self._weights()
+        remember_values(weights)
+        trained = [was_trained(weight) for weight in weights]
+        return json.dumps({**json.loads(self.recorder.state()), "trained": trained})
+
+    def restore(self, state: str) -> None:
+        """Take over what a saved model had run; nothing counted here is lost.
+
+        Args:
+            state: What `state` returned.
+        """
+        self.recorder.restore(state)
+        self.note_trained(bytes(json.loads(state).get("trained", [])))
+
+    def note_trained(self, flags: bytes) -> None:
+        """Remember which weights the loaded ledger is about.
+
+        Args:
+            flags: For each weight, in order, whether it was trained.
+        """
+        self._loaded_as_trained = flags
+        self._note_loaded()
