@@ -8,6 +8,14 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp._types import Array, Tensor
+from tfdp.checks.node import (
+    COUNTS,
+    Node,
+    counting,
+    has_effect,
+    of_numbers,
+    static_lengths,
+)
 from tfdp.checks.operations import apply
 from tfdp.checks.sizes import (
     CONSTANTS,
@@ -17,14 +25,6 @@ from tfdp.checks.sizes import (
     constant,
     is_fixed,
     same,
-)
-from tfdp.checks.step import (
-    COUNTS,
-    Step,
-    counting,
-    has_effect,
-    of_numbers,
-    static_lengths,
 )
 from tfdp.checks.values import (
     NEW_LIST,
@@ -107,40 +107,40 @@ class Analysis:
             return self._branches(op, inputs)
         if kind in _LOOPS:
             return self._loop(op, inputs)
-        step = self._step(op, inputs)
+        node = self._node(op, inputs)
         # Shapes are computed: whether a reshape keeps rows whole is in their numbers.
         evaluate = CONSTANTS.get(kind)
         if evaluate is not None and inputs:
-            result = _evaluated(step, evaluate)
+            result = _evaluated(node, evaluate)
             if result is not None:
                 return [result]
         if has_effect(op):
-            self._note_effect(step)
-        return apply(step)
+            self._note_effect(node)
+        return apply(node)
 
-    def _step(self, op: tf.Operation, inputs: Sequence[Value]) -> Step:
-        return Step(op, inputs, self._rows, self._outer)
+    def _node(self, op: tf.Operation, inputs: Sequence[Value]) -> Node:
+        return Node(op, inputs, self._rows, self._outer)
 
-    def _note_effect(self, step: Step) -> None:
+    def _note_effect(self, node: Node) -> None:
         """Note what an operation keeps, if that depends on data."""
-        if step.op.type in _MESSAGES:
+        if node.op.type in _MESSAGES:
             return
-        causes = step.causes
-        if step.op.type.startswith(("Rng", "Stateful")):
+        causes = node.causes
+        if node.op.type.startswith(("Rng", "Stateful")):
             # By how many numbers are drawn it moves, and that may be by how many rows.
             causes = frozenset(each for each in causes if each.why != COUNTS)
         # Where data decide whether it runs, even a constant that is kept tells of them.
-        if not (have_rows(step.inputs) or causes or self._is_hidden):
+        if not (have_rows(node.inputs) or causes or self._is_hidden):
             return
-        names = [each.variable for each in step.inputs if each.variable]
+        names = [each.variable for each in node.inputs if each.variable]
         if METRIC in names:
             return
         if names:
             why = "keeps what depends on the data"
-            self.effects.add(step.cause(why, variable=names[0]))
+            self.effects.add(node.cause(why, variable=names[0]))
         else:
             why = "may keep what depends on the data"
-            self.effects.add(step.cause(why, is_certain=False))
+            self.effects.add(node.cause(why, is_certain=False))
 
     def _called(
         self,
@@ -189,7 +189,7 @@ class Analysis:
     ) -> Value:
         """Note that all rows, or how many there are, decide about a tensor."""
         what = "how many there are" if predicate.axis is None else "what is in them"
-        cause = self._step(op, []).cause(f"{does} for all rows by {what}")
+        cause = self._node(op, []).cause(f"{does} for all rows by {what}")
         return value._replace(causes=value.causes | predicate.causes | {cause})
 
     def _loop(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:
@@ -211,7 +211,7 @@ class Analysis:
                 break
         else:
             why = "is a loop of which nothing is known"
-            cause = self._step(op, inputs).cause(why, is_certain=False)
+            cause = self._node(op, inputs).cause(why, is_certain=False)
             state = [each._replace(causes=each.causes | {cause}) for each in state]
         [goes_on] = self._called(op, condition, state)
         if not _depends(goes_on):
@@ -229,23 +229,23 @@ class Analysis:
     def _join(self, op: tf.Operation, first: Value, second: Value) -> Value:
         """Return what holds for a tensor that is one or the other."""
         # What has rows says where they are; what is filled, what is in a list.
-        leads = second.axis is not None or not is_open(second)
+        leads = second.axis is not None or second.variable != NEW_LIST
         main, other = (
             (second, first) if first.axis is None and leads else (first, second)
         )
         causes = first.causes | second.causes
         if WITHIN in (first.axis, second.axis):
             return main._replace(axis=WITHIN, numbers=None, causes=causes)
-        step = self._step(op, [])
+        node = self._node(op, [])
         if other.axis is not None and main[:2] != other[:2]:
             why = "has rows on another axis from one time to the next"
-            causes |= {step.cause(why)}
+            causes |= {node.cause(why)}
         lengths = _joined_lengths(main, other)
         if main.axis is not None and not _has_rows(lengths, main.axis):
             known = [each.lengths for each in (main, other) if each.axis is not None]
             if all(_has_rows(each, main.axis) for each in known):
                 why = "has another shape from one time to the next"
-                causes |= {step.cause(why)}
+                causes |= {node.cause(why)}
         numbers = _joined_numbers(first.numbers, second.numbers)
         name = main.variable
         if is_open(first) or is_open(second):
@@ -253,7 +253,7 @@ class Analysis:
             is_new = first.variable == second.variable == NEW_LIST
             name = NEW_LIST if is_new else PERHAPS_NEW
             if _loses_count(first, lengths) or _loses_count(second, lengths):
-                causes |= counting(step)
+                causes |= counting(node)
         return Value(main.axis, main.layout, lengths, numbers, causes, name)
 
 
@@ -333,14 +333,14 @@ def _constant(op: tf.Operation) -> Value:
     return Value(None, PLAIN, tuple(lengths), numbers)
 
 
-def _evaluated(step: Step, evaluate: Evaluate) -> Value | None:
+def _evaluated(node: Node, evaluate: Evaluate) -> Value | None:
     """Compute a small tensor of sizes; None if its numbers are not known."""
-    dtype = step.op.outputs[0].dtype
-    arrays = [each.numbers for each in step.inputs]
+    dtype = node.op.outputs[0].dtype
+    arrays = [each.numbers for each in node.inputs]
     if not (dtype.is_integer or dtype.is_bool) or any(each is None for each in arrays):
         return None
     try:
-        result = evaluate(step.op, *arrays)
+        result = evaluate(node.op, *arrays)
     except (IndexError, TypeError, ValueError):
         return None
     if result is None:
@@ -348,7 +348,7 @@ def _evaluated(step: Step, evaluate: Evaluate) -> Value | None:
     result = np.asarray(result, object)
     if result.size > _MOST_NUMBERS or _may_overflow(result):
         return None
-    return of_numbers(step, result)
+    return of_numbers(node, result)
 
 
 def _may_overflow(numbers: Array) -> bool:

@@ -1,7 +1,7 @@
 """What is known of a tensor: where its rows are, and what mixed them."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -11,6 +11,19 @@ from tfdp.checks.sizes import Length
 
 # In place of an axis: the tensor belongs to one row as a whole.
 WITHIN = -1
+
+_Known = TypeVar("_Known")
+
+
+class NotKnownError(Exception):
+    """What a tensor holds, or its shape, would have to be known, and is not."""
+
+
+def known(what: _Known | None) -> _Known:
+    """Return what a rule needs to know, or end it: then nobody knows where rows are."""
+    if what is None:
+        raise NotKnownError
+    return what
 
 
 class Cause(NamedTuple):
@@ -71,16 +84,37 @@ class Value(NamedTuple):
     variable: str | None = None
 
     @property
-    def from_end(self) -> int | None:
-        """Where the rows are, counted from the last axis: -1 for that one."""
-        if self.axis is None or self.lengths is None:
-            return None
-        return self.axis - len(self.lengths)
+    def shape(self) -> tuple[Length | None, ...]:
+        """The lengths of all axes, whose number is known at least."""
+        return known(self.lengths)
 
     @property
-    def rank(self) -> int | None:
-        """How many axes there are; None if that is not known."""
-        return None if self.lengths is None else len(self.lengths)
+    def from_end(self) -> int | None:
+        """Where the rows are, counted from the last axis: -1 for that one."""
+        return None if self.axis is None else self.axis - len(self.shape)
+
+    def with_lengths(self, lengths: Iterable[Length | None]) -> "Value":
+        """Return the same with other lengths."""
+        return self._replace(lengths=tuple(lengths))
+
+    def inserted(self, axis: int, length: Length | None) -> "Value":
+        """Say where rows are when there is one more axis."""
+        rows = self.axis
+        if rows is not None and rows >= axis:
+            rows += 1
+        lengths = self.lengths
+        if lengths is not None:
+            lengths = (*lengths[:axis], length, *lengths[axis:])
+        return self._replace(axis=rows, lengths=lengths)
+
+    def dropped(self, axes: Collection[int]) -> "Value":
+        """Say where rows are without some axes, none of which is theirs."""
+        rows, lengths = self.axis, self.lengths
+        if rows is not None:
+            rows -= sum(axis < rows for axis in axes)
+        if lengths is not None:
+            lengths = tuple(n for axis, n in enumerate(lengths) if axis not in axes)
+        return self._replace(axis=rows, lengths=lengths)
 
 
 FREE = Value()
