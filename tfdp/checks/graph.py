@@ -40,6 +40,10 @@ from tfdp.checks.values import (
 )
 
 _MOST_NUMBERS = 256
+
+# What numbers are worked out for: narrower ones wrap around.
+_WIDE = (tf.int32, tf.int64, tf.bool)
+
 _MOST_ROUNDS = 12
 
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
@@ -335,9 +339,8 @@ def _constant(op: tf.Operation) -> Value:
 
 def _evaluated(node: Node, evaluate: Evaluate) -> Value | None:
     """Compute a small tensor of sizes; None if its numbers are not known."""
-    dtype = node.op.outputs[0].dtype
     arrays = [each.numbers for each in node.inputs]
-    if not (dtype.is_integer or dtype.is_bool) or any(each is None for each in arrays):
+    if node.tensor.dtype not in _WIDE or any(each is None for each in arrays):
         return None
     try:
         result = evaluate(node.op, *arrays)
@@ -357,7 +360,7 @@ def _may_overflow(numbers: Array) -> bool:
 
 
 def _equal(first: Value, second: Value) -> bool:
-    if first[:3] != second[:3] or first.causes != second.causes:
+    if first._replace(numbers=None) != second._replace(numbers=None):
         return False
     # Sizes that are not known equal nothing, but may stay what they are.
     return first.numbers is second.numbers or same(first.numbers, second.numbers)

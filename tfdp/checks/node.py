@@ -1,5 +1,6 @@
 """One operation of a graph, and what is known of its inputs and outputs."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from tfdp.checks.values import (
 )
 
 
+@dataclasses.dataclass
 class Node:
     """One operation, and what is known of its inputs.
 
@@ -29,23 +31,20 @@ class Node:
         inputs: What is known of its inputs.
         rows: How many rows a batch has; None if that is not static.
         outer: The operation of the outermost graph that this is part of.
-        causes: What is the matter with any of the inputs.
         number: Which output is to be described.
+        causes: What is the matter with any of the inputs.
     """
 
-    def __init__(
-        self,
-        op: tf.Operation,
-        inputs: Sequence[Value],
-        rows: int | None,
-        outer: tf.Operation,
-    ) -> None:
-        self.op = op
-        self.outer = outer
-        self.inputs = inputs
-        self.rows = rows
-        self.causes = causes_of(inputs)
-        self.number = 0
+    op: tf.Operation
+    inputs: Sequence[Value]
+    rows: int | None
+    outer: tf.Operation
+    number: int = 0
+    causes: frozenset[Cause] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """Collect what is the matter."""
+        self.causes = causes_of(self.inputs)
 
     @property
     def tensor(self) -> Tensor:

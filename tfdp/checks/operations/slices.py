@@ -17,46 +17,6 @@ from tfdp.checks.values import Value, known
 _PART_BY_ROWS = "takes a part that depends on rows"
 
 
-@rule("Slice", otherwise=_PART_BY_ROWS)
-def _slice(node: Node) -> Value:
-    value, begin, size = node.inputs
-    lengths = value.shape
-    if begin.numbers is None or size.numbers is None:
-        if value.axis is not None:
-            return node.mixed("takes a part that is not known", is_certain=False)
-        return node.free()
-    taken = [
-        _sliced(*each)
-        for each in zip(
-            lengths, begin.numbers.ravel(), size.numbers.ravel(), strict=True
-        )
-    ]
-    if value.axis is None:
-        # Which part is taken may count rows.
-        return node.free(taken)
-    if not is_same_length(taken[value.axis], lengths[value.axis]):
-        return node.mixed("takes some of the rows")
-    causes = value.causes if _are_fixed([begin, size], value.axis) else node.causes
-    return node.like(value.with_lengths(taken), causes)
-
-
-def _sliced(length: Length | None, begin: Length, size: Length) -> Length | None:
-    """Return the length of a part."""
-    if size != -1:
-        return size
-    return None if length is None else length - begin
-
-
-def _are_fixed(indices: Sequence[Value], entry: int | None) -> bool:
-    """Tell whether no number but entry `entry`, that of the row axis, counts rows."""
-    about_rows = [] if entry is None else [entry]
-    return all(
-        each.numbers is not None
-        and is_fixed(np.delete(each.numbers.ravel(), about_rows))
-        for each in indices
-    )
-
-
 class _Taken(NamedTuple):
     """What a strided slice takes of one axis.
 
@@ -73,6 +33,34 @@ class _Taken(NamedTuple):
     takes_all: bool | None = True
     is_dropped: bool = False
     entry: int | None = None
+
+
+@rule("Slice", otherwise=_PART_BY_ROWS)
+def _slice(node: Node) -> Value:
+    value, begin, size = node.inputs
+    lengths = value.shape
+    if begin.numbers is None or size.numbers is None:
+        if value.axis is not None:
+            return node.mixed("takes a part that is not known", is_certain=False)
+        return node.free()
+    parts = [
+        _sliced(*each)
+        for each in zip(
+            lengths, begin.numbers.ravel(), size.numbers.ravel(), strict=True
+        )
+    ]
+    found = [
+        _Taken(axis, part, is_same_length(part, lengths[axis]), entry=axis)
+        for axis, part in enumerate(parts)
+    ]
+    return _cut(node, value, found, [begin, size])
+
+
+def _sliced(length: Length | None, begin: Length, size: Length) -> Length | None:
+    """Return the length of a part."""
+    if size != -1:
+        return size
+    return None if length is None else length - begin
 
 
 def _taken(
@@ -127,7 +115,13 @@ def _part(
 @rule("StridedSlice", otherwise=_PART_BY_ROWS)
 def _strided_slice(node: Node) -> Value:
     value, *indices = node.inputs
-    found = _taken(node, value.shape, indices)
+    return _cut(node, value, _taken(node, value.shape, indices), indices)
+
+
+def _cut(
+    node: Node, value: Value, found: Sequence[_Taken], indices: Sequence[Value]
+) -> Value:
+    """Describe a part of a tensor, from what is taken of each axis."""
     kept = [taken for taken in found if not taken.is_dropped]
     lengths = tuple(taken.length for taken in kept)
     if value.axis is None:
@@ -157,3 +151,13 @@ def _strided_slice_grad(node: Node) -> Value:
         return node.mixed("puts rows to others", is_certain=is_certain)
     causes = value.causes if _are_fixed(indices, of_rows.entry) else node.causes
     return node.like(Value(of_rows.axis, value.layout, lengths), causes)
+
+
+def _are_fixed(indices: Sequence[Value], entry: int | None) -> bool:
+    """Tell whether no number but entry `entry`, that of the row axis, counts rows."""
+    about_rows = [] if entry is None else [entry]
+    return all(
+        each.numbers is not None
+        and is_fixed(np.delete(each.numbers.ravel(), about_rows))
+        for each in indices
+    )
