@@ -307,9 +307,11 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     return model._loss_tracker
 
 
-def takes_training(model: keras.Model) -> bool:
-    """Tell whether the model's `call` has the argument `training`."""
-    return "training" in inspect.signature(model.call).parameters
+def run_model(model: keras.Model, x: Nest, *, training: bool | None) -> Nest:
+    """Call a model; that of some takes no argument `training`."""
+    if "training" in inspect.signature(model.call).parameters:
+        return model(x, training=training)
+    return model(x)
 
 
 def compute_loss(

@@ -20,7 +20,7 @@ from tfdp.checks.operations import apply
 from tfdp.checks.sizes import (
     CONSTANTS,
     Evaluate,
-    Length,
+    Lengths,
     Size,
     constant,
     is_fixed,
@@ -261,7 +261,7 @@ class Analysis:
         return Value(main.axis, main.layout, lengths, numbers, causes, name)
 
 
-def _joined_lengths(main: Value, other: Value) -> tuple[Length | None, ...] | None:
+def _joined_lengths(main: Value, other: Value) -> Lengths | None:
     """Return the lengths of what is one tensor or the other; None if not known."""
     lengths, others = main.lengths, other.lengths
     if lengths is not None and is_open(other):
@@ -271,7 +271,7 @@ def _joined_lengths(main: Value, other: Value) -> tuple[Length | None, ...] | No
     return tuple(a if a == b else None for a, b in zip(lengths, others, strict=True))
 
 
-def _loses_count(value: Value, lengths: tuple[Length | None, ...] | None) -> bool:
+def _loses_count(value: Value, lengths: Lengths | None) -> bool:
     """Tell whether of these lengths nobody knows any more that one counts rows."""
     return not is_fixed(value.lengths or ()) and (
         lengths is None or None in lengths[1:]
@@ -283,7 +283,7 @@ def _depends(predicate: Value) -> bool:
     return predicate.axis is not None or bool(predicate.causes)
 
 
-def _has_rows(lengths: tuple[Length | None, ...] | None, axis: int) -> bool:
+def _has_rows(lengths: Lengths | None, axis: int) -> bool:
     return lengths is not None and axis < len(lengths) and lengths[axis] is not None
 
 

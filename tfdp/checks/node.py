@@ -2,15 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdp._types import Array, Tensor
-from tfdp.checks.sizes import Length, Size, is_fixed, product
+from tfdp.checks.sizes import Length, Lengths, Size, is_fixed, product
 from tfdp.checks.values import (
-    FREE,
     PLAIN,
     WITHIN,
     Cause,
@@ -100,14 +99,10 @@ class Node:
         return self.mixed(why, is_certain=False)
 
     def free(
-        self,
-        lengths: Iterable[Length | None] | None = None,
-        causes: frozenset[Cause] | None = None,
+        self, lengths: Lengths | None = None, causes: frozenset[Cause] | None = None
     ) -> Value:
         """Describe an output that depends on no data."""
-        return self.like(
-            FREE if lengths is None else FREE.with_lengths(lengths), causes
-        )
+        return self.like(Value(lengths=lengths), causes)
 
     def rows_of(self, value: Value) -> Value:
         """Describe an output with the rows of a tensor, and lengths of its own."""
@@ -294,7 +289,7 @@ _HARMLESS = (
 _ON_HANDLES = ("TensorArray", "Queue", "Stack", "Barrier")
 
 
-def broadcast(values: Sequence[Value]) -> list[Length | None] | None:
+def broadcast(values: Sequence[Value]) -> Lengths | None:
     """Return the lengths of what tensors are broadcast to; None if not known."""
     shapes = [each.lengths for each in values if each.lengths is not None]
     if len(shapes) < len(values):
@@ -306,7 +301,7 @@ def broadcast(values: Sequence[Value]) -> list[Length | None] | None:
         longer = [n for n in here if n != 1]
         sure = [n for n in longer if n is not None]
         result.append(sure[0] if sure else (None if longer else 1))
-    return result
+    return tuple(result)
 
 
 def has_fixed_rest(shape: Value) -> bool:
@@ -336,10 +331,10 @@ def is_same_length(first: Length | None, second: Length | None) -> bool:
     return first is not None and first == second
 
 
-def lengths_from(shape: Value) -> list[Length]:
+def lengths_from(shape: Value) -> tuple[Length, ...]:
     """Read lengths from the numbers of a tensor."""
     numbers = known(shape.numbers).ravel()
-    return [n if isinstance(n, Size) else int(n) for n in numbers]
+    return tuple(n if isinstance(n, Size) else int(n) for n in numbers)
 
 
 def axis_from(along: Value, rank: int) -> int:

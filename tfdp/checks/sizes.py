@@ -82,6 +82,9 @@ UNKNOWN = Size(None)
 # The length of an axis.
 Length = int | Size
 
+# Of all axes of a tensor, each None where nobody knows.
+Lengths = tuple[Length | None, ...]
+
 # What an operation does to arrays of numbers and sizes; None where nobody knows.
 Evaluate = Callable[..., Array | Length | None]
 
@@ -108,7 +111,7 @@ def product(lengths: Sequence[Length]) -> Length:
     return result
 
 
-def settled(shape: Array, lengths: Sequence[Length]) -> list[Length]:
+def settled(shape: Array, lengths: Sequence[Length]) -> tuple[Length, ...]:
     """Resolve the -1 in the shape that a tensor is given.
 
     Args:
@@ -127,7 +130,7 @@ def settled(shape: Array, lengths: Sequence[Length]) -> list[Length]:
             numbers[position] = UNKNOWN
         else:
             numbers[position] = 0 if rest == 0 else total // rest
-    return numbers
+    return tuple(numbers)
 
 
 def reduced_axes(first: Array, second: Array) -> list[Array | None]:

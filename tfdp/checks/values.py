@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._types import Array
-from tfdp.checks.sizes import Length
+from tfdp.checks.sizes import Length, Lengths
 
 # In place of an axis: the tensor belongs to one row as a whole.
 WITHIN = -1
@@ -78,13 +78,13 @@ class Value(NamedTuple):
 
     axis: int | None = None
     layout: Layout = PLAIN
-    lengths: tuple[Length | None, ...] | None = None
+    lengths: Lengths | None = None
     numbers: Array | None = None
     causes: frozenset[Cause] = frozenset()
     variable: str | None = None
 
     @property
-    def shape(self) -> tuple[Length | None, ...]:
+    def shape(self) -> Lengths:
         """The lengths of all axes, whose number is known at least."""
         return known(self.lengths)
 
@@ -146,8 +146,8 @@ def is_open(value: Value) -> bool:
 
 
 def with_shape(
-    lengths: tuple[Length | None, ...] | None, shape: Sequence[Length | None]
-) -> tuple[Length | None, ...] | None:
+    lengths: Lengths | None, shape: Sequence[Length | None]
+) -> Lengths | None:
     """Add to the lengths of a list what else is known of its tensors.
 
     Args:

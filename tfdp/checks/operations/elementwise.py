@@ -24,8 +24,7 @@ def joined(node: Node, values: Sequence[Value]) -> Value:
     rank = len(lengths) if lengths is not None else node.op.outputs[0].shape.rank
     if others or rank is None or place is None:
         return node.mixed("joins tensors whose rows are on different axes")
-    own = None if lengths is None else tuple(lengths)
-    return node.like(Value(rank + place, layout, own), causes)
+    return node.like(Value(rank + place, layout, lengths), causes)
 
 
 def _joined_lists(node: Node, values: Sequence[Value]) -> Value:

@@ -1,7 +1,7 @@
 """Lists of tensors, as loops have them: described as if they were stacked."""
 
 from tfdp.checks.node import COUNTS, NONE, Node, counting, lengths_from, rule
-from tfdp.checks.sizes import Length, constant, is_fixed, same
+from tfdp.checks.sizes import Lengths, constant, is_fixed, same
 from tfdp.checks.values import (
     NEW_LIST,
     NO_NUMBERS,
@@ -35,11 +35,11 @@ def _new_list(node: Node) -> Value:
     return Value(None, PLAIN, lengths, numbers, causes, NEW_LIST)
 
 
-def _shape_from(shape: Value) -> list[Length | None]:
+def _shape_from(shape: Value) -> Lengths:
     """Read the shape of a list's tensors; nothing where it leaves open all of it."""
     if shape.lengths == ():
-        return []
-    return [None if n == -1 else n for n in lengths_from(shape)]
+        return ()
+    return tuple(None if n == -1 else n for n in lengths_from(shape))
 
 
 def _asked(node: Node, value: Value, shape: Value) -> Value:
@@ -146,9 +146,7 @@ def _grown(node: Node, value: Value, item: Value, causes: frozenset[Cause]) -> V
     return Value(axis, layout, lengths, item.numbers if is_alike else None, causes)
 
 
-def _common(
-    lengths: tuple[Length | None, ...], of_item: tuple[Length | None, ...] | None
-) -> tuple[Length | None, ...] | None:
+def _common(lengths: Lengths, of_item: Lengths | None) -> Lengths | None:
     """Return the lengths that a list keeps with one more tensor in it."""
     if of_item is None or len(lengths) != 1 + len(of_item):
         return None

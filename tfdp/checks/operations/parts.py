@@ -14,7 +14,7 @@ from tfdp.checks.node import (
     rule,
 )
 from tfdp.checks.operations.elementwise import joined
-from tfdp.checks.sizes import Length, constant
+from tfdp.checks.sizes import Length, Lengths, constant
 from tfdp.checks.values import Value, causes_of, known
 
 
@@ -25,9 +25,7 @@ def _pack(node: Node) -> Value:
         return joined(node, node.inputs)
     shapes = (each.lengths for each in node.inputs if each.lengths is not None)
     axis = node.attr("axis") % (len(known(next(shapes, None))) + 1)
-    one = (with_rows or node.inputs)[0]
-    lengths = broadcast(node.inputs)
-    one = one._replace(lengths=None if lengths is None else tuple(lengths))
+    one = (with_rows or node.inputs)[0]._replace(lengths=broadcast(node.inputs))
     return node.like(one.inserted(axis, len(node.inputs)))
 
 
@@ -63,14 +61,10 @@ def _concat(node: Node) -> Value:
         if len(others) != 1:
             return node.mixed("puts other entries between or behind the rows")
         one = others[0]
-    return node.like(
-        one._replace(lengths=None if lengths is None else tuple(lengths)), causes
-    )
+    return node.like(one._replace(lengths=lengths), causes)
 
 
-def _concatenated(
-    shapes: Sequence[Sequence[Length | None] | None], axis: int
-) -> list[Length | None] | None:
+def _concatenated(shapes: Sequence[Lengths | None], axis: int) -> Lengths | None:
     """Return the lengths of tensors one behind the other; None if not known."""
     known = [shape for shape in shapes if shape is not None]
     if len(known) < len(shapes):
@@ -84,7 +78,7 @@ def _concatenated(
         part = shape[axis]
         total = None if total is None or part is None else total + part
     lengths[axis] = total
-    return lengths
+    return tuple(lengths)
 
 
 @rule("ConcatOffset", rows_in=NONE)

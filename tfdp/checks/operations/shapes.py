@@ -1,7 +1,5 @@
 """Operations that ask for shapes, or give tensors other ones."""
 
-from collections.abc import Sequence
-
 from tfdp.checks.node import (
     ANY,
     NONE,
@@ -41,8 +39,8 @@ def _shape(node: Node) -> Value:
             numbers = constant(product(list(numbers)))
         return of_numbers(node, numbers)
     # Where something is the matter, what looks like the number of rows may not be.
-    known = static_lengths(node.tensor)
-    return Value(lengths=None if known is None else tuple(known), causes=causes)
+    own = static_lengths(node.tensor)
+    return Value(lengths=None if own is None else tuple(own), causes=causes)
 
 
 @rule("Rank")
@@ -61,7 +59,7 @@ def _broadcast_gradient_args(node: Node) -> Value:
     return node.free(causes=frozenset())._replace(numbers=axes)
 
 
-def reshaped(node: Node, value: Value, lengths: Sequence[Length]) -> Value:
+def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
     """Describe a tensor that is given other lengths, in the same order."""
     causes = value.causes
     if value.axis is None:
@@ -86,7 +84,7 @@ def reshaped(node: Node, value: Value, lengths: Sequence[Length]) -> Value:
             continue
         layout = Layout(of_row // (behind // new_behind), behind // new_behind)
         if is_same_length(product([*lengths[:axis], layout.times]), ahead):
-            return node.like(Value(axis, layout, tuple(lengths)), causes)
+            return node.like(Value(axis, layout, lengths), causes)
     # With whole rows somewhere they may only be in another order.
     has_rows = any(node.entries_of(length) for length in lengths)
     why = "puts parts of different rows together"
@@ -147,7 +145,7 @@ def _broadcast_to(node: Node) -> Value:
     value, shape = node.inputs
     lengths = lengths_from(shape)
     rows = None if value.from_end is None else len(lengths) + value.from_end
-    return node.like(Value(rows, value.layout, tuple(lengths)), value.causes)
+    return node.like(Value(rows, value.layout, lengths), value.causes)
 
 
 _SPREADS = "spreads what depends on rows over a whole tensor"

@@ -43,12 +43,8 @@ def _slice(node: Node) -> Value:
         if value.axis is not None:
             return node.mixed("takes a part that is not known", is_certain=False)
         return node.free()
-    parts = [
-        _sliced(*each)
-        for each in zip(
-            lengths, begin.numbers.ravel(), size.numbers.ravel(), strict=True
-        )
-    ]
+    numbers = zip(begin.numbers.ravel(), size.numbers.ravel(), strict=True)
+    parts = [_sliced(n, *each) for n, each in zip(lengths, numbers, strict=True)]
     found = [
         _Taken(axis, part, is_same_length(part, lengths[axis]), entry=axis)
         for axis, part in enumerate(parts)
@@ -138,7 +134,7 @@ def _cut(
 @rule("StridedSliceGrad", rows_in=[4])
 def _strided_slice_grad(node: Node) -> Value:
     shape, *indices, value = node.inputs
-    lengths = tuple(lengths_from(shape))
+    lengths = lengths_from(shape)
     found = _taken(node, lengths, indices)
     if value.axis is None:
         counted = [n for n, length in enumerate(lengths) if isinstance(length, Size)]
