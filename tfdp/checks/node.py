@@ -224,7 +224,7 @@ def apply(node: Node) -> list[Value]:
 
 
 def _description(node: Node) -> Describe:
-    with_rows = {n for n, each in enumerate(node.inputs) if each.axis is not None}
+    with_rows = [n for n, each in enumerate(node.inputs) if each.axis is not None]
     if any(node.inputs[n].axis == WITHIN for n in with_rows):
         return _within
     rule = RULES.get(node.op.type)
@@ -232,7 +232,7 @@ def _description(node: Node) -> Describe:
         # What is made of nothing but what is free of data, whatever it does.
         is_free = not with_rows and not has_effect(node.op)
         return Node.free if is_free else Node.unknown
-    if rule.rows_in is None or with_rows <= set(rule.rows_in):
+    if rule.rows_in is None or all(n in rule.rows_in for n in with_rows):
         return rule.describe
     if rule.otherwise is None:
         return Node.unknown

@@ -190,7 +190,7 @@ def _of_numbers(
     """Make a function of numbers that knows of sizes at most what equal ones give."""
 
     def of_entries(*entries: Length) -> Length:
-        if is_fixed(entries):
+        if not any(isinstance(entry, Size) for entry in entries):
             return int(function(*entries))
         if if_equal is None or entries[0] != entries[1]:
             return UNKNOWN
