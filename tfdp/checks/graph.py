@@ -340,7 +340,7 @@ def _constant(op: tf.Operation) -> Value:
 def _evaluated(node: Node, evaluate: Evaluate) -> Value | None:
     """Compute a small tensor of sizes; None if its numbers are not known."""
     arrays = [each.numbers for each in node.inputs]
-    if node.tensor.dtype not in _WIDE or any(each is None for each in arrays):
+    if any(each is None for each in arrays) or node.tensor.dtype not in _WIDE:
         return None
     try:
         result = evaluate(node.op, *arrays)
