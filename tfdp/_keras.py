@@ -34,6 +34,23 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 _Converter = Callable[[pfor._PforInput], Tensor | None]
 
 
+@contextlib.contextmanager
+def attributes_replaced(of: object, **attributes: object) -> Iterator[None]:
+    """Let a layer, a variable or a module have other attributes, or methods.
+
+    They are entries of the instance, which Keras does not track.
+    """
+    own = vars(of)
+    original = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del own[name]
+        own.update(original)
+
+
 class _NoMetrics:
     """Stands in for Keras's metrics where none are wanted."""
 
@@ -51,12 +68,8 @@ class PerExampleCompileLoss(CompileLoss):
 
     def build(self, y_true: Nest, y_pred: Nest) -> None:
         """Resolve the losses, without variables: this may happen in any graph."""
-        original = compile_utils.metrics_module
-        compile_utils.metrics_module = _NoMetrics
-        try:
+        with attributes_replaced(compile_utils, metrics_module=_NoMetrics):
             super().build(y_true, y_pred)
-        finally:
-            compile_utils.metrics_module = original
 
     @property
     def metrics(self) -> list[None]:
@@ -121,25 +134,6 @@ def layers_by_path(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
 
     visit(model, model.name)
     return list(found.values())
-
-
-@contextlib.contextmanager
-def attributes_replaced(
-    layer: keras.layers.Layer, **attributes: object
-) -> Iterator[None]:
-    """Let a layer have other attributes or methods, its `call` above all.
-
-    They are entries of the instance, which Keras does not track.
-    """
-    own = vars(layer)
-    original = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del own[name]
-        own.update(original)
 
 
 def is_only_its_layers(model: keras.layers.Layer) -> bool:
@@ -257,13 +251,19 @@ def with_global_seed(function: _Function) -> _Function:
 _GLOBAL_SEED = "global_seed_generator"
 
 
+def _generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
+    """List the seed generators of a model's layers."""
+    return [
+        generator
+        for layer in flatten_layers(model)
+        for generator in layer._seed_generators
+    ]
+
+
 def seed_states(model: keras.Model) -> list[keras.Variable]:
     """List the states of all seed generators that a model's layers may use."""
-    seeds = {id(state): state for state in [global_seed_generator().state]}
-    for layer in flatten_layers(model):
-        for generator in layer._seed_generators:
-            seeds[id(generator.state)] = generator.state
-    return list(seeds.values())
+    generators = [global_seed_generator(), *_generators(model)]
+    return list({id(each.state): each.state for each in generators}.values())
 
 
 def shared_seed_states(model: keras.Model) -> list[keras.Variable]:
@@ -277,15 +277,14 @@ def shared_seed_states(model: keras.Model) -> list[keras.Variable]:
     """
     return [
         generator.state
-        for layer in flatten_layers(model)
-        for generator in layer._seed_generators
+        for generator in _generators(model)
         if getattr(generator, "is_same_for_all_rows", False)
     ]
 
 
 def draws_numbers(model: keras.Model) -> bool:
     """Tell whether layers of a model draw random numbers."""
-    return any(layer._seed_generators for layer in flatten_layers(model))
+    return bool(_generators(model))
 
 
 def states(model: keras.Model) -> list[keras.Variable]:
@@ -308,9 +307,11 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     return model._loss_tracker
 
 
-def takes_training(model: keras.Model) -> bool:
-    """Tell whether the model's `call` has the argument `training`."""
-    return "training" in inspect.signature(model.call).parameters
+def run_model(model: keras.Model, x: Nest, *, training: bool | None) -> Nest:
+    """Call a model; that of some takes no argument `training`."""
+    if "training" in inspect.signature(model.call).parameters:
+        return model(x, training=training)
+    return model(x)
 
 
 def compute_loss(
@@ -338,14 +339,10 @@ def with_mask_of(tensor: Tensor, other: Tensor) -> Tensor:
 @contextlib.contextmanager
 def without_regularizers(variables: list[Variable]) -> Iterator[None]:
     """Hide the weight regularizers of `variables` from `Layer.losses`."""
-    hidden = [(variable, variable.regularizer) for variable in variables]
-    try:
-        for variable, _ in hidden:
-            variable.regularizer = None
+    with contextlib.ExitStack() as hidden:
+        for variable in variables:
+            hidden.enter_context(attributes_replaced(variable, _regularizer=None))
         yield
-    finally:
-        for variable, regularizer in hidden:
-            variable.regularizer = regularizer
 
 
 @contextlib.contextmanager
@@ -466,31 +463,30 @@ def unmirrored_variables() -> Iterator[None]:
 _OF_VARIABLES = ("initial_value", "trainable", "name", "dtype", "shape")
 
 
-@contextlib.contextmanager
-def losses_of_one_replica() -> Iterator[None]:
+def losses_of_one_replica() -> contextlib.AbstractContextManager[None]:
     """Keep Keras from dividing losses by the number of replicas.
 
     An example's loss must not depend on how many others work beside it.
+
+    Returns:
+        A context in which it does not.
     """
-    original = loss_module.scale_loss_for_distribution
-    undo = loss_module.unscale_loss_for_distribution
-    loss_module.scale_loss_for_distribution = lambda loss: loss
-    loss_module.unscale_loss_for_distribution = lambda loss: loss
-    try:
-        yield
-    finally:
-        loss_module.scale_loss_for_distribution = original
-        loss_module.unscale_loss_for_distribution = undo
+    return attributes_replaced(
+        loss_module,
+        scale_loss_for_distribution=_unchanged,
+        unscale_loss_for_distribution=_unchanged,
+    )
 
 
-@contextlib.contextmanager
-def gradients_are_summed(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+def gradients_are_summed(
+    optimizer: keras.optimizers.Optimizer,
+) -> contextlib.AbstractContextManager[None]:
     """Keep an optimizer from adding the gradients of all replicas up once more."""
-    optimizer.__dict__["_all_reduce_sum_gradients"] = lambda pairs: pairs
-    try:
-        yield
-    finally:
-        del optimizer.__dict__["_all_reduce_sum_gradients"]
+    return attributes_replaced(optimizer, _all_reduce_sum_gradients=_unchanged)
+
+
+def _unchanged(what: Nest) -> Nest:
+    return what
 
 
 def with_class_weights(class_weight: dict[int, float], x: Nest, y: Nest) -> Nest:
@@ -519,10 +515,8 @@ def function_graph(graph: tf.Graph, name: str) -> tf.Graph:
     raise LookupError(name)
 
 
-def metrics_handles(model: keras.Model | None) -> list[Tensor]:
+def metrics_handles(model: keras.Model) -> list[Tensor]:
     """List the handles of the variables of all metrics in a model and its layers."""
-    if model is None:
-        return []
     return [
         known.handle
         for layer in flatten_layers(model)

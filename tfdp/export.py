@@ -192,12 +192,12 @@ def _report(private: DPModel, delta: float) -> Config:
             "`private.model.export(path)`."
         )
     optimizer = getattr(private.model, "optimizer", None)
-    if optimizer is not None and int(optimizer.iterations.numpy()):
+    own_steps = 0 if optimizer is None else int(optimizer.iterations.numpy())
+    if own_steps:
         raise NotPrivateError(
             f"Model `{private.model.name}` was trained by an optimizer of its own, "
             f"without noise, after it had become private. Received: {optimizer!r} after "
-            f"{int(optimizer.iterations.numpy())} steps. Use `private.fit(...)` only, from the "
-            "start."
+            f"{own_steps} steps. Use `private.fit(...)` only, from the start."
         )
     recorder = private.recorder
     return {
@@ -326,9 +326,7 @@ def _write(model: keras.Model, inputs: Nest, path: str) -> None:
 
 def _predicted(model: keras.Model, inputs: Nest, tensors: Mapping[str, Tensor]) -> Nest:
     rows = keras.tree.map_structure(lambda spec: tensors[spec.name], inputs)
-    # Some models' `call` takes no `training`.
-    training = {"training": False} if _keras.takes_training(model) else {}
-    return model(rows, **training)
+    return _keras.run_model(model, rows, training=False)
 
 
 def _named(outputs: Nest, names: list[str] | None) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """Models without batch statistics, made from models that have them."""
 
-import contextlib
 import math
 import tempfile
 from collections.abc import Iterator
@@ -190,7 +189,8 @@ class _Copies:
         if _keras.is_only_its_layers(layer):
             # In a Sequential model it may not be given.
             call = None if isinstance(layer, keras.Sequential) else _call
-            with _uncompiled(layer):
+            # Keras compiles a clone too, which fails for losses not registered.
+            with _keras.attributes_replaced(layer, compiled=False):
                 return keras.models.clone_model(
                     layer, clone_function=self.of, call_function=call
                 )
@@ -255,13 +255,3 @@ def _assign(source: Variable, target: Variable) -> None:
     target.assign(source)
     target.trainable = source.trainable
     note_copy(source, target)
-
-
-@contextlib.contextmanager
-def _uncompiled(model: keras.Model) -> Iterator[None]:
-    """Keep Keras from compiling a clone, which fails for losses not registered."""
-    compiled, model.compiled = model.compiled, False
-    try:
-        yield
-    finally:
-        model.compiled = compiled

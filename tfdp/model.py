@@ -173,9 +173,7 @@ class DPModel(TrainingFunctions):
 
     def call(self, inputs: Nest, training: bool | None = None) -> Nest:
         """Run the wrapped model."""
-        if _keras.takes_training(self.model):
-            return self.model(inputs, training=training)
-        return self.model(inputs)
+        return _keras.run_model(self.model, inputs, training=training)
 
     def build(self, input_shape: Nest) -> None:
         """Build the wrapped model."""

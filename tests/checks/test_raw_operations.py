@@ -288,7 +288,104 @@ def axes_of_zeros(x):
     return times(x, tf.rank(zeros))
 
 
+def numbers_of(x):
+    return tf.cast(x[:, 0], tf.int32)
+
+
+def sum_of_ones(x, like):
+    return x * tf.reduce_sum(tf.ones_like(like), [0])
+
+
+def reversed_by_rows(x):
+    turned = RAW.ReverseV2(tensor=tf.ones([2, 3], x.dtype), axis=numbers_of(x))
+    return x + tf.reduce_sum(turned[0])
+
+
+def split_by_rows(x):
+    parts = RAW.SplitV(
+        value=tf.ones([9], x.dtype), size_splits=numbers_of(x), axis=0, num_split=2
+    )
+    return sum_of_ones(x, parts[0])
+
+
+def axes_by_rows(x):
+    axes = RAW.BroadcastGradientArgs(s0=numbers_of(x), s1=tf.constant([1, 3])).r0
+    return times(x, tf.reduce_sum(axes, 0))
+
+
+def offsets_by_rows(x):
+    offsets = RAW.ConcatOffset(concat_dim=0, shape=[numbers_of(x), numbers_of(x)])
+    return times(x, tf.reduce_sum(offsets[1], 0))
+
+
+def shuffled_by_rows(x):
+    seeds = tf.stack([numbers_of(x)] * 3, 1)
+    place = RAW.RandomIndexShuffle(index=1, seed=seeds, max_index=9)
+    return times(x, tf.reduce_sum(place, 0))
+
+
+def half_set(x):
+    items = RAW.TensorListReserve(
+        element_shape=-1, num_elements=2, element_dtype=x.dtype
+    )
+    return RAW.TensorListSetItem(
+        input_handle=items, index=0, item=tf.ones([2], x.dtype)
+    )
+
+
+def item_of(x, items, index, shape):
+    item = RAW.TensorListGetItem(
+        input_handle=items, index=index, element_shape=shape, element_dtype=x.dtype
+    )
+    return sum_of_ones(x, item)
+
+
+def longer_list(x):
+    items = RAW.TensorListFromTensor(tensor=tf.ones([2, 2], x.dtype), element_shape=-1)
+    return RAW.TensorListResize(input_handle=items, size=5)
+
+
+def joined_by_rows(x):
+    joined, _ = RAW.TensorListConcatV2(
+        input_handle=half_set(x),
+        element_shape=[-1],
+        leading_dims=tf.cast(numbers_of(x), tf.int64),
+        element_dtype=x.dtype,
+    )
+    return sum_of_ones(x, joined)
+
+
+def spectrum_of_unknown_rank(x):
+    """The second transform goes along the rows, if nobody knows where they are."""
+
+    def again(n, h):
+        h = RAW.RFFT(input=h, fft_length=[3], Tcomplex=tf.complex64)
+        return n + 1, tf.math.real(RAW.IFFT2D(input=h))
+
+    shapes = tf.TensorShape([]), tf.TensorShape(None)
+    state = (0, tf.cast(x, tf.float32))
+    return tf.while_loop(lambda n, _: n < 2, again, state, shape_invariants=shapes)[1]
+
+
+def mean_along_a_narrow_axis(x):
+    """255 + 1 is 0 in eight bits, which is the axis of the rows."""
+    axis = tf.constant(255, tf.uint8) + tf.constant(1, tf.uint8)
+    x = x[:, :, None]
+    return (x + tf.reduce_mean(x, tf.cast(axis, tf.int32), keepdims=True))[..., 0]
+
+
 HIDDEN = [
+    mean_along_a_narrow_axis,
+    reversed_by_rows,
+    split_by_rows,
+    axes_by_rows,
+    offsets_by_rows,
+    shuffled_by_rows,
+    joined_by_rows,
+    spectrum_of_unknown_rank,
+    lambda x: item_of(x, half_set(x), 1, tf.stack([number_of(x)])),
+    lambda x: item_of(x, half_set(x), 1, numbers_of(x)),
+    lambda x: item_of(x, longer_list(x), 4, tf.stack([number_of(x)])),
     either,
     either_or_rows,
     in_no_round,
@@ -327,3 +424,30 @@ HIDDEN = [
 @pytest.mark.parametrize("function", HIDDEN)
 def test_what_hides_in_an_operation_is_found(function):
     assert found(function, (D,))
+
+
+def gradient_sized_by_rows(x):
+    return RAW.Conv2DBackpropInput(
+        input_sizes=numbers_of(x),
+        filter=tf.ones([1, 1, 1, 1], x.dtype),
+        out_backprop=image(x),
+        strides=[1, 2, 1, 1],
+        padding="SAME",
+    )
+
+
+def projected_by_rows(x):
+    return RAW.ImageProjectiveTransformV3(
+        images=tf.cast(image(x), tf.float32),
+        transforms=tf.constant([[1.0, 0, 0, 0, 1, 0, 0, 0]]),
+        output_shape=numbers_of(x),
+        fill_value=0.0,
+        interpolation="NEAREST",
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "rows"), [(gradient_sized_by_rows, 4), (projected_by_rows, 2)]
+)
+def test_sizes_with_as_many_numbers_as_rows_are_no_rows(function, rows):
+    assert found(function, (D,), rows=rows)

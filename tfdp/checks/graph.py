@@ -8,23 +8,23 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp._types import Array, Tensor
-from tfdp.checks.operations import apply
-from tfdp.checks.sizes import (
-    CONSTANTS,
-    Evaluate,
-    Length,
-    Size,
-    constant,
-    is_fixed,
-    same,
-)
-from tfdp.checks.step import (
+from tfdp.checks.node import (
     COUNTS,
-    Step,
+    Node,
     counting,
     has_effect,
     of_numbers,
     static_lengths,
+)
+from tfdp.checks.operations import apply
+from tfdp.checks.sizes import (
+    CONSTANTS,
+    Evaluate,
+    Lengths,
+    Size,
+    constant,
+    is_fixed,
+    same,
 )
 from tfdp.checks.values import (
     NEW_LIST,
@@ -40,6 +40,10 @@ from tfdp.checks.values import (
 )
 
 _MOST_NUMBERS = 256
+
+# What numbers are worked out for: narrower ones wrap around.
+_WIDE = (tf.int32, tf.int64, tf.bool)
+
 _MOST_ROUNDS = 12
 
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
@@ -107,40 +111,40 @@ class Analysis:
             return self._branches(op, inputs)
         if kind in _LOOPS:
             return self._loop(op, inputs)
-        step = self._step(op, inputs)
+        node = self._node(op, inputs)
         # Shapes are computed: whether a reshape keeps rows whole is in their numbers.
         evaluate = CONSTANTS.get(kind)
         if evaluate is not None and inputs:
-            result = _evaluated(step, evaluate)
+            result = _evaluated(node, evaluate)
             if result is not None:
                 return [result]
         if has_effect(op):
-            self._note_effect(step)
-        return apply(step)
+            self._note_effect(node)
+        return apply(node)
 
-    def _step(self, op: tf.Operation, inputs: Sequence[Value]) -> Step:
-        return Step(op, inputs, self._rows, self._outer)
+    def _node(self, op: tf.Operation, inputs: Sequence[Value]) -> Node:
+        return Node(op, inputs, self._rows, self._outer)
 
-    def _note_effect(self, step: Step) -> None:
+    def _note_effect(self, node: Node) -> None:
         """Note what an operation keeps, if that depends on data."""
-        if step.op.type in _MESSAGES:
+        if node.op.type in _MESSAGES:
             return
-        causes = step.causes
-        if step.op.type.startswith(("Rng", "Stateful")):
+        causes = node.causes
+        if node.op.type.startswith(("Rng", "Stateful")):
             # By how many numbers are drawn it moves, and that may be by how many rows.
             causes = frozenset(each for each in causes if each.why != COUNTS)
         # Where data decide whether it runs, even a constant that is kept tells of them.
-        if not (have_rows(step.inputs) or causes or self._is_hidden):
+        if not (have_rows(node.inputs) or causes or self._is_hidden):
             return
-        names = [each.variable for each in step.inputs if each.variable]
+        names = [each.variable for each in node.inputs if each.variable]
         if METRIC in names:
             return
         if names:
             why = "keeps what depends on the data"
-            self.effects.add(step.cause(why, variable=names[0]))
+            self.effects.add(node.cause(why, variable=names[0]))
         else:
             why = "may keep what depends on the data"
-            self.effects.add(step.cause(why, is_certain=False))
+            self.effects.add(node.cause(why, is_certain=False))
 
     def _called(
         self,
@@ -189,7 +193,7 @@ class Analysis:
     ) -> Value:
         """Note that all rows, or how many there are, decide about a tensor."""
         what = "how many there are" if predicate.axis is None else "what is in them"
-        cause = self._step(op, []).cause(f"{does} for all rows by {what}")
+        cause = self._node(op, []).cause(f"{does} for all rows by {what}")
         return value._replace(causes=value.causes | predicate.causes | {cause})
 
     def _loop(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:
@@ -211,7 +215,7 @@ class Analysis:
                 break
         else:
             why = "is a loop of which nothing is known"
-            cause = self._step(op, inputs).cause(why, is_certain=False)
+            cause = self._node(op, inputs).cause(why, is_certain=False)
             state = [each._replace(causes=each.causes | {cause}) for each in state]
         [goes_on] = self._called(op, condition, state)
         if not _depends(goes_on):
@@ -229,23 +233,23 @@ class Analysis:
     def _join(self, op: tf.Operation, first: Value, second: Value) -> Value:
         """Return what holds for a tensor that is one or the other."""
         # What has rows says where they are; what is filled, what is in a list.
-        leads = second.axis is not None or not is_open(second)
+        leads = second.axis is not None or second.variable != NEW_LIST
         main, other = (
             (second, first) if first.axis is None and leads else (first, second)
         )
         causes = first.causes | second.causes
         if WITHIN in (first.axis, second.axis):
             return main._replace(axis=WITHIN, numbers=None, causes=causes)
-        step = self._step(op, [])
+        node = self._node(op, [])
         if other.axis is not None and main[:2] != other[:2]:
             why = "has rows on another axis from one time to the next"
-            causes |= {step.cause(why)}
+            causes |= {node.cause(why)}
         lengths = _joined_lengths(main, other)
         if main.axis is not None and not _has_rows(lengths, main.axis):
             known = [each.lengths for each in (main, other) if each.axis is not None]
             if all(_has_rows(each, main.axis) for each in known):
                 why = "has another shape from one time to the next"
-                causes |= {step.cause(why)}
+                causes |= {node.cause(why)}
         numbers = _joined_numbers(first.numbers, second.numbers)
         name = main.variable
         if is_open(first) or is_open(second):
@@ -253,11 +257,11 @@ class Analysis:
             is_new = first.variable == second.variable == NEW_LIST
             name = NEW_LIST if is_new else PERHAPS_NEW
             if _loses_count(first, lengths) or _loses_count(second, lengths):
-                causes |= counting(step)
+                causes |= counting(node)
         return Value(main.axis, main.layout, lengths, numbers, causes, name)
 
 
-def _joined_lengths(main: Value, other: Value) -> tuple[Length | None, ...] | None:
+def _joined_lengths(main: Value, other: Value) -> Lengths | None:
     """Return the lengths of what is one tensor or the other; None if not known."""
     lengths, others = main.lengths, other.lengths
     if lengths is not None and is_open(other):
@@ -267,7 +271,7 @@ def _joined_lengths(main: Value, other: Value) -> tuple[Length | None, ...] | No
     return tuple(a if a == b else None for a, b in zip(lengths, others, strict=True))
 
 
-def _loses_count(value: Value, lengths: tuple[Length | None, ...] | None) -> bool:
+def _loses_count(value: Value, lengths: Lengths | None) -> bool:
     """Tell whether of these lengths nobody knows any more that one counts rows."""
     return not is_fixed(value.lengths or ()) and (
         lengths is None or None in lengths[1:]
@@ -279,7 +283,7 @@ def _depends(predicate: Value) -> bool:
     return predicate.axis is not None or bool(predicate.causes)
 
 
-def _has_rows(lengths: tuple[Length | None, ...] | None, axis: int) -> bool:
+def _has_rows(lengths: Lengths | None, axis: int) -> bool:
     return lengths is not None and axis < len(lengths) and lengths[axis] is not None
 
 
@@ -333,14 +337,13 @@ def _constant(op: tf.Operation) -> Value:
     return Value(None, PLAIN, tuple(lengths), numbers)
 
 
-def _evaluated(step: Step, evaluate: Evaluate) -> Value | None:
+def _evaluated(node: Node, evaluate: Evaluate) -> Value | None:
     """Compute a small tensor of sizes; None if its numbers are not known."""
-    dtype = step.op.outputs[0].dtype
-    arrays = [each.numbers for each in step.inputs]
-    if not (dtype.is_integer or dtype.is_bool) or any(each is None for each in arrays):
+    arrays = [each.numbers for each in node.inputs]
+    if any(each is None for each in arrays) or node.tensor.dtype not in _WIDE:
         return None
     try:
-        result = evaluate(step.op, *arrays)
+        result = evaluate(node.op, *arrays)
     except (IndexError, TypeError, ValueError):
         return None
     if result is None:
@@ -348,7 +351,7 @@ def _evaluated(step: Step, evaluate: Evaluate) -> Value | None:
     result = np.asarray(result, object)
     if result.size > _MOST_NUMBERS or _may_overflow(result):
         return None
-    return of_numbers(step, result)
+    return of_numbers(node, result)
 
 
 def _may_overflow(numbers: Array) -> bool:
@@ -357,7 +360,7 @@ def _may_overflow(numbers: Array) -> bool:
 
 
 def _equal(first: Value, second: Value) -> bool:
-    if first[:3] != second[:3] or first.causes != second.causes:
+    if first[:3] != second[:3] or first[4:] != second[4:]:
         return False
     # Sizes that are not known equal nothing, but may stay what they are.
     return first.numbers is second.numbers or same(first.numbers, second.numbers)

@@ -58,12 +58,12 @@ def _problems_of(model: keras.Model, x: Nest, *, views: int = 1) -> list[Problem
     signature = signature_of(x)
     _build(model, signature)
     trace = Trace(model)
-    takes_training = _keras.takes_training(model)
-
-    def run(inputs: Nest) -> Nest:
-        return model(inputs, training=True) if takes_training else model(inputs)
-
-    found = trace.found(run, (signature,), views=views, ends_in_rows=False)
+    found = trace.found(
+        lambda inputs: _keras.run_model(model, inputs, training=True),
+        (signature,),
+        views=views,
+        ends_in_rows=False,
+    )
     return layer_problems(model, trace, found)
 
 

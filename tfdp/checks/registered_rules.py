@@ -54,37 +54,79 @@ def compare_on_rows(
         ascent = objective.ascent._replace(radius=radius, mix=1.0)
         objective = dataclasses.replace(objective, ascent=ascent)
     rows = number_of_rows(data)
-    lengths: list[list[float]] = []
-    # At least float32, as the gradients are.
-    expected_sums = [
-        np.zeros(v.shape, "float64" if v.dtype == "float64" else "float32")
-        for v in objective.variables
-    ]
     with _away_from_zero(objective.model):
-        for row in range(rows):
-            x, y, weight = _tree.map_tensors(
-                operator.itemgetter(slice(row, row + 1)), data
-            )
-            batch = Batch(x, y, weight, tf.zeros([1], tf.bool))
-            gradients, _ = unit_gradients(objective, batch)
-            lengths.append([0.0 if g is None else _length(g) for g in gradients])
-            # What is not finite must not be so for the engine either, and is in no sum.
-            if np.isfinite(lengths[-1]).all():
-                for total, gradient in zip(expected_sums, gradients, strict=True):
-                    if gradient is not None:
-                        np.add(total, gradient, out=total)
-            # Before the next ones are made: there may be room for one set only.
-            del gradients
+        lengths, expected_sums = _one_by_one(objective, data, rows)
         sums, norms = _unclipped(engine, objective, data)
         if rows > 1:
             # An axis that is as long as the batch passes for it, but not twice.
             fewer = operator.itemgetter(slice(rows - 1))
             _unclipped(engine, objective, _tree.map_tensors(fewer, data))
         too_long = _too_long(engine, objective, data, norms) if clips else []
+    if too_long:
+        raise UnsupportedLayerError(
+            f"Engine '{engine.name}' must clip every unit. Received: a sum that is "
+            f"longer than its units' clip norms together, with {', '.join(too_long)}."
+        )
+    differences = [
+        _length(np.subtract(total, expected, out=expected))
+        for total, expected in zip(sums, expected_sums, strict=True)
+    ]
+    wrong = _wrong(objective, lengths, differences, np.asarray(norms, np.float64))
+    if wrong:
+        raise UnsupportedLayerError(
+            "On a few rows the sum of the gradients and their norms must be those of "
+            f"the rows taken one by one. Received: other {wrong}. A layer with a "
+            "registered rule may have variables that the rule leaves out, or a layer "
+            "is called on a tensor whose leading axis is not that of the examples."
+        )
+
+
+def _one_by_one(
+    objective: Objective, data: Nest, rows: int
+) -> tuple[Array, list[Array]]:
+    """Take the gradients of one row after the other.
+
+    Returns:
+        Their lengths, shape (rows, variables), and their sums.
+    """
+    lengths = np.zeros([rows, len(objective.variables)])
+    # At least float32, as the gradients are.
+    sums = [
+        np.zeros(v.shape, "float64" if v.dtype == "float64" else "float32")
+        for v in objective.variables
+    ]
+    for row in range(rows):
+        x, y, weight = _tree.map_tensors(operator.itemgetter(slice(row, row + 1)), data)
+        batch = Batch(x, y, weight, tf.zeros([1], tf.bool))
+        gradients, _ = unit_gradients(objective, batch)
+        lengths[row] = [0.0 if g is None else _length(g) for g in gradients]
+        # What is not finite must not be so for the engine either, and is in no sum.
+        if np.isfinite(lengths[row]).all():
+            for total, gradient in zip(sums, gradients, strict=True):
+                if gradient is not None:
+                    np.add(total, gradient, out=total)
+        # Before the next ones are made: there may be room for one set only.
+        del gradients
+    return lengths, sums
+
+
+def _wrong(
+    objective: Objective, lengths: Array, differences: list[float], norms: Array
+) -> str:
+    """Name what differs by more than rounding explains; nothing if all is well.
+
+    Args:
+        objective: What was differentiated.
+        lengths: Those of single rows' gradients, shape (rows, variables).
+        differences: How far the sums for each variable are apart.
+        norms: The engine's for each row.
+
+    Returns:
+        Words for a message.
+    """
     expected = np.array([math.hypot(*of_row) for of_row in lengths])
     finite = np.isfinite(expected)
-    norms = np.asarray(norms, np.float64)
-    same = np.array_equal(np.isfinite(norms), finite)
+    are_same = np.array_equal(np.isfinite(norms), finite)
     norms, expected = norms[finite], expected[finite]
     tolerance = max(
         _TOLERANCES.get(layer.compute_dtype, _TOLERANCE)
@@ -92,34 +134,19 @@ def compare_on_rows(
     )
     # Norms are rounded up by what numbers too small for their dtype can be worth.
     slack = tolerance * np.maximum(expected, 1e-6 * expected.max(initial=0)) + 1e-12
-    differences = [
-        _length(np.subtract(total, expected_sum, out=expected_sum))
-        for total, expected_sum in zip(sums, expected_sums, strict=True)
-    ]
+    are_same = are_same and bool(np.all(np.abs(norms - expected) <= slack))
     # Of each variable by itself: beside larger ones a wrong one would not be seen.
-    of_variables = np.array(lengths)[finite].sum(0)
-    allowed = tolerance * of_variables + 1e-3 * slack.sum()
-    wrong = [
+    allowed = tolerance * lengths[finite].sum(0) + 1e-3 * slack.sum()
+    paths = [
         f"`{variable.path}`"
         for variable, difference, most in zip(
             objective.variables, differences, allowed, strict=True
         )
         if not difference <= most
     ]
-    same = same and bool(np.all(np.abs(norms - expected) <= slack))
-    if too_long:
-        raise UnsupportedLayerError(
-            f"Engine '{engine.name}' must clip every unit. Received: a sum that is "
-            f"longer than its units' clip norms together, with {', '.join(too_long)}."
-        )
-    if wrong or not same:
-        raise UnsupportedLayerError(
-            "On a few rows the sum of the gradients and their norms must be those of "
-            "the rows taken one by one. Received: other "
-            f"{'sums for ' + ', '.join(wrong) if wrong else 'norms'}. A layer with a "
-            "registered rule may have variables that the rule leaves out, or a layer "
-            "is called on a tensor whose leading axis is not that of the examples."
-        )
+    if paths:
+        return f"sums for {', '.join(paths)}"
+    return "" if are_same else "norms"
 
 
 def _too_long(

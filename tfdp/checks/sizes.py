@@ -1,6 +1,7 @@
 """Arithmetic with sizes of tensors, of which some count the rows of a batch."""
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,6 +82,9 @@ UNKNOWN = Size(None)
 # The length of an axis.
 Length = int | Size
 
+# Of all axes of a tensor, each None where nobody knows.
+Lengths = tuple[Length | None, ...]
+
 # What an operation does to arrays of numbers and sizes; None where nobody knows.
 Evaluate = Callable[..., Array | Length | None]
 
@@ -107,7 +111,7 @@ def product(lengths: Sequence[Length]) -> Length:
     return result
 
 
-def settled(shape: Array, lengths: Sequence[Length]) -> list[Length]:
+def settled(shape: Array, lengths: Sequence[Length]) -> tuple[Length, ...]:
     """Resolve the -1 in the shape that a tensor is given.
 
     Args:
@@ -126,7 +130,7 @@ def settled(shape: Array, lengths: Sequence[Length]) -> list[Length]:
             numbers[position] = UNKNOWN
         else:
             numbers[position] = 0 if rest == 0 else total // rest
-    return numbers
+    return tuple(numbers)
 
 
 def reduced_axes(first: Array, second: Array) -> list[Array | None]:
@@ -180,22 +184,25 @@ def _elementwise(function: Callable[..., Length]) -> Evaluate:
     return of_arrays
 
 
-def _only_fixed(function: Callable[..., float]) -> Evaluate:
-    """Make a function of numbers that knows nothing of sizes."""
+def _of_numbers(
+    function: Callable[..., float], *, if_equal: Length | None = None
+) -> Evaluate:
+    """Make a function of numbers that knows of sizes at most what equal ones give."""
 
-    def of_numbers(*numbers: Length) -> Length:
-        return int(function(*numbers)) if is_fixed(numbers) else UNKNOWN
+    def of_entries(*entries: Length) -> Length:
+        if not any(isinstance(entry, Size) for entry in entries):
+            return int(function(*entries))
+        if if_equal is None or entries[0] != entries[1]:
+            return UNKNOWN
+        return if_equal
 
-    return _elementwise(of_numbers)
+    return _elementwise(of_entries)
 
 
-def _compared(function: Callable[[int, int], bool], *, if_equal: bool) -> Evaluate:
-    def of_numbers(a: Length, b: Length) -> Length:
-        if isinstance(a, Size) or isinstance(b, Size):
-            return int(if_equal) if a == b else UNKNOWN
-        return int(function(a, b))
-
-    return _elementwise(of_numbers)
+def _truncated(a: int, b: int) -> int:
+    """Divide towards zero; not by way of floats, which large numbers do not fit."""
+    quotient = abs(a) // abs(b) if b else 0
+    return quotient if (a < 0) == (b < 0) else -quotient
 
 
 def _larger(a: Length, b: Length) -> Length:
@@ -238,17 +245,6 @@ def _reduced(function: np.ufunc) -> Evaluate:
         return reduced
 
     return of_array
-
-
-def _extreme(pick: Callable[[int, int], int]) -> np.ufunc:
-    """Make what picks one number of several, none of which counts rows."""
-
-    def of_two(a: Length, b: Length) -> Length:
-        if isinstance(a, Size) or isinstance(b, Size):
-            return UNKNOWN
-        return pick(a, b)
-
-    return np.frompyfunc(of_two, 2, 1, identity=None)
 
 
 def _strided(op: tf.Operation, values: Array, *indices: Array) -> Array:
@@ -339,27 +335,27 @@ _MOST = 1024
 
 # What operations do to small arrays of sizes; None where that is not worth knowing.
 CONSTANTS: dict[str, Evaluate] = {
-    "Add": _elementwise(lambda a, b: a + b),
-    "AddV2": _elementwise(lambda a, b: a + b),
-    "Sub": _elementwise(lambda a, b: a - b),
-    "Mul": _elementwise(lambda a, b: a * b),
+    "Add": _elementwise(operator.add),
+    "AddV2": _elementwise(operator.add),
+    "Sub": _elementwise(operator.sub),
+    "Mul": _elementwise(operator.mul),
     "FloorDiv": _elementwise(lambda a, b: a // b if b != 0 else UNKNOWN),
-    "FloorMod": _only_fixed(lambda a, b: a % b if b else 0),
-    "Mod": _only_fixed(lambda a, b: int(math.fmod(a, b)) if b else 0),
-    "TruncateDiv": _only_fixed(lambda a, b: int(a / b) if b else 0),
-    "Neg": _only_fixed(lambda a: -a),
-    "Abs": _only_fixed(abs),
+    "FloorMod": _of_numbers(lambda a, b: a % b if b else 0),
+    "Mod": _of_numbers(lambda a, b: a - b * _truncated(a, b)),
+    "TruncateDiv": _of_numbers(_truncated),
+    "Neg": _of_numbers(operator.neg),
+    "Abs": _of_numbers(abs),
     "Maximum": _elementwise(_larger),
     "Minimum": _elementwise(_smaller),
-    "Equal": _compared(lambda a, b: a == b, if_equal=True),
-    "NotEqual": _compared(lambda a, b: a != b, if_equal=False),
-    "Less": _compared(lambda a, b: a < b, if_equal=False),
-    "LessEqual": _compared(lambda a, b: a <= b, if_equal=True),
-    "Greater": _compared(lambda a, b: a > b, if_equal=False),
-    "GreaterEqual": _compared(lambda a, b: a >= b, if_equal=True),
-    "LogicalAnd": _only_fixed(lambda a, b: a and b),
-    "LogicalOr": _only_fixed(lambda a, b: a or b),
-    "LogicalNot": _only_fixed(lambda a: not a),
+    "Equal": _of_numbers(operator.eq, if_equal=1),
+    "NotEqual": _of_numbers(operator.ne, if_equal=0),
+    "Less": _of_numbers(operator.lt, if_equal=0),
+    "LessEqual": _of_numbers(operator.le, if_equal=1),
+    "Greater": _of_numbers(operator.gt, if_equal=0),
+    "GreaterEqual": _of_numbers(operator.ge, if_equal=1),
+    "LogicalAnd": _of_numbers(lambda a, b: a and b),
+    "LogicalOr": _of_numbers(lambda a, b: a or b),
+    "LogicalNot": _of_numbers(operator.not_),
     "Select": _elementwise(_chosen),
     "SelectV2": _elementwise(_chosen),
     "Identity": lambda op, values: values,
@@ -379,8 +375,8 @@ CONSTANTS: dict[str, Evaluate] = {
     "Reshape": _reshaped,
     "Prod": _reduced(np.multiply),
     "Sum": _reduced(np.add),
-    "Max": _reduced(_extreme(max)),
-    "Min": _reduced(_extreme(min)),
+    "Max": _reduced(np.frompyfunc(_larger, 2, 1, identity=None)),
+    "Min": _reduced(np.frompyfunc(_smaller, 2, 1, identity=None)),
     "Range": _range,
     "Fill": _filled,
     "Transpose": lambda op, values, order: values.transpose([int(n) for n in order]),

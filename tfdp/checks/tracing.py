@@ -129,20 +129,19 @@ class Trace:
         known |= self._captured(graph)
         analysis = Analysis(rows)
         captures = [each for alone, _, _ in self._alone for each, _ in _outer(alone)]
-        values = analysis.values(graph, known, [*graph.outputs, *captures])
+        wanted = [*graph.outputs, *captures]
+        values = analysis.values(graph, known, wanted)
+        by_tensor = {
+            id(tensor): value for tensor, value in zip(wanted, values, strict=True)
+        }
         # What is kept is at fault even if nothing that is returned depends on it.
         causes = set(analysis.effects)
-        for tensor, value in zip(graph.outputs, values, strict=False):
+        for tensor in graph.outputs:
+            value = by_tensor[id(tensor)]
             causes |= value.causes
             if ends_in_rows and (value.axis, value.layout) not in _ROWS:
                 why = "ends in rows that are not on the first axis"
                 causes.add(Cause(tensor.op, tensor.op, False, why))
-        by_tensor = {
-            id(tensor): value
-            for tensor, value in zip(
-                captures, values[len(graph.outputs) :], strict=True
-            )
-        }
         order = {op.name: n for n, op in enumerate(graph.get_operations())}
         return [
             Found(self._layer_of(cause, order), cause)
@@ -155,18 +154,13 @@ class Trace:
 
     def _captured(self, graph: tf.Graph) -> dict[str, Value]:
         """Name the variables that a graph reads."""
-        names: dict[int, str] = {}
-        metrics = {id(handle) for handle in _keras.metrics_handles(self._model)}
-        own = [] if self._model is None else self._model.variables
-        for variable in [*own, *graph.variables]:
-            handles = (
-                _keras.tensorflow_variables(variable)
-                if isinstance(variable, keras.Variable)
-                else [variable]
-            )
-            name = getattr(variable, "path", variable.name).removesuffix(":0")
-            for each in handles:
-                names.setdefault(id(each.handle), name)
+        names = {id(v.handle): v.name.removesuffix(":0") for v in graph.variables}
+        metrics: set[int] = set()
+        if self._model is not None:
+            metrics = {id(handle) for handle in _keras.metrics_handles(self._model)}
+            for variable in self._model.variables:
+                for each in _keras.tensorflow_variables(variable):
+                    names[id(each.handle)] = variable.path
         known = {}
         for outer, inner in graph.captures:
             if outer.dtype != tf.resource:

@@ -1,16 +1,29 @@
 """What is known of a tensor: where its rows are, and what mixed them."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp._types import Array
-from tfdp.checks.sizes import Length
+from tfdp.checks.sizes import Length, Lengths
 
 # In place of an axis: the tensor belongs to one row as a whole.
 WITHIN = -1
+
+_Known = TypeVar("_Known")
+
+
+class NotKnownError(Exception):
+    """What a tensor holds, or its shape, would have to be known, and is not."""
+
+
+def known(what: _Known | None) -> _Known:
+    """Return what a rule needs to know, or end it: then nobody knows where rows are."""
+    if what is None:
+        raise NotKnownError
+    return what
 
 
 class Cause(NamedTuple):
@@ -65,22 +78,43 @@ class Value(NamedTuple):
 
     axis: int | None = None
     layout: Layout = PLAIN
-    lengths: tuple[Length | None, ...] | None = None
+    lengths: Lengths | None = None
     numbers: Array | None = None
     causes: frozenset[Cause] = frozenset()
     variable: str | None = None
 
     @property
-    def from_end(self) -> int | None:
-        """Where the rows are, counted from the last axis: -1 for that one."""
-        if self.axis is None or self.lengths is None:
-            return None
-        return self.axis - len(self.lengths)
+    def shape(self) -> Lengths:
+        """The lengths of all axes, whose number is known at least."""
+        return known(self.lengths)
 
     @property
-    def rank(self) -> int | None:
-        """How many axes there are; None if that is not known."""
-        return None if self.lengths is None else len(self.lengths)
+    def from_end(self) -> int | None:
+        """Where the rows are, counted from the last axis: -1 for that one."""
+        return None if self.axis is None else self.axis - len(self.shape)
+
+    def with_lengths(self, lengths: Iterable[Length | None]) -> "Value":
+        """Return the same with other lengths."""
+        return self._replace(lengths=tuple(lengths))
+
+    def inserted(self, axis: int, length: Length | None) -> "Value":
+        """Say where rows are when there is one more axis."""
+        rows = self.axis
+        if rows is not None and rows >= axis:
+            rows += 1
+        lengths = self.lengths
+        if lengths is not None:
+            lengths = (*lengths[:axis], length, *lengths[axis:])
+        return self._replace(axis=rows, lengths=lengths)
+
+    def dropped(self, axes: Collection[int]) -> "Value":
+        """Say where rows are without some axes, none of which is theirs."""
+        rows, lengths = self.axis, self.lengths
+        if rows is not None:
+            rows -= sum(axis < rows for axis in axes)
+        if lengths is not None:
+            lengths = tuple(n for axis, n in enumerate(lengths) if axis not in axes)
+        return self._replace(axis=rows, lengths=lengths)
 
 
 FREE = Value()
@@ -112,8 +146,8 @@ def is_open(value: Value) -> bool:
 
 
 def with_shape(
-    lengths: tuple[Length | None, ...] | None, shape: Sequence[Length | None]
-) -> tuple[Length | None, ...] | None:
+    lengths: Lengths | None, shape: Sequence[Length | None]
+) -> Lengths | None:
     """Add to the lengths of a list what else is known of its tensors.
 
     Args:

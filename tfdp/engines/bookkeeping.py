@@ -85,10 +85,7 @@ class BookkeepingEngine(Engine):
             tape = tf.GradientTape(watch_accessed_variables=False)
             recording = Recording(model, tape, number_of_rows(x), rules.find)
             with tape, recording.observing():
-                if _keras.takes_training(model):
-                    model(x, training=True)
-                else:
-                    model(x)
+                _keras.run_model(model, x, training=True)
             for watched in recording.watched:
                 zeros = [tf.zeros_like(tensor) for tensor in watched.tensors]
                 rows.extend(

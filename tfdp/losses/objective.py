@@ -156,9 +156,7 @@ class Objective:
     def predict(self, x: Nest) -> Nest:
         """Run the model."""
         with views_per_example(self.views) if self.views > 1 else nullcontext():
-            if _keras.takes_training(self.model):
-                return self.model(x, training=self.training)
-            return self.model(x)
+            return _keras.run_model(self.model, x, training=self.training)
 
     def penalties(self) -> list[tuple[Variable, Callable[[Variable], Tensor]]]:
         """List what is part of each example's loss beside `losses`.

@@ -3,6 +3,7 @@
 An operation that is in none of these tables is one of which nothing is known.
 """
 
+from tfdp.checks.node import apply as apply
 from tfdp.checks.operations import axes as axes
 from tfdp.checks.operations import chance as chance
 from tfdp.checks.operations import contractions as contractions
@@ -13,4 +14,3 @@ from tfdp.checks.operations import parts as parts
 from tfdp.checks.operations import shapes as shapes
 from tfdp.checks.operations import slices as slices
 from tfdp.checks.operations import spaces as spaces
-from tfdp.checks.step import apply as apply

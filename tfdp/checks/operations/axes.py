@@ -1,65 +1,56 @@
 """Reductions, and what else goes along axes."""
 
+from tfdp.checks.node import ANY, Node, axis_from, rule
 from tfdp.checks.sizes import is_fixed
-from tfdp.checks.step import Step, rule
 from tfdp.checks.values import Value, have_rows
 
 
 def _axes_of(value: Value, axes: Value) -> list[int] | None:
-    if axes.numbers is None or value.rank is None or not is_fixed(axes.numbers):
+    if axes.numbers is None or value.lengths is None or not is_fixed(axes.numbers):
         return None
-    return [int(n) % max(value.rank, 1) for n in axes.numbers.ravel()]
+    return [int(n) % max(len(value.lengths), 1) for n in axes.numbers.ravel()]
 
 
-@rule("Sum", "Mean", "Prod", "Max", "Min", "Any", "All", "EuclideanNorm", "ReduceJoin")
-def _reduction(step: Step) -> Value:
-    value, along = step.inputs
+@rule(
+    *("Sum", "Mean", "Prod", "Max", "Min", "Any", "All", "EuclideanNorm", "ReduceJoin"),
+    rows_in=ANY,
+)
+def _reduction(node: Node) -> Value:
+    value, along = node.inputs
     axes = _axes_of(value, along)
-    if axes is None or value.lengths is None:
-        if not have_rows(step.inputs):
-            return step.output(None)
-        return step.mixed("reduces over axes that are not known", is_certain=False)
-    keeps = step.attr("keep_dims")
-    lengths = [
-        1 if axis in axes else n
-        for axis, n in enumerate(value.lengths)
-        if keeps or axis not in axes
-    ]
-    causes, rows = value.causes, value.axis
-    if rows in axes:
-        causes |= {step.cause(f"computes a {step.op.type.lower()} over the rows")}
-        return step.output(None, lengths=lengths, causes=causes)
-    if rows is not None and not keeps:
-        rows -= sum(axis < rows for axis in axes)
-    return step.output(rows, value.layout, lengths=lengths, causes=causes)
+    if axes is None:
+        if not have_rows(node.inputs):
+            return node.free()
+        return node.mixed("reduces over axes that are not known", is_certain=False)
+    causes = value.causes
+    if value.axis in axes:
+        causes |= {node.cause(f"computes a {node.op.type.lower()} over the rows")}
+        value = value._replace(axis=None)
+    if not node.attr("keep_dims"):
+        return node.like(value.dropped(axes), causes)
+    lengths = [1 if axis in axes else n for axis, n in enumerate(value.shape)]
+    return node.like(value.with_lengths(lengths), causes)
 
 
 @rule("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Reverse", "Roll")
-def _along_axes(step: Step) -> Value:
-    value, *_, along = step.inputs
-    rolls = step.op.type == "Roll"
-    if rolls and have_rows(step.inputs[1:]):
-        return step.unknown()
+def _along_axes(node: Node) -> Value:
+    value, *_, along = node.inputs
     axes = _axes_of(value, along)
     if value.axis is not None and (axes is None or value.axis in axes):
-        why = "moves rows to others" if rolls else "goes along the rows"
-        return step.mixed(why, is_certain=axes is not None)
-    return step.like(value, value.lengths)
+        why = (
+            "moves rows to others" if node.op.type == "Roll" else "goes along the rows"
+        )
+        return node.mixed(why, is_certain=axes is not None)
+    return node.like(value)
 
 
 @rule("ArgMax", "ArgMin")
-def _arg(step: Step) -> Value:
-    value, along = step.inputs
-    axes = _axes_of(value, along)
-    if axes is None or value.lengths is None:
-        return step.unknown()
-    rows = value.axis
-    if rows in axes:
-        return step.mixed("compares the rows")
-    if rows is not None and rows > axes[0]:
-        rows -= 1
-    lengths = [n for axis, n in enumerate(value.lengths) if axis not in axes]
-    return step.output(rows, value.layout, lengths=lengths)
+def _arg(node: Node) -> Value:
+    value, along = node.inputs
+    axis = axis_from(along, max(len(value.shape), 1))
+    if value.axis == axis:
+        return node.mixed("compares the rows")
+    return node.like(value.dropped([axis]))
 
 
 # What computes something of each vector along the last axis, and of each matrix along
@@ -73,56 +64,56 @@ _FROM_MATRICES = ("MatrixDeterminant", "MatrixDiagPart", "MatrixDiagPartV3")
 
 
 @rule(*_OF_VECTORS, *_FROM_VECTORS, *_OF_MATRICES, *_FROM_MATRICES)
-def _within_last(step: Step) -> Value:
-    value, *others = step.inputs
-    if have_rows(others):
-        return step.unknown()
-    axes = 2 if step.op.type in _OF_MATRICES + _FROM_MATRICES else 1
+def _within_last(node: Node) -> Value:
+    value = node.inputs[0]
+    axes = 2 if node.op.type in _OF_MATRICES + _FROM_MATRICES else 1
     if value.from_end is not None and value.from_end >= -axes:
-        return step.mixed("goes along the rows")
-    has_its_shape = step.op.type in _OF_VECTORS + _OF_MATRICES
-    return step.like(value, value.lengths if has_its_shape else None)
+        return node.mixed("goes along the rows")
+    has_its_shape = node.op.type in _OF_VECTORS + _OF_MATRICES
+    return node.like(value) if has_its_shape else node.rows_of(value)
 
 
 @rule("TopKV2", "TopK")
-def _top_k(step: Step) -> Value:
-    value, *others = step.inputs
-    if have_rows(others):
-        return step.unknown()
+def _top_k(node: Node) -> Value:
+    value = node.inputs[0]
     if value.from_end == -1:
-        return step.mixed("sorts the rows")
-    return step.like(value)
+        return node.mixed("sorts the rows")
+    return node.rows_of(value)
 
 
-@rule("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
-def _cross_entropy(step: Step) -> Value:
-    rows = [each for each in step.inputs if each.axis is not None]
+@rule(
+    *("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"),
+    rows_in=ANY,
+)
+def _cross_entropy(node: Node) -> Value:
+    rows = [each for each in node.inputs if each.axis is not None]
     if any(each.axis != 0 or each.layout != rows[0].layout for each in rows):
-        return step.mixed("goes along the rows")
-    lengths = step.inputs[0].lengths
-    if lengths is not None and step.number == 0:
+        return node.mixed("goes along the rows")
+    lengths = node.inputs[0].lengths
+    if lengths is not None and node.number == 0:
         # One loss for each; what comes second has the shape of the logits.
         lengths = lengths[:1]
-    return step.like((rows or step.inputs)[0], lengths)
+    return node.like((rows or node.inputs)[0]._replace(lengths=lengths))
 
 
 @rule(
     *("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"),
     *("FusedBatchNormGrad", "FusedBatchNormGradV2", "FusedBatchNormGradV3"),
+    rows_in=ANY,
 )
-def _batch_norm(step: Step) -> Value:
-    if not have_rows(step.inputs):
-        return step.output(None)
-    if step.attr("is_training"):
-        return step.mixed("normalizes by statistics of the batch")
-    value = step.inputs[0]
-    is_gradient = "Grad" in step.op.type
+def _batch_norm(node: Node) -> Value:
+    if not have_rows(node.inputs):
+        return node.free()
+    if node.attr("is_training"):
+        return node.mixed("normalizes by statistics of the batch")
+    value = node.inputs[0]
+    is_gradient = "Grad" in node.op.type
     # Of a gradient, the first two are what comes back, and what was normalized.
-    others = step.inputs[2:] if is_gradient else step.inputs[1:]
+    others = node.inputs[2:] if is_gradient else node.inputs[1:]
     if value.axis != 0 or have_rows(others):
-        return step.unknown()
-    if step.number == 0:
-        return step.like(value, value.lengths)
+        return node.unknown()
+    if node.number == 0:
+        return node.like(value)
     if is_gradient:
-        return step.mixed("adds up over the rows")
-    return step.output(None, causes=frozenset())
+        return node.mixed("adds up over the rows")
+    return node.free(causes=frozenset())

@@ -1,7 +1,7 @@
 """Random numbers."""
 
-from tfdp.checks.step import COUNTS, Step, lengths_from, rule
-from tfdp.checks.values import Value, causes_of, have_rows
+from tfdp.checks.node import COUNTS, NONE, Node, lengths_from, rule
+from tfdp.checks.values import Value, causes_of
 
 _DRAWS = """
     RandomStandardNormal RandomUniform RandomUniformInt StatefulStandardNormalV2
@@ -14,31 +14,27 @@ _DRAWS = """
 """
 
 
-@rule(*_DRAWS.split())
-def _draw(step: Step) -> Value:
+@rule(*_DRAWS.split(), rows_in=NONE)
+def _draw(node: Node) -> Value:
     """Describe random numbers: which ones they are depends on no data."""
-    if have_rows(step.inputs):
-        return step.unknown()
-    shape = step.inputs[2 if step.op.type.startswith("Stateful") else 0]
-    lengths = lengths_from(shape)
-    # How many numbers are drawn is in their shape, not in them, if that is known.
-    counted = shape if lengths is not None else None
-    causes = causes_of(each for each in step.inputs if each is not counted)
-    return step.output(None, lengths=lengths, causes=causes)
+    shape = node.inputs[2 if node.op.type.startswith("Stateful") else 0]
+    if shape.numbers is None:
+        return node.free()
+    # How many numbers are drawn is in their shape, not in them.
+    causes = causes_of(each for each in node.inputs if each is not shape)
+    return node.free(lengths_from(shape), causes)
 
 
 @rule("RandomShuffle", "RandomIndexShuffle")
-def _shuffle(step: Step) -> Value:
-    value = step.inputs[0]
+def _shuffle(node: Node) -> Value:
+    value = node.inputs[0]
     if value.axis == 0:
-        return step.mixed("puts rows to others")
-    return step.like(value, value.lengths)
+        return node.mixed("puts rows to others")
+    return node.like(value)
 
 
-@rule("RngReadAndSkip", "RngSkip")
-def _moved_generator(step: Step) -> Value:
-    if have_rows(step.inputs):
-        return step.unknown()
+@rule("RngReadAndSkip", "RngSkip", rows_in=NONE)
+def _moved_generator(node: Node) -> Value:
     # By how many numbers are drawn it moves, and that may be by how many rows.
-    causes = frozenset(each for each in step.causes if each.why != COUNTS)
-    return step.output(None, causes=causes)
+    causes = frozenset(each for each in node.causes if each.why != COUNTS)
+    return node.free(causes=causes)

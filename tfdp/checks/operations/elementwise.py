@@ -4,38 +4,37 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdp.checks.node import ANY, Node, broadcast, of_numbers, rule
 from tfdp.checks.sizes import constant, is_fixed
-from tfdp.checks.step import Step, broadcast, of_numbers, rule
 from tfdp.checks.values import Value, causes_of, have_rows
 
 
-def joined(step: Step, values: Sequence[Value]) -> Value:
+def joined(node: Node, values: Sequence[Value]) -> Value:
     """Describe an elementwise function of tensors that are broadcast together."""
-    if step.op.outputs[0].dtype == tf.variant:
-        return _joined_lists(step, values)
+    if node.op.outputs[0].dtype == tf.variant:
+        return _joined_lists(node, values)
     with_rows = [each for each in values if each.axis is not None]
-    lengths = broadcast(values)
     causes = causes_of(values)
-    if not with_rows:
-        return step.output(None, lengths=lengths, causes=causes)
     if len(values) == 1:
-        axis, layout, own, *_ = with_rows[0]
-        return step.output(axis, layout, lengths=own, causes=causes)
+        return node.like(values[0], causes)
+    lengths = broadcast(values)
+    if not with_rows:
+        return node.free(lengths, causes)
     (place, layout), *others = {(each.from_end, each.layout) for each in with_rows}
-    rank = len(lengths) if lengths is not None else step.op.outputs[0].shape.rank
+    rank = len(lengths) if lengths is not None else node.op.outputs[0].shape.rank
     if others or rank is None or place is None:
-        return step.mixed("joins tensors whose rows are on different axes")
-    return step.output(rank + place, layout, lengths=lengths, causes=causes)
+        return node.mixed("joins tensors whose rows are on different axes")
+    return node.like(Value(rank + place, layout, lengths), causes)
 
 
-def _joined_lists(step: Step, values: Sequence[Value]) -> Value:
+def _joined_lists(node: Node, values: Sequence[Value]) -> Value:
     """Describe a list that is made of lists, element by element."""
     with_rows = [each for each in values if each.axis is not None]
     if len({(each.axis, each.layout) for each in with_rows}) > 1:
-        return step.mixed("joins tensors whose rows are on different axes")
+        return node.mixed("joins tensors whose rows are on different axes")
     first = (with_rows or values)[0]
     numbers = first.numbers if len(values) == 1 else None
-    return first._replace(numbers=numbers, causes=step.causes)
+    return first._replace(numbers=numbers, causes=node.causes)
 
 
 # What treats each entry alone: copies, casts, functions, their gradients, strings.
@@ -43,7 +42,7 @@ _ELEMENTWISE = """
     CheckNumerics CheckNumericsV2 Copy CopyHost DebugIdentityV2 DeepCopy
     EnsureShape Identity PreventGradient Snapshot StopGradient
 
-    Bitcast Bucketize Cast FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars
+    Bucketize Cast FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars
 
     Abs AccumulateNV2 Acos Acosh Add AddN AddV2 Angle ApproximateEqual Asin Asinh
     Atan Atan2 Atanh BesselI0e BesselI1e Betainc BitwiseAnd BitwiseOr BitwiseXor
@@ -66,62 +65,63 @@ _ELEMENTWISE = """
 """
 
 
-@rule(*_ELEMENTWISE.split())
-def _elementwise(step: Step) -> Value:
-    return joined(step, step.inputs)
+@rule(*_ELEMENTWISE.split(), rows_in=ANY)
+def _elementwise(node: Node) -> Value:
+    return joined(node, node.inputs)
 
 
-@rule("Equal")
-def _equal(step: Step) -> Value:
-    first, second = step.op.inputs
+@rule("Equal", rows_in=ANY)
+def _equal(node: Node) -> Value:
+    first, second = node.op.inputs
     if first is second and first.dtype == tf.bool and first.shape.rank == 0:
         # So TensorFlow makes one tensor wait for another.
-        return of_numbers(step, constant(1))
-    return joined(step, step.inputs)
+        return of_numbers(node, constant(1))
+    return joined(node, node.inputs)
 
 
-@rule("Select", "SelectV2")
-def _select(step: Step) -> Value:
-    condition, *others = step.inputs
+@rule("Select", "SelectV2", rows_in=ANY)
+def _select(node: Node) -> Value:
+    condition, *others = node.inputs
     numbers = condition.numbers
     if numbers is not None and condition.lengths == () and is_fixed(numbers):
-        return joined(step, [others[0] if numbers.item() else others[1]])
-    if (
-        step.op.type == "Select"
-        and condition.lengths is not None
-        and others[0].rank is not None
-        and len(condition.lengths) == 1 < others[0].rank
-    ):
-        # One condition for each entry of the first axis.
-        more = [1] * (others[0].rank - 1)
-        condition = condition._replace(lengths=(*condition.lengths, *more))
-    return joined(step, [condition, *others])
+        return joined(node, [others[0] if numbers.item() else others[1]])
+    if node.op.type == "Select" and condition.lengths and others[0].lengths:
+        # A vector has one condition for each entry of the first axis.
+        more = [1] * (len(others[0].lengths) - len(condition.lengths))
+        condition = condition.with_lengths([*condition.lengths, *more])
+    return joined(node, [condition, *others])
 
 
-@rule("ZerosLike", "OnesLike", "ImmutableConst")
-def _like(step: Step) -> Value:
-    like = step.inputs[0]
-    if step.op.outputs[0].dtype == tf.variant:
+@rule("ZerosLike", "OnesLike")
+def _like(node: Node) -> Value:
+    like = node.inputs[0]
+    if node.op.outputs[0].dtype == tf.variant:
         return like._replace(numbers=None)
     # Where something is the matter, its shape may depend on it.
     lengths = like.lengths
     is_known = lengths is not None and None not in lengths and is_fixed(lengths)
-    causes = causes_of([] if is_known else [like])
-    return step.output(like.axis, like.layout, lengths=lengths, causes=causes)
+    return node.like(like, frozenset() if is_known else like.causes)
 
 
-@rule("IdentityN")
-def _identities(step: Step) -> Value:
-    return step.inputs[step.number]
+@rule("IdentityN", rows_in=ANY)
+def _identities(node: Node) -> Value:
+    return node.inputs[node.number]
 
 
-@rule("LookupTableFindV2")
-def _looked_up(step: Step) -> Value:
-    keys, default = step.inputs[1:]
+@rule("Bitcast")
+def _bitcast(node: Node) -> Value:
+    # Numbers of another width have one axis more, or the last one less.
+    value = node.inputs[0]
+    return node.unknown() if value.from_end == -1 else node.rows_of(value)
+
+
+@rule("LookupTableFindV2", rows_in=ANY)
+def _looked_up(node: Node) -> Value:
+    keys, default = node.inputs[1:]
     if keys.axis is None:
-        return joined(step, [keys, default])
+        return joined(node, [keys, default])
     # Of some tables a key is a whole vector, along the last axis.
-    is_vector = keys.rank is None or (keys.from_end == -1 and keys.rank > 1)
+    is_vector = keys.from_end == -1 and len(keys.shape) > 1
     if is_vector or have_rows([default]):
-        return step.unknown()
-    return step.like(keys)
+        return node.unknown()
+    return node.rows_of(keys)

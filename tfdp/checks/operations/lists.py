@@ -1,25 +1,30 @@
 """Lists of tensors, as loops have them: described as if they were stacked."""
 
-from tfdp.checks.sizes import Length, constant, is_fixed, same
-from tfdp.checks.step import COUNTS, Step, counting, lengths_from, rule
+from tfdp.checks.node import COUNTS, NONE, Node, counting, lengths_from, rule
+from tfdp.checks.sizes import Lengths, constant, is_fixed, same
 from tfdp.checks.values import (
     NEW_LIST,
     NO_NUMBERS,
+    PERHAPS_NEW,
     PLAIN,
     Cause,
     Value,
-    have_rows,
     is_open,
     with_shape,
 )
 
+_PART_BY_ROWS = "takes a part that depends on rows"
+_PUTS_BEHIND = "puts other entries behind the rows"
 
-@rule("TensorListReserve", "EmptyTensorList")
-def _new_list(step: Step) -> Value:
-    shape, number = step.inputs
-    if have_rows(step.inputs):
-        return step.mixed("has a length that depends on rows")
-    is_empty = step.op.type == "EmptyTensorList"
+
+@rule(
+    *("TensorListReserve", "EmptyTensorList"),
+    rows_in=NONE,
+    otherwise="has a length that depends on rows",
+)
+def _new_list(node: Node) -> Value:
+    shape, number = node.inputs
+    is_empty = node.op.type == "EmptyTensorList"
     own = None if is_empty or number.numbers is None else number.numbers.item()
     lengths, causes = None, shape.causes
     if shape.numbers is not None:
@@ -30,19 +35,19 @@ def _new_list(step: Step) -> Value:
     return Value(None, PLAIN, lengths, numbers, causes, NEW_LIST)
 
 
-def _shape_from(shape: Value) -> list[Length | None]:
+def _shape_from(shape: Value) -> Lengths:
     """Read the shape of a list's tensors; nothing where it leaves open all of it."""
     if shape.lengths == ():
-        return []
-    return [None if n == -1 else n for n in lengths_from(shape) or ()]
+        return ()
+    return tuple(None if n == -1 else n for n in lengths_from(shape))
 
 
-def _asked(step: Step, value: Value, shape: Value) -> Value:
+def _asked(node: Node, value: Value, shape: Value) -> Value:
     """Return a list whose tensors, if it has none, have the shape that is asked for."""
     if not is_open(value):
         return value
     if shape.numbers is None or value.lengths is None:
-        causes = value.causes | shape.causes | counting(step)
+        causes = value.causes | shape.causes | counting(node)
         return value._replace(lengths=None, causes=causes)
     asked, own = _shape_from(shape), value.lengths[1:]
     if shape.lengths == ():
@@ -59,99 +64,89 @@ def _asked(step: Step, value: Value, shape: Value) -> Value:
     others = [n for axis, n in enumerate(value.lengths) if axis != value.axis]
     if not is_fixed(others):
         # Of a length that counts rows it is forgotten now that it does.
-        causes |= counting(step)
+        causes |= counting(node)
     return value._replace(lengths=None, causes=causes)
 
 
 @rule("TensorListFromTensor")
-def _list(step: Step) -> Value:
-    return step.inputs[0]._replace(numbers=None)
+def _list(node: Node) -> Value:
+    return node.inputs[0]._replace(numbers=None)
 
 
 @rule("TensorListStack")
-def _stacked(step: Step) -> Value:
-    value = _asked(step, *step.inputs)
-    return step.output(
-        value.axis, value.layout, lengths=value.lengths, causes=value.causes
-    )
+def _stacked(node: Node) -> Value:
+    value = _asked(node, *node.inputs)
+    return node.like(value, value.causes)
 
 
 @rule("TensorListLength", "TensorListElementShape")
-def _about_list(step: Step) -> Value:
-    value = step.inputs[0]
+def _about_list(node: Node) -> Value:
+    value = node.inputs[0]
     if value.axis == 0:
-        return step.mixed(COUNTS)
-    is_shape = step.op.type == "TensorListElementShape"
+        return node.mixed(COUNTS)
+    is_shape = node.op.type == "TensorListElementShape"
     lengths = value.lengths or (None,)
     shown = lengths[1:] if is_shape else lengths[:1]
-    causes = step.causes
+    causes = node.causes
     if not value.lengths or not all(isinstance(length, int) for length in shown):
-        causes |= counting(step)
+        causes |= counting(node)
     # Gradients of loops make lists of tensors of this shape.
     is_known = is_shape and shown and None not in shown
     numbers = constant(shown) if is_known else None
-    return step.output(None, numbers=numbers, causes=causes)
+    return node.free(causes=causes)._replace(numbers=numbers)
 
 
-@rule("TensorListGetItem")
-def _item(step: Step) -> Value:
-    value, index, shape = step.inputs
-    if index.axis is not None:
-        return step.mixed("takes a part that depends on rows")
-    value = _asked(step, value, shape)
-    return _element(step, value, value.causes | index.causes)
+@rule("TensorListGetItem", otherwise=_PART_BY_ROWS)
+def _item(node: Node) -> Value:
+    value, index, shape = node.inputs
+    value = _asked(node, value, shape)
+    return _element(node, value, value.causes | index.causes)
 
 
-def _element(step: Step, value: Value, causes: frozenset[Cause]) -> Value:
+def _element(node: Node, value: Value, causes: frozenset[Cause]) -> Value:
     if value.axis == 0:
-        return step.mixed("takes the rows of a batch apart", causes=causes)
-    return step.output(
-        None if value.axis is None else value.axis - 1,
-        value.layout,
-        lengths=None if value.lengths is None else value.lengths[1:],
-        numbers=None if value.numbers is NO_NUMBERS else value.numbers,
-        causes=causes,
-    )
+        return node.mixed("takes the rows of a batch apart", causes=causes)
+    numbers = None if value.numbers is NO_NUMBERS else value.numbers
+    return node.like(value.dropped([0]), causes)._replace(numbers=numbers)
 
 
-@rule("TensorListSetItem")
-def _with_item(step: Step) -> Value:
-    value, index, item, *_ = step.inputs
-    if index.axis is not None:
-        return step.mixed("takes a part that depends on rows")
-    return _grown(step, value, item, value.causes | item.causes | index.causes)
+@rule("TensorListSetItem", rows_in=[0, 2], otherwise=_PART_BY_ROWS)
+def _with_item(node: Node) -> Value:
+    value, index, item, *_ = node.inputs
+    causes = value.causes | item.causes | index.causes
+    grown = _grown(node, value, item, causes)
+    # There may be others in it that nobody has set.
+    return grown._replace(variable=PERHAPS_NEW) if is_open(value) else grown
 
 
-@rule("TensorListPushBack")
-def _pushed(step: Step) -> Value:
-    value, item = step.inputs
+@rule("TensorListPushBack", rows_in=[0, 1])
+def _pushed(node: Node) -> Value:
+    value, item = node.inputs
     if value.axis == 0:
-        return step.mixed("puts other entries behind the rows")
-    return _grown(step, value, item, step.causes)
+        return node.mixed(_PUTS_BEHIND)
+    return _grown(node, value, item, node.causes)
 
 
-def _grown(step: Step, value: Value, item: Value, causes: frozenset[Cause]) -> Value:
+def _grown(node: Node, value: Value, item: Value, causes: frozenset[Cause]) -> Value:
     """Describe a list with one more tensor in it."""
     axis, layout, lengths, *_ = value
-    if item.axis is not None:
-        place = (item.axis + 1, item.layout)
-        if axis is not None and (axis, layout) != place:
-            return step.mixed("puts rows on different axes of a list", causes=causes)
-        axis, layout = place
+    rows = item.inserted(0, None)
+    if rows.axis is not None:
+        if axis is not None and (axis, layout) != rows[:2]:
+            return node.mixed("puts rows on different axes of a list", causes=causes)
+        axis, layout = rows[:2]
     if value.variable == NEW_LIST and item.lengths is not None:
         lengths = ((lengths or (None,))[0], *item.lengths)
     elif lengths is not None:
         lengths = _common(lengths, item.lengths)
         if axis is not None and lengths is not None and lengths[axis] is None:
-            return step.mixed("puts rows to tensors without any", causes=causes)
+            return node.mixed("puts rows to tensors without any", causes=causes)
     # What is in each of its tensors is known if they are all alike.
     is_alike = value.numbers is NO_NUMBERS or same(value.numbers, item.numbers)
     return Value(axis, layout, lengths, item.numbers if is_alike else None, causes)
 
 
-def _common(
-    lengths: tuple[Length | None, ...], of_item: tuple[Length | None, ...] | None
-) -> tuple[Length | None, ...] | None:
+def _common(lengths: Lengths, of_item: Lengths | None) -> Lengths | None:
     """Return the lengths that a list keeps with one more tensor in it."""
     if of_item is None or len(lengths) != 1 + len(of_item):
         return None
@@ -160,33 +155,35 @@ def _common(
 
 
 @rule("TensorListPopBack")
-def _popped(step: Step) -> Value:
-    value = step.inputs[0]
+def _popped(node: Node) -> Value:
+    value = node.inputs[0]
     if value.axis == 0:
-        return step.mixed("takes the rows of a batch apart")
-    if step.number == 0:
+        return node.mixed("takes the rows of a batch apart")
+    if node.number == 0:
         return value
-    value = _asked(step, value, step.inputs[1])
-    return _element(step, value, value.causes)
+    value = _asked(node, value, node.inputs[1])
+    return _element(node, value, value.causes)
 
 
-@rule("TensorListResize")
-def _resized(step: Step) -> Value:
-    value, number = step.inputs
-    if value.axis == 0 or number.axis is not None:
-        return step.mixed("puts other entries behind the rows")
+@rule("TensorListResize", otherwise=_PUTS_BEHIND)
+def _resized(node: Node) -> Value:
+    value = node.inputs[0]
+    if value.axis == 0:
+        return node.mixed(_PUTS_BEHIND)
     lengths = None if value.lengths is None else (None, *value.lengths[1:])
-    return value._replace(lengths=lengths, numbers=None, causes=step.causes)
+    # What it is longer by, nobody has set.
+    name = NEW_LIST if value.variable == NEW_LIST else PERHAPS_NEW
+    return Value(value.axis, value.layout, lengths, None, node.causes, name)
 
 
 @rule("TensorListConcatV2", "TensorListConcat")
-def _concatenated(step: Step) -> Value:
-    value = step.inputs[0]
+def _concatenated(node: Node) -> Value:
+    value = node.inputs[0]
     if value.axis in (0, 1):
-        return step.mixed("puts other entries behind the rows")
+        return node.mixed(_PUTS_BEHIND)
     # Of a list that may have no tensors nobody knows how many entries they have.
     length = None if is_open(value) or not value.lengths else value.lengths[0]
-    causes = step.causes if isinstance(length, int) else step.causes | counting(step)
-    if value.axis is None or step.number:
-        return step.output(None, causes=causes)
-    return step.output(value.axis - 1, value.layout, causes=causes)
+    causes = node.causes if isinstance(length, int) else node.causes | counting(node)
+    if value.axis is None or node.number:
+        return node.free(causes=causes)
+    return node.like(Value(value.axis - 1, value.layout), causes)

@@ -1,9 +1,18 @@
 """Operations that ask for shapes, or give tensors other ones."""
 
-from collections.abc import Sequence
-
-import numpy as np
-
+from tfdp.checks.node import (
+    ANY,
+    NONE,
+    Node,
+    axis_from,
+    counting,
+    is_same_length,
+    known_product,
+    lengths_from,
+    of_numbers,
+    rule,
+    static_lengths,
+)
 from tfdp.checks.sizes import (
     UNKNOWN,
     Length,
@@ -14,59 +23,47 @@ from tfdp.checks.sizes import (
     reduced_axes,
     settled,
 )
-from tfdp.checks.step import (
-    Step,
-    axis_from,
-    counting,
-    is_same_length,
-    known_product,
-    lengths_from,
-    of_numbers,
-    rule,
-    static_lengths,
-)
-from tfdp.checks.values import Layout, Value, have_rows
+from tfdp.checks.values import Layout, Value, known
 
 
-@rule("Shape", "ShapeN", "Size")
-def _shape(step: Step) -> Value:
-    value = step.inputs[step.number]
+@rule("Shape", "ShapeN", "Size", rows_in=ANY)
+def _shape(node: Node) -> Value:
+    value = node.inputs[node.number]
     lengths = value.lengths
     causes = value.causes
     if lengths is None or None in lengths:
-        causes |= counting(step)
+        causes |= counting(node)
     elif not causes or is_fixed(lengths):
         numbers = constant(lengths)
-        if step.op.type == "Size":
+        if node.op.type == "Size":
             numbers = constant(product(list(numbers)))
-        return of_numbers(step, numbers)
+        return of_numbers(node, numbers)
     # Where something is the matter, what looks like the number of rows may not be.
-    known = static_lengths(step.tensor)
-    return Value(lengths=None if known is None else tuple(known), causes=causes)
+    own = static_lengths(node.tensor)
+    return Value(lengths=None if own is None else tuple(own), causes=causes)
 
 
 @rule("Rank")
-def _rank(step: Step) -> Value:
-    rank = step.inputs[0].rank
-    return step.unknown() if rank is None else of_numbers(step, constant(rank))
+def _rank(node: Node) -> Value:
+    return of_numbers(node, constant(len(node.inputs[0].shape)))
 
 
-@rule("BroadcastGradientArgs")
-def _broadcast_gradient_args(step: Step) -> Value:
-    first, second = (each.numbers for each in step.inputs)
-    if first is None or second is None:
-        return step.output(None)
-    axes = reduced_axes(first, second)[step.number]
+@rule("BroadcastGradientArgs", rows_in=NONE)
+def _broadcast_gradient_args(node: Node) -> Value:
+    first, second = (each.numbers for each in node.inputs)
+    axes = None
+    if first is not None and second is not None:
+        axes = reduced_axes(first, second)[node.number]
     if axes is None:
-        return step.output(None)
-    return step.output(None, numbers=axes, causes=frozenset())
+        return node.free()
+    return node.free(causes=frozenset())._replace(numbers=axes)
 
 
-def reshaped(step: Step, value: Value, lengths: Sequence[Length]) -> Value:
+def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
     """Describe a tensor that is given other lengths, in the same order."""
     causes = value.causes
     if value.axis is None:
-        return step.output(None, lengths=lengths, causes=causes)
+        return node.free(lengths, causes)
     # Flat, the entries are: before, times, rows, entries, after.
     times, entries = value.layout
     own = value.lengths or ()
@@ -75,7 +72,7 @@ def reshaped(step: Step, value: Value, lengths: Sequence[Length]) -> Value:
     # The rows go to an axis whose length is a multiple of theirs, if as many entries
     # come before and behind as before: then each row has the same ones as it had.
     for axis, length in enumerate(lengths):
-        of_row = step.entries_of(length)
+        of_row = node.entries_of(length)
         new_behind = product(lengths[axis + 1 :])
         if (
             not of_row
@@ -87,122 +84,98 @@ def reshaped(step: Step, value: Value, lengths: Sequence[Length]) -> Value:
             continue
         layout = Layout(of_row // (behind // new_behind), behind // new_behind)
         if is_same_length(product([*lengths[:axis], layout.times]), ahead):
-            return step.output(axis, layout, lengths=lengths, causes=causes)
+            return node.like(Value(axis, layout, lengths), causes)
     # With whole rows somewhere they may only be in another order.
-    has_rows = any(step.entries_of(length) for length in lengths)
+    has_rows = any(node.entries_of(length) for length in lengths)
     why = "puts parts of different rows together"
-    return step.mixed(why, is_certain=not has_rows, causes=causes)
+    return node.mixed(why, is_certain=not has_rows, causes=causes)
 
 
-@rule("Reshape")
-def _reshape(step: Step) -> Value:
-    value, shape = step.inputs
-    lengths = value.lengths
-    if lengths is None or None in lengths:
-        return step.mixed("has a shape that is not known", is_certain=False)
-    numbers = shape.numbers
-    if numbers is None:
-        known = static_lengths(step.tensor)
-        if known is None or known.count(None) > 1 or shape.axis is not None:
-            return step.mixed("has a shape that is not known", is_certain=False)
-        numbers = np.array([-1 if n is None else n for n in known] + [None], object)
-        numbers = numbers[:-1]
-    return reshaped(
-        step, value, settled(numbers, [n for n in lengths if n is not None])
-    )
+@rule("Reshape", rows_in=ANY)
+def _reshape(node: Node) -> Value:
+    value, shape = node.inputs
+    lengths = [length for length in value.lengths or () if length is not None]
+    new = shape.numbers
+    if new is None and shape.axis is None:
+        own = static_lengths(node.tensor)
+        if own is not None and own.count(None) <= 1:
+            new = constant([-1 if n is None else n for n in own])
+    if value.lengths is None or len(lengths) < len(value.lengths) or new is None:
+        return node.mixed("has a shape that is not known", is_certain=False)
+    return reshaped(node, value, settled(new, lengths))
 
 
 @rule("ExpandDims")
-def _expand_dims(step: Step) -> Value:
-    value, along = step.inputs
-    axis = None if value.rank is None else axis_from(along, value.rank + 1)
-    if value.lengths is None or axis is None:
-        return step.unknown()
-    lengths = [*value.lengths[:axis], 1, *value.lengths[axis:]]
-    rows = value.axis
-    if rows is not None and rows >= axis:
-        rows += 1
-    return step.output(rows, value.layout, lengths=lengths, causes=value.causes)
+def _expand_dims(node: Node) -> Value:
+    value, along = node.inputs
+    axis = axis_from(along, len(value.shape) + 1)
+    return node.like(value.inserted(axis, 1), value.causes)
 
 
 @rule("Squeeze")
-def _squeeze(step: Step) -> Value:
-    value = step.inputs[0]
-    if value.lengths is None:
-        return step.unknown()
-    rank = len(value.lengths)
-    gone = [axis % rank for axis in step.attr("squeeze_dims")]
+def _squeeze(node: Node) -> Value:
+    value = node.inputs[0]
+    lengths = value.shape
+    gone = [axis % len(lengths) for axis in node.attr("squeeze_dims")]
     if not gone:
-        if None in value.lengths:
-            return step.mixed("has a shape that is not known", is_certain=False)
-        gone = [axis for axis, n in enumerate(value.lengths) if n == 1]
-        if (
-            step.rows is None
-            and not is_fixed(value.lengths)
-            and static_lengths(step.tensor) is None
-        ):
+        if None in lengths:
+            return node.mixed("has a shape that is not known", is_certain=False)
+        gone = [axis for axis, n in enumerate(lengths) if n == 1]
+        is_open = node.rows is None and static_lengths(node.tensor) is None
+        if is_open and not is_fixed(lengths):
             # With one row the row axis would be gone, too.
-            return step.mixed("drops the axis of the rows if there is one row")
+            return node.mixed("drops the axis of the rows if there is one row")
     if value.axis in gone:
-        return step.mixed("drops the axis of the rows")
-    kept = [axis for axis in range(rank) if axis not in gone]
-    rows = None if value.axis is None else kept.index(value.axis)
-    return step.output(
-        rows, value.layout, lengths=[value.lengths[axis] for axis in kept]
-    )
+        return node.mixed("drops the axis of the rows")
+    return node.like(value.dropped(gone))
 
 
 @rule("Transpose", "ConjugateTranspose")
-def _transpose(step: Step) -> Value:
-    value, order = step.inputs
-    if value.lengths is None or order.numbers is None:
-        return step.unknown()
-    permutation = [int(n) % len(value.lengths) for n in order.numbers.ravel()]
+def _transpose(node: Node) -> Value:
+    value, order = node.inputs
+    lengths = value.shape
+    permutation = [int(n) % len(lengths) for n in known(order.numbers).ravel()]
     rows = None if value.axis is None else permutation.index(value.axis)
-    lengths = [value.lengths[axis] for axis in permutation]
-    return step.output(rows, value.layout, lengths=lengths, causes=value.causes)
+    moved = Value(rows, value.layout, tuple(lengths[axis] for axis in permutation))
+    return node.like(moved, value.causes)
 
 
 @rule("BroadcastTo")
-def _broadcast_to(step: Step) -> Value:
-    value, shape = step.inputs
+def _broadcast_to(node: Node) -> Value:
+    value, shape = node.inputs
     lengths = lengths_from(shape)
-    if lengths is None or value.lengths is None or shape.axis is not None:
-        return step.unknown()
-    if value.axis is None:
-        return step.output(None, lengths=lengths, causes=value.causes)
-    place = len(lengths) + value.axis - len(value.lengths)
-    return step.output(place, value.layout, lengths=lengths, causes=value.causes)
+    rows = None if value.from_end is None else len(lengths) + value.from_end
+    return node.like(Value(rows, value.layout, lengths), value.causes)
 
 
-@rule("Fill")
-def _fill(step: Step) -> Value:
-    shape, value = step.inputs
-    if have_rows(step.inputs):
-        return step.mixed("spreads what depends on rows over a whole tensor")
+_SPREADS = "spreads what depends on rows over a whole tensor"
+
+
+@rule("Fill", rows_in=NONE, otherwise=_SPREADS)
+def _fill(node: Node) -> Value:
+    shape, value = node.inputs
     if shape.numbers is None:
-        return step.output(None)
-    return step.output(None, lengths=lengths_from(shape), causes=value.causes)
+        return node.free()
+    return node.free(lengths_from(shape), value.causes)
 
 
-@rule("Empty")
-def _empty(step: Step) -> Value:
-    return step.output(None, lengths=lengths_from(step.inputs[0]))
+@rule("Empty", rows_in=NONE)
+def _empty(node: Node) -> Value:
+    shape = node.inputs[0]
+    return node.free(None if shape.numbers is None else lengths_from(shape))
 
 
 @rule("Tile")
-def _tile(step: Step) -> Value:
-    value, multiples = step.inputs
+def _tile(node: Node) -> Value:
+    value, multiples = node.inputs
     times = lengths_from(multiples)
-    if value.lengths is None or times is None:
-        return step.unknown()
     lengths = [
         # A length that nobody knows counts rows if it is taken as often as they are.
         known_product([n, m]) if n is not None or isinstance(m, int) else UNKNOWN
-        for n, m in zip(value.lengths, times, strict=True)
+        for n, m in zip(value.shape, times, strict=True)
     ]
     if value.axis is not None and times[value.axis] != 1:
-        return step.mixed("repeats all rows one after the other")
+        return node.mixed("repeats all rows one after the other")
     if value.axis is not None and not is_fixed(times):
-        return step.mixed("repeats rows as often as there are rows")
-    return step.output(value.axis, value.layout, lengths=lengths, causes=value.causes)
+        return node.mixed("repeats rows as often as there are rows")
+    return node.like(value.with_lengths(lengths), value.causes)

@@ -5,52 +5,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tfdp.checks.node import (
+    Node,
+    is_same_length,
+    lengths_from,
+    rule,
+)
 from tfdp.checks.sizes import Length, Size, is_fixed, slice_masks
-from tfdp.checks.step import Step, is_same_length, lengths_from, rule
-from tfdp.checks.values import Value, have_rows
+from tfdp.checks.values import Value, known
 
-
-@rule("Slice")
-def _slice(step: Step) -> Value:
-    value, begin, size = step.inputs
-    if have_rows([begin, size]):
-        return step.mixed("takes a part that depends on rows")
-    if value.lengths is None:
-        return step.unknown()
-    if begin.numbers is None or size.numbers is None:
-        if value.axis is not None:
-            return step.mixed("takes a part that is not known", is_certain=False)
-        return step.output(None)
-    lengths = [
-        _sliced(*each)
-        for each in zip(
-            value.lengths, begin.numbers.ravel(), size.numbers.ravel(), strict=True
-        )
-    ]
-    if value.axis is None:
-        # Which part is taken may count rows.
-        return step.output(None, lengths=lengths)
-    if not is_same_length(lengths[value.axis], value.lengths[value.axis]):
-        return step.mixed("takes some of the rows")
-    causes = value.causes if _are_fixed([begin, size], value.axis) else step.causes
-    return step.output(value.axis, value.layout, lengths=lengths, causes=causes)
-
-
-def _sliced(length: Length | None, begin: Length, size: Length) -> Length | None:
-    """Return the length of a part."""
-    if size != -1:
-        return size
-    return None if length is None else length - begin
-
-
-def _are_fixed(indices: Sequence[Value], entry: int | None) -> bool:
-    """Tell whether no number but entry `entry`, that of the row axis, counts rows."""
-    about_rows = [] if entry is None else [entry]
-    return all(
-        each.numbers is not None
-        and is_fixed(np.delete(each.numbers.ravel(), about_rows))
-        for each in indices
-    )
+_PART_BY_ROWS = "takes a part that depends on rows"
 
 
 class _Taken(NamedTuple):
@@ -71,14 +35,35 @@ class _Taken(NamedTuple):
     entry: int | None = None
 
 
+@rule("Slice", otherwise=_PART_BY_ROWS)
+def _slice(node: Node) -> Value:
+    value, begin, size = node.inputs
+    lengths = value.shape
+    if begin.numbers is None or size.numbers is None:
+        if value.axis is not None:
+            return node.mixed("takes a part that is not known", is_certain=False)
+        return node.free()
+    numbers = zip(begin.numbers.ravel(), size.numbers.ravel(), strict=True)
+    parts = [_sliced(n, *each) for n, each in zip(lengths, numbers, strict=True)]
+    found = [
+        _Taken(axis, part, is_same_length(part, lengths[axis]), entry=axis)
+        for axis, part in enumerate(parts)
+    ]
+    return _cut(node, value, found, [begin, size])
+
+
+def _sliced(length: Length | None, begin: Length, size: Length) -> Length | None:
+    """Return the length of a part."""
+    if size != -1:
+        return size
+    return None if length is None else length - begin
+
+
 def _taken(
-    step: Step, lengths: Sequence[Length | None], indices: Sequence[Value]
-) -> list[_Taken] | None:
-    """Say what is taken of each axis; None if the number of entries is not known."""
-    shape = step.op.inputs[1].shape
-    if shape.rank != 1 or shape[0] is None:
-        return None
-    masks = slice_masks(step.op, shape[0])
+    node: Node, lengths: Sequence[Length | None], indices: Sequence[Value]
+) -> list[_Taken]:
+    """Say what is taken of each axis."""
+    masks = slice_masks(node.op, known(node.op.inputs[1].shape[0]))
     whole = [_Taken(axis, length) for axis, length in enumerate(lengths)]
     # An ellipsis stands for all axes that no entry names.
     named = sum(not (has["ellipsis"] or has["new_axis"]) for has in masks)
@@ -123,48 +108,52 @@ def _part(
     return _Taken(None, takes_all=False)
 
 
-@rule("StridedSlice")
-def _strided_slice(step: Step) -> Value:
-    value, *indices = step.inputs
-    if have_rows(indices):
-        return step.mixed("takes a part that depends on rows")
-    found = None
-    if value.lengths is not None:
-        found = _taken(step, value.lengths, indices)
-    if found is None:
-        return step.unknown()
+@rule("StridedSlice", otherwise=_PART_BY_ROWS)
+def _strided_slice(node: Node) -> Value:
+    value, *indices = node.inputs
+    return _cut(node, value, _taken(node, value.shape, indices), indices)
+
+
+def _cut(
+    node: Node, value: Value, found: Sequence[_Taken], indices: Sequence[Value]
+) -> Value:
+    """Describe a part of a tensor, from what is taken of each axis."""
     kept = [taken for taken in found if not taken.is_dropped]
-    lengths = [taken.length for taken in kept]
+    lengths = tuple(taken.length for taken in kept)
     if value.axis is None:
         # Which part is taken may count rows.
-        return step.output(None, lengths=lengths)
+        return node.free(lengths)
     of_rows = next(taken for taken in found if taken.axis == value.axis)
     if not of_rows.takes_all:
         is_certain = of_rows.takes_all is not None
-        return step.mixed("takes some of the rows", is_certain=is_certain)
-    causes = value.causes if _are_fixed(indices, of_rows.entry) else step.causes
-    return step.output(
-        kept.index(of_rows), value.layout, lengths=lengths, causes=causes
-    )
+        return node.mixed("takes some of the rows", is_certain=is_certain)
+    causes = value.causes if _are_fixed(indices, of_rows.entry) else node.causes
+    return node.like(Value(kept.index(of_rows), value.layout, lengths), causes)
 
 
-@rule("StridedSliceGrad")
-def _strided_slice_grad(step: Step) -> Value:
-    shape, *indices, value = step.inputs
+@rule("StridedSliceGrad", rows_in=[4])
+def _strided_slice_grad(node: Node) -> Value:
+    shape, *indices, value = node.inputs
     lengths = lengths_from(shape)
-    if lengths is None or have_rows(indices):
-        return step.unknown()
-    found = _taken(step, lengths, indices)
-    if found is None:
-        return step.unknown()
+    found = _taken(node, lengths, indices)
     if value.axis is None:
         counted = [n for n, length in enumerate(lengths) if isinstance(length, Size)]
         if any(taken.axis in counted and not taken.takes_all for taken in found):
-            return step.mixed("puts entries to some of the rows")
-        return step.output(None, lengths=lengths)
+            return node.mixed("puts entries to some of the rows")
+        return node.free(lengths)
     of_rows = [taken for taken in found if not taken.is_dropped][value.axis]
     if of_rows.axis is None or not of_rows.takes_all:
         is_certain = of_rows.takes_all is not None
-        return step.mixed("puts rows to others", is_certain=is_certain)
-    causes = value.causes if _are_fixed(indices, of_rows.entry) else step.causes
-    return step.output(of_rows.axis, value.layout, lengths=lengths, causes=causes)
+        return node.mixed("puts rows to others", is_certain=is_certain)
+    causes = value.causes if _are_fixed(indices, of_rows.entry) else node.causes
+    return node.like(Value(of_rows.axis, value.layout, lengths), causes)
+
+
+def _are_fixed(indices: Sequence[Value], entry: int | None) -> bool:
+    """Tell whether no number but entry `entry`, that of the row axis, counts rows."""
+    about_rows = [] if entry is None else [entry]
+    return all(
+        each.numbers is not None
+        and is_fixed(np.delete(each.numbers.ravel(), about_rows))
+        for each in indices
+    )

@@ -2,8 +2,8 @@
 
 import math
 
-from tfdp.checks.step import Step, has_fixed_rest, rule
-from tfdp.checks.values import Layout, Value, have_rows
+from tfdp.checks.node import ANY, Node, has_fixed_rest, rule
+from tfdp.checks.values import Layout, Value, known
 
 # What takes one tensor of rows, and others that have none: kernels, sizes, amounts.
 _SPATIAL = """
@@ -21,67 +21,66 @@ _OF_SEVERAL = """
 """
 
 
-@rule(*_SPATIAL.split())
-def _spatial(step: Step) -> Value:
-    value, *others = step.inputs
-    if have_rows(others):
-        return step.mixed("takes rows for a kernel")
+@rule(*_SPATIAL.split(), otherwise="takes rows for a kernel")
+def _spatial(node: Node) -> Value:
+    value = node.inputs[0]
     # Of tensors of other ranks nobody knows which axis is that of the batch.
-    has_batch = value.axis == 0 and step.op.inputs[0].shape.rank in (4, 5)
+    has_batch = value.axis == 0 and node.op.inputs[0].shape.rank in (4, 5)
     if value.axis is not None and not has_batch:
-        return step.mixed("takes the rows for a space")
-    return step.like(value)
+        return node.mixed("takes the rows for a space")
+    return node.rows_of(value)
 
 
-@rule(*_OF_SEVERAL.split())
-def _of_several(step: Step) -> Value:
-    rows = [each for each in step.inputs if each.axis is not None]
+@rule(*_OF_SEVERAL.split(), rows_in=ANY)
+def _of_several(node: Node) -> Value:
+    rows = [each for each in node.inputs if each.axis is not None]
     if not rows:
-        return step.output(None)
+        return node.free()
     if any(each.axis != 0 or each.layout != rows[0].layout for each in rows):
-        return step.mixed("takes the rows for a space")
-    causes = step.causes
-    if "AvgPool" in step.op.type and has_fixed_rest(step.inputs[0]):
+        return node.mixed("takes the rows for a space")
+    # Along their only axis there are no rows, but sizes: they decide for all rows.
+    if any(len(each.shape) == 1 for each in rows):
+        return node.unknown()
+    causes = node.causes
+    if "AvgPool" in node.op.type and has_fixed_rest(node.inputs[0]):
         # It takes the shape of the inputs, which counts the rows on the first axis.
-        causes = step.inputs[1].causes
-    return step.output(0, rows[0].layout, causes=causes)
+        causes = node.inputs[1].causes
+    return node.like(Value(0, rows[0].layout), causes)
 
 
 @rule("SpaceToBatchND", "BatchToSpaceND")
-def _space_and_batch(step: Step) -> Value:
-    value, block, rim = step.inputs
-    if have_rows([block, rim]) or block.numbers is None:
-        return step.unknown()
+def _space_and_batch(node: Node) -> Value:
+    value, block, _ = node.inputs
+    number = math.prod(int(n) for n in known(block.numbers).ravel())
     if value.axis is None:
-        return step.output(None)
-    number = math.prod(int(n) for n in block.numbers.ravel())
+        return node.free()
     times, entries = value.layout
-    is_into_batch = step.op.type == "SpaceToBatchND"
+    is_into_batch = node.op.type == "SpaceToBatchND"
     if value.axis != 0 or (times % number and not is_into_batch):
-        return step.mixed("takes the rows for a space")
+        return node.mixed("takes the rows for a space")
     times = times * number if is_into_batch else times // number
-    return step.output(0, Layout(times, entries))
+    return node.like(Value(0, Layout(times, entries)))
 
 
 @rule("MaxPoolWithArgmax")
-def _pool_with_places(step: Step) -> Value:
-    value = step.inputs[0]
-    if value.axis not in (None, 0) or step.attr("include_batch_in_index"):
-        return step.mixed("takes the rows for a space")
-    return step.like(value)
+def _pool_with_places(node: Node) -> Value:
+    value = node.inputs[0]
+    if value.axis not in (None, 0) or node.attr("include_batch_in_index"):
+        return node.mixed("takes the rows for a space")
+    return node.rows_of(value)
 
 
-@rule(
+_INPUT_GRADIENTS = (
     *("Conv2DBackpropInput", "Conv3DBackpropInputV2"),
     "DepthwiseConv2dNativeBackpropInput",
 )
-def _input_gradient(step: Step) -> Value:
-    sizes, kernel, value = step.inputs
-    if kernel.axis is not None:
-        return step.mixed("takes rows for a kernel")
+
+
+@rule(*_INPUT_GRADIENTS, rows_in=[2], otherwise="takes rows for a kernel")
+def _input_gradient(node: Node) -> Value:
+    sizes, kernel, value = node.inputs
     if value.axis not in (None, 0):
-        return step.mixed("takes the rows for a space")
-    causes = kernel.causes | value.causes
-    if not has_fixed_rest(sizes):
-        causes = step.causes
-    return step.output(value.axis, value.layout, causes=causes)
+        return node.mixed("takes the rows for a space")
+    # The sizes count the rows on the first axis.
+    causes = kernel.causes | value.causes if has_fixed_rest(sizes) else node.causes
+    return node.like(value._replace(lengths=None), causes)

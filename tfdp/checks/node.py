@@ -1,23 +1,28 @@
 """One operation of a graph, and what is known of its inputs and outputs."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdp._types import Array, Tensor
-from tfdp.checks.sizes import Length, Size, is_fixed, product
+from tfdp.checks.sizes import Length, Lengths, Size, is_fixed, product
 from tfdp.checks.values import (
     PLAIN,
     WITHIN,
     Cause,
     Layout,
+    NotKnownError,
     Value,
     causes_of,
+    known,
 )
 
 
-class Step:
+@dataclasses.dataclass
+class Node:
     """One operation, and what is known of its inputs.
 
     Attributes:
@@ -25,23 +30,20 @@ class Step:
         inputs: What is known of its inputs.
         rows: How many rows a batch has; None if that is not static.
         outer: The operation of the outermost graph that this is part of.
-        causes: What is the matter with any of the inputs.
         number: Which output is to be described.
+        causes: What is the matter with any of the inputs.
     """
 
-    def __init__(
-        self,
-        op: tf.Operation,
-        inputs: Sequence[Value],
-        rows: int | None,
-        outer: tf.Operation,
-    ) -> None:
-        self.op = op
-        self.outer = outer
-        self.inputs = inputs
-        self.rows = rows
-        self.causes = causes_of(inputs)
-        self.number = 0
+    op: tf.Operation
+    inputs: Sequence[Value]
+    rows: int | None
+    outer: tf.Operation
+    number: int = 0
+    causes: frozenset[Cause] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        """Collect what is the matter."""
+        self.causes = causes_of(self.inputs)
 
     @property
     def tensor(self) -> Tensor:
@@ -79,8 +81,8 @@ class Step:
         causes: frozenset[Cause] | None = None,
     ) -> Value:
         """Note that rows meet here; what follows is looked at as if they had not."""
-        known = self.causes if causes is None else causes
-        value = Value(causes=known | {self.cause(why, is_certain=is_certain)})
+        causes = self.causes if causes is None else causes
+        value = Value(causes=causes | {self.cause(why, is_certain=is_certain)})
         lengths = static_lengths(self.tensor)
         if lengths is None:
             return value
@@ -96,62 +98,54 @@ class Step:
         why = "is not known to keep the rows of a batch apart"
         return self.mixed(why, is_certain=False)
 
-    def like(
-        self, value: Value, lengths: Iterable[Length | None] | None = None
+    def free(
+        self, lengths: Lengths | None = None, causes: frozenset[Cause] | None = None
     ) -> Value:
-        """Describe an output whose rows lie where those of another tensor are."""
-        return self.output(value.axis, value.layout, lengths=lengths)
+        """Describe an output that depends on no data."""
+        return self.like(Value(lengths=lengths), causes)
 
-    def output(
-        self,
-        axis: int | None,
-        layout: Layout = PLAIN,
-        *,
-        lengths: Iterable[Length | None] | None = None,
-        numbers: Array | None = None,
-        causes: frozenset[Cause] | None = None,
-    ) -> Value:
-        """Describe an output.
+    def rows_of(self, value: Value) -> Value:
+        """Describe an output with the rows of a tensor, and lengths of its own."""
+        return self.like(value._replace(lengths=None))
+
+    def like(self, value: Value, causes: frozenset[Cause] | None = None) -> Value:
+        """Describe an output whose rows lie where those of a tensor are.
 
         Args:
-            axis: Where its rows are; None if it has none.
-            layout: How they lie along it.
-            lengths: Of its axes, where the graph does not have them.
-            numbers: What is in it.
-            causes: What is the matter with it; default that of all inputs.
+            value: Says where, and the lengths of axes, where the graph does not have
+                them.
+            causes: What is the matter with the output; default that of all inputs.
 
         Returns:
             The description. What has one entry for each row has rows, though they be
             all alike.
         """
-        known = static_lengths(self.tensor)
-        hints = None if lengths is None else list(lengths)
-        if known is None:
-            known = hints
-        elif hints is not None and len(hints) == len(known):
-            known = [
-                hint if length is None else length
-                for length, hint in zip(known, hints, strict=True)
-            ]
+        axis, layout, hints, *_ = value
+        lengths = static_lengths(self.tensor)
+        if lengths is None:
+            lengths = None if hints is None else list(hints)
+        elif hints is not None and len(hints) == len(lengths):
+            pairs = zip(lengths, hints, strict=True)
+            lengths = [hint if own is None else own for own, hint in pairs]
         causes = self.causes if causes is None else causes
-        if known is None:
-            return Value(axis, layout, None, numbers, causes)
+        if lengths is None:
+            return Value(axis, layout, None, None, causes)
         if axis is not None and axis != WITHIN:
-            known[axis] = self.of_rows(layout)
-        value = Value(axis, layout, tuple(known), numbers, causes)
+            lengths[axis] = self.of_rows(layout)
+        output = Value(axis, layout, tuple(lengths), None, causes)
         counted = {
             position: length.block
-            for position, length in enumerate(known)
+            for position, length in enumerate(lengths)
             if isinstance(length, Size) and position != axis
         }
         if not counted or axis == WITHIN:
-            return value
+            return output
         position, block = next(iter(counted.items()))
         if axis is None and len(counted) == 1 and block is not None:
             # As many entries as there are rows: one for each.
-            return value._replace(axis=position, layout=Layout(1, block))
+            return output._replace(axis=position, layout=Layout(1, block))
         why = "has a shape that depends on how many rows there are"
-        return value._replace(causes=causes | {self.cause(why)})
+        return output._replace(causes=causes | {self.cause(why)})
 
 
 def static_lengths(tensor: Tensor) -> list[Length | None] | None:
@@ -160,75 +154,108 @@ def static_lengths(tensor: Tensor) -> list[Length | None] | None:
     return None if shape.rank is None else list(shape.as_list())
 
 
-Rule = Callable[[Step], Value]
+Describe = Callable[[Node], Value]
+
+
+class Rule(NamedTuple):
+    """What an operation does to the rows of its inputs.
+
+    Attributes:
+        describe: Describes output `node.number` of a `Node`.
+        rows_in: Which inputs may have rows; None if the rule looks at all of them.
+        otherwise: What the operation does with rows in others, if that is certain.
+    """
+
+    describe: Describe
+    rows_in: Collection[int] | None
+    otherwise: str | None
+
+
 RULES: dict[str, Rule] = {}
 
+# Of the inputs of an operation: all, or none.
+ANY = None
+NONE = ()
 
-def rule(*types: str) -> Callable[[Rule], Rule]:
+
+def rule(
+    *types: str,
+    rows_in: Collection[int] | None = (0,),
+    otherwise: str | None = None,
+) -> Callable[[Describe], Describe]:
     """Set what operations do to the rows of their inputs.
 
     Args:
         *types: Names of the operations.
+        rows_in: As in `Rule`. What else an operation takes, sizes above all, decides
+            about all rows: if there are rows in it, they meet.
+        otherwise: As in `Rule`.
 
     Returns:
-        A decorator of a function that describes output `step.number` of a `Step`.
+        A decorator of a function that describes output `node.number` of a `Node`.
     """
 
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(types, function))
-        return function
+    def register(describe: Describe) -> Describe:
+        RULES.update(dict.fromkeys(types, Rule(describe, rows_in, otherwise)))
+        return describe
 
     return register
 
 
-def apply(step: Step) -> list[Value]:
+def apply(node: Node) -> list[Value]:
     """Return what is known of the outputs of an operation.
 
     Args:
-        step: The operation, with what is known of its inputs.
+        node: The operation, with what is known of its inputs.
 
     Returns:
         One description for each output.
     """
-    axes = {each.axis for each in step.inputs}
-    rule = RULES.get(step.op.type, Step.unknown)
-    if WITHIN in axes:
-        rule = _within
-    elif rule is Step.unknown and axes <= {None} and not has_effect(step.op):
-        # What is made of nothing but what is free of data, whatever it does.
-        rule = _free
+    describe = _description(node)
     outputs = []
-    for number in range(len(step.op.outputs)):
-        step.number = number
+    for number in range(len(node.op.outputs)):
+        node.number = number
         try:
-            outputs.append(rule(step))
-        except (IndexError, TypeError, ValueError, ZeroDivisionError):
-            # Numbers that count rows where an axis or a length should be.
-            outputs.append(step.unknown())
+            outputs.append(describe(node))
+        except (NotKnownError, IndexError, TypeError, ValueError, ZeroDivisionError):
+            # Or numbers that count rows are where an axis or a length should be.
+            outputs.append(node.unknown())
     return outputs
 
 
-def _within(step: Step) -> Value:
-    return step.output(WITHIN)
+def _description(node: Node) -> Describe:
+    with_rows = [n for n, each in enumerate(node.inputs) if each.axis is not None]
+    if any(node.inputs[n].axis == WITHIN for n in with_rows):
+        return _within
+    rule = RULES.get(node.op.type)
+    if rule is None:
+        # What is made of nothing but what is free of data, whatever it does.
+        is_free = not with_rows and not has_effect(node.op)
+        return Node.free if is_free else Node.unknown
+    if rule.rows_in is None or all(n in rule.rows_in for n in with_rows):
+        return rule.describe
+    if rule.otherwise is None:
+        return Node.unknown
+    return functools.partial(Node.mixed, why=rule.otherwise)
 
 
-def _free(step: Step) -> Value:
-    return step.output(None)
+def _within(node: Node) -> Value:
+    return node.like(Value(WITHIN))
 
 
 def has_effect(op: tf.Operation) -> bool:
     """Tell whether an operation may do more than compute its outputs."""
-    known = _effects.get(op.type)
-    if known is None:
+    found = _effects.get(op.type)
+    if found is None:
         definition = op.op_def
         changes = any(argument.is_ref for argument in definition.input_arg)
         # What a function in it does is not known: those of calls, branches and loops
         # are looked at before.
         calls = any("func" in attribute.type for attribute in definition.attr)
         keeps = definition.is_stateful and not op.type.startswith(_HARMLESS)
-        known = changes or calls or keeps or op.type.startswith(_ON_HANDLES)
-        _effects[op.type] = known
-    return known
+        found = changes or calls or keeps or op.type.startswith(_ON_HANDLES)
+        _effects[op.type] = found
+    return found
 
 
 # By the type of operation: to ask TensorFlow takes long.
@@ -262,7 +289,7 @@ _HARMLESS = (
 _ON_HANDLES = ("TensorArray", "Queue", "Stack", "Barrier")
 
 
-def broadcast(values: Sequence[Value]) -> list[Length | None] | None:
+def broadcast(values: Sequence[Value]) -> Lengths | None:
     """Return the lengths of what tensors are broadcast to; None if not known."""
     shapes = [each.lengths for each in values if each.lengths is not None]
     if len(shapes) < len(values):
@@ -272,9 +299,9 @@ def broadcast(values: Sequence[Value]) -> list[Length | None] | None:
     for position in range(-rank, 0):
         here = [shape[position] for shape in shapes if len(shape) >= -position]
         longer = [n for n in here if n != 1]
-        known = [n for n in longer if n is not None]
-        result.append(known[0] if known else (None if longer else 1))
-    return result
+        sure = [n for n in longer if n is not None]
+        result.append(sure[0] if sure else (None if longer else 1))
+    return tuple(result)
 
 
 def has_fixed_rest(shape: Value) -> bool:
@@ -282,21 +309,21 @@ def has_fixed_rest(shape: Value) -> bool:
     return shape.numbers is not None and is_fixed(shape.numbers.ravel()[1:])
 
 
-def counting(step: Step) -> frozenset[Cause]:
+def counting(node: Node) -> frozenset[Cause]:
     """Say that an operation counts rows, which must not enter a value."""
-    return frozenset({step.cause(COUNTS)})
+    return frozenset({node.cause(COUNTS)})
 
 
-def of_numbers(step: Step, numbers: Array) -> Value:
+def of_numbers(node: Node, numbers: Array) -> Value:
     """Describe a small tensor whose numbers are known."""
-    causes = frozenset[Cause]() if is_fixed(numbers) else counting(step)
+    causes = frozenset[Cause]() if is_fixed(numbers) else counting(node)
     return Value(None, PLAIN, tuple(numbers.shape), numbers, causes)
 
 
 def known_product(lengths: Sequence[Length | None]) -> Length | None:
     """Multiply lengths; None where one is not known."""
-    known = [length for length in lengths if length is not None]
-    return product(known) if len(known) == len(lengths) else None
+    sure = [length for length in lengths if length is not None]
+    return product(sure) if len(sure) == len(lengths) else None
 
 
 def is_same_length(first: Length | None, second: Length | None) -> bool:
@@ -304,15 +331,12 @@ def is_same_length(first: Length | None, second: Length | None) -> bool:
     return first is not None and first == second
 
 
-def lengths_from(shape: Value) -> list[Length] | None:
-    """Read lengths from the numbers of a tensor; None if not known."""
-    if shape.numbers is None:
-        return None
-    return [n if isinstance(n, Size) else int(n) for n in shape.numbers.ravel()]
+def lengths_from(shape: Value) -> tuple[Length, ...]:
+    """Read lengths from the numbers of a tensor."""
+    numbers = known(shape.numbers).ravel()
+    return tuple(n if isinstance(n, Size) else int(n) for n in numbers)
 
 
-def axis_from(along: Value, rank: int) -> int | None:
-    """Read an axis from a tensor, counted from the first of `rank`; None if not known."""
-    if along.numbers is None:
-        return None
-    return int(along.numbers.ravel()[0]) % rank
+def axis_from(along: Value, rank: int) -> int:
+    """Read an axis from a tensor, counted from the first of `rank`."""
+    return int(known(along.numbers).ravel()[0]) % rank
