@@ -40,7 +40,8 @@ from tfdp.federated.run_folder import (
 )
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.virtual_clients import VirtualClients
-from tfdp.mechanisms.gaussian import Gaussian, GaussianOfEach, noise_of_query
+from tfdp.mechanisms.local import GaussianOfEach
+from tfdp.mechanisms.mechanism import Gaussian, noise_of_query
 from tfdp.optimizers.dp_optimizer import checked_clip
 from tfdp.training.loops import clipped_gradients
 

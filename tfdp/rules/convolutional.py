@@ -13,8 +13,7 @@ from tfdp.rules.dense import lora_factors, watch_preactivation
 from tfdp.rules.filters import depthwise_gradients
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.patches import has_few_patches, patches
-from tfdp.rules.recording import Call
-from tfdp.rules.registry import rule
+from tfdp.rules.recording import Call, rule
 from tfdp.rules.terms import Convolution, OuterProducts, PerRow, Term
 
 

@@ -1,5 +1,7 @@
 """Sums of products, and how far rounding can take them from the truth."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import tensorflow as tf
 
@@ -37,11 +39,21 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
+def of_factors(dtype: tf.DType) -> float:
+    """Bound the error of inner products that hardware makes by rounding factors."""
+    return 4 * matmul_roundoff(dtype)
+
+
 def roundoff(size: int, dtype: tf.DType) -> float:
     """Bound the error of an inner product of `size` numbers, relative to lengths."""
     # GPUs may round the factors first.
-    of_factors = 2 * matmul_roundoff(dtype)
-    return (min(size, _PART) / 4 + size / _PART) * _unit(dtype) + of_factors
+    rounded = 2 * matmul_roundoff(dtype)
+    return (min(size, _PART) / 4 + size / _PART) * _unit(dtype) + rounded
+
+
+def summed_products(a: Tensor, g: Tensor, axes: Iterable[int]) -> Tensor:
+    """Sum products over axes, in float64."""
+    return tf.reduce_sum(tf.cast(a * g, tf.float64), list(axes))
 
 
 def squares_from_grams(gram_a: Tensor, gram_g: Tensor, *, error: float) -> Tensor:

@@ -17,8 +17,7 @@ from tfdp import _keras
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.moves import Move
-from tfdp.rules.recording import Call
-from tfdp.rules.registry import rule
+from tfdp.rules.recording import Call, rule
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
@@ -63,7 +62,7 @@ class _Matrix:
     def recurrent(cls, call: Call, like: Tensor) -> Self:
         """Return the recurrent matrix of a layer, in the dtype of a tensor."""
         matrix = call.layer.cell.recurrent_kernel
-        return cls(tf.cast(matrix, like.dtype), call.product(matrix))
+        return cls(tf.cast(matrix, like.dtype), call.move(matrix))
 
     def split(self, column: int) -> tuple["_Matrix", "_Matrix"]:
         """Return the columns before one, and the others."""

@@ -9,17 +9,23 @@ from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.rules import filters, patches
 from tfdp.rules.geometry import Geometry
-from tfdp.rules.products import inner_products, roundoff, squares_from_grams
-from tfdp.rules.terms.factors import (
+from tfdp.rules.products import (
+    inner_products,
+    of_factors,
+    roundoff,
+    squares_from_grams,
+    summed_products,
+)
+from tfdp.rules.terms.term import (
     FEW_NUMBERS,
     Jvp,
+    Movable,
+    Term,
+    Units,
     in_pairs,
     moved_pairs,
-    of_factors,
-    summed_products,
     weighted,
 )
-from tfdp.rules.terms.term import Movable, Term, Units
 
 # Gradients of units may take this many numbers for each number of the activations
 # that they are made of, to be kept until the weights are known.

@@ -6,17 +6,24 @@ import tensorflow as tf
 
 from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32, squares_rounded_up
-from tfdp.rules.products import inner_products, roundoff, squares_from_grams
-from tfdp.rules.terms.factors import (
+from tfdp.rules.products import (
+    inner_products,
+    of_factors,
+    roundoff,
+    squares_from_grams,
+    summed_products,
+)
+from tfdp.rules.terms.term import (
     FEW_NUMBERS,
     Jvp,
+    Kept,
+    Movable,
+    Term,
+    Units,
     in_pairs,
     moved_pairs,
-    of_factors,
-    summed_products,
     weighted,
 )
-from tfdp.rules.terms.term import Kept, Movable, Term, Units
 
 
 class OuterProducts(Movable):

@@ -4,15 +4,22 @@ import abc
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import Self, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32, squares_rounded_up
-from tfdp.rules.terms.factors import Jvp, moved_tensor, of_factors
+from tfdp.rules.products import of_factors
+
+# From a tensor to its derivative along something, None for zeros.
+Jvp: TypeAlias = Callable[[Tensor], Tensor | None]
+
+# Where the number of positions is not known, gradients of at most this many numbers
+# are instantiated.
+FEW_NUMBERS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,3 +356,36 @@ class PerRow(Kept):
     def factors(self, units: Units) -> list[Tensor]:
         """The units' gradients are the only factor."""
         return [self.instantiate(units)]
+
+
+def weighted(units: Tensor, weights: Tensor | None) -> Tensor:
+    """Multiply each unit's part by its weight."""
+    if weights is None:
+        return units
+    shape = [-1] + [1] * (units.shape.rank - 1)
+    return units * tf.reshape(tf.cast(weights, units.dtype), shape)
+
+
+def in_pairs(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return neighbours as pairs."""
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def moved_tensor(tensor: Tensor, jvp: Jvp, rate: Tensor) -> Tensor:
+    """Return ``tensor + rate d tensor``."""
+    derivative = jvp(tensor) if tensor.dtype.is_floating else None
+    if derivative is None:
+        return tensor
+    return tensor + tf.cast(rate, tensor.dtype) * derivative
+
+
+def moved_pairs(
+    pairs: list[tuple[Tensor, Tensor]], jvp: Jvp, rate: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Return ``a (x) (g + rate dg)`` and ``da (x) (rate g)``, for each pair."""
+    moved = [(a, moved_tensor(g, jvp, rate)) for a, g in pairs]
+    for a, g in pairs:
+        derivative = jvp(a) if a.dtype.is_floating else None
+        if derivative is not None:
+            moved.append((derivative, tf.cast(rate, g.dtype) * g))
+    return moved
