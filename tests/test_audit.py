@@ -10,7 +10,7 @@ from scipy import stats
 import tfdp
 from tfdp import clipping
 from tfdp.accounting import Ledger, UnamplifiedSteps
-from tfdp.engines import recorded
+from tfdp.engines import bookkeeping
 from tfdp.mechanisms import mechanism
 from tfdp.mechanisms.mechanism import add_noise
 
@@ -88,7 +88,7 @@ def test_too_little_noise_is_found_out(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.parametrize(
-    ("engine", "module"), [("bookkeeping", recorded), ("vectorized", clipping)]
+    ("engine", "module"), [("bookkeeping", bookkeeping), ("vectorized", clipping)]
 )
 def test_missing_clipping_is_found_out(engine, module, monkeypatch):
     monkeypatch.setattr(

@@ -14,6 +14,7 @@ from tfdp.clipping import (
     at_least_float32,
     clip_factors,
     norms_of_squares,
+    selected,
     squares_rounded_up,
 )
 from tfdp.engines.engine import Clipped, Engine
@@ -162,6 +163,7 @@ class RecordedForward:
         real = tf.reshape(~batch.is_padding, [self.units.number, -1])
         self._is_empty = ~tf.reduce_any(real, axis=1)
         # A unit's loss is the mean over its real rows: padding weighs nothing.
+        # In float64, so that the shares of a unit add up to 1 in any dtype of losses.
         share = tf.cast(real, tf.float64)
         share = tf.math.divide_no_nan(share, tf.reduce_sum(share, 1, keepdims=True))
         self._shares = tf.reshape(share, [-1])
@@ -202,6 +204,8 @@ class RecordedForward:
 
     def _terms_there(self, weights: Tensor | None) -> list[list[Term]]:
         """Go back through the pass that was recorded last."""
+        # Losses are scaled by way of their weights: the tape has recorded them as they
+        # are, and what comes back is unscaled before it is squared.
         scale = self._objective.loss_scale
         of_rows = self._shares * scale
         if weights is not None:
@@ -277,19 +281,18 @@ class RecordedForward:
         finite = tf.math.is_finite(norms)
         clean = tf.reduce_all(finite)
 
-        def selected(factors: list[Tensor]) -> list[Tensor]:
-            # Chosen, not multiplied with a weight of zero: 0 * nan is nan.
-            return [_selected(part, finite) for part in factors]
+        def finite_ones(factors: list[Tensor]) -> list[Tensor]:
+            return [selected(part, finite) for part in factors]
 
         def sum_of(variable: Variable, term: Term | None) -> Tensor:
             if term is None:
                 return tf.zeros(variable.shape, at_least_float32(variable.value).dtype)
             factors = term.factors(self.units)
             if _keras.inside_xla():
-                factors = selected(factors)
+                factors = finite_ones(factors)
             else:
                 # Each term by itself: one choice for all would hold all factors.
-                factors = tf.cond(clean, lambda: factors, lambda: selected(factors))
+                factors = tf.cond(clean, lambda: factors, lambda: finite_ones(factors))
             return term.weighted_sum(factors, weights)
 
         sums = [
@@ -338,12 +341,6 @@ def _squares(
         kept = term.kept(units)
         return squares_rounded_up(kept.gradients), kept
     return term.squares_of_dropped(units), term
-
-
-def _selected(units: Tensor, chosen: Tensor) -> Tensor:
-    """Replace the units that are not chosen by zeros."""
-    chosen = tf.reshape(chosen, [-1] + [1] * (units.shape.rank - 1))
-    return tf.where(chosen, units, tf.zeros_like(units))
 
 
 def _by_rows(tensor: Tensor, units: Units, repeats: int | None) -> Tensor:

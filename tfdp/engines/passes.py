@@ -139,6 +139,7 @@ def _zeros_where(is_padding: Tensor) -> Callable[[Tensor], Tensor]:
 def _fill(data: Batch, indices: Tensor, rows: int | Tensor) -> Batch:
     """Take rows by index; what lies past the last row repeats it, as padding."""
     # So the padding of a unit that is not full is a row of that unit.
+    # An empty batch has no row to repeat: it gets one of zeros.
     is_empty = tf.cast(tf.equal(rows, 0), tf.int32)
     existing = tf.minimum(indices, tf.maximum(rows, 1) - 1)
 

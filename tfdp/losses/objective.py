@@ -254,6 +254,7 @@ class _RowwiseLoss(keras.losses.Loss):
         if type(loss).__call__ is not keras.losses.Loss.__call__:
             rows = (y_true, y_pred, sample_weight)
             return each_row_alone(lambda *row: tf.reduce_sum(loss(*row)), rows)
+        # Read before the conversion, which may drop what Keras has attached.
         mask = _keras.keras_mask(y_pred)
         given = y_true
         y_true, y_pred = keras.tree.map_structure(
@@ -317,6 +318,7 @@ def _reduce_rows(
     if mask is not None:
         kept = tf.cast(mask, values.dtype)
         if is_mean:
+            # Keras weighs what is kept so that a mean over all is one over the kept.
             elements = tf.cast(tf.reduce_prod(tf.shape(kept)[1:]), values.dtype)
             kept = _product(kept, tf.math.divide_no_nan(elements, _sum_rows(kept)))
         weights = kept if weights is None else _product(weights, kept)

@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Self, TypeAlias
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp._types import Tensor, Variable
-from tfdp.clipping import at_least_float32, squares_rounded_up
+from tfdp.clipping import at_least_float32, machine_epsilon, squares_rounded_up
 from tfdp.rules.products import of_factors
 
 # From a tensor to its derivative along something, None for zeros.
@@ -143,6 +142,7 @@ class Term(abc.ABC):
 
     def roundoff_of_positions(self, units: Units, dtype: tf.DType) -> Tensor:
         """Bound the error of sums over the positions of a unit, relative to lengths."""
+        # Gradients of outputs are the second of each pair: (U, T, p) has T positions.
         products = [
             tf.cast(
                 tf.size(g) // g.shape[-1] // tf.maximum(units.number, 1), tf.float64
@@ -151,7 +151,7 @@ class Term(abc.ABC):
         ]
         # A sum of n alike numbers was seen to be off by n / 4 units of roundoff.
         positions = tf.add_n([tf.constant(0.0, tf.float64), *products])
-        return positions * float(np.finfo(dtype.as_numpy_dtype).eps) / 8
+        return positions * machine_epsilon(dtype) / 8
 
     def kept(self, units: Units) -> "Kept":
         """Instantiate in whatever order of numbers is fastest."""
@@ -322,6 +322,7 @@ class Kept(Movable):
         else:
             weights = tf.cast(weights, gradients.dtype)
             total = tf.linalg.matvec(gradients, weights, transpose_a=True)
+        # Summed first: one matrix is transposed, not one for each unit.
         if self._transposed is not None:
             total = tf.transpose(tf.reshape(total, self._transposed))
         return tf.reshape(total, self.variable.shape)
