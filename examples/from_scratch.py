@@ -31,7 +31,7 @@ from sklearn.model_selection import train_test_split
 
 import tfdp
 from tfdp.accounting import Ledger, PoissonSteps
-from tfdp.mechanisms.gaussian import Gaussian
+from tfdp.mechanisms import Gaussian
 
 # Poisson batches differ in size: TensorFlow traces a graph for the first one, and in
 # the second step one for all sizes.

@@ -20,7 +20,7 @@ from tests.reference import (
 from tfdp import _tree
 from tfdp.ascent.losses import Ascent
 from tfdp.clipping import clip_as_tensor
-from tfdp.engines.passes import run_whole
+from tfdp.engines import passes
 from tfdp.losses.objective import Objective
 
 MODES = ("eager", "graph", "xla")
@@ -117,7 +117,7 @@ def runner(
     def run(tensors: list[tf.Tensor], clip: tf.Tensor) -> list[Any]:
         data = _tree.pack(tensors, like)
         return [
-            run_whole(
+            passes.run(
                 functools.partial(_pass, engine, objective, clip, unit_size),
                 data,
                 rows_per_unit=unit_size,
@@ -157,7 +157,7 @@ def clipped(engine: Any, objective: Objective, x: Any, y: Any, clip: float) -> A
     """Clip a batch of arrays eagerly; return the clipped sums and the norms."""
     data = tf.convert_to_tensor(x), tf.convert_to_tensor(y), None
     step = functools.partial(_pass, engine, objective, tf.constant(clip), 1)
-    return run_whole(step, data, rows_per_unit=1)
+    return passes.run(step, data, rows_per_unit=1)
 
 
 def check(

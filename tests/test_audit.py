@@ -10,9 +10,9 @@ from scipy import stats
 import tfdp
 from tfdp import clipping
 from tfdp.accounting import Ledger, UnamplifiedSteps
-from tfdp.engines import recorded
-from tfdp.mechanisms import gaussian
-from tfdp.mechanisms.gaussian import add_noise
+from tfdp.engines import bookkeeping
+from tfdp.mechanisms import mechanism
+from tfdp.mechanisms.mechanism import add_noise
 
 DELTA = 1e-5
 TRIALS = 2000
@@ -76,7 +76,7 @@ def test_no_more_is_proven_than_claimed():
 @pytest.mark.statistical
 def test_too_little_noise_is_found_out(monkeypatch):
     monkeypatch.setattr(
-        gaussian,
+        mechanism,
         "add_noise",
         lambda clipped_sum, *, noise_multiplier, stream: add_noise(
             clipped_sum, noise_multiplier=noise_multiplier / 20, stream=stream
@@ -88,7 +88,7 @@ def test_too_little_noise_is_found_out(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.parametrize(
-    ("engine", "module"), [("bookkeeping", recorded), ("vectorized", clipping)]
+    ("engine", "module"), [("bookkeeping", bookkeeping), ("vectorized", clipping)]
 )
 def test_missing_clipping_is_found_out(engine, module, monkeypatch):
     monkeypatch.setattr(

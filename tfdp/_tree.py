@@ -1,18 +1,15 @@
 """Nested structures whose leaves may be None."""
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 
 import keras
 import tensorflow as tf
 
 from tfdp._types import Nest
 
-
-def map_tensors(function: Callable[[Nest], Nest], tree: Nest) -> Nest:
-    """Apply `function` to every leaf but None."""
-    return keras.tree.map_structure(
-        lambda leaf: None if leaf is None else function(leaf), tree
-    )
+# Applies a function to every leaf but None.
+map_tensors = functools.partial(keras.tree.map_structure, none_is_leaf=False)
 
 
 def tensors(tree: Nest) -> list[Nest]:

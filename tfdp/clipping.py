@@ -1,13 +1,14 @@
 """Clipped sums of per-example gradients, and the factors that clip them."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _validate
+from tfdp._types import Tensor, Variable
 
 
 class ClippedSum(NamedTuple):
@@ -56,7 +57,7 @@ class ClippedSum(NamedTuple):
         return clip * tf.cast(self.sensitivity_in_clips, clip.dtype)
 
 
-def clip_as_tensor(l2_norm_clip: Any, variables: list[Any]) -> tf.Tensor:
+def clip_as_tensor(l2_norm_clip: Tensor, variables: list[Variable]) -> tf.Tensor:
     """Return the clip norm in the widest dtype of the variables' gradients.
 
     Args:
@@ -115,8 +116,11 @@ def squares_rounded_up(gradients: tf.Tensor) -> tf.Tensor:
     block = _largest_divisor(size, _LARGEST_BLOCK)
     blocks = tf.reshape(gradients, [tf.shape(gradients)[0], size // block, block])
     block_norms = tf.cast(_norms(blocks), tf.float64)
-    error = (block + 4) * _machine_epsilon(gradients.dtype) / 2
-    error += (size // block) * _machine_epsilon(tf.float64) / 2
+    # Each square, each addition of the block, the root and its square round once, by
+    # half an epsilon at most; then the sum of the blocks does, in float64.
+    error = (block + 4) * machine_epsilon(gradients.dtype) / 2
+    error += (size // block) * machine_epsilon(tf.float64) / 2
+    # Squares below the smallest normal number may have become zero.
     tiny = size * float(np.finfo(gradients.dtype.as_numpy_dtype).tiny)
     return tf.reduce_sum(tf.square(block_norms), 1) * (1 + error) + tiny
 
@@ -130,7 +134,7 @@ def norms_of_squares(squares: list[tf.Tensor]) -> tf.Tensor:
     Returns:
         The norms over all variables, float64, shape ``(U,)``.
     """
-    error = len(squares) * _machine_epsilon(tf.float64)
+    error = len(squares) * machine_epsilon(tf.float64)
     return tf.sqrt(tf.add_n(squares) * (1 + error))
 
 
@@ -164,6 +168,8 @@ def clip_factors(norms: tf.Tensor, *, l2_norm_clip: tf.Tensor) -> tf.Tensor:
         .. [1] Abadi et al., "Deep Learning with Differential Privacy", CCS 2016,
            Algorithm 1. https://arxiv.org/abs/1607.00133
     """
+    # Twice: both the gradients and the factors may be rounded on their way into the
+    # product that sums them.
     rounded_up = tf.cast(norms, tf.float64) * (
         1.0 + 2.0 * matmul_roundoff(l2_norm_clip.dtype)
     )
@@ -200,7 +206,7 @@ def clip_and_sum(
     per_unit_gradients = tf.cond(
         tf.reduce_all(finite),
         lambda: per_unit_gradients,
-        lambda: [_select(finite, gradients) for gradients in per_unit_gradients],
+        lambda: [selected(gradients, finite) for gradients in per_unit_gradients],
     )
     sums = []
     for gradients in per_unit_gradients:
@@ -239,13 +245,15 @@ def _largest_divisor(number: int, limit: int) -> int:
     return max(divisors, default=1)
 
 
-def _select(units: tf.Tensor, gradients: tf.Tensor) -> tf.Tensor:
-    """Replace the gradients of the other units by zeros."""
-    units = tf.reshape(units, [-1] + [1] * (gradients.shape.rank - 1))
-    return tf.where(units, gradients, tf.zeros_like(gradients))
+def selected(units: tf.Tensor, chosen: tf.Tensor) -> tf.Tensor:
+    """Replace the units that are not chosen by zeros."""
+    # Chosen, not multiplied with a weight of zero: 0 * nan is nan.
+    chosen = tf.reshape(chosen, [-1] + [1] * (units.shape.rank - 1))
+    return tf.where(chosen, units, tf.zeros_like(units))
 
 
-def _machine_epsilon(dtype: tf.DType) -> float:
+def machine_epsilon(dtype: tf.DType) -> float:
+    """Return the distance from 1 to the next number, twice the unit roundoff."""
     return float(np.finfo(dtype.as_numpy_dtype).eps)
 
 
@@ -256,4 +264,5 @@ def matmul_roundoff(dtype: tf.DType) -> float:
         and tf.config.experimental.tensor_float_32_execution_enabled()
         and bool(tf.config.list_physical_devices("GPU"))
     )
-    return 2.0**-11 if tensor_float_32 else _machine_epsilon(dtype)
+    # TensorFloat-32 keeps ten bits after the point, of which the last is rounded.
+    return 2.0**-11 if tensor_float_32 else machine_epsilon(dtype)

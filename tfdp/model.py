@@ -570,7 +570,7 @@ class DPModel(TrainingFunctions):
             PrivacyBudgetError: If a budget has no room for the step. In a graph such a
                 step does nothing.
         """
-        if self._replicas.number > 1:
+        if self._replicas.strategy is not None and self._replicas.number > 1:
             raise NotPrivateError(
                 "`train_step` would give every replica the same rows. Received: "
                 f"{self._replicas.number} replicas. Use `private.fit(...)`, which gives "

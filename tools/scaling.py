@@ -24,7 +24,7 @@ from absl import app, flags
 
 import tfdp
 from tfdp.clipping import ClippedSum
-from tfdp.mechanisms.gaussian import Gaussian
+from tfdp.mechanisms import Gaussian
 from tfdp.sampling import fresh_key, poisson_indices
 
 _REPLICAS = flags.DEFINE_multi_integer(

@@ -20,7 +20,7 @@ from tests.reference import (
 from tfdp.accounting import PoissonSteps, UnamplifiedSteps
 from tfdp.clipping import ClippedSum
 from tfdp.losses import BAM, SAT
-from tfdp.mechanisms.gaussian import add_noise
+from tfdp.mechanisms.mechanism import add_noise
 
 pytestmark = pytest.mark.keras_private
 

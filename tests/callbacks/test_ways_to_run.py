@@ -23,7 +23,7 @@ from tfdp.callbacks import (
     PrivacyBudget,
 )
 from tfdp.clipping import ClippedSum
-from tfdp.mechanisms.gaussian import Gaussian, add_noise, noise_of_query
+from tfdp.mechanisms.mechanism import Gaussian, add_noise, noise_of_query
 
 DELTA = 1e-3
 ROWS = 12

@@ -350,7 +350,7 @@ def doubling_rule(factor, bias):
 @pytest.fixture
 def table(monkeypatch):
     """Forget what a test registers."""
-    monkeypatch.setattr(rules.registry, "_RULES", dict(rules.registry._RULES))
+    monkeypatch.setattr(rules.recording, "RULES", dict(rules.recording.RULES))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ import tensorflow as tf
 import tfdp
 from tests.distribute import cases
 from tfdp.distribute.replicas import replica_number, summed
-from tfdp.mechanisms import gaussian
-from tfdp.mechanisms.gaussian import _seed, add_noise, standard_normal
+from tfdp.mechanisms import mechanism
+from tfdp.mechanisms.mechanism import add_noise, seed_of, standard_normal
 
 warnings.simplefilter("ignore")
 
@@ -71,7 +71,7 @@ def _noised_by_each(share, *, is_alike=False):
             gradient / replicas
             + share(replicas)
             * stddev
-            * standard_normal(gradient.shape, _seed(stream, k))
+            * standard_normal(gradient.shape, seed_of(stream, k))
             for k, gradient in enumerate(clipped_sum.gradients)
         ])
 
@@ -92,7 +92,7 @@ def noise(*bugs):
     """Return how large the noise of a step is, over what it should be."""
     found = {}
     for bug in bugs:
-        gaussian.add_noise = BUGS[bug]
+        mechanism.add_noise = BUGS[bug]
         with STRATEGY.scope():
             model = keras.Sequential([keras.Input((400,)), keras.layers.Dense(300)])
             optimizer = tfdp.optimizers.DPSGD(

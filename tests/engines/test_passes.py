@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.engines.passes import number_of_rows, run_in_passes, run_whole
+from tfdp.engines.passes import number_of_rows
+from tfdp.engines.passes import run as run_batch
 
 pytestmark = pytest.mark.keras_private
 
@@ -40,7 +41,7 @@ def expected_norms(number, rows_per_unit):
 def test_a_whole_batch_is_filled_up_to_units(number, rows_per_unit):
     seen = []
     shown = []
-    (total,), norms = run_whole(
+    (total,), norms = run_batch(
         sums_of_units(rows_per_unit, seen),
         rows(number),
         rows_per_unit=rows_per_unit,
@@ -80,7 +81,7 @@ def test_passes_add_up(number, rows_per_unit, in_graph):
         tf.debugging.assert_equal(data[1], outputs)
 
     def run(data):
-        return run_in_passes(
+        return run_batch(
             sums_of_units(rows_per_unit, batches),
             data,
             rows_per_unit=rows_per_unit,
@@ -101,7 +102,7 @@ def test_passes_add_up(number, rows_per_unit, in_graph):
 
 def test_padding_repeats_the_last_row():
     seen = []
-    run_whole(sums_of_units(4, seen), rows(2), rows_per_unit=4)
+    run_batch(sums_of_units(4, seen), rows(2), rows_per_unit=4)
     np.testing.assert_array_equal(seen[0].y, [0, 1, 1, 1])
 
 

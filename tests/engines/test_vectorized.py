@@ -11,7 +11,7 @@ from tests.engine_checks import BATCHES, OUTLIER, check, runner
 from tests.problems import PROBLEMS, cases, precision
 from tfdp import _tree
 from tfdp.clipping import clip_as_tensor
-from tfdp.engines.passes import run_whole
+from tfdp.engines import passes
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.losses.objective import Objective
 
@@ -90,7 +90,7 @@ def test_random_layers_draw_for_each_example_and_each_call(name, mode):
         )
 
         def run():
-            return run_whole(
+            return passes.run(
                 lambda batch: VectorizedEngine().clip_and_sum(
                     objective, batch, l2_norm_clip=clip, rows_per_unit=1
                 ),

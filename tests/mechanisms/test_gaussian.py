@@ -16,10 +16,10 @@ from scipy import stats
 from tests.problems import PROBLEMS
 from tfdp import clipped_gradients
 from tfdp.clipping import ClippedSum
-from tfdp.mechanisms.gaussian import (
+from tfdp.mechanisms.local import long_normal
+from tfdp.mechanisms.mechanism import (
     Gaussian,
     add_noise,
-    long_normal,
     noise_of_query,
     standard_normal,
 )

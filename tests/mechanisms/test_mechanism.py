@@ -11,7 +11,7 @@ import tfdp
 from tfdp.accounting import Segment
 from tfdp.clipping import ClippedSum
 from tfdp.mechanisms import Gaussian, Mechanism
-from tfdp.mechanisms.gaussian import add_noise
+from tfdp.mechanisms.mechanism import add_noise
 from tfdp.sampling import Poisson, Shuffled, Unknown
 
 ROWS, BATCH = 24, 6

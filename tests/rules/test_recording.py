@@ -9,8 +9,8 @@ from keras import layers, ops
 import tfdp
 from tests.problems import PROBLEMS, register, sequential
 from tfdp import rules
+from tfdp.engines import passes
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
-from tfdp.engines.passes import run_whole
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Objective
 from tfdp.rules.recording import Recording
@@ -20,9 +20,8 @@ pytestmark = pytest.mark.keras_private
 
 def recorded(model, x, rows=None):
     """Call a model while recording."""
-    tape = tf.GradientTape(watch_accessed_variables=False)
-    recording = Recording(model, tape, len(x) if rows is None else rows, rules.find)
-    with tape, recording.observing():
+    recording = Recording(model, len(x) if rows is None else rows)
+    with recording.observing():
         outputs = model(x)
     return recording, outputs
 
@@ -176,7 +175,7 @@ def test_the_backward_pass_ends_above_a_frozen_trunk(engine):
     objective = Objective.of(model, "mse")
 
     def clip(x, y):
-        return run_whole(
+        return passes.run(
             lambda batch: engine.clip_and_sum(
                 objective, batch, l2_norm_clip=tf.constant(1.0), rows_per_unit=1
             ),
@@ -235,7 +234,7 @@ def names_a_tensor(call):
 
 
 def test_a_rule_that_names_a_tensor_instead_of_its_variables_is_refused(monkeypatch):
-    monkeypatch.setitem(rules.registry._RULES, Adapted, names_a_tensor)
+    monkeypatch.setitem(rules.recording.RULES, Adapted, names_a_tensor)
     model = sequential((3,), Adapted(name="adapted"))
     data = (np.ones((4, 3)), np.ones((4, 2)))
     options = {"l2_norm_clip": 1.0, "engine": "bookkeeping"}

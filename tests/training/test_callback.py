@@ -9,7 +9,7 @@ import tfdp
 from tfdp.accounting.levels import folded
 from tfdp.callbacks import Query, StepCallback
 from tfdp.errors import NotPrivateError
-from tfdp.mechanisms import gaussian
+from tfdp.mechanisms import mechanism
 
 ROWS, CLIP = 40, 1.0
 # None is at the clip norm, which rounding could bring on either side.
@@ -304,14 +304,14 @@ class Lowers(StepCallback):
 def test_noise_counts_as_it_is_drawn_whatever_was_announced(hook, counts, monkeypatch):
     drawn = tf.Variable(tf.zeros([3]))
     steps = tf.Variable(0)
-    add_noise = gaussian.add_noise
+    add_noise = mechanism.add_noise
 
     def seen(clipped_sum, *, noise_multiplier, stream):
         drawn[steps].assign(tf.cast(noise_multiplier, tf.float32))
         steps.assign_add(1)
         return add_noise(clipped_sum, noise_multiplier=noise_multiplier, stream=stream)
 
-    monkeypatch.setattr(gaussian, "add_noise", seen)
+    monkeypatch.setattr(mechanism, "add_noise", seen)
     model = trained(Lowers(hook))
     found = {s.noise_multiplier: s.count for s in model.ledger.segments}
     assert found == counts

@@ -28,7 +28,7 @@ _SENSITIVITIES = {"replace_one": 2.0, "add_or_remove_one": 1.0}
 RELATIONS = tuple(_SENSITIVITIES)
 _DECIMALS = 6
 
-# Standard deviations at which noise ends: that of replies is `tfdp.mechanisms.gaussian.long_normal`,
+# Standard deviations at which noise ends: that of replies is `tfdp.mechanisms.local.long_normal`,
 # that of queries `standard_normal`.
 _END_OF_REPLIES = 12.1
 _END_OF_QUERIES = 7.35

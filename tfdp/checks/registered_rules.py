@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from tfdp import _keras, _tree
 from tfdp._types import Array, Nest, Tensor
-from tfdp.engines import Engine
-from tfdp.engines.passes import number_of_rows, run_whole
+from tfdp.engines import Engine, passes
+from tfdp.engines.passes import number_of_rows
 from tfdp.engines.vectorized import unit_gradients
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Batch, Objective
@@ -165,7 +165,7 @@ def _too_long(
             rows_per_unit=rows_per_unit,
         )
         try:
-            sums, of_units = run_whole(clip_batch, data, rows_per_unit=rows_per_unit)
+            sums, of_units = passes.run(clip_batch, data, rows_per_unit=rows_per_unit)
         except Exception:  # noqa: BLE001 (what raises does not train)
             continue
         most = len(np.asarray(of_units)) * float(clip_as) * 1.0001
@@ -180,7 +180,7 @@ def _unclipped(
     """Return sums and norms of what nothing is clipped of."""
     is_wide = any(variable.dtype == "float64" for variable in objective.variables)
     no_clip = tf.constant(1e30, tf.float64 if is_wide else tf.float32)
-    return run_whole(
+    return passes.run(
         lambda batch: engine.clip_and_sum(
             objective, batch, l2_norm_clip=no_clip, rows_per_unit=1
         ),

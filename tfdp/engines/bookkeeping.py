@@ -1,24 +1,30 @@
 """Clipped sums from one forward and one backward pass, without per-example gradients."""
 
+import contextlib
 import dataclasses
-import math
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
-from tfdp import _keras, _validate, rules
+from tfdp import _keras, _validate
 from tfdp._tracing import part_of_trace
-from tfdp._types import Nest, Tensor
-from tfdp.clipping import norms_of_squares
+from tfdp._types import Nest, Tensor, Variable
+from tfdp.clipping import (
+    at_least_float32,
+    clip_factors,
+    norms_of_squares,
+    selected,
+    squares_rounded_up,
+)
 from tfdp.engines.engine import Clipped, Engine
-from tfdp.engines.explanation import Explanation
+from tfdp.engines.explanation import Explanation, explained
 from tfdp.engines.passes import number_of_rows
-from tfdp.engines.recorded import RecordedForward, joined
-from tfdp.engines.uphill import RecordedUphill
+from tfdp.engines.uphill import Uphill, states_put_back
 from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.regularizers import gradient_of
 from tfdp.rules.recording import Recording
-from tfdp.rules.terms import Term, Units
+from tfdp.rules.terms import Kept, Term, Units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +64,13 @@ class BookkeepingEngine(Engine):
         rows_per_unit: int | Tensor,
     ) -> Clipped:
         """Sum the clipped gradients from the factors that the norms came from."""
-        forward = _recorded(objective, batch, rows_per_unit, norms=self.norms)
+        forward = RecordedForward(objective, batch, rows_per_unit, norms=self.norms)
         squares, terms = forward.squares_and_terms(keeps=True)
         return forward.clipped(terms, norms_of_squares(squares), l2_norm_clip)
 
     def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
         """List the losses, and the factors of all gradients."""
-        forward = _recorded(objective, batch, 1, norms=self.norms)
+        forward = RecordedForward(objective, batch, 1, norms=self.norms)
         found = [forward.losses]
         for terms in forward.terms_by_variable():
             for term in terms:
@@ -79,40 +85,7 @@ class BookkeepingEngine(Engine):
 
     def explain(self, model: keras.Model, signature: Nest) -> list[Explanation]:
         """Say how each layer's norm is computed; see `DPModel.explain`."""
-        rows: list[Explanation] = []
-
-        def run(x: Nest) -> None:
-            tape = tf.GradientTape(watch_accessed_variables=False)
-            recording = Recording(model, tape, number_of_rows(x), rules.find)
-            with tape, recording.observing():
-                _keras.run_model(model, x, training=True)
-            for watched in recording.watched:
-                zeros = [tf.zeros_like(tensor) for tensor in watched.tensors]
-                rows.extend(
-                    self._explained(watched.path, watched.rule, watched.terms_of(zeros))
-                )
-
-        tf.function(run, autograph=False).get_concrete_function(signature)
-        return rows
-
-    def _explained(
-        self, path: str, rule: str, terms: list[Term]
-    ) -> Iterator[Explanation]:
-        units = Units(number=1, rows=1)
-        ways = {"gram": "Gram", "keep": "instantiated", "drop": "instantiated"}
-        by_way: dict[str, list[float]] = {}
-        for term in terms:
-            if not term.variable.trainable:
-                continue
-            how = term.how(self.norms, units)
-            known = term.numbers(how, units)
-            by_way.setdefault(ways[how], []).append(
-                math.inf if known is None else known
-            )
-        for way, numbers in by_way.items():
-            total = 4 * sum(numbers)
-            size = None if math.isinf(total) else int(total)
-            yield Explanation(path, rule, way, size)
+        return explained(model, signature, self.norms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +111,7 @@ class GhostEngine(BookkeepingEngine):
         rows_per_unit: int | Tensor,
     ) -> Clipped:
         """Sum the clipped gradients from factors that are computed once more."""
-        forward = _recorded(objective, batch, rows_per_unit, norms=self.norms)
+        forward = RecordedForward(objective, batch, rows_per_unit, norms=self.norms)
         squares, _ = forward.squares_and_terms(keeps=False)
         norms = norms_of_squares(squares)
         # The same numbers again: with weights on the losses half precision would round
@@ -151,6 +124,225 @@ class GhostEngine(BookkeepingEngine):
         return forward.clipped(terms, norms, l2_norm_clip)
 
 
+class RecordedForward:
+    """One recorded forward pass, and backward passes through it.
+
+    Where units go uphill there are two: one here, which says where uphill is, and one
+    there.
+
+    Args:
+        objective: What to differentiate.
+        batch: Its number of rows is a multiple of `rows_per_unit`.
+        rows_per_unit: Consecutive rows whose mean loss is one unit's loss.
+        norms: How norms are computed; see `BookkeepingEngine`.
+
+    Attributes:
+        units: How the rows are grouped.
+        losses: One for each row.
+        y_pred: The model's outputs.
+
+    Raises:
+        UnsupportedLayerError: If some layer's gradients are out of reach, or some unit
+            cannot go uphill.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        batch: Batch,
+        rows_per_unit: int | Tensor,
+        *,
+        norms: str,
+    ) -> None:
+        rows = number_of_rows(batch.is_padding)
+        known = rows_per_unit if isinstance(rows_per_unit, int) else None
+        self.units = Units(rows // rows_per_unit, known)
+        self._objective = objective
+        self._norms = norms
+        self._rows_per_unit = rows_per_unit
+        real = tf.reshape(~batch.is_padding, [self.units.number, -1])
+        self._is_empty = ~tf.reduce_any(real, axis=1)
+        # A unit's loss is the mean over its real rows: padding weighs nothing.
+        # In float64, so that the shares of a unit add up to 1 in any dtype of losses.
+        share = tf.cast(real, tf.float64)
+        share = tf.math.divide_no_nan(share, tf.reduce_sum(share, 1, keepdims=True))
+        self._shares = tf.reshape(share, [-1])
+        self._here: RecordedForward | None = None
+        self._uphill: Uphill | None = None
+        if objective.ascent is not None:
+            plain = dataclasses.replace(objective, ascent=None)
+            # Both passes draw the same masks.
+            with states_put_back(objective.model):
+                self._here = RecordedForward(plain, batch, rows_per_unit, norms=norms)
+            bounds = self._here.squares_and_terms(keeps=True)
+            self._uphill = Uphill(objective, objective.ascent, self.units, *bounds)
+        with contextlib.ExitStack() as entered:
+            moves = None
+            if self._uphill is not None:
+                entered.enter_context(self._uphill.recording_step())
+                moves = self._uphill.moves()
+            self._recording = Recording(objective.model, rows, moves)
+            entered.enter_context(self._recording.observing())
+            self.y_pred = objective.predict(batch.x)
+            self.losses = objective.losses(
+                batch.x, batch.y, self.y_pred, batch.sample_weight
+            )
+        if self._here is not None:
+            self.y_pred = self._here.y_pred
+
+    def terms_by_variable(self, weights: Tensor | None = None) -> list[list[Term]]:
+        """Go back through the pass, each unit's loss with a weight or with 1.
+
+        Returns:
+            For each variable of the objective, what its gradients are made of.
+        """
+        if self._uphill is None or self._here is None:
+            return self._terms_there(weights)
+        return self._uphill.terms_by_variable(
+            weights, self._here.terms_by_variable, self._terms_there
+        )
+
+    def _terms_there(self, weights: Tensor | None) -> list[list[Term]]:
+        """Go back through the pass that was recorded last."""
+        # Losses are scaled by way of their weights: the tape has recorded them as they
+        # are, and what comes back is unscaled before it is squared.
+        scale = self._objective.loss_scale
+        of_rows = self._shares * scale
+        if weights is not None:
+            repeated = tf.repeat(tf.cast(weights, tf.float64), self._rows_per_unit)
+            of_rows *= tf.ensure_shape(repeated, of_rows.shape)
+        tensors = [watched.tensors for watched in self._recording.watched]
+        gradients = self._recording.tape.gradient(
+            self.losses, tensors, output_gradients=tf.cast(of_rows, self.losses.dtype)
+        )
+        found: dict[int, list[Term]] = {id(v): [] for v in self._objective.variables}
+        for watched, of_call in zip(self._recording.watched, gradients, strict=True):
+            # No loss depends on this call.
+            if all(gradient is None for gradient in of_call):
+                continue
+            unscaled = [
+                _unscaled(tensor, gradient, scale)
+                for tensor, gradient in zip(watched.tensors, of_call, strict=True)
+            ]
+            for term in watched.terms_of(unscaled):
+                # Rules cover frozen variables too.
+                if id(term.variable) in found:
+                    found[id(term.variable)].append(term)
+        for variable, penalty in self._objective.penalties():
+            found[id(variable)].append(self._same_for_all(variable, penalty, weights))
+        return list(found.values())
+
+    def _same_for_all(
+        self,
+        variable: Variable,
+        penalty: Callable[[Variable], Tensor],
+        weights: Tensor | None,
+    ) -> Kept:
+        """Return the gradient of what each unit's loss has of a variable alone."""
+        gradient = tf.reshape(gradient_of(penalty, variable), [1, -1])
+        if weights is None:
+            weights = tf.ones([self.units.number], gradient.dtype)
+        gradients = tf.cast(weights, gradient.dtype)[:, None] * gradient
+        return Kept(variable, tf.ensure_shape(gradients, [None, *gradient.shape[1:]]))
+
+    def squares_and_terms(
+        self, *, keeps: bool
+    ) -> tuple[list[Tensor], list[Term | None]]:
+        """Bound each variable's squared norms, and keep what the sums need."""
+        squares, ready = [], []
+        for terms in self.terms_by_variable():
+            term = joined(terms, self.units)
+            if term is not None:
+                of_variable, term = _squares(term, self._norms, self.units, keeps=keeps)
+                squares.append(of_variable)
+            ready.append(term)
+        if not squares:
+            squares.append(tf.zeros([self.units.number], tf.float64))
+        if self._uphill is not None:
+            squares.append(self._uphill.lost)
+        return squares, ready
+
+    def clipped(
+        self, terms: list[Term | None], norms: Tensor, l2_norm_clip: Tensor
+    ) -> Clipped:
+        """Sum the units' clipped gradients.
+
+        Args:
+            terms: What the gradients of each variable are made of.
+            norms: Of the units; those without a finite one are left out.
+            l2_norm_clip: Radius of the clip ball.
+
+        Returns:
+            See `tfdp.engines.Engine.clip_and_sum`.
+        """
+        weights = clip_factors(norms, l2_norm_clip=l2_norm_clip)
+        # Padding has no loss, but it would have its share of a divergence.
+        weights = tf.where(self._is_empty, tf.zeros_like(weights), weights)
+        finite = tf.math.is_finite(norms)
+        clean = tf.reduce_all(finite)
+
+        def finite_ones(factors: list[Tensor]) -> list[Tensor]:
+            return [selected(part, finite) for part in factors]
+
+        def sum_of(variable: Variable, term: Term | None) -> Tensor:
+            if term is None:
+                return tf.zeros(variable.shape, at_least_float32(variable.value).dtype)
+            factors = term.factors(self.units)
+            if _keras.inside_xla():
+                factors = finite_ones(factors)
+            else:
+                # Each term by itself: one choice for all would hold all factors.
+                factors = tf.cond(clean, lambda: factors, lambda: finite_ones(factors))
+            return term.weighted_sum(factors, weights)
+
+        sums = [
+            sum_of(variable, term)
+            for variable, term in zip(self._objective.variables, terms, strict=True)
+        ]
+        return sums, tf.cast(norms, l2_norm_clip.dtype), self.y_pred
+
+
+def _unscaled(tensor: Tensor, gradient: Tensor | None, scale: float) -> Tensor:
+    """Return a tensor's gradient, of at least float32, zero if there is none."""
+    if gradient is None:
+        return at_least_float32(tf.zeros_like(tensor))
+    gradient = at_least_float32(tf.convert_to_tensor(gradient))
+    # Loops forget how many steps they take.
+    gradient = tf.ensure_shape(gradient, tensor.shape)
+    return gradient if scale == 1.0 else gradient / scale
+
+
+def joined(terms: list[Term], units: Units) -> Term | None:
+    """Return one term for all uses of a variable; None if there is none."""
+    different: list[Term] = []
+    for term in terms:
+        for position, other in enumerate(different):
+            merged = other.merged(term)
+            if merged is not None:
+                different[position] = merged
+                break
+        else:
+            different.append(term)
+    if len(different) <= 1:
+        return different[0] if different else None
+    # The norm of a sum: norms of its summands would say too little or too much.
+    variable = different[0].variable
+    return Kept(variable, tf.add_n([term.instantiate(units) for term in different]))
+
+
+def _squares(
+    term: Term, norms: str, units: Units, *, keeps: bool
+) -> tuple[Tensor, Term]:
+    """Bound the units' squared norms; return the term to sum with them."""
+    how = term.how(norms, units)
+    if how == "gram":
+        return term.squares_by_gram(units), term
+    if how == "keep" and keeps:
+        kept = term.kept(units)
+        return squares_rounded_up(kept.gradients), kept
+    return term.squares_of_dropped(units), term
+
+
 def _by_rows(tensor: Tensor, units: Units, repeats: int | None) -> Tensor:
     """(rows of the calls, ...) -> (rows of the batch, those of each, ...)."""
     if tensor.shape[0] == 1:
@@ -161,14 +353,3 @@ def _by_rows(tensor: Tensor, units: Units, repeats: int | None) -> Tensor:
     ]
     shape = [units.number, repeats, *lengths[1:]]
     return tf.reshape(tensor, shape)
-
-
-def _recorded(
-    objective: Objective, batch: Batch, rows_per_unit: int | Tensor, *, norms: str
-) -> RecordedForward:
-    """Record a forward pass, uphill if the objective asks for that."""
-    if objective.ascent is None:
-        return RecordedForward(objective, batch, rows_per_unit, norms=norms)
-    return RecordedUphill(
-        objective, batch, rows_per_unit, norms=norms, ascent=objective.ascent
-    )

@@ -1,6 +1,19 @@
 """A table of what the clipping of each layer takes."""
 
+import math
 from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdp import _keras
+from tfdp._types import Nest
+from tfdp.engines.passes import number_of_rows
+from tfdp.rules.recording import Recording, Watched
+from tfdp.rules.terms import Units
+
+# What is said of the ways to a norm that `Term.how` names.
+_WAYS = {"gram": "Gram", "keep": "instantiated", "drop": "instantiated"}
 
 
 class Explanation(NamedTuple):
@@ -31,3 +44,47 @@ def table(rows: list[Explanation]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         for row in cells
     )
+
+
+def explained(model: keras.Model, signature: Nest, norms: str) -> list[Explanation]:
+    """Say how the norm of each layer's gradients is computed from their factors.
+
+    Args:
+        model: The model.
+        signature: Nest of `tf.TensorSpec` of its inputs.
+        norms: See `tfdp.engines.BookkeepingEngine`.
+
+    Returns:
+        One for each way to a norm of each call of a layer.
+    """
+    found: list[Explanation] = []
+
+    def run(x: Nest) -> None:
+        recording = Recording(model, number_of_rows(x))
+        with recording.observing():
+            _keras.run_model(model, x, training=True)
+        for watched in recording.watched:
+            found.extend(_explained(watched, norms))
+
+    tf.function(run, autograph=False).get_concrete_function(signature)
+    return found
+
+
+def _explained(watched: Watched, norms: str) -> list[Explanation]:
+    units = Units(number=1, rows=1)
+    numbers: dict[str, float] = {}
+    for term in watched.terms_of([tf.zeros_like(each) for each in watched.tensors]):
+        if term.variable.trainable:
+            how = term.how(norms, units)
+            known = term.numbers(how, units)
+            way = _WAYS[how]
+            numbers[way] = numbers.get(way, 0) + (math.inf if known is None else known)
+    return [
+        Explanation(
+            watched.path,
+            watched.rule,
+            way,
+            None if math.isinf(total) else 4 * int(total),
+        )
+        for way, total in numbers.items()
+    ]

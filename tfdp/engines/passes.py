@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import keras
 import tensorflow as tf
 
 from tfdp import _tree
@@ -18,49 +19,21 @@ OnOutputs = Callable[[Nest, Tensor, Nest], None]
 
 def number_of_rows(data: Nest) -> int | Tensor:
     """Return the length of the leading axis, as an int where it is static."""
-    first = _tree.tensors(data)[0]
+    leaves = keras.tree.flatten(data)
+    first = next(leaf for leaf in leaves if leaf is not None)
     return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
 
 
-def run_whole(
+def run(
     run_pass: ClipBatch,
     data: Nest,
     *,
     rows_per_unit: int | Tensor,
-    on_outputs: OnOutputs | None = None,
-) -> tuple[list[Tensor], Tensor]:
-    """Run all rows in one pass, filled up to whole units and to one unit at least.
-
-    Args:
-        run_pass: What the engine does with a batch.
-        data: A `Batch`, or ``(x, y, sample_weight)``, nested tensors of N rows; N may
-            be 0.
-        rows_per_unit: Consecutive rows that are clipped together.
-        on_outputs: Sees the rows, how many they are, and the model's outputs.
-
-    Returns:
-        Clipped sums, and the units' norms.
-    """
-    data = Batch.of(data)
-    rows = number_of_rows(data)
-    units = (rows + rows_per_unit - 1) // rows_per_unit
-    filled = tf.maximum(units, 1) * rows_per_unit
-    sums, norms, outputs = run_pass(_fill(data, tf.range(filled), rows))
-    if on_outputs is not None:
-        _show(on_outputs, data, tf.convert_to_tensor(rows), outputs)
-    return sums, _of_real_units(norms[:units], data, rows_per_unit)
-
-
-def run_in_passes(
-    run_pass: ClipBatch,
-    data: Nest,
-    *,
-    rows_per_unit: int,
-    physical_batch_size: int,
+    physical_batch_size: int | None = None,
     on_outputs: OnOutputs | None = None,
     shared_states: Sequence[Variable] = (),
 ) -> tuple[list[Tensor], Tensor]:
-    """Run the rows in passes of `physical_batch_size`, adding the sums up.
+    """Run all rows in passes of `physical_batch_size`, adding the sums up.
 
     Memory is that of one pass. The first pass always runs, and outside of the loop
     of the others, where TensorFlow's graph optimizer reaches it: it was seen to run
@@ -68,15 +41,17 @@ def run_in_passes(
 
     Args:
         run_pass: What the engine does with a batch; sees batches of one static shape
-            only.
-        data: See `run_whole`.
-        rows_per_unit: Consecutive rows that are clipped together; divides the
-            rows of a pass.
-        physical_batch_size: Rows in a pass.
-        on_outputs: See `run_whole`; called for each pass.
-        shared_states: Variables that are put back before each pass. What is shared by
-            all rows must not depend on which of them are in a pass: without one row,
-            others would be in other passes.
+            only, where there are several passes.
+        data: A `Batch`, or ``(x, y, sample_weight)``, nested tensors of N rows; N may
+            be 0.
+        rows_per_unit: Consecutive rows that are clipped together.
+        physical_batch_size: Rows in a pass, a multiple of `rows_per_unit`; None for all
+            rows in one, filled up to whole units and to one unit at least.
+        on_outputs: Sees the rows of each pass, how many they are, and the model's
+            outputs.
+        shared_states: Variables that are put back before each of several passes. What
+            is shared by all rows must not depend on which of them are in a pass:
+            without one row, others would be in other passes.
 
     Returns:
         Clipped sums, and the units' norms.
@@ -84,25 +59,33 @@ def run_in_passes(
     data = Batch.of(data)
     rows = number_of_rows(data)
     units = (rows + rows_per_unit - 1) // rows_per_unit
+    if physical_batch_size is None:
+        size = tf.maximum(units, 1) * rows_per_unit
+    else:
+        size = physical_batch_size
     at_begin = [tf.identity(state.value) for state in shared_states]
 
     def one_pass(number: int | Tensor) -> tuple[list[Tensor], Tensor]:
         for state, value in zip(shared_states, at_begin, strict=True):
             state.assign(value)
-        first = number * physical_batch_size
-        batch = _fill(data, first + tf.range(physical_batch_size), rows)
-        batch = _tree.map_tensors(
-            lambda tensor: tf.ensure_shape(
-                tensor, [physical_batch_size, *tensor.shape[1:]]
-            ),
-            batch,
-        )
+        first = number * size
+        batch = _fill(data, first + tf.range(size), rows)
+        if physical_batch_size is not None:
+            batch = _tree.map_tensors(
+                lambda tensor: tf.ensure_shape(tensor, [size, *tensor.shape[1:]]), batch
+            )
         sums, norms, outputs = run_pass(batch)
-        real = tf.clip_by_value(rows - first, 0, physical_batch_size)
-        if on_outputs is not None:
+        if on_outputs is not None and physical_batch_size is None:
+            _show(on_outputs, data, tf.convert_to_tensor(rows), outputs)
+        elif on_outputs is not None:
             marks = None if data.is_padding is None else batch.is_padding
+            real = tf.clip_by_value(rows - first, 0, size)
             _show(on_outputs, batch._replace(is_padding=marks), real, outputs)
         return sums, norms
+
+    sums, norms = one_pass(0)
+    if physical_batch_size is None:
+        return sums, _of_real_units(norms[:units], data, rows_per_unit)
 
     def body(
         number: Tensor, sums: list[Tensor], norms: tf.TensorArray
@@ -111,16 +94,15 @@ def run_in_passes(
         sums = [total + part for total, part in zip(sums, parts, strict=True)]
         return number + 1, sums, norms.write(number, pass_norms)
 
-    passes = tf.maximum((rows + physical_batch_size - 1) // physical_batch_size, 1)
-    sums, first_norms = one_pass(0)
-    norms = tf.TensorArray(first_norms.dtype, passes, element_shape=first_norms.shape)
-    _, sums, norms = tf.while_loop(
+    passes = tf.maximum((rows + size - 1) // size, 1)
+    found = tf.TensorArray(norms.dtype, passes, element_shape=norms.shape)
+    _, sums, found = tf.while_loop(
         lambda number, *_: number < passes,
         body,
-        (tf.constant(1), sums, norms.write(0, first_norms)),
+        (tf.constant(1), sums, found.write(0, norms)),
         parallel_iterations=1,
     )
-    return sums, _of_real_units(norms.concat()[:units], data, rows_per_unit)
+    return sums, _of_real_units(found.concat()[:units], data, rows_per_unit)
 
 
 def _of_real_units(norms: Tensor, data: Batch, rows_per_unit: int | Tensor) -> Tensor:
@@ -157,6 +139,7 @@ def _zeros_where(is_padding: Tensor) -> Callable[[Tensor], Tensor]:
 def _fill(data: Batch, indices: Tensor, rows: int | Tensor) -> Batch:
     """Take rows by index; what lies past the last row repeats it, as padding."""
     # So the padding of a unit that is not full is a row of that unit.
+    # An empty batch has no row to repeat: it gets one of zeros.
     is_empty = tf.cast(tf.equal(rows, 0), tf.int32)
     existing = tf.minimum(indices, tf.maximum(rows, 1) - 1)
 

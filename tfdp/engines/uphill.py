@@ -1,32 +1,37 @@
-"""Recorded passes in which each unit has moved the weights along its own gradient."""
+"""The way uphill of each unit: weights moved along its own gradient."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import keras
 import tensorflow as tf
 
 from tfdp import _keras
 from tfdp._types import Tensor
 from tfdp.ascent.losses import Ascent
 from tfdp.clipping import norms_of_squares, zeros_of_finite
-from tfdp.engines.recorded import RecordedForward
 from tfdp.errors import UnsupportedLayerError
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.objective import Objective
 from tfdp.rules.moves import Moves
-from tfdp.rules.terms import Jvp, Movable, Term
+from tfdp.rules.terms import Jvp, Movable, Term, Units
+
+# From the weights of the units' losses to what each variable's gradients are made of.
+_TermsByVariable = Callable[[Tensor | None], list[list[Term]]]
 
 
-class RecordedUphill(RecordedForward):
-    """A forward pass whose units have gone a step uphill, each along its own gradient.
-
-    Two passes are recorded: one here, which says where uphill is, and one there.
+class Uphill:
+    """Takes units a step uphill, and puts together what gradients say here and there.
 
     Args:
-        objective: See `RecordedForward`, as for the rest.
-        batch: Its rows.
-        rows_per_unit: Rows of a unit.
-        norms: How norms are computed.
+        objective: What is differentiated.
         ascent: The step.
+        units: How the rows are grouped.
+        squares: Bounds of the units' squared norms here, one for each variable.
+        terms: What the gradients of each variable are made of here.
+
+    Attributes:
+        lost: What squared norms have added to them: zero, but not finite where there
+            is no finite way uphill.
 
     Raises:
         UnsupportedLayerError: If some unit cannot go uphill.
@@ -35,11 +40,10 @@ class RecordedUphill(RecordedForward):
     def __init__(
         self,
         objective: Objective,
-        batch: Batch,
-        rows_per_unit: int | Tensor,
-        *,
-        norms: str,
         ascent: Ascent,
+        units: Units,
+        squares: list[Tensor],
+        terms: list[Term | None],
     ) -> None:
         if objective.penalties():
             names = ", ".join(f"`{v.path}`" for v, _ in objective.penalties())
@@ -49,37 +53,22 @@ class RecordedUphill(RecordedForward):
                 "`kl='outside'`."
             )
         self._ascent = ascent
-        states = _keras.states(objective.model)
-        at_begin = [tf.identity(state.value) for state in states]
-        here = self._here = RecordedForward(
-            objective, batch, rows_per_unit, norms=norms
-        )
-        squares, terms = here.squares_and_terms(keeps=True)
-        directions = {
-            id(variable): term.movable(here.units)
+        self._units = units
+        self._directions = {
+            id(variable): term.movable(units)
             for variable, term in zip(objective.variables, terms, strict=True)
             if term is not None
         }
-        norms_here = self._norms_here = norms_of_squares(squares)
-        # Both passes draw the same masks.
-        for state, value in zip(states, at_begin, strict=True):
-            state.assign(value)
-        self._step = tf.zeros([], tf.float64) if ascent.is_exact else None
+        self._norms = norms_of_squares(squares)
+        self.lost = zeros_of_finite(self._norms)
+        # Along an exact ascent the step is 0: it is there to be differentiated by.
+        self._step = tf.zeros([], tf.float64) if self._ascent.is_exact else None
         self._step_tape = tf.GradientTape(
             persistent=True, watch_accessed_variables=False
         )
-        with self._recording_step():
-            moves = Moves(
-                directions,
-                (1 if ascent.is_exact else ascent.radius) / norms_here,
-                here.units,
-                step=self._step,
-            )
-            super().__init__(objective, batch, rows_per_unit, norms=norms, moves=moves)
-        self.y_pred = here.y_pred
 
     @contextlib.contextmanager
-    def _recording_step(self) -> Iterator[None]:
+    def recording_step(self) -> Iterator[None]:
         """Record what the step does, if there is one to differentiate by."""
         if self._step is None:
             yield
@@ -88,38 +77,43 @@ class RecordedUphill(RecordedForward):
             tape.watch(self._step)
             yield
 
-    def squares_and_terms(
-        self, *, keeps: bool
-    ) -> tuple[list[Tensor], list[Term | None]]:
-        """Bound squared norms; not finite where there is no finite way uphill."""
-        squares, terms = super().squares_and_terms(keeps=keeps)
-        return [*squares, zeros_of_finite(self._norms_here)], terms
+    def moves(self) -> Moves:
+        """Return how the units move the variables, while the step is recorded."""
+        ascent = self._ascent
+        return Moves(
+            self._directions,
+            (1 if ascent.is_exact else ascent.radius) / self._norms,
+            self._units,
+            step=self._step,
+        )
 
-    def terms_by_variable(self, weights: Tensor | None = None) -> list[list[Term]]:
-        """Go back through both passes; see `RecordedForward.terms_by_variable`."""
+    def terms_by_variable(
+        self, weights: Tensor | None, here: _TermsByVariable, there: _TermsByVariable
+    ) -> list[list[Term]]:
+        """Go back through both passes.
+
+        Args:
+            weights: What each unit's loss is multiplied by; None for 1.
+            here: Goes back through the pass at the model's weights.
+            there: Goes back through that of the moved ones.
+
+        Returns:
+            For each variable, what its gradients are made of.
+        """
         ascent = self._ascent
         if ascent.is_exact:
             rate = ascent.mix * ascent.radius
-            with self._recording_step():
-                terms = [
-                    [_checked(term) for term in each]
-                    for each in super().terms_by_variable(weights)
-                ]
+            with self.recording_step():
+                terms = [[_checked(term) for term in each] for each in there(weights)]
             jvp = self._jvp(terms)
             return [[term.moved(jvp, rate) for term in each] for each in terms]
         if ascent.mix == 1:
-            return super().terms_by_variable(weights)
+            return there(weights)
         if weights is None:
-            weights = tf.ones([self.units.number], tf.float64)
+            weights = tf.ones([self._units.number], tf.float64)
         weights = tf.cast(weights, tf.float64)
-        return [
-            [*here, *there]
-            for here, there in zip(
-                self._here.terms_by_variable(weights * (1 - ascent.mix)),
-                super().terms_by_variable(weights * ascent.mix),
-                strict=True,
-            )
-        ]
+        parts = here(weights * (1 - ascent.mix)), there(weights * ascent.mix)
+        return [[*at_first, *at_last] for at_first, at_last in zip(*parts, strict=True)]
 
     def _jvp(self, terms: list[list[Movable]]) -> Jvp:
         """Return the derivatives of what the terms are made of, by the step.
@@ -165,3 +159,13 @@ def _checked(term: Term) -> Movable:
         "Units can only have weights of their own in layers that are linear in them. "
         f"Received: `{term.variable.path}`, which is not."
     )
+
+
+@contextlib.contextmanager
+def states_put_back(model: keras.Model) -> Iterator[None]:
+    """Leave what a pass through a model changes as it was."""
+    states = _keras.states(model)
+    at_begin = [tf.identity(state.value) for state in states]
+    yield
+    for state, value in zip(states, at_begin, strict=True):
+        state.assign(value)

@@ -8,7 +8,8 @@ import tensorflow as tf
 from tfdp._types import Array, Loss, Nest, Tensor
 from tfdp.clipping import ClippedSum, clip_and_sum
 from tfdp.errors import NotPrivateError
-from tfdp.mechanisms.gaussian import Gaussian, add_reply_noise
+from tfdp.mechanisms import Gaussian
+from tfdp.mechanisms.local import add_reply_noise
 from tfdp.optimizers.arguments import checked_clip, checked_noise_multiplier
 from tfdp.training.loops import clipped_gradients
 

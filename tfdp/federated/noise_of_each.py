@@ -4,8 +4,7 @@ import tensorflow as tf
 
 from tfdp._types import Tensor
 from tfdp.clipping import ClippedSum, at_least_float32
-from tfdp.mechanisms import Mechanism
-from tfdp.mechanisms.gaussian import add_noise
+from tfdp.mechanisms.mechanism import Mechanism, add_noise
 
 
 class GaussianOfEach(Mechanism):

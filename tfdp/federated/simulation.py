@@ -41,7 +41,7 @@ from tfdp.federated.run_folder import (
 )
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.virtual_clients import VirtualClients
-from tfdp.mechanisms.gaussian import Gaussian, noise_of_query
+from tfdp.mechanisms.mechanism import Gaussian, noise_of_query
 from tfdp.optimizers.arguments import checked_clip
 from tfdp.training.loops import clipped_gradients
 

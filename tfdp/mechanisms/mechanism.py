@@ -1,18 +1,20 @@
-"""What noise is: it is drawn, has a secret, and costs."""
+"""What noise is: it is drawn, has a secret, and costs. And the Gaussian one."""
 
 import abc
+import math
 import os
 import secrets
 import warnings
 import weakref
 from typing import ClassVar, Self
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _validate
 from tfdp._types import Config, Tensor, Variable
-from tfdp.clipping import ClippedSum
+from tfdp.clipping import ClippedSum, at_least_float32
 from tfdp.sampling import Scheme
 
 # A forked process has the keys of its parent, and must not draw the parent's noise.
@@ -194,3 +196,113 @@ class Mechanism(abc.ABC):
     def from_config(cls, config: Config) -> Self:
         """Rebuild a mechanism from `get_config`."""
         return cls(**config)
+
+
+@keras.saving.register_keras_serializable("tfdp")
+class Gaussian(Mechanism):
+    """Independent Gaussian noise in every step [1]_.
+
+    Args:
+        noise_seed: See `Mechanism`.
+
+    Example:
+        >>> optimizer = tfdp.optimizers.DPSGD(
+        ...     0.1,
+        ...     l2_norm_clip=1.0,
+        ...     noise_multiplier=1.1,
+        ...     mechanism=tfdp.mechanisms.Gaussian(),
+        ... )
+
+    References:
+        .. [1] Abadi et al., "Deep Learning with Differential Privacy", CCS 2016,
+           Algorithm 1. https://arxiv.org/abs/1607.00133
+    """
+
+    def noised(
+        self,
+        clipped_sum: ClippedSum,
+        *,
+        noise_multiplier: Tensor,
+        stream: Tensor,
+        begins: Tensor | bool = True,
+    ) -> list[Tensor]:
+        """Add to each sum noise of standard deviation ``noise_multiplier * C``."""
+        del begins
+        return add_noise(clipped_sum, noise_multiplier=noise_multiplier, stream=stream)
+
+
+def add_noise(
+    clipped_sum: ClippedSum, *, noise_multiplier: Tensor, stream: Tensor
+) -> list[Tensor]:
+    """Add to each sum Gaussian noise of ``noise_multiplier * C``.
+
+    Args:
+        clipped_sum: What to noise; its own C is the one that counts.
+        noise_multiplier: Scalar tensor; 0 adds nothing.
+        stream: Of the step.
+
+    Returns:
+        The noised sums, in order, of the sums' shapes; float64 where the sum
+        is, float32 otherwise.
+    """
+    clip = clipped_sum.l2_norm_clip
+    stddev = tf.cast(noise_multiplier, clip.dtype) * clip
+    noised = []
+    for number, gradient in enumerate(map(at_least_float32, clipped_sum.gradients)):
+        noise = standard_normal(gradient.shape, seed_of(stream, number))
+        noised.append(
+            gradient + tf.cast(noise, gradient.dtype) * tf.cast(stddev, gradient.dtype)
+        )
+    return noised
+
+
+def noise_of_query(
+    shape: tuple[int, ...], *, stream: Tensor, number: int = 0
+) -> Tensor:
+    """Draw noise for what a step releases beside its gradients.
+
+    Args:
+        shape: Of the release.
+        stream: See `add_noise`.
+        number: Of the query, from 0; another one for each query of a step.
+
+    Returns:
+        Standard normal numbers, float32, independent of the gradients' noise.
+    """
+    return standard_normal(tf.TensorShape(shape), seed_of(stream, -1 - number))
+
+
+def seed_of(stream: Tensor, number: int) -> Tensor:
+    """Return the seed of one variable's noise, or of a query's, in a step."""
+    return stream + tf.constant([0, number], tf.int64)
+
+
+def standard_normal(shape: tf.TensorShape, seed: Tensor) -> Tensor:
+    """Draw standard normal numbers with tails that reach past 7 sigma.
+
+    Box and Muller's method on Philox bits. The radius gets 39 random bits: on a
+    float32 uniform it would end at 5.65 sigma, which alone is worth more than a
+    delta of 1e-5 over a long training.
+
+    Args:
+        shape: A fully defined shape.
+        seed: int64, shape ``(2,)``. Distinct seeds give independent streams.
+
+    Returns:
+        float32 tensor of that shape.
+    """
+    half = (shape.num_elements() + 1) // 2
+    bits = tf.random.stateless_uniform(
+        [2, half], seed, minval=None, maxval=None, dtype=tf.int32, alg="philox"
+    )
+    coarse = tf.cast(bits[0] & 0x7FFFFFFF, tf.float32) * 2.0**-31
+    fine = tf.cast((bits[1] & 255) + 1, tf.float32) * 2.0**-39
+    radius = tf.sqrt(-2.0 * tf.math.log(tf.minimum(coarse + fine, 1.0)))
+    angle = tf.cast(bits[1] & ~255, tf.float32) * (math.pi * 2.0**-31)
+    return box_muller(radius, angle, shape)
+
+
+def box_muller(radius: Tensor, angle: Tensor, shape: tf.TensorShape) -> Tensor:
+    """Take Box and Muller's two numbers from each radius and angle."""
+    pairs = tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], 0)
+    return tf.reshape(pairs[: shape.num_elements()], shape)

@@ -30,13 +30,14 @@ Example:
 from tfdp.rules import convolutional as convolutional
 from tfdp.rules import dense as dense
 from tfdp.rules import embedding as embedding
+from tfdp.rules import generic as generic
 from tfdp.rules import hub as hub
 from tfdp.rules import normalization as normalization
 from tfdp.rules import recurrent as recurrent
 from tfdp.rules import standardized as standardized
 from tfdp.rules import time_distributed as time_distributed
 from tfdp.rules.recording import Call as Call
-from tfdp.rules.registry import find as find
+from tfdp.rules.recording import find as find
 from tfdp.rules.registry import is_own as is_own
 from tfdp.rules.registry import register as register
 from tfdp.rules.terms import Convolution as Convolution

@@ -13,8 +13,7 @@ from tfdp.rules.dense import lora_factors, watch_preactivation
 from tfdp.rules.filters import depthwise_gradients
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.patches import has_few_patches, patches
-from tfdp.rules.recording import Call
-from tfdp.rules.registry import rule
+from tfdp.rules.recording import Call, rule
 from tfdp.rules.terms import Convolution, OuterProducts, PerRow, Term
 
 
@@ -111,6 +110,7 @@ def kernel_term(
 ) -> OuterProducts | Convolution:
     """Describe a kernel's gradient: as a matrix's where patches are few or trivial."""
     if geometry.groups(x.shape, variable.shape) == 1:
+        # A window of one number is a matrix product at every position it visits.
         if all(size == 1 for size in variable.shape[:-2]):
             strides = (slice(None, None, stride) for stride in geometry.strides)
             return OuterProducts(variable, x[(slice(None), *strides)], g)
@@ -163,6 +163,7 @@ def inputs_of(call: Call) -> Tensor:
 def _causal(layer: keras.layers.Layer, x: Tensor) -> Tensor:
     if layer.padding != "causal":
         return x
+    # Written out, so that the kernel may slide as under "valid" padding.
     left = layer.dilation_rate[0] * (layer.kernel_size[0] - 1)
     return tf.pad(x, [(0, 0), (left, 0), (0, 0)])
 

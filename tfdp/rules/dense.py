@@ -9,8 +9,7 @@ import tensorflow as tf
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.recording import Call
-from tfdp.rules.registry import rule
+from tfdp.rules.recording import Call, rule
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
@@ -52,6 +51,7 @@ def watch_preactivation(call: Call, terms: Callable[[Tensor], list[Term]]) -> Ne
 
 def lora_factors(layer: keras.layers.Layer, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output gradients that the two factors of a LoRA update see."""
+    # Of z = x (K + s A B): dA is x^T (s g B^T), dB is (x A)^T (s g).
     scaled = g * tf.cast(layer.lora_alpha / layer.lora_rank, g.dtype)
     b = tf.cast(layer.lora_kernel_b, g.dtype)
     return scaled, tf.matmul(scaled, b, transpose_b=True)
@@ -90,7 +90,8 @@ def _lora_terms(
             f"sides. Received: equation={layer.equation!r}. Reorder the axes."
         )
     if last in inputs:
-        # The last axis is summed over: the update acts on the inputs first.
+        # The last axis is summed over: the update acts on the inputs first, and what is
+        # between has the rank's letter in place of that axis.
         low_inputs = tf.einsum(
             f"{inputs},{rank}{last}->{inputs.replace(last, rank)}", x, b
         )

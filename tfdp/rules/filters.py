@@ -36,6 +36,7 @@ def filter_gradients(
     Returns:
         Gradients of shape ``(U, *kernel_shape)`` and the dtype of the inputs.
     """
+    # TensorFlow has no filter gradient in one dimension: an axis of one is put in front.
     if len(geometry.strides) == 1:
         gradients = filter_gradients(
             inputs[:, :, None],

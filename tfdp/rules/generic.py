@@ -9,10 +9,11 @@ from tfdp import _seeds
 from tfdp._tracing import tracing
 from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.recording import Call
+from tfdp.rules.recording import Call, rule
 from tfdp.rules.terms import PerRow, Term
 
 
+@rule(None)
 def generic(call: Call) -> Nest:
     """Rule of any layer that is deterministic and treats rows separately.
 

@@ -89,7 +89,7 @@ class Moves:
         return _along(tensor, shift, self._step)
 
     def shifts(
-        self, tensors: list[Tensor], terms: Callable[..., list[Term]]
+        self, tensors: list[Tensor], terms: Callable[[list[Tensor]], list[Term]]
     ) -> list[Tensor | None]:
         """Return what tensors gain, by a step of 1, that are linear in the variables.
 
@@ -109,7 +109,7 @@ class Moves:
             tape.watch(zeros)
             products = [
                 term.movable(self._units).inner_products(direction, self._units)
-                for term in terms(*zeros)
+                for term in terms(zeros)
                 if (direction := self._directions.get(id(term.variable))) is not None
             ]
             moved = [

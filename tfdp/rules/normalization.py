@@ -10,8 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._types import Nest
-from tfdp.rules.recording import Call
-from tfdp.rules.registry import rule
+from tfdp.rules.recording import Call, rule
 
 
 @rule(keras.layers.LayerNormalization)

@@ -1,10 +1,12 @@
 """Sums of products, and how far rounding can take them from the truth."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import tensorflow as tf
 
 from tfdp._types import Tensor
-from tfdp.clipping import matmul_roundoff
+from tfdp.clipping import machine_epsilon, matmul_roundoff
 
 # Features are summed in parts of so many: a sum of n alike numbers was seen to be off
 # by n / 4 units of roundoff.
@@ -37,11 +39,21 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
+def of_factors(dtype: tf.DType) -> float:
+    """Bound the error of inner products that hardware makes by rounding factors."""
+    return 4 * matmul_roundoff(dtype)
+
+
 def roundoff(size: int, dtype: tf.DType) -> float:
     """Bound the error of an inner product of `size` numbers, relative to lengths."""
     # GPUs may round the factors first.
-    of_factors = 2 * matmul_roundoff(dtype)
-    return (min(size, _PART) / 4 + size / _PART) * _unit(dtype) + of_factors
+    rounded = 2 * matmul_roundoff(dtype)
+    return (min(size, _PART) / 4 + size / _PART) * _unit(dtype) + rounded
+
+
+def summed_products(a: Tensor, g: Tensor, axes: Iterable[int]) -> Tensor:
+    """Sum products over axes, in float64."""
+    return tf.reduce_sum(tf.cast(a * g, tf.float64), list(axes))
 
 
 def squares_from_grams(gram_a: Tensor, gram_g: Tensor, *, error: float) -> Tensor:
@@ -62,7 +74,10 @@ def squares_from_grams(gram_a: Tensor, gram_g: Tensor, *, error: float) -> Tenso
     # In float64 only from here on: the products themselves are bounded by the guard.
     of_rows = tf.reduce_sum(gram_a * gram_g, 2)
     squares = tf.reduce_sum(tf.cast(of_rows, tf.float64), 1)
+    # What a sum of products can lose because each was too small for the dtype.
     lost = _MOST_NUMBERS * float(np.finfo(gram_a.dtype.as_numpy_dtype).tiny)
+    # Lengths of the rows, from the diagonals. A diagonal that rounded to zero still
+    # counts as the largest that can have done so.
     a, g = (
         tf.sqrt(tf.cast(tf.linalg.diag_part(gram), tf.float64) + lost)
         for gram in (gram_a, gram_g)
@@ -77,4 +92,4 @@ def squares_from_grams(gram_a: Tensor, gram_g: Tensor, *, error: float) -> Tenso
 
 
 def _unit(dtype: tf.DType) -> float:
-    return float(np.finfo(dtype.as_numpy_dtype).eps) / 2
+    return machine_epsilon(dtype) / 2

@@ -1,11 +1,16 @@
-"""Records what each layer's call computes, as its rule says, during a forward pass."""
+"""Records what each layer's call computes, as its rule says, during a forward pass.
+
+Which class of layers has which rule is here too, and what a rule is given: a `Call`.
+"""
 
 import contextlib
 import dataclasses
 import functools
 import inspect
+import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -17,7 +22,59 @@ from tfdp.rules.moves import Move, Moves
 from tfdp.rules.terms import PerRow, Term
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
-Rule = Callable[["Call"], Nest]
+Rule: TypeAlias = Callable[["Call"], Nest]
+
+# From the gradients of what is watched to the terms of the variables' gradients.
+Terms: TypeAlias = Callable[..., list[Term]]
+
+# By the class; by its name, where the installed packages may lack it; and one for all
+# others that have variables and no layers in them, which stands at None.
+RULES: dict[type[keras.layers.Layer] | str | None, Rule] = {}
+
+
+def rule(
+    *layer_classes: type[keras.layers.Layer] | str | None,
+) -> Callable[[Rule], Rule]:
+    """Make a function the rule of classes of layers, of no others.
+
+    Args:
+        *layer_classes: See `RULES`; a name is ``"keras_hub.layers.MaskedLMHead"``.
+
+    Returns:
+        A decorator that returns the function as it is.
+    """
+
+    def add(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(layer_classes, function))
+        return function
+
+    return add
+
+
+def find(layer: keras.layers.Layer) -> Rule | None:
+    """Return the rule of a layer; None if it is only looked into.
+
+    A layer without a rule that has variables of its own, and no layers in it, gets
+    the generic one.
+    """
+    layer_class = type(layer)
+    if layer_class in RULES:
+        return RULES[layer_class]
+    for name, function in RULES.items():
+        if isinstance(name, str) and imported(name) is layer_class:
+            return function
+    is_leaf = len(_keras.flatten_layers(layer)) == 1
+    return RULES[None] if is_leaf else None
+
+
+def imported(name: str) -> object:
+    """Return what a name stands for, if its package was imported and has it."""
+    package, _, path = name.partition(".")
+    # Importing it here would take seconds, for layers that nobody uses.
+    try:
+        return operator.attrgetter(path)(sys.modules.get(package))
+    except AttributeError:
+        return None
 
 
 class Watched(NamedTuple):
@@ -28,43 +85,18 @@ class Watched(NamedTuple):
         rule: Name of the rule.
         tensors: What to differentiate by.
         terms: From their gradients, in that order, to the terms.
-        linear_terms: The terms of those variables that the tensors are linear in, if
-            the rule moves the others itself; None if it does not, so that units
-            cannot have weights of their own.
         repeats: Rows of the call for each row of the batch.
     """
 
     path: str
     rule: str
     tensors: list[Tensor]
-    terms: Callable[..., list[Term]]
-    linear_terms: Callable[..., list[Term]] | None = None
-    repeats: int = 1
+    terms: Terms
+    repeats: int
 
     def terms_of(self, gradients: list[Tensor]) -> list[Term]:
         """Return the terms for these gradients of the tensors."""
-        return self._with_repeats(self.terms(*gradients))
-
-    def shifts(self, moves: Moves) -> list[Tensor | None]:
-        """Return what the tensors gain where each unit has moved the variables.
-
-        Args:
-            moves: How they moved.
-
-        Raises:
-            UnsupportedLayerError: If the tensors are not linear in the variables.
-        """
-        linear_terms = self.linear_terms
-        if linear_terms is None:
-            raise UnsupportedLayerError(
-                "Units can only have weights of their own in layers that are linear in "
-                f"them. Received: `{self.path}` (rule `{self.rule}`)."
-            )
-        return moves.shifts(
-            self.tensors, lambda *zeros: self._with_repeats(linear_terms(*zeros))
-        )
-
-    def _with_repeats(self, terms: list[Term]) -> list[Term]:
+        terms = self.terms(*gradients)
         for term in terms:
             if not isinstance(term.variable, keras.Variable):
                 # Some attributes of layers are tensors while an adapter is on.
@@ -86,30 +118,25 @@ class Recording:
 
     Args:
         model: The model.
-        tape: Records the pass; need not watch variables.
         rows: Length of the leading axis of the model's inputs.
-        find_rule: Returns the rule of a layer, or None.
         moves: How the units have moved the variables, if they have.
 
     Attributes:
+        tape: Has recorded the pass, from what is watched.
         watched: What was watched, in the order of the calls.
+        repeats: Rows of the call that runs for each row of the batch.
+        moves: See above.
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        tape: tf.GradientTape,
-        rows: int | Tensor,
-        find_rule: Callable[[keras.layers.Layer], Rule | None],
-        moves: Moves | None = None,
+        self, model: keras.Model, rows: int | Tensor, moves: Moves | None = None
     ) -> None:
+        self.tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self.watched: list[Watched] = []
         self.repeats = 1
-        self._model = model
-        self._tape = tape
-        self._rows = rows
-        self._find_rule = find_rule
         self.moves = moves
+        self._model = model
+        self._rows = rows
         # Inside of a layer's call `value` may be a cast copy: known by all its tensors.
         self._trainable = {
             id(known): variable
@@ -118,26 +145,26 @@ class Recording:
         }
         self._variable_tapes: list[tf.GradientTape] = []
         self._refusals: list[str] = []
-        self._eager = tf.executing_eagerly()
-        self._graph = None if self._eager else tf.compat.v1.get_default_graph()
+        self._place = _place()
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Call the layers by their rules.
+        """Record, and call the layers by their rules.
 
         Raises:
             UnsupportedLayerError: At the end, with all that could not be recorded:
                 among it variables used outside of the calls of their own layer.
         """
-        with contextlib.ExitStack() as replaced:
-            outside = replaced.enter_context(self._tape_of_variables())
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(self.tape)
+            outside = entered.enter_context(self._tape_of_variables())
             for path, layer in _keras.layers_by_path(self._model):
-                rule = self._find_rule(layer) if layer.trainable_variables else None
+                rule = find(layer) if layer.trainable_variables else None
                 if rule is None:
                     continue
                 run = functools.partial(self._run, rule, path, layer, layer.call)
                 call = functools.wraps(layer.call)(run)
-                replaced.enter_context(_keras.attributes_replaced(layer, call=call))
+                entered.enter_context(_keras.attributes_replaced(layer, call=call))
             yield
         self._refuse_foreign(outside.watched_variables(), [])
         if self._refusals:
@@ -152,9 +179,6 @@ class Recording:
         *args: Nest,
         **kwargs: Nest,
     ) -> Nest:
-        in_same_graph = tf.executing_eagerly() == self._eager and (
-            self._eager or tf.compat.v1.get_default_graph() is self._graph
-        )
         call = Call(layer, args, kwargs, path, self, rule, function)
         with (
             # What the rule covers is no use of variables outside of a call.
@@ -162,7 +186,7 @@ class Recording:
             self._tape_of_variables() as used,
         ):
             try:
-                if not in_same_graph:
+                if _place() != self._place:
                     raise UnsupportedLayerError(
                         "Only calls outside of loops and branches can be recorded. "
                         f"Received: `{path}` ({type(layer).__name__}), called in a "
@@ -189,36 +213,45 @@ class Recording:
         self, used: tuple[tf.Variable, ...], own: list[Variable]
     ) -> None:
         known = {id(variable) for variable in own}
-        of_model = [
-            self._trainable[id(variable)]
-            for variable in used
-            if id(variable) in self._trainable
-        ]
-        foreign = [v.path for v in of_model if id(v) not in known]
+        of_model = [self._trainable.get(id(variable)) for variable in used]
+        foreign = {v.path: v for v in of_model if v is not None and id(v) not in known}
         if foreign:
-            names = ", ".join(f"`{path}`" for path in dict.fromkeys(foreign))
+            names = ", ".join(f"`{path}`" for path in foreign)
             self._refusals.append(
                 "Every variable must be used in the calls of its own layer, by a layer "
                 f"that has no others. Received: {names}, used elsewhere."
             )
 
-    def watch(self, watched: Watched) -> list[Tensor]:
-        """Watch tensors, each a new one, with one entry for each row."""
-        watched = watched._replace(repeats=self.repeats)
-        shifts: list[Tensor | None] = [None] * len(watched.tensors)
+    def watch(
+        self,
+        path: str,
+        rule: Rule,
+        tensors: list[Tensor],
+        terms: Terms,
+        linear_terms: Terms | None,
+    ) -> list[Tensor]:
+        """Watch tensors of a call; see `Call.watch_all`."""
+        name = getattr(rule, "__name__", str(rule))
+        watched = Watched(path, name, [], terms, self.repeats)
+        shifts: list[Tensor | None] = [None] * len(tensors)
         if self.moves is not None:
-            shifts = watched.shifts(self.moves)
-        tensors = []
-        for tensor, shift in zip(watched.tensors, shifts, strict=True):
+            if linear_terms is None:
+                raise UnsupportedLayerError(
+                    "Units can only have weights of their own in layers that are "
+                    f"linear in them. Received: `{path}` (rule `{name}`)."
+                )
+            linear = watched._replace(terms=linear_terms)
+            shifts = self.moves.shifts(tensors, linear.terms_of)
+        for tensor, shift in zip(tensors, shifts, strict=True):
             # The tape knows tensors by identity: another call may have this one too.
-            own = tf.identity(self._with_rows(watched.path, tensor))
+            own = tf.identity(self._with_rows(path, tensor))
             if self.moves is not None and shift is not None:
                 own = self.moves.moved(own, shift)
-            self._tape.watch(own)
+            self.tape.watch(own)
             # Some layers attach a mask in their own code.
-            tensors.append(_keras.with_mask_of(own, tensor))
-        self.watched.append(watched._replace(tensors=tensors))
-        return tensors
+            watched.tensors.append(_keras.with_mask_of(own, tensor))
+        self.watched.append(watched)
+        return watched.tensors
 
     def _with_rows(self, path: str, tensor: Tensor) -> Tensor:
         """Make sure that the leading axis holds the rows of the batch."""
@@ -239,6 +272,11 @@ class Recording:
         )
         with tf.control_dependencies([] if check is None else [check]):
             return tf.identity(tensor)
+
+
+def _place() -> tuple[bool, tf.Graph]:
+    """Return where operations are made: eagerly or not, and in which graph."""
+    return tf.executing_eagerly(), tf.compat.v1.get_default_graph()
 
 
 def own_variables(layer: keras.layers.Layer) -> list[Variable]:
@@ -303,7 +341,7 @@ class Call:
     def watch(
         self,
         tensor: Tensor,
-        terms: Callable[..., list[Term]],
+        terms: Terms,
         *,
         is_linear: bool = False,
     ) -> Tensor:
@@ -326,9 +364,9 @@ class Call:
     def watch_all(
         self,
         tensors: list[Tensor],
-        terms: Callable[..., list[Term]],
+        terms: Terms,
         *,
-        linear_terms: Callable[..., list[Term]] | None,
+        linear_terms: Terms | None,
     ) -> list[Tensor]:
         """As `watch`, for several tensors whose gradients belong together.
 
@@ -336,23 +374,19 @@ class Call:
             tensors: See `watch`.
             terms: See `watch`.
             linear_terms: Those of the variables that the tensors are linear in; the
-                rule must move the others by `product`. None if it does not.
+                rule must move the others by `move`. None if it does not.
 
         Returns:
             The tensors.
         """
-        rule = getattr(self._rule, "__name__", str(self._rule))
         return self._recording.watch(
-            Watched(self.path, rule, tensors, terms, linear_terms)
+            self.path, self._rule, tensors, terms, linear_terms
         )
 
     def move(self, variable: Variable) -> Move | None:
         """Return how the units move a variable; None if it stays."""
         moves = self._recording.moves
         return None if moves is None else moves.of(variable)
-
-    # What is multiplied by a matrix needs no more of its move than the products.
-    product = move
 
     @property
     def differentiates_twice(self) -> bool:

@@ -17,8 +17,7 @@ from tfdp import _keras
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.moves import Move
-from tfdp.rules.recording import Call
-from tfdp.rules.registry import rule
+from tfdp.rules.recording import Call, rule
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 
@@ -63,7 +62,7 @@ class _Matrix:
     def recurrent(cls, call: Call, like: Tensor) -> Self:
         """Return the recurrent matrix of a layer, in the dtype of a tensor."""
         matrix = call.layer.cell.recurrent_kernel
-        return cls(tf.cast(matrix, like.dtype), call.product(matrix))
+        return cls(tf.cast(matrix, like.dtype), call.move(matrix))
 
     def split(self, column: int) -> tuple["_Matrix", "_Matrix"]:
         """Return the columns before one, and the others."""
@@ -152,6 +151,7 @@ def _reset_after(call: Call, like: Tensor) -> _Cell:
     def bias_terms(g: Tensor, g_inner: Tensor) -> list[Term]:
         if cell.bias is None:
             return []
+        # The bias has two rows: one beside the inputs, one beside the inner products.
         return [PerRow(cell.bias, tf.stack([g, g_inner], axis=-2))]
 
     matrix = _Matrix.recurrent(call, like)
@@ -173,6 +173,7 @@ def _reset_before(call: Call, like: Tensor) -> _Cell:
         return [z * states[0] + (1 - z) * candidate]
 
     def terms(g: Tensor, x: Tensor, h: Tensor) -> list[Term]:
+        # The reset gate once more, for all steps at once: the loop does not hold it.
         _, r = gates(x, _over_time(of_gates.times, h))
         # The candidate's columns see another input: each use leaves the other's
         # columns zero.
@@ -371,6 +372,7 @@ class _Scan:
             time -= 1
             (x, inner, of_output, *states), mask = self._read(reads, time)
             of_states = [of_states[0] + of_output, *of_states[1:]]
+            # From behind: what a state is worth is known from the steps after it.
             # One step is computed once more: nothing inside of it is held over time.
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch([x, inner, states])
@@ -381,8 +383,10 @@ class _Scan:
                 output_gradients=of_states,
                 unconnected_gradients=tf.UnconnectedGradients.ZERO,
             )
+            # h reaches the next states directly and by way of its inner product.
             of_h = self.cell.matrix.times_transposed(of_inner)
             of_h = of_h if self.kept is None else of_h * self.kept
+            # Where nothing is added to the inner products nobody asks for theirs.
             written = _write(written, time, [of_x, of_inner][: len(written)])
             return time, [of_states[0] + of_h, *of_states[1:]], written
 

@@ -1,36 +1,12 @@
-"""Which class of layers has which rule."""
+"""Rules of one's own."""
 
-import operator
-import sys
 from collections.abc import Callable
 
 import keras
 
-from tfdp import _keras
 from tfdp._types import Nest
-from tfdp.rules.generic import generic
-from tfdp.rules.recording import Call, Rule
-
-# By the class; by its name, where the installed packages may lack it.
-_RULES: dict[type[keras.layers.Layer] | str, Rule] = {}
-
-
-def rule(*layer_classes: type[keras.layers.Layer] | str) -> Callable[[Rule], Rule]:
-    """Make a function the rule of classes of layers, of no others.
-
-    Args:
-        *layer_classes: The classes; or names, as ``"keras_hub.layers.MaskedLMHead"``,
-            of those that some installation may lack.
-
-    Returns:
-        A decorator that returns the function as it is.
-    """
-
-    def add(function: Rule) -> Rule:
-        _RULES.update(dict.fromkeys(layer_classes, function))
-        return function
-
-    return add
+from tfdp.rules import recording
+from tfdp.rules.recording import Call, find
 
 
 def register(
@@ -63,33 +39,7 @@ def register(
             "`rule` must be a function of a `tfdp.rules.Call`. Received: rule="
             f"{rule!r}. Use `tfdp.rules.register({layer_class.__name__}, rule)`."
         )
-    _RULES[layer_class] = rule
-
-
-def find(layer: keras.layers.Layer) -> Rule | None:
-    """Return the rule of a layer; None if it is only looked into.
-
-    A layer without a rule that has variables of its own, and no layers in it, gets
-    the generic one.
-    """
-    layer_class = type(layer)
-    if layer_class in _RULES:
-        return _RULES[layer_class]
-    for name, function in _RULES.items():
-        if isinstance(name, str) and imported(name) is layer_class:
-            return function
-    is_leaf = len(_keras.flatten_layers(layer)) == 1
-    return generic if is_leaf else None
-
-
-def imported(name: str) -> object:
-    """Return what a name stands for, if its package was imported and has it."""
-    package, _, path = name.partition(".")
-    # Importing it here would take seconds, for layers that nobody uses.
-    try:
-        return operator.attrgetter(path)(sys.modules.get(package))
-    except AttributeError:
-        return None
+    recording.RULES[layer_class] = rule
 
 
 def is_own(layer: keras.layers.Layer) -> bool:

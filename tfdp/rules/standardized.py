@@ -9,8 +9,7 @@ from tfdp.errors import UnsupportedLayerError
 from tfdp.layers import WSConv2D, centred
 from tfdp.rules import convolutional
 from tfdp.rules.moves import Move
-from tfdp.rules.recording import Call
-from tfdp.rules.registry import rule
+from tfdp.rules.recording import Call, rule
 from tfdp.rules.terms import Standardized, Term
 
 

@@ -7,8 +7,7 @@ import tensorflow as tf
 
 from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.recording import Call
-from tfdp.rules.registry import rule
+from tfdp.rules.recording import Call, rule
 
 
 @rule(keras.layers.TimeDistributed)

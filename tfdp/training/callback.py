@@ -13,7 +13,7 @@ from tfdp.ascent.losses import AscentLoss
 from tfdp.ascent.released import ReleasedGradient
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
-from tfdp.mechanisms.gaussian import noise_of_query
+from tfdp.mechanisms.mechanism import noise_of_query
 from tfdp.optimizers import DPOptimizer
 
 

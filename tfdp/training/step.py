@@ -21,7 +21,8 @@ from tfdp.ascent.released import ReleasedGradient
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.distribute.replicas import ALONE, Replicas, summed
 from tfdp.distribute.shares import agreed_stream
-from tfdp.engines.passes import OnOutputs, run_in_passes, run_whole
+from tfdp.engines import passes
+from tfdp.engines.passes import OnOutputs
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Batch, Objective
 from tfdp.mechanisms import Mechanism
@@ -109,7 +110,7 @@ class BatchClipper:
             for state, value in zip(states, values, strict=True):
                 state.assign(value)
 
-        values_now = self.replicas.run(read)
+        values_now = self.replicas.run(read) if states else []
 
         def clip(l2_norm_clip: Tensor, whole: Nest = None) -> ClippedSum:
             def of_replica(values_now: list[Tensor], rows: Batch) -> ClippedSum:
@@ -136,6 +137,9 @@ class BatchClipper:
 
     def _on_all(self, clip: Callable[..., ClippedSum], *args: Nest) -> ClippedSum:
         """Add up what all replicas have clipped; each gets the sum."""
+        # Within the scope of a strategy, loops of one's own may have replicas, too.
+        if not (self.replicas.strategy or tf.distribute.has_strategy()):
+            return clip(*args)
 
         def of_replica(*args: Nest) -> ClippedSum:
             own = clip(*args)
@@ -168,19 +172,14 @@ class BatchClipper:
             sums, norms, y_pred = run_pass(augmentation.views(batch), clip)
             return sums, norms, augmentation.first(y_pred)
 
-        if self.physical_batch_size is None:
-            run = run_whole
-        else:
-            run = functools.partial(
-                run_in_passes,
-                physical_batch_size=self.physical_batch_size,
-                shared_states=_keras.shared_seed_states(self.model),
-            )
-        sums, norms = run(
+        in_passes = self.physical_batch_size is not None
+        sums, norms = passes.run(
             run_views,
             batch,
             rows_per_unit=self.examples_per_unit,
+            physical_batch_size=self.physical_batch_size,
             on_outputs=on_outputs,
+            shared_states=_keras.shared_seed_states(self.model) if in_passes else (),
         )
         return ClippedSum(sums, norms, clip, self.examples_per_unit)
 
@@ -344,7 +343,8 @@ def private_step(
     # Read before anything is clipped: where processes take different steps this raises,
     # and nothing that follows from it runs.
     stream = session.mechanism.stream(session.mechanism.number)
-    if replicas.processes > 1:
+    is_alone = replicas.strategy is None
+    if not is_alone and replicas.processes > 1:
         clip = optimizer.l2_norm_clip.value
         steps = session.recorder.counter.steps.read_value()
         facts = [clip, drawn, counted, steps, room]
@@ -366,13 +366,15 @@ def private_step(
         if learn is not None:
             learn(clipped_sum)
         released = optimizer.take_step(
-            replicas.first(clipped_sum),
+            clipped_sum if is_alone else replicas.first(clipped_sum),
             variables,
             recorder=session.recorder,
             noise_multiplier=drawn,
             counted=counted,
             stream=stream,
-            on_replicas=lambda update: replicas.run(update, clipped_sum),
+            on_replicas=(
+                None if is_alone else lambda update: replicas.run(update, clipped_sum)
+            ),
         )
         if isinstance(session.ascent, SAT):
             session.released.remember(replicas.first(released))

@@ -6,10 +6,10 @@ units one after the other: ``(R, ...)`` with the same number of rows for each un
 """
 
 from tfdp.rules.terms.convolution import Convolution as Convolution
-from tfdp.rules.terms.factors import Jvp as Jvp
 from tfdp.rules.terms.outer_products import OuterProducts as OuterProducts
 from tfdp.rules.terms.scaled_products import ScaledProducts as ScaledProducts
 from tfdp.rules.terms.standardized import Standardized as Standardized
+from tfdp.rules.terms.term import Jvp as Jvp
 from tfdp.rules.terms.term import Kept as Kept
 from tfdp.rules.terms.term import Movable as Movable
 from tfdp.rules.terms.term import PerRow as PerRow

@@ -9,17 +9,23 @@ from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.rules import filters, patches
 from tfdp.rules.geometry import Geometry
-from tfdp.rules.products import inner_products, roundoff, squares_from_grams
-from tfdp.rules.terms.factors import (
+from tfdp.rules.products import (
+    inner_products,
+    of_factors,
+    roundoff,
+    squares_from_grams,
+    summed_products,
+)
+from tfdp.rules.terms.term import (
     FEW_NUMBERS,
     Jvp,
+    Movable,
+    Term,
+    Units,
     in_pairs,
     moved_pairs,
-    of_factors,
-    summed_products,
     weighted,
 )
-from tfdp.rules.terms.term import Movable, Term, Units
 
 # Gradients of units may take this many numbers for each number of the activations
 # that they are made of, to be kept until the weights are known.
@@ -101,6 +107,9 @@ class Convolution(Movable):
         is_large = size > max(_KEPT_FOR_AN_ACTIVATION * activations, FEW_NUMBERS)
         if not can_gram:
             return "drop" if is_large else "keep"
+        # In multiplications for a unit: Gram matrices of pixels (I x I over C channels)
+        # and of outputs (T x T over O), and for each number of the kernel a slice of the
+        # former.
         slices = patches.SLICED * math.prod(kernel) * outputs**2
         gram = inputs**2 * channels + outputs**2 * outer + slices
         # The sum takes one ordinary gradient more than where gradients are kept.
@@ -124,6 +133,7 @@ class Convolution(Movable):
 
     def _rows_of_units(self, rows: Tensor, units: Units) -> Tensor:
         """``(R, ...)`` -> ``(U, K, ...)``."""
+        # A reshape with an unknown length would lose what is static.
         if self.rows(units) == 1:
             return rows[:, None]
         shape = tf.concat([[units.number, -1], tf.shape(rows)[1:]], 0)
@@ -159,6 +169,7 @@ class Convolution(Movable):
         flat = tf.reshape(g, [units.number, -1, g.shape[-1]])
         *window, channels, outer = self.variable.shape
         places = math.prod(window)
+        # A patch's inner product is a sum over the kernel's places of sums over channels.
         error = roundoff(places * channels, g.dtype) + roundoff(places, g.dtype)
         error += roundoff(outer, g.dtype) + of_factors(g.dtype)
         return squares_from_grams(gram, inner_products(flat, flat), error=error)

@@ -6,17 +6,24 @@ import tensorflow as tf
 
 from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32, squares_rounded_up
-from tfdp.rules.products import inner_products, roundoff, squares_from_grams
-from tfdp.rules.terms.factors import (
+from tfdp.rules.products import (
+    inner_products,
+    of_factors,
+    roundoff,
+    squares_from_grams,
+    summed_products,
+)
+from tfdp.rules.terms.term import (
     FEW_NUMBERS,
     Jvp,
+    Kept,
+    Movable,
+    Term,
+    Units,
     in_pairs,
     moved_pairs,
-    of_factors,
-    summed_products,
     weighted,
 )
-from tfdp.rules.terms.term import Kept, Movable, Term, Units
 
 
 class OuterProducts(Movable):
@@ -127,6 +134,7 @@ class OuterProducts(Movable):
         if self.p >= self.d or len(self.pairs) > 1 or self._has_ids():
             return super().kept(units)
         a, g = self.factors(units)
+        # (p, T) (T, d) in place of (d, T) (T, p): products with few, long rows are faster.
         product = tf.matmul(g, a, transpose_a=True)
         flat = tf.reshape(product, [units.number, self.p * self.d])
         return Kept(self.variable, flat, transposed=(self.p, self.d))
@@ -144,6 +152,7 @@ class OuterProducts(Movable):
         pairs = in_pairs(self.factors(units))
         if self._positions(units) == 1:
             ((a, g),) = pairs
+            # |a (x) g| = |a| |g|, and a one-hot row has length one.
             squares = squares_rounded_up(g[:, 0])
             return (
                 squares * squares_rounded_up(a[:, 0])
@@ -156,6 +165,7 @@ class OuterProducts(Movable):
             tf.concat([_inner_products(a, b, g.dtype) for b, _ in pairs], axis=2)
             for a, _ in pairs
         ]
+        # Inner products of ids are 0 or 1, and exact.
         error = roundoff(self.p, g.dtype) + of_factors(g.dtype)
         if any(a.dtype.is_floating for a, _ in pairs):
             error += roundoff(self.d, g.dtype)
@@ -188,6 +198,7 @@ class OuterProducts(Movable):
 
     def inner_products(self, other: Movable, units: Units) -> Tensor:
         """Multiply one factor by what the other term has, then the other."""
+        # <sum_t a_t (x) g_t, B> = sum_t <a_t B, g_t>: no gradient is multiplied out.
         return tf.add_n([
             tf.reduce_sum(other.applied(a, units) * g, [1, 2])
             for a, g in in_pairs(self._views(units))
@@ -269,9 +280,11 @@ def _added_up(ids: Tensor, g: Tensor) -> list[Tensor]:
     sums = tf.gather(sums, tf.argsort(order, axis=1), batch_dims=1)
     sums = tf.reshape(sums + tf.range(units)[:, None] * positions, [-1])
     count = units * positions
+    # Sums of all units in one operation: unit u has the numbers from u T on.
     flat = tf.reshape(g, [-1, g.shape[-1]])
     rows = tf.math.unsorted_segment_sum(flat, sums, count)
     names = tf.math.unsorted_segment_max(tf.reshape(ids, [-1]), sums, count)
+    # Where no id is left the largest of none is negative; its sum is zeros.
     return [
         tf.reshape(tf.maximum(names, 0), [units, positions]),
         tf.reshape(rows, [units, positions, g.shape[-1]]),

@@ -6,9 +6,8 @@ import tensorflow as tf
 
 from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32
-from tfdp.rules.products import roundoff
-from tfdp.rules.terms.factors import summed_products, weighted
-from tfdp.rules.terms.term import Term, Units
+from tfdp.rules.products import roundoff, summed_products
+from tfdp.rules.terms.term import Term, Units, weighted
 
 
 class ScaledProducts(Term):

@@ -13,11 +13,10 @@ import tensorflow as tf
 
 from tfdp._types import Tensor
 from tfdp.layers import centred
-from tfdp.rules.products import roundoff
+from tfdp.rules.products import of_factors, roundoff
 from tfdp.rules.terms.convolution import Convolution
-from tfdp.rules.terms.factors import Jvp, moved_tensor, of_factors
 from tfdp.rules.terms.outer_products import OuterProducts
-from tfdp.rules.terms.term import Kept, Movable, Term, Units
+from tfdp.rules.terms.term import Jvp, Kept, Movable, Term, Units, moved_tensor
 
 
 class Standardized(Movable):

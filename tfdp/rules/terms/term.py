@@ -4,15 +4,21 @@ import abc
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import Self, TypeAlias
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp._types import Tensor, Variable
-from tfdp.clipping import at_least_float32, squares_rounded_up
-from tfdp.rules.terms.factors import Jvp, moved_tensor, of_factors
+from tfdp.clipping import at_least_float32, machine_epsilon, squares_rounded_up
+from tfdp.rules.products import of_factors
+
+# From a tensor to its derivative along something, None for zeros.
+Jvp: TypeAlias = Callable[[Tensor], Tensor | None]
+
+# Where the number of positions is not known, gradients of at most this many numbers
+# are instantiated.
+FEW_NUMBERS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +142,7 @@ class Term(abc.ABC):
 
     def roundoff_of_positions(self, units: Units, dtype: tf.DType) -> Tensor:
         """Bound the error of sums over the positions of a unit, relative to lengths."""
+        # Gradients of outputs are the second of each pair: (U, T, p) has T positions.
         products = [
             tf.cast(
                 tf.size(g) // g.shape[-1] // tf.maximum(units.number, 1), tf.float64
@@ -144,7 +151,7 @@ class Term(abc.ABC):
         ]
         # A sum of n alike numbers was seen to be off by n / 4 units of roundoff.
         positions = tf.add_n([tf.constant(0.0, tf.float64), *products])
-        return positions * float(np.finfo(dtype.as_numpy_dtype).eps) / 8
+        return positions * machine_epsilon(dtype) / 8
 
     def kept(self, units: Units) -> "Kept":
         """Instantiate in whatever order of numbers is fastest."""
@@ -315,6 +322,7 @@ class Kept(Movable):
         else:
             weights = tf.cast(weights, gradients.dtype)
             total = tf.linalg.matvec(gradients, weights, transpose_a=True)
+        # Summed first: one matrix is transposed, not one for each unit.
         if self._transposed is not None:
             total = tf.transpose(tf.reshape(total, self._transposed))
         return tf.reshape(total, self.variable.shape)
@@ -349,3 +357,36 @@ class PerRow(Kept):
     def factors(self, units: Units) -> list[Tensor]:
         """The units' gradients are the only factor."""
         return [self.instantiate(units)]
+
+
+def weighted(units: Tensor, weights: Tensor | None) -> Tensor:
+    """Multiply each unit's part by its weight."""
+    if weights is None:
+        return units
+    shape = [-1] + [1] * (units.shape.rank - 1)
+    return units * tf.reshape(tf.cast(weights, units.dtype), shape)
+
+
+def in_pairs(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return neighbours as pairs."""
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def moved_tensor(tensor: Tensor, jvp: Jvp, rate: Tensor) -> Tensor:
+    """Return ``tensor + rate d tensor``."""
+    derivative = jvp(tensor) if tensor.dtype.is_floating else None
+    if derivative is None:
+        return tensor
+    return tensor + tf.cast(rate, tensor.dtype) * derivative
+
+
+def moved_pairs(
+    pairs: list[tuple[Tensor, Tensor]], jvp: Jvp, rate: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Return ``a (x) (g + rate dg)`` and ``da (x) (rate g)``, for each pair."""
+    moved = [(a, moved_tensor(g, jvp, rate)) for a, g in pairs]
+    for a, g in pairs:
+        derivative = jvp(a) if a.dtype.is_floating else None
+        if derivative is not None:
+            moved.append((derivative, tf.cast(rate, g.dtype) * g))
+    return moved
