@@ -58,7 +58,9 @@ def test_notebook_is_kept_with_its_outputs_and_nothing_else(path):
     assert notebook.cells[0].source.startswith("# ")
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert any(
-        "image/png" in output.get("data", {}) for cell in code for output in cell.outputs
+        "image/png" in output.get("data", {})
+        for cell in code
+        for output in cell.outputs
     )
     for cell in notebook.cells:
         # Times, numbers of executions and what TensorFlow logs change in every run.

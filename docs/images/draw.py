@@ -5,7 +5,6 @@ python docs/images/draw.py tradeoff house
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -129,9 +128,7 @@ def sampling() -> None:
         else:
             axes.set_ylim(25.4, -0.7)
             axes.axhspan(9.5, 10.5, color=SCHEMES[name], alpha=0.8)
-            axes.text(
-                6.5, 8.9, "a row may be in every batch", ha="center", va="bottom"
-            )
+            axes.text(6.5, 8.9, "a row may be in every batch", ha="center", va="bottom")
     both[0].set_ylabel("row")
     save(figure, "sampling")
 
@@ -142,7 +139,7 @@ def epsilon_of_sampling() -> None:
     per_pass = -(-n // batch_size)
     epochs = np.array([1, 2, 3, 4, 6, 8, 10, 14, 20, 26, 34, 42, 51, 60])
     figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
-    made: dict[str, Callable[[int], object]] = {
+    made = {
         "Poisson": lambda e: PoissonSteps(e * per_pass, z, n, batch_size),
         "shuffled": lambda e: ShuffledPasses(e, z, n, batch_size),
         "unknown": lambda e: UnamplifiedSteps(e * per_pass, z),
@@ -151,7 +148,9 @@ def epsilon_of_sampling() -> None:
         curve = [Ledger().add(make(int(each))).epsilon(delta) for each in epochs]
         axes.semilogy(epochs, curve, color=SCHEMES[name])
         axes.annotate(
-            f"{name}: {curve[-1]:,.3g}" if curve[-1] < 1000 else f"{name}: {curve[-1]:,.0f}",
+            f"{name}: {curve[-1]:,.3g}"
+            if curve[-1] < 1000
+            else f"{name}: {curve[-1]:,.0f}",
             (60, curve[-1]),
             xytext=(6, 0),
             textcoords="offset points",
@@ -195,9 +194,7 @@ def bias() -> None:
         right.text(*place, label, color=color)
     arrow(right, a * g, "black", 1.2)
     right.text(*(a * g + [0.03, -0.11]), "$a\\,g$")
-    right.annotate(
-        "", g_clip, a * g, arrowprops={"arrowstyle": "->", "color": "black"}
-    )
+    right.annotate("", g_clip, a * g, arrowprops={"arrowstyle": "->", "color": "black"})
     right.text(*((a * g + g_clip) / 2 + [0.03, 0.02]), "$c$")
     right.annotate(
         "", g_clip, g, arrowprops={"arrowstyle": "->", "color": RED, "linewidth": 1.6}
