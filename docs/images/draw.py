@@ -4,6 +4,8 @@ python docs/images/draw.py                # All of them.
 python docs/images/draw.py tradeoff house
 """
 
+import configparser
+import re
 import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -310,23 +312,18 @@ def tails() -> None:
     save(figure, "tails")
 
 
-# The house: rows of boxes, from the top down. Those of a row know nothing of each other.
-LAYERS = [
-    ["export", "federated", "variational", "compat"],
-    ["callbacks", "fixing"],
-    ["model"],
-    ["training"],
-    ["distribute"],
-    ["optimizers", "data"],
-    ["mechanisms"],
-    ["validation", "checks"],
-    ["engines"],
-    ["runs"],
-    ["rules", "losses"],
-    ["models", "layers", "clipping", "ascent"],
-    ["accounting", "sampling"],
-    ["errors, _validate, _keras, ..."],
-]
+def layers() -> list[list[str]]:
+    """Read the rows of the house, from the top down, where `lint-imports` has them."""
+    config = configparser.ConfigParser()
+    config.read(FOLDER.parents[1] / "setup.cfg")
+    lines = config["importlinter:contract:layers"]["layers"].split("\n")
+    rows = [re.findall(r"[a-z]\w*|_\w+", line) for line in lines if line]
+    public = [[name for name in row if not name.startswith("_")] for row in rows]
+    found = [row for row in public if row and row != ["errors"]]
+    return [*found, ["errors, _validate, _keras, ..."]]
+
+
+# What stands beside the rows of the house that have one of these.
 NOTES = {
     "model": "DPModel: what people use",
     "training": "a step, and what fit does around it",
@@ -348,15 +345,16 @@ NOUNS = {"sampling": "scheme", "mechanisms": "mechanism", "training": "session"}
 def house() -> None:
     """The folders, each of which imports from below only."""
     width, height, top, left = 860, 46, 34, 20
+    rows = layers()
     lines = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 '
-        f'{width} {top + height * len(LAYERS) + 14}" font-family="sans-serif" '
+        f'{width} {top + height * len(rows) + 14}" font-family="sans-serif" '
         'font-size="14">',
         '<rect width="100%" height="100%" fill="white"/>',
         '<text x="20" y="20" font-size="13" fill="#555">Each row imports from rows '
         "below it, never from one above</text>",
     ]
-    for row, names in enumerate(LAYERS):
+    for row, names in enumerate(rows):
         y = top + row * height
         box = (500 - 8 * (len(names) - 1)) / len(names)
         for number, name in enumerate(names):
