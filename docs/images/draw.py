@@ -325,18 +325,24 @@ def layers() -> list[list[str]]:
 
 # What stands beside the rows of the house that have one of these.
 NOTES = {
+    "export": "nothing else knows these",
+    "callbacks": "act inside the steps; repair models",
     "model": "DPModel: what people use",
     "training": "a step, and what fit does around it",
     "distribute": "shares of a batch, one noise for all replicas",
     "optimizers": "the clip norm; rows and batches",
     "mechanisms": "the noise",
-    "validation": "proofs that rows do not meet",
+    "validation": "is this model fit for it?",
+    "checks": "proofs that rows do not meet",
     "engines": "clipped sums of a pass",
     "runs": "what was run, and what budgets leave",
-    "rules": "factors of each layer's gradients",
-    "accounting": "what it costs; how batches are drawn: no TensorFlow",
-    "callbacks": "act inside the steps; repair models",
-    "export": "nothing else knows these",
+    "rules": "factors of gradients; the loss of each example",
+    "models": "networks to begin with",
+    "layers": "layers that Keras lacks",
+    "clipping": "norms rounded up, the clipped sum",
+    "ascent": "BAM and SAT",
+    "accounting": "what it costs: no TensorFlow",
+    "sampling": "how batches are drawn: no TensorFlow",
 }
 PLAIN = {"accounting", "sampling"}
 NOUNS = {"sampling": "scheme", "mechanisms": "mechanism", "training": "session"}
@@ -344,7 +350,7 @@ NOUNS = {"sampling": "scheme", "mechanisms": "mechanism", "training": "session"}
 
 def house() -> None:
     """The folders, each of which imports from below only."""
-    width, height, top, left = 860, 46, 34, 20
+    width, height, top, left = 860, 40, 34, 20
     rows = layers()
     lines = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 '
@@ -363,18 +369,18 @@ def house() -> None:
             edge = GREEN if name in PLAIN else BLUE
             noun = NOUNS.get(name)
             lines.append(
-                f'<rect x="{x:.0f}" y="{y}" width="{box:.0f}" height="{height - 10}" '
+                f'<rect x="{x:.0f}" y="{y}" width="{box:.0f}" height="{height - 8}" '
                 f'rx="4" fill="{fill}" stroke="{edge}" '
                 f'stroke-width="{2.5 if noun else 1}"/>'
             )
             label = f"{name}: {noun}" if noun else name
             lines.append(
-                f'<text x="{x + box / 2:.0f}" y="{y + 23}" text-anchor="middle" '
+                f'<text x="{x + box / 2:.0f}" y="{y + 21}" text-anchor="middle" '
                 f'fill="#111">{escape(label)}</text>'
             )
         note = next((NOTES[name] for name in names if name in NOTES), "")
         lines.append(
-            f'<text x="535" y="{y + 23}" font-size="12.5" fill="#555">'
+            f'<text x="535" y="{y + 21}" font-size="12.5" fill="#555">'
             f"{escape(note)}</text>"
         )
     lines.append("</svg>\n")
