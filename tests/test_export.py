@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import math
 
 import keras
@@ -609,6 +610,23 @@ def test_the_folder_must_be_a_version(path, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"must end in a version.* Received: path="):
         export_private_model(bare("digits"), path, delta=DELTA)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_exporter_warns_and_is_quiet_otherwise(tmp_path, monkeypatch, caplog):
+    write_out = keras.export.ExportArchive.write_out
+
+    def warning_of_it(archive, *args, **kwargs):
+        tf.get_logger().warning("a warning")
+        write_out(archive, *args, **kwargs)
+
+    monkeypatch.setattr(keras.export.ExportArchive, "write_out", warning_of_it)
+    for name in ("absl", "tensorflow"):
+        caplog.set_level(logging.INFO, logger=name)
+    export_private_model(bare("digits"), tmp_path / "m" / "1", delta=DELTA)
+    assert [record.getMessage() for record in caplog.records] == ["a warning"]
+    # Afterwards they say what they did before.
+    tf.get_logger().info("done")
+    assert caplog.records[-1].getMessage() == "done"
 
 
 def test_the_next_version(tmp_path):

@@ -60,8 +60,10 @@ def check_refusal(example, *arguments, message):
     known = set(flags.FLAGS)
     path = ROOT / "examples" / f"{example}.py"
     try:
-        main = runpy.run_path(str(path))["main"]
         with pytest.MonkeyPatch.context() as patch:
+            # Where a script finds the modules beside it.
+            patch.syspath_prepend(path.parent)
+            main = runpy.run_path(str(path))["main"]
             patch.delenv("TFDP_DATA", raising=False)
             with pytest.raises((SystemExit, flags.Error), match=re.escape(message)):
                 main(flags.FLAGS([example, *arguments]))
