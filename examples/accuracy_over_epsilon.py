@@ -201,7 +201,7 @@ def plot(accuracies: dict[float, np.ndarray], path: Path) -> None:
     mean, spread = mean_and_spread(accuracies[WITHOUT_PRIVACY])
     grey, blue = plots.WITHOUT_PRIVACY, plots.PRIVATE
     axes.axhspan(mean - spread, mean + spread, color=grey, alpha=0.15, linewidth=0)
-    axes.axhline(mean, color=grey, label="without\nprivacy", **plots.LINE)
+    axes.axhline(mean, color=grey, label="without privacy", **plots.LINE)
     if private:
         means, spreads = np.transpose([mean_and_spread(accuracies[e]) for e in private])
         axes.errorbar(

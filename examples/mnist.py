@@ -172,7 +172,7 @@ def plot(history: dict[str, list[float]], reached: float, row: Row, path: Path) 
         color="black",
         linestyle="--",
         linewidth=1,
-        label=f"published,\n{row.epochs} epochs",
+        label=f"published, {row.epochs} epochs",
     )
     accuracy.set(ylabel="test accuracy, %")
     plots.curve(epsilon, epochs, history["epsilon"], "spent", plots.PRIVATE)

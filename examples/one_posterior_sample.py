@@ -16,7 +16,7 @@ patient replaced by any other; that of DP-SGD has a delta, and is for one patien
 or removed. A replacement is two of those, so at equal epsilon the draw promises more.
 
 A draw is exact where rejection sampling is sure to end soon, which public numbers
-decide. Elsewhere, here from an epsilon of about 5 on, it would be the end of a Markov
+decide. Elsewhere, here from an epsilon of 7.5 on, it would be the end of a Markov
 chain, and no epsilon would be stated. Trials show what a draw may look like: each
 epsilon is that of one, and whoever published all of them would pay for all of them.
 
@@ -255,7 +255,7 @@ def plot(runs: dict[tuple[str, float], list[Run]], baseline: Run, path: Path) ->
             left.plot([epsilon] * len(values), values, ".", color=color, alpha=0.35)
             left.lines[-1].set_label("_trials")
     left.axhline(
-        100 * baseline.accuracy, color=plots.WITHOUT_PRIVACY, label="without\nprivacy"
+        100 * baseline.accuracy, color=plots.WITHOUT_PRIVACY, label="without privacy"
     )
     left.set_xscale("log")
     left.set_xticks(epsilons, [f"{epsilon:g}" for epsilon in epsilons])
