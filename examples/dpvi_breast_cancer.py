@@ -236,11 +236,11 @@ def plot(results: dict[Any, list[Run]], data: Data, path: Path) -> None:
             color=color,
         )
     plots.over_epochs(left, EPOCHS)
-    left.set(ylabel="minus the evidence lower bound, nats", yscale="log")
+    left.set_ylabel("minus the evidence lower bound, nats")
     left.set_title("training (not private)")
     right.set_xticks(np.arange(len(data.names)), data.names, rotation=30, ha="right")
     right.set_ylabel("coefficient, and 95 % of its posterior")
-    right.set_title("posteriors of one run each, in the order of the names")
+    right.set_title("posteriors, one run each (colours as on the left)")
     right.axhline(0, color="black", linewidth=0.5)
     plots.name_curves(left)
     plots.save(figure, path)
