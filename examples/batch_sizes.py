@@ -211,14 +211,14 @@ def plot(sizes: Sequence[int], measured: np.ndarray, path: Path) -> None:
     for axes, label, values in zip(all_axes.flat, _LABELS, measured.T, strict=True):
         axes.plot(sizes, values, marker=".", color=plots.PRIVATE, **plots.LINE)
         axes.set(ylabel=label, xscale="log")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * values.max())
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_xticks([], minor=True)
     for axes in all_axes[-1]:
         axes.set_xlabel("expected batch size, images")
     data = "the digits" if _DATA_DIR.value is None else "MNIST"
     figure.suptitle(
-        f"What clipping to {_L2_NORM_CLIP.value:g} does to the mean gradient, {data} "
+        f"What clipping to {_L2_NORM_CLIP.value:g} does to the mean gradient of {data} "
         "(not private)"
     )
     plots.save(figure, path)
