@@ -14,6 +14,9 @@ with noise added rises.
 
 The data are the digits of scikit-learn or, with --data_dir, the images of MNIST. What is
 measured is not private: look at it on data that need no protection.
+
+The values of each size are saved as they come: with --resume a run that was killed goes
+on. It measures the weights that the first one had trained.
 """
 
 import sys
@@ -23,9 +26,10 @@ from typing import Any
 
 import keras
 import numpy as np
+import plots
 from absl import app, flags
 from keras import layers
-from matplotlib.figure import Figure
+from saved import SavedResults
 from sklearn.datasets import load_digits
 
 import tfdp
@@ -44,6 +48,9 @@ _L2_NORM_CLIP = flags.DEFINE_float(
     "l2_norm_clip", 1.0, "Norm that the gradient of an image is clipped to."
 )
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder with mnist.npz.")
+_RESUME = flags.DEFINE_bool(
+    "resume", False, "Go on with the values and the weights beside the plot."
+)
 _OUTPUT = flags.DEFINE_string(
     "output", "runs/batch_sizes.png", "File for the plot, a PNG."
 )
@@ -54,6 +61,12 @@ _PANELS = (
     "its direction c",
     "cosine of clipped mean",
     "cosine with noise",
+)
+_LABELS = (
+    "bias, norm",
+    "part of it across the gradient, norm",
+    "cosine of clipped and true mean",
+    "the same with noise",
 )
 
 
@@ -110,14 +123,40 @@ def main(argv: Sequence[str]) -> None:
             f"batch_sizes: there are {len(x)} images only. Received: "
             f"batch_size={min(_SIZES.value)}."
         )
-    train(model, x, y)
-    print(f"{'batch':>6}" + "".join(f"{label:>26}" for label in _PANELS))
+    output = Path(_OUTPUT.value)
+    weights = output.with_suffix(".weights.h5")
+    try:
+        saved = SavedResults(
+            output.with_suffix(".json"), settings(), resume=_RESUME.value
+        )
+    except (OSError, ValueError) as error:
+        sys.exit(f"batch_sizes: {error}")
+    if "trained" in saved:
+        model.load_weights(weights)
+    else:
+        train(model, x, y)
+        model.save_weights(weights)
+        saved["trained"] = True
+    print(f"{'batch':>6}" + "".join(f"{label:>26}" for label in _PANELS), flush=True)
     measured = []
     for size in sizes:
-        measured.append(bias(model, x, y, size))
-        print(f"{size:>6}" + "".join(f"{value:>26.4f}" for value in measured[-1]))
-    plot(sizes, np.array(measured), Path(_OUTPUT.value))
-    print(f"Not private: a look at unprotected gradients.\nPlot: {_OUTPUT.value}")
+        if str(size) not in saved:
+            saved[str(size)] = bias(model, x, y, size).tolist()
+        measured.append(saved[str(size)])
+        cells = "".join(f"{value:>26.4f}" for value in measured[-1])
+        print(f"{size:>6}{cells}", flush=True)
+    plot(sizes, np.array(measured), output)
+    print(f"Not private: a look at unprotected gradients.\nPlot: {output}")
+
+
+def settings() -> dict[str, Any]:
+    """Return what all values depend on."""
+    return {
+        "data_dir": _DATA_DIR.value,
+        "epochs": _EPOCHS.value,
+        "batches": _BATCHES.value,
+        "l2_norm_clip": _L2_NORM_CLIP.value,
+    }
 
 
 def load_data(data_dir: str | None) -> tuple[np.ndarray, np.ndarray]:
@@ -168,15 +207,21 @@ def compiled(model: keras.Model, learning_rate: float) -> tfdp.DPModel:
 
 def plot(sizes: Sequence[int], measured: np.ndarray, path: Path) -> None:
     """Plot each value over the sizes of the batches."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    panels = figure.subplots(2, 2, sharex=True).flat
-    for axes, label, values in zip(panels, _PANELS, measured.T, strict=True):
-        axes.plot(sizes, values, marker=".")
-        axes.set(xlabel="batch size", ylabel=label, xscale="log")
-        axes.grid(alpha=0.3)
-    figure.suptitle(f"Bias of clipping to {_L2_NORM_CLIP.value:g}, not private")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=150)
+    figure, all_axes = plots.panels(2, 2, size=(4.6, 3.0), sharex=True)
+    for axes, label, values in zip(all_axes.flat, _LABELS, measured.T, strict=True):
+        axes.plot(sizes, values, marker=".", color=plots.PRIVATE, **plots.LINE)
+        axes.set(ylabel=label, xscale="log")
+        axes.set_ylim(0, 1.08 * values.max())
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set_xticks([], minor=True)
+    for axes in all_axes[-1]:
+        axes.set_xlabel("expected batch size, images")
+    data = "the digits" if _DATA_DIR.value is None else "MNIST"
+    figure.suptitle(
+        f"What clipping to {_L2_NORM_CLIP.value:g} does to the mean gradient of {data} "
+        "(not private)"
+    )
+    plots.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ the bias of clipping over the last half of the training; plotted are accuracy, b
 the cosine between the way uphill and the gradient of the batch, over the training.
 
 By default a small network sees 10,000 images, which takes a quarter of an hour on two
-cores. With --full the arguments are those of the paper, and a GPU is needed: Knolle et
+cores. Runs are saved as they end: with --resume a comparison that was killed goes on.
+With --full the arguments are those of the paper, and a GPU is needed: Knolle et
 al., "Bias-Aware Minimisation: Understanding and Mitigating Estimator Bias in Private
 SGD", 2023, https://arxiv.org/abs/2308.12018.
 
@@ -31,15 +32,18 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import plots
 import tensorflow as tf
 from absl import app, flags
 from keras import layers
-from matplotlib.figure import Figure
+from saved import SavedResults
 
 import tfdp
 from tfdp.layers import WSConv2D
 
 METHODS = ("dp_sgd", "sat", "bam")
+# In plots.
+NAMES = {"dp_sgd": "DP-SGD", "sat": "DP-SAT", "bam": "BAM"}
 
 
 class Setting(NamedTuple):
@@ -136,6 +140,9 @@ _DELTA = flags.DEFINE_float("delta", None, "Delta of the guarantee.")
 _IMAGES = flags.DEFINE_integer(
     "images", None, "Images to train on, the first ones.", lower_bound=1
 )
+_TEST_IMAGES = flags.DEFINE_integer(
+    "test_images", None, "Images to test with, the first ones.", lower_bound=1
+)
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size", None, "Expected number of images in a batch.", lower_bound=1
 )
@@ -149,6 +156,7 @@ _SAT_RADIUS = flags.DEFINE_float("sat_radius", None, "How far DP-SAT goes uphill
 _EVERY = flags.DEFINE_integer(
     "every", 10, "Steps from one look at the bias to the next.", lower_bound=1
 )
+_RESUME = flags.DEFINE_bool("resume", False, "Go on with the runs beside the plot.")
 _OUTPUT = flags.DEFINE_string("output", "runs/cifar10_bam.png", "File for the plot.")
 
 
@@ -187,23 +195,50 @@ def main(argv: Sequence[str]) -> None:
                 "`learning_rate` must be positive and finite. Received: "
                 f"learning_rate={setting.learning_rate}. Use `--learning_rate=0.002`."
             )
-        output.parent.mkdir(parents=True, exist_ok=True)
+        saved = SavedResults(
+            output.with_suffix(".json"),
+            what_runs_depend_on(setting),
+            resume=_RESUME.value,
+        )
     except (OSError, ValueError) as error:
         sys.exit(f"cifar10_bam: {error}")
-    train, test = load(_DATASET.value, _DATA_DIR.value)
-    train = Images(*(array[: setting.images] for array in train))
-    runs: dict[tuple[float, str], list[Run]] = {}
+    train, test = load(
+        _DATASET.value, _DATA_DIR.value, (setting.images, _TEST_IMAGES.value)
+    )
     try:
-        for epsilon in setting.epsilons:
-            for seed in range(_SEEDS.value):
-                for method in dict.fromkeys(_METHODS.value):
-                    run = trained(method, seed, epsilon, setting, train, test)
-                    runs.setdefault((epsilon, method), []).append(run)
+        runs = run_all(setting, train, test, saved)
     except ValueError as error:
         sys.exit(f"cifar10_bam: {error}")
     report(runs, setting)
     plot(runs, setting, output, steps_per_epoch=len(train.x) / setting.batch_size)
     print(f"Plot: {output}")
+
+
+def what_runs_depend_on(setting: Setting) -> dict[str, Any]:
+    """Return all settings but for those that runs are named by."""
+    return {
+        **setting._replace(epsilons=())._asdict(),
+        "dataset": _DATASET.value,
+        "test_images": _TEST_IMAGES.value,
+        "every": _EVERY.value,
+    }
+
+
+def run_all(
+    setting: Setting, train: Images, test: Images, saved: SavedResults
+) -> dict[tuple[float, str], list[Run]]:
+    """Train what is not there yet."""
+    runs: dict[tuple[float, str], list[Run]] = {}
+    for epsilon in setting.epsilons:
+        for seed in range(_SEEDS.value):
+            for method in dict.fromkeys(_METHODS.value):
+                name = f"epsilon {epsilon:g}, {method}, seed {seed}"
+                if name in saved:
+                    print(f"{name}: run before")
+                else:
+                    saved[name] = trained(method, seed, epsilon, setting, train, test)
+                runs.setdefault((epsilon, method), []).append(Run(*saved[name]))
+    return runs
 
 
 def setting_of_flags() -> Setting:
@@ -264,6 +299,7 @@ def trained(
     )
     private.compile(optimizer, loss_of(method, setting), metrics=["accuracy"])
     looks = Looks(_EVERY.value)
+    print(f"epsilon {epsilon:g}, {method}, seed {seed}", flush=True)
     history = private.fit(
         train.x,
         train.y,
@@ -271,7 +307,11 @@ def trained(
         epochs=setting.epochs,
         validation_data=tuple(test),
         validation_batch_size=1000,
-        callbacks=[tfdp.callbacks.BiasLogger(every=_EVERY.value), looks],
+        callbacks=[
+            tfdp.callbacks.BiasLogger(every=_EVERY.value),
+            looks,
+            progress(setting.epochs),
+        ],
         verbose=0,
     ).history
     accuracy = history["val_accuracy"]
@@ -282,6 +322,20 @@ def trained(
         flush=True,
     )
     return Run(accuracy, looks.bias, looks.cosine)
+
+
+def progress(epochs: int) -> keras.callbacks.Callback:
+    """Print a line for each epoch."""
+    start = time.perf_counter()
+
+    def show(epoch: int, logs: dict[str, float]) -> None:
+        print(
+            f"  epoch {epoch + 1}/{epochs}: test accuracy {logs['val_accuracy']:.1%}, "
+            f"{time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
+
+    return keras.callbacks.LambdaCallback(on_epoch_end=show)
 
 
 class Looks(keras.callbacks.Callback):
@@ -301,8 +355,8 @@ class Looks(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Take the values of a step that was looked at."""
         if self._steps % self._every == 0:
-            self.bias.append(logs["nonprivate_bias_magnitude"])
-            self.cosine.append(logs.get("nonprivate_ascent_cosine", np.nan))
+            self.bias.append(float(logs["nonprivate_bias_magnitude"]))
+            self.cosine.append(float(logs.get("nonprivate_ascent_cosine", np.nan)))
         self._steps += 1
 
 
@@ -410,65 +464,60 @@ def plot(
     steps_per_epoch: float,
 ) -> None:
     """Plot accuracy, bias and cosine over the training, a row for each epsilon."""
-    figure = Figure(figsize=(13, 3.5 * len(setting.epsilons)), layout="constrained")
-    rows = figure.subplots(len(setting.epsilons), 3, squeeze=False)
+    figure, rows = plots.panels(len(setting.epsilons), 3, size=(4.6, 3.3))
+    labels = ("test accuracy, %", "bias, norm", "cosine of the ascent")
     for row, epsilon in zip(rows, setting.epsilons, strict=True):
-        for method in METHODS:
-            for axes, name in zip(row, Run._fields, strict=True):
-                if (epsilon, method) in runs:
-                    values = [getattr(run, name) for run in runs[epsilon, method]]
-                    numbers = np.arange(len(values[0]))
-                    places = numbers * _EVERY.value / steps_per_epoch
-                    curve(
-                        axes,
-                        numbers + 1 if name == "accuracy" else places,
-                        values,
-                        method,
-                    )
-        labels = ("test accuracy", "bias magnitude", "ascent cosine")
-        for axes, label in zip(row, labels, strict=True):
-            axes.set(xlabel="epoch", ylabel=label)
-            axes.grid(alpha=0.3)
-        row[0].set_title(f"epsilon {epsilon:g}")
-        row[1].set_title("not private")
-        row[2].set_title("not private")
-        row[0].legend()
-    figure.savefig(path, format="png", dpi=150)
-
-
-def curve(
-    axes: Any, places: np.ndarray, values: Sequence[Sequence[float]], method: str
-) -> None:
-    """Plot the mean over the seeds, and the standard deviation as a band."""
-    mean, deviation = np.mean(values, 0), np.std(values, 0)
-    if np.isfinite(mean).any():
-        color = f"C{METHODS.index(method)}"
-        axes.plot(places, mean, color=color, label=method)
-        axes.fill_between(
-            places, mean - deviation, mean + deviation, color=color, alpha=0.2
-        )
+        for axes, field, label in zip(row, Run._fields, labels, strict=True):
+            for method in METHODS:
+                if (epsilon, method) not in runs:
+                    continue
+                values = np.array([
+                    getattr(run, field) for run in runs[epsilon, method]
+                ])
+                x = np.arange(values.shape[1])
+                if field == "accuracy":
+                    x, values = x + 1, 100 * values
+                else:
+                    x = x * _EVERY.value / steps_per_epoch
+                if np.isfinite(values).any():
+                    plots.curve(axes, x, values, method, plots.COLORS[method])
+            axes.set_ylabel(label)
+            first = 0.5 if field == "accuracy" else 0.0
+            plots.over_epochs(axes, setting.epochs, first=first)
+            plots.name_curves(axes, NAMES)
+            if field != "accuracy":
+                axes.set_title("not private", fontsize="small")
+        row[0].set_title(f"epsilon {epsilon:g}", fontsize="small")
+    plots.save(figure, path)
 
 
 # Images.
 
 
-def load(dataset: str, data_dir: str | None) -> tuple[Images, Images]:
-    """Load the images to train on and those to test with."""
+def load(
+    dataset: str, data_dir: str | None, numbers: tuple[int | None, int | None]
+) -> tuple[Images, Images]:
+    """Load the images to train on and those to test with, as many of each, or all."""
     if dataset == "imagenet32":
-        arrays = imagenet32(data_dir)
+        arrays = imagenet32(data_dir, numbers)
     elif data_dir is None:
         arrays = getattr(keras.datasets, dataset).load_data()
     else:
-        arrays = from_folder(Path(data_dir), dataset)
+        arrays = from_folder(Path(data_dir), dataset, numbers)
     # 255 is the largest value that a pixel can have, not a statistic of the data.
     train, test = (
-        Images(x.astype("float32") / 127.5 - 1, np.ravel(y).astype("int32"))
-        for x, y in arrays
+        Images(
+            x[:number].astype("float32") / 127.5 - 1,
+            np.ravel(y[:number]).astype("int32"),
+        )
+        for (x, y), number in zip(arrays, numbers, strict=True)
     )
     return train, test
 
 
-def from_folder(folder: Path, dataset: str) -> Any:
+def from_folder(
+    folder: Path, dataset: str, numbers: tuple[int | None, int | None]
+) -> Any:
     """Load an npz file, of arrays or of JPEG files."""
     path, coded = folder / f"{dataset}.npz", folder / f"{dataset}_jpeg.npz"
     if path.is_file():
@@ -483,12 +532,20 @@ def from_folder(folder: Path, dataset: str) -> Any:
             "of keras.datasets."
         )
     with np.load(coded) as arrays:
-        return [decoded(arrays, split) for split in ("train", "test")]
+        return [
+            decoded(arrays, split, number)
+            for split, number in zip(("train", "test"), numbers, strict=True)
+        ]
 
 
-def decoded(arrays: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Decode images that are stored as JPEG files, one behind the other."""
-    coded, ends = arrays[f"{split}_jpeg"].tobytes(), arrays[f"{split}_offsets"]
+def decoded(
+    arrays: Any, split: str, number: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Decode the first images that are stored as JPEG files, one behind the other."""
+    coded, ends = arrays[f"{split}_jpeg"], arrays[f"{split}_offsets"]
+    if number is not None:
+        ends = ends[: number + 1]
+    coded = coded[: ends[-1]].tobytes()
     images = [
         tf.io.decode_jpeg(coded[begin:end]).numpy()
         for begin, end in itertools.pairwise(ends)
@@ -496,17 +553,22 @@ def decoded(arrays: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(images), arrays[f"y_{split}"]
 
 
-def imagenet32(data_dir: str | None) -> Any:
-    """Load the pickled batches of ImageNet32."""
+def imagenet32(
+    data_dir: str | None, numbers: tuple[int | None, int | None]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Load the pickled batches of ImageNet32, no more than it takes."""
     paths = sorted(Path(data_dir or ".").glob("train_data_batch_*"))
     if not paths:
         sys.exit(
             f"cifar10_bam: there is no train_data_batch_1 in {data_dir}. Give the folder "
             "of ImageNet32 with --data_dir."
         )
-    parts = [unpickled(path) for path in paths]
-    train = tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return train, unpickled(paths[0].with_name("val_data"))
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
+    for path in paths:
+        if numbers[0] is None or sum(len(labels) for _, labels in parts) < numbers[0]:
+            parts.append(unpickled(path))
+    images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return [(images, labels), unpickled(paths[0].with_name("val_data"))]
 
 
 def unpickled(path: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,8 @@ clip norms that are fixed, scheduled, or follow the norms of the gradients priva
     python examples/clip_schedules.py --data_dir=path/to/folder/with/mnist.npz
 
 The digits of scikit-learn take about two minutes on two cores, MNIST less than ten.
+Runs are saved as they end: with --resume a comparison that was killed goes on, and so
+does one to which a schedule is added.
 
 The learning rate is not divided by C, so C scales the steps of plain SGD and their
 noise alike: too small a C is slow, too large a C drowns the gradient in noise, and a C
@@ -25,9 +27,10 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import plots
 from absl import app, flags
 from keras import layers
-from matplotlib.figure import Figure
+from saved import SavedResults
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -104,6 +107,8 @@ def median(plan: Plan) -> keras.callbacks.Callback:
     )
 
 
+# In plots.
+NAMES = {"small": f"fixed, {SMALL:g}", "large": f"fixed, {LARGE:g}"}
 SCHEDULES = {
     "small": Schedule(lambda plan: fixed(SMALL)),
     "large": Schedule(lambda plan: fixed(LARGE)),
@@ -149,6 +154,7 @@ _LEARNING_RATE = flags.DEFINE_float(
 _DATA_DIR = flags.DEFINE_string(
     "data_dir", None, "Folder with mnist.npz, to train on MNIST."
 )
+_RESUME = flags.DEFINE_bool("resume", False, "Go on with the runs in the folder.")
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "runs/clip_schedules", "Folder for the plot and the histories."
 )
@@ -183,10 +189,9 @@ def main(argv: Sequence[str]) -> None:
         delta=task.delta if _DELTA.value is None else _DELTA.value,
     )
     output = Path(_OUTPUT_DIR.value)
-    output.mkdir(parents=True, exist_ok=True)
     try:
         runs = train_all(task, output)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"clip_schedules: {error}")
     plot(runs, output / "comparison.png")
     report(runs, task.delta, output)
@@ -208,15 +213,38 @@ def train_all(task: Task, output: Path) -> dict[str, Run]:
     )
     steps_per_epoch = -(-n // _BATCH_SIZE.value)
     plan = Plan(steps_per_epoch, steps_per_epoch * task.epochs, noise_multiplier)
+    saved = SavedResults(
+        output / "runs.json", settings(task, noise_multiplier), resume=_RESUME.value
+    )
+    runs = {}
+    for name in dict.fromkeys(_SCHEDULES.value):
+        if name in saved:
+            print(f"\n{name}: run before")
+        else:
+            run = train(name, task, plan, output)
+            saved[name] = run.history, run.ledger.to_json()
+        history, ledger = saved[name]
+        runs[name] = Run(history, Ledger.from_json(ledger))
+    return runs
+
+
+def settings(task: Task, noise_multiplier: float) -> dict[str, Any]:
+    """Return what all runs depend on; of initial weights each comparison has its own."""
     return {
-        name: train(name, task, plan, output)
-        for name in dict.fromkeys(_SCHEDULES.value)
+        "data_dir": _DATA_DIR.value,
+        "epochs": task.epochs,
+        "delta": task.delta,
+        "noise_multiplier": noise_multiplier,
+        "batch_size": _BATCH_SIZE.value,
+        "learning_rate": _LEARNING_RATE.value,
+        "power": _POWER.value,
+        "target_quantile": _TARGET_QUANTILE.value,
     }
 
 
 def train(name: str, task: Task, plan: Plan, output: Path) -> Run:
     """Train with one schedule."""
-    print(f"\n{name}")
+    print(f"\n{name}", flush=True)
     schedule = SCHEDULES[name]
     model = keras.models.clone_model(task.model)
     model.set_weights(task.model.get_weights())
@@ -296,27 +324,29 @@ def report(runs: dict[str, Run], delta: float, output: Path) -> None:
 
 def plot(runs: dict[str, Run], path: Path) -> None:
     """Plot the runs over the epochs."""
-    figure = Figure(figsize=(10, 7), layout="constrained")
+    figure, all_axes = plots.panels(2, 2, size=(5.0, 3.2), sharex=True)
     panels = {
-        "val_accuracy": "test accuracy",
+        "val_accuracy": "test accuracy, %",
         "l2_norm_clip": "clip norm C",
-        "nonprivate_clipped_fraction": "clipped fraction (not private)",
-        "nonprivate_bias_magnitude": "bias magnitude (not private)",
+        "nonprivate_clipped_fraction": "clipped share, % (not private)",
+        "nonprivate_bias_magnitude": "bias, norm (not private)",
     }
-    all_axes = figure.subplots(2, 2, sharex=True).flat
-    for axes, (key, title) in zip(all_axes, panels.items(), strict=True):
+    colors = dict(zip(("small", "large"), plots.shades(2), strict=True)) | plots.COLORS
+    for axes, (key, label) in zip(all_axes.flat, panels.items(), strict=True):
         for name, run in runs.items():
-            values = run.history[key]
-            axes.plot(range(1, len(values) + 1), values, label=name)
-        axes.set_title(title)
-        axes.grid(alpha=0.3)
-    accuracy, clip, *lower = figure.axes
-    accuracy.legend()
-    clip.set_yscale("log")
-    for axes in lower:
-        axes.set_xlabel("epoch")
+            factor = 100 if label.count("%") else 1
+            values = factor * np.array(run.history[key])
+            epochs = range(1, len(values) + 1)
+            plots.curve(axes, epochs, values, name, colors[name])
+        axes.set_ylabel(label)
+        if key == "l2_norm_clip":
+            axes.set_yscale("log")
+        plots.over_epochs(axes, max(len(run.history[key]) for run in runs.values()))
+        plots.name_curves(axes, NAMES)
+    for axes in all_axes[0]:
+        axes.set_xlabel("")
     figure.suptitle(f"Ways to choose the clip norm, epsilon {_TARGET_EPSILON.value:g}")
-    figure.savefig(path, dpi=150)
+    plots.save(figure, path)
 
 
 def digits() -> Task:

@@ -11,7 +11,10 @@ epsilon as if there were one step and no sampling, by the textbook's formula.
 Seven tenths of the patients train; the features are standardised by them, without
 privacy: with private data use bounds that are public. The plot shows minus the evidence
 lower bound over training, which is no private value either, and the coefficients with
-the intervals that hold 95 % of their posterior.
+the intervals that hold 95 % of their posterior. These intervals know nothing of the
+noise: where noise drives the training they say nothing of what the coefficients are.
+
+Results are saved as they come: with --resume a run that was killed goes on.
 """
 
 import sys
@@ -22,8 +25,9 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import plots
 from absl import app, flags
-from matplotlib.figure import Figure
+from saved import SavedResults
 from sklearn.datasets import load_breast_cancer
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
@@ -49,6 +53,7 @@ _TRIALS = flags.DEFINE_integer("trials", 2, "Runs of each.", lower_bound=1)
 _DRAWS = flags.DEFINE_integer(
     "draws", 1, "Draws of the coefficients for each patient in a step.", lower_bound=1
 )
+_RESUME = flags.DEFINE_bool("resume", False, "Go on with the results beside the plot.")
 _OUTPUT = flags.DEFINE_string(
     "output", "runs/dpvi_breast_cancer.png", "File for the plot, a PNG."
 )
@@ -65,13 +70,13 @@ class Data(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a training leaves."""
+    """What a training leaves: its coefficients are in the order of the names."""
 
     accuracy: float
     losses: list[float]
-    coefficients: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    coefficients: list[float]
+    low: list[float]
+    high: list[float]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -85,23 +90,38 @@ def main(argv: Sequence[str]) -> None:
         noise = {epsilon: calibrated(epsilon, data) for epsilon in _EPSILONS.value}
     except ValueError as error:
         sys.exit(f"dpvi_breast_cancer: {error}")
+    output = Path(_OUTPUT.value)
+    try:
+        saved = SavedResults(
+            output.with_suffix(".json"),
+            {"features": _FEATURES.value, "draws": _DRAWS.value},
+            resume=_RESUME.value,
+        )
+    except (OSError, ValueError) as error:
+        sys.exit(f"dpvi_breast_cancer: {error}")
+    results = run_all(data, noise, saved)
+    report(results, noise, data)
+    plot(results, data, output)
+    print(f"Plot: {output}")
+
+
+def run_all(
+    data: Data, noise: dict[float, float], saved: SavedResults
+) -> dict[Any, list[Run]]:
+    """Train what is not there yet."""
     results: dict[Any, list[Run]] = {}
     began = time.monotonic()
     for epsilon in [WITHOUT_PRIVACY, *noise]:
-        results[epsilon] = [
-            train(data, noise.get(epsilon), trial) for trial in range(_TRIALS.value)
-        ]
-        accuracy = np.mean([run.accuracy for run in results[epsilon]])
-        print(
-            f"epsilon {epsilon}: accuracy {accuracy:.1%}, "
-            f"{time.monotonic() - began:.0f} s so far",
-            flush=True,
-        )
-    report(results, noise, data)
-    output = Path(_OUTPUT.value)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    plot(results, data, output)
-    print(f"Plot: {output}")
+        for trial in range(_TRIALS.value):
+            name = f"epsilon {epsilon}, trial {trial}"
+            done = "before"
+            if name not in saved:
+                saved[name] = train(data, noise.get(epsilon), trial)
+                done = f"{time.monotonic() - began:.0f} s so far"
+            run = Run(*saved[name])
+            results.setdefault(epsilon, []).append(run)
+            print(f"{name}: accuracy {run.accuracy:.1%}, {done}", flush=True)
+    return results
 
 
 def load_data(features: str) -> Data:
@@ -158,12 +178,13 @@ def train(data: Data, noise_multiplier: float | None, trial: int) -> Run:
         np.concatenate([np.ravel(intervals[name][end]) for name in posterior])
         for end in (0, 1)
     )
+    means = np.concatenate([np.ravel(each.mean) for each in posterior.values()])
     return Run(
         float(np.mean((logits > 0) == data.y_test)),
         history.history["loss"],
-        np.concatenate([np.ravel(each.mean) for each in posterior.values()]),
-        low,
-        high,
+        means.tolist(),
+        low.tolist(),
+        high.tolist(),
     )
 
 
@@ -195,31 +216,34 @@ def report(
 
 
 def plot(results: dict[Any, list[Run]], data: Data, path: Path) -> None:
-    """Plot the bound over training, and the posteriors of one run of each."""
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    """Plot the bound over training, and the posteriors of the first run of each."""
+    figure, [[left, right]] = plots.panels(1, 2, size=(6.0, 4.2))
+    blues = iter(plots.shades(len(results) - 1))
     offsets = np.linspace(-0.3, 0.3, len(results))
     for (epsilon, runs), offset in zip(results.items(), offsets, strict=True):
-        label = (
-            "without privacy" if epsilon == WITHOUT_PRIVACY else f"epsilon {epsilon:g}"
-        )
+        is_private = epsilon != WITHOUT_PRIVACY
+        label = f"epsilon {epsilon:g}" if is_private else "without privacy"
+        color = next(blues) if is_private else plots.WITHOUT_PRIVACY
         losses = len(data.x_train) * np.mean([run.losses for run in runs], 0)
-        left.plot(np.arange(1, EPOCHS + 1), losses, label=label)
+        plots.curve(left, np.arange(1, EPOCHS + 1), losses, label, color)
         run = runs[0]
         right.errorbar(
             np.arange(len(data.names)) + offset,
             run.coefficients,
-            [run.coefficients - run.low, run.high - run.coefficients],
+            np.abs(np.subtract([run.low, run.high], run.coefficients)),
             fmt="o",
-            markersize=3,
-            label=label,
+            markersize=3.5,
+            color=color,
         )
-    left.set(xlabel="epoch", ylabel="minus the evidence lower bound", yscale="log")
+    plots.over_epochs(left, EPOCHS)
+    left.set_ylabel("minus the evidence lower bound, nats")
+    left.set_title("training (not private)")
     right.set_xticks(np.arange(len(data.names)), data.names, rotation=30, ha="right")
-    right.set_ylabel("coefficient, 95 % of its posterior")
-    right.axhline(0, color="grey", linewidth=0.5)
-    left.legend(loc="lower left")
-    figure.savefig(path, dpi=120)
+    right.set_ylabel("coefficient, and 95 % of its posterior")
+    right.set_title("posteriors, one run each (colours as on the left)")
+    right.axhline(0, color="black", linewidth=0.5)
+    plots.name_curves(left)
+    plots.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ of 1.404 C itself, for epsilon 8 at delta 1e-7 against everybody, the server inc
     python examples/federated_mnist.py --full --data_dir=path/to/folder/with/mnist.npz
 
 The default is a hundred rounds of every run. --full has 10,000 rounds and five trials of
-each, which are days on two cores, and goes on where it was stopped. Without --data_dir
+each, which are days on two cores, and goes on where it was stopped; --noresume begins
+all that is asked for anew. Without --data_dir
 (or the environment variable TFDP_DATA) Keras downloads the images.
 
 Runs: `fixed-C` keeps C. `switch-s` begins with 0.05 and takes 0.01 after a share s of
@@ -22,6 +23,7 @@ neither clips nor noises.
 
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,9 +31,9 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import plots
 from absl import app, flags
 from keras import layers
-from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 import tfdp
@@ -151,6 +153,9 @@ _DATA_DIR = flags.DEFINE_string(
     "Folder with mnist.npz. Default: the environment variable TFDP_DATA; without it "
     "Keras downloads the file.",
 )
+_RESUME = flags.DEFINE_bool(
+    "resume", True, "Go on with the runs in the folder, from their last states."
+)
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "runs/federated_mnist", "Folder for plots, histories and states."
 )
@@ -189,8 +194,10 @@ def main(argv: Sequence[str]) -> None:
     results: dict[str, list[Result]] = {}
     for name in dict.fromkeys(_RUNS.value):
         for trial in range(size.trials):
-            print(f"\n{name}, trial {trial}")
+            print(f"\n{name}, trial {trial}", flush=True)
             folder = output / f"{size.network}-{size.rounds}" / name / str(trial)
+            if folder.exists() and not _RESUME.value:
+                shutil.rmtree(folder)
             try:
                 result = train(name, trial, size, data, noise_multiplier, folder)
             except ValueError as error:
@@ -309,42 +316,59 @@ def build_model(network: str) -> keras.Model:
     ])
 
 
+def colors() -> dict[str, Any]:
+    """Return a colour for each run; what is alike but for one number has shades."""
+    fixed = dict(zip(FIGURES["fixed"], plots.shades(5), strict=True))
+    others = {
+        name: plots.COLORS[name.partition("-")[0]]
+        for name in (FIGURES["scheduled"] | FIGURES["adaptive"])
+    }
+    return {BASELINE: plots.WITHOUT_PRIVACY, **fixed, **others}
+
+
+def style_of(name: str) -> dict[str, Any]:
+    """Return how a run is drawn beside others of its colour."""
+    dashed = name.startswith((
+        "switch-0.2",
+        "polynomial-0.01",
+        "quantile-0.1",
+        "median-0.01",
+    ))
+    thin = {"0.5": 0.8, "1": 1.4}.get(name.rpartition("-")[2], 2.0)
+    return {
+        "linestyle": "--" if dashed else "-",
+        "linewidth": thin if name.startswith("polynomial") else 1.6,
+    }
+
+
 def plot_runs(results: dict[str, list[Result]], path: Path) -> None:
     """Plot accuracy, loss and C over the rounds, means over the trials."""
     if not results:
         return
-    figure = Figure(figsize=(8, 9), layout="constrained")
-    panels = figure.subplots(3, sharex=True)
-    for number, (name, trials) in enumerate(results.items()):
-        rounds = trials[0].history["round"]
-        for axes, key in zip(
-            panels, ("val_accuracy", "val_loss", "l2_norm_clip"), strict=True
+    figure, [[accuracy], [loss], [clip]] = plots.panels(
+        3, 1, size=(7.5, 3.0), sharex=True
+    )
+    for name, trials in results.items():
+        for axes, key in (
+            (accuracy, "val_accuracy"),
+            (loss, "val_loss"),
+            (clip, "l2_norm_clip"),
         ):
             if key == "l2_norm_clip" and name == BASELINE:
                 continue
-            values = np.array([trial.history[key] for trial in trials])
-            color = f"C{number}"
-            axes.plot(rounds, values.mean(0), color=color, label=name)
-            if len(trials) > 1:
-                spread = values.std(0, ddof=1)
-                axes.fill_between(
-                    rounds,
-                    values.mean(0) - spread,
-                    values.mean(0) + spread,
-                    color=color,
-                    alpha=0.2,
-                    linewidth=0,
-                )
-    panels[0].set(ylabel="test accuracy")
-    panels[1].set(ylabel="test loss", yscale="log")
-    panels[2].set(xlabel="round", ylabel="C", yscale="log")
-    for axes in panels:
-        axes.grid(alpha=0.3)
-    panels[0].legend(fontsize="small", ncols=2)
+            factor = 100 if key == "val_accuracy" else 1
+            values = [factor * np.array(trial.history[key]) for trial in trials]
+            rounds = trials[0].history["round"]
+            plots.curve(axes, rounds, values, name, colors()[name], **style_of(name))
+    accuracy.set(ylabel="test accuracy, %")
+    loss.set(ylabel="test loss, nats", yscale="log")
+    clip.set(xlabel="round", ylabel="clip norm C", yscale="log")
     figure.suptitle(f"MNIST, local privacy: epsilon {EPSILON:g} at delta {DELTA:g}")
     # Some losses grow without end.
-    panels[1].set_ylim(top=min(10.0, panels[1].get_ylim()[1]))
-    figure.savefig(path, dpi=150)
+    loss.set_ylim(top=min(10.0, loss.get_ylim()[1]))
+    for axes in (accuracy, loss, clip):
+        plots.name_curves(axes)
+    plots.save(figure, path)
 
 
 def plot_norms(
@@ -352,37 +376,39 @@ def plot_norms(
 ) -> None:
     """Plot norms of clients' gradients: raw and noised, with and without privacy."""
     dimension = build_model(network).count_params()
-    figure = Figure(figsize=(10, 8), layout="constrained")
-    (raw, noised), (means, noised_means) = figure.subplots(2, 2)
-    for number, (name, trials) in enumerate(results.items()):
-        color, last = f"C{number}", trials[0]
+    figure, [(raw, noised), (means, noised_means)] = plots.panels(2, 2, size=(5.4, 3.6))
+    for name, trials in results.items():
+        color, last = colors()[name], trials[0]
         rounds, clips = last.history["round"], np.array(last.history["l2_norm_clip"])
+        style = {"bins": 50, "histtype": "step", "color": color, "label": name}
         if name == BASELINE or name in FIGURES["fixed"]:
-            style = {"bins": 50, "histtype": "step", "color": color, "label": name}
-            raw.hist(last.norms, **style)
-            means.plot(
-                rounds, last.history["nonprivate_mean_norm"], color=color, label=name
+            raw.hist(last.norms[np.isfinite(last.norms)], **style)
+            norms = last.history["nonprivate_mean_norm"]
+            plots.curve(means, rounds, norms, name, color)
+        if name in FIGURES["fixed"]:
+            noised.hist(
+                noised_norms(last.norms, clips[-1], noise_multiplier, dimension),
+                **style,
             )
-            if name != BASELINE:
-                noised.hist(
-                    noised_norms(last.norms, clips[-1], noise_multiplier, dimension),
-                    **style,
-                )
         if name in FIGURES["fixed"] | FIGURES["scheduled"]:
             # What clients send is nearly all noise.
             expected = clips * noise_multiplier * math.sqrt(dimension)
-            noised_means.plot(rounds, expected, color=color, label=name)
-    raw.set(title="norms before clipping, last round", xlabel="norm", yscale="log")
-    noised.set(title="norms of the noised replies", xlabel="norm", xscale="log")
+            plots.curve(noised_means, rounds, expected, name, color, **style_of(name))
+    for axes, title in (
+        (raw, "last round, before clipping"),
+        (noised, "last round, replies with noise"),
+    ):
+        axes.set(title=title, xlabel="norm of a client's gradient", ylabel="clients")
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    raw.set_yscale("log")
+    noised.set_xscale("log")
     noised.xaxis.set_minor_formatter(NullFormatter())
-    means.set(title="mean norm before clipping", xlabel="round", yscale="log")
-    noised_means.set(
-        title="mean norm of the noised replies", xlabel="round", yscale="log"
-    )
-    for axes in (raw, noised, means, noised_means):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    means.set(title="mean before clipping (not private)")
+    noised_means.set(title="mean of the replies with noise")
+    for axes in (means, noised_means):
+        axes.set(xlabel="round", ylabel="norm of a client's gradient", yscale="log")
+        plots.name_curves(axes)
+    plots.save(figure, path)
 
 
 def noised_norms(

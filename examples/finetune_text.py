@@ -18,6 +18,10 @@ The vocabulary is that of the public reviews: one made from private reviews woul
 covered by the guarantee. What is printed and plotted of the training without privacy is
 not private.
 
+With --resume a run that was killed goes on: with the encoder that it had pretrained, and
+with private training from its last epoch; all private steps count, those that were lost
+too.
+
 --table shows what a step takes in time and memory, for four blocks of BERT's width, by
 `tools/benchmark.py`; it takes half an hour.
 """
@@ -25,6 +29,7 @@ not private.
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,10 +38,11 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import plots
 import tensorflow as tf
 from absl import app, flags
 from keras import layers
-from matplotlib.figure import Figure
+from saved import read_history
 
 import tfdp
 
@@ -67,6 +73,7 @@ _L2_NORM_CLIP = flags.DEFINE_float(
 _WIDTH = flags.DEFINE_integer("width", 128, "Width of the encoder.", lower_bound=1)
 _BLOCKS = flags.DEFINE_integer("blocks", 4, "Blocks of the encoder.", lower_bound=1)
 _LENGTH = flags.DEFINE_integer("length", 32, "Words of a review.", lower_bound=1)
+_RESUME = flags.DEFINE_bool("resume", False, "Go on with a run that was killed.")
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "runs/finetune", "Folder for the plot and the models."
 )
@@ -115,10 +122,7 @@ def main(argv: Sequence[str]) -> None:
         _WORDS, standardize=begun, output_sequence_length=_LENGTH.value
     )
     vectorize.adapt(public.texts)
-    encoder = pretrained(
-        np.array(vectorize(public.texts)), public.labels, vectorize.vocabulary_size()
-    )
-    encoder.save(output / "encoder.keras")
+    encoder = encoder_for(vectorize, public, output)
     x, x_test = np.array(vectorize(train.texts)), np.array(vectorize(test.texts))
     data = (x, train.labels), (x_test, test.labels)
 
@@ -133,8 +137,13 @@ def main(argv: Sequence[str]) -> None:
         delta=_DELTA.value, target_epsilon=_TARGET_EPSILON.value
     )
     private = tfdp.DPModel(classifier)
-    history = fit(private, optimizer, *data, callbacks=[budget])
-    print("\nThe same training without privacy")
+    kept = [
+        keras.callbacks.CSVLogger(output / "history.csv", append=_RESUME.value),
+        keras.callbacks.BackupAndRestore(output / "backup"),
+    ]
+    fit(private, optimizer, *data, callbacks=[budget, *kept])
+    history = read_history(output / "history.csv")
+    print("\nThe same training without privacy", flush=True)
     other = with_classifier(keras.saving.load_model(output / "encoder.keras"))
     baseline = fit(other, keras.optimizers.Adam(1e-3), *data)
 
@@ -154,6 +163,25 @@ def main(argv: Sequence[str]) -> None:
         f"Epsilon: {report['epsilon']:.3f} at delta {_DELTA.value:g}\n"
         f"Plot: {output / 'history.png'}\nFor TensorFlow Serving: {served}"
     )
+
+
+def encoder_for(
+    vectorize: layers.TextVectorization, public: Reviews, output: Path
+) -> keras.Model:
+    """Pretrain an encoder, or take that of a run that goes on."""
+    path = output / "encoder.keras"
+    if _RESUME.value and path.exists():
+        print(f"The encoder of an earlier run: {path}")
+        return keras.saving.load_model(path)
+    # What an earlier run left belongs to another encoder.
+    shutil.rmtree(output / "backup", ignore_errors=True)
+    (output / "history.csv").unlink(missing_ok=True)
+    ids = np.array(vectorize(public.texts))
+    encoder = pretrained(ids, public.labels, vectorize.vocabulary_size())
+    unfinished = output / "encoder.unfinished.keras"
+    encoder.save(unfinished)
+    unfinished.replace(path)
+    return encoder
 
 
 def begun(text: tf.Tensor) -> tf.Tensor:
@@ -300,22 +328,27 @@ def plot(
     private: dict[str, list[float]], baseline: dict[str, list[float]], path: Path
 ) -> None:
     """Plot test accuracy and epsilon over the epochs."""
-    figure = Figure(figsize=(6, 6), layout="constrained")
-    accuracy, epsilon = figure.subplots(2, sharex=True)
+    figure, [[accuracy], [epsilon]] = plots.panels(2, 1, size=(6.5, 3.0), sharex=True)
     for history, label in ((baseline, "without privacy"), (private, "private")):
-        values = history["val_accuracy"]
-        accuracy.plot(range(1, len(values) + 1), values, label=label)
-    accuracy.set(ylabel="test accuracy", title=f"Reviews, {_DATASET.value}")
-    accuracy.legend(loc="lower right")
-    spent = private["epsilon"]
-    epsilon.plot(range(1, len(spent) + 1), spent, color="tab:red")
-    epsilon.axhline(_TARGET_EPSILON.value, color="gray", linestyle="--", label="target")
-    epsilon.set(xlabel="epoch", ylabel=f"epsilon at delta {_DELTA.value:g}")
+        values = 100 * np.array(history["val_accuracy"])
+        epochs = range(1, len(values) + 1)
+        plots.curve(accuracy, epochs, values, label, plots.COLORS[label])
+    accuracy.set(ylabel="test accuracy, %", title=f"Reviews, {_DATASET.value}")
+    epochs = range(1, len(private["epsilon"]) + 1)
+    plots.curve(epsilon, epochs, private["epsilon"], "spent", plots.PRIVATE)
+    epsilon.axhline(
+        _TARGET_EPSILON.value,
+        color="black",
+        linestyle="--",
+        linewidth=1,
+        label="target",
+    )
+    epsilon.set(ylabel=f"epsilon at delta {_DELTA.value:g}")
     epsilon.set_ylim(bottom=0)
-    epsilon.legend(loc="lower right")
+    plots.over_epochs(epsilon, len(baseline["val_accuracy"]))
     for axes in (accuracy, epsilon):
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+        plots.name_curves(axes)
+    plots.save(figure, path)
 
 
 def table() -> int:

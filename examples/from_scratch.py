@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
 
 def compare_steps(batches: tfdp.data.PoissonDataset) -> None:
     """Take the same steps both ways; compare weights and times."""
-    print("1. The textbook's steps and tfdp's, with the same noise")
+    print("1. The textbook's steps and tfdp's, with the same noise", flush=True)
     textbook = build_model(batches)
     model = keras.models.clone_model(textbook)
     model.set_weights(textbook.get_weights())

@@ -6,11 +6,13 @@ accountants, and plots them over the epochs:
     python examples/mnist.py --row=1
     python examples/mnist.py --row=2 --data_dir=path/to/folder/with/mnist.npz
 
-Row 1 is the shortest. Without --data_dir (or the environment variable TFDP_DATA)
+Row 1 is the shortest. With --resume a training that was killed goes on from its last
+epoch, and all its steps count, those that were lost too. Without --data_dir (or the environment variable TFDP_DATA)
 Keras downloads the images.
 """
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -19,9 +21,10 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import plots
 from absl import app, flags
 from keras import layers
-from matplotlib.figure import Figure
+from saved import read_history
 
 import tfdp
 
@@ -55,6 +58,7 @@ _DATA_DIR = flags.DEFINE_string(
     "Folder with mnist.npz. Default: the environment variable TFDP_DATA; without it "
     "Keras downloads the file.",
 )
+_RESUME = flags.DEFINE_bool("resume", False, "Go on with a training that was killed.")
 _OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "runs/mnist", "Folder for the plot, the history and the model."
 )
@@ -70,6 +74,8 @@ def main(argv: Sequence[str]) -> None:
     train, test = load_mnist(_DATA_DIR.value)
     output = Path(_OUTPUT_DIR.value) / f"row{_ROW.value}"
     output.mkdir(parents=True, exist_ok=True)
+    if not _RESUME.value:
+        shutil.rmtree(output / "backup", ignore_errors=True)
 
     model = build_model()
     private = tfdp.DPModel(model, engine=_ENGINE.value)
@@ -86,22 +92,23 @@ def main(argv: Sequence[str]) -> None:
         metrics=["accuracy"],
     )
     start = time.perf_counter()
-    history = private.fit(
+    private.fit(
         *train,
         batch_size=BATCH_SIZE,
         epochs=epochs,
         validation_data=test,
         callbacks=[
             tfdp.callbacks.PrivacyBudget(delta=DELTA),
-            keras.callbacks.CSVLogger(output / "history.csv"),
+            keras.callbacks.CSVLogger(output / "history.csv", append=_RESUME.value),
+            keras.callbacks.BackupAndRestore(output / "backup"),
         ],
         verbose=2,
-    ).history
+    )
     seconds = time.perf_counter() - start
 
     reached = private.evaluate(*test, verbose=0, return_dict=True)["accuracy"]
     model.save(output / "mnist.keras")
-    plot(history, reached, row, output / "history.png")
+    plot(read_history(output / "history.csv"), reached, row, output / "history.png")
     print("\n" + private.privacy_statement(delta=DELTA))
     print(
         f"{private.ledger.steps} steps in {seconds:.0f} s\n"
@@ -154,28 +161,32 @@ def build_model() -> keras.Model:
 def plot(history: dict[str, list[float]], reached: float, row: Row, path: Path) -> None:
     """Plot test accuracy and epsilon over the epochs, and the accuracy at the end."""
     epochs = range(1, len(history["epsilon"]) + 1)
-    figure = Figure(figsize=(6, 6), layout="constrained")
-    accuracy, epsilon = figure.subplots(2, sharex=True)
-    accuracy.plot(epochs, history["val_accuracy"], marker=".", label="tfdp")
-    accuracy.plot(epochs[-1], reached, "*", label="tfdp, averaged weights")
+    figure, [[accuracy], [epsilon]] = plots.panels(2, 1, size=(6.5, 3.0), sharex=True)
+    percent = 100 * np.array(history["val_accuracy"])
+    plots.curve(accuracy, epochs, percent, "private", plots.PRIVATE)
+    accuracy.plot(
+        epochs[-1], 100 * reached, "*", color=plots.PRIVATE, label="its mean weights"
+    )
     accuracy.axhline(
-        row.published_accuracy,
-        color="gray",
+        100 * row.published_accuracy,
+        color="black",
         linestyle="--",
+        linewidth=1,
         label=f"published, {row.epochs} epochs",
     )
-    accuracy.set(ylabel="test accuracy")
-    accuracy.legend(loc="lower right")
-    epsilon.plot(epochs, history["epsilon"], marker=".", color="tab:red")
-    epsilon.set(xlabel="epoch", ylabel=f"epsilon at delta {DELTA:g}")
+    accuracy.set(ylabel="test accuracy, %")
+    plots.curve(epsilon, epochs, history["epsilon"], "spent", plots.PRIVATE)
+    epsilon.set(ylabel=f"epsilon at delta {DELTA:g}")
     epsilon.set_ylim(bottom=0)
+    plots.over_epochs(epsilon, len(epochs))
     for axes in (accuracy, epsilon):
-        axes.grid(alpha=0.3)
+        plots.name_curves(axes)
     figure.suptitle(
         f"MNIST: learning rate {row.learning_rate}, noise multiplier "
-        f"{row.noise_multiplier}, clip norm {row.l2_norm_clip}"
+        f"{row.noise_multiplier}, clip norm {row.l2_norm_clip}",
+        fontsize="medium",
     )
-    figure.savefig(path, dpi=150)
+    plots.save(figure, path)
 
 
 if __name__ == "__main__":

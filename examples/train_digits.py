@@ -16,9 +16,9 @@ from typing import Any
 
 import keras
 import numpy as np
+import plots
 from absl import app, flags
 from keras import layers
-from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -175,23 +175,27 @@ def plot(
     private: dict[str, list[float]], baseline: dict[str, list[float]], path: Path
 ) -> None:
     """Plot test accuracy and epsilon over the epochs."""
-    figure = Figure(figsize=(6, 6), layout="constrained")
-    accuracy, epsilon = figure.subplots(2, sharex=True)
+    figure, [[accuracy], [epsilon]] = plots.panels(2, 1, size=(6.5, 3.0), sharex=True)
     for history, label in ((baseline, "without privacy"), (private, "private")):
-        values = history["val_accuracy"]
-        accuracy.plot(range(1, len(values) + 1), values, label=label)
-    accuracy.set(ylabel="test accuracy", title="Handwritten digits")
-    accuracy.legend(loc="lower right")
-    epsilon.plot(
-        range(1, len(private["epsilon"]) + 1), private["epsilon"], color="tab:red"
+        values = 100 * np.array(history["val_accuracy"])
+        epochs = range(1, len(values) + 1)
+        plots.curve(accuracy, epochs, values, label, plots.COLORS[label])
+    accuracy.set(ylabel="test accuracy, %", title="Handwritten digits")
+    epochs = range(1, len(private["epsilon"]) + 1)
+    plots.curve(epsilon, epochs, private["epsilon"], "spent", plots.PRIVATE)
+    epsilon.axhline(
+        _TARGET_EPSILON.value,
+        color="black",
+        linestyle="--",
+        linewidth=1,
+        label="target",
     )
-    epsilon.axhline(_TARGET_EPSILON.value, color="gray", linestyle="--", label="target")
-    epsilon.set(xlabel="epoch", ylabel=f"epsilon at delta {_DELTA.value:g}")
+    epsilon.set(ylabel=f"epsilon at delta {_DELTA.value:g}")
     epsilon.set_ylim(bottom=0)
-    epsilon.legend(loc="lower right")
+    plots.over_epochs(epsilon, len(epochs))
     for axes in (accuracy, epsilon):
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+        plots.name_curves(axes)
+    plots.save(figure, path)
 
 
 if __name__ == "__main__":

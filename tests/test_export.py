@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import math
 
 import keras
@@ -609,6 +610,34 @@ def test_the_folder_must_be_a_version(path, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"must end in a version.* Received: path="):
         export_private_model(bare("digits"), path, delta=DELTA)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_exporter_warns_and_is_quiet_otherwise(tmp_path, monkeypatch):
+    said = []
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
+
+    listener = Listener()
+    for name in ("absl", "tensorflow"):
+        logger = logging.getLogger(name)
+        monkeypatch.setattr(logger, "handlers", [listener])
+        monkeypatch.setattr(logger, "level", logging.INFO)
+        # What a level means is remembered.
+        monkeypatch.setattr(logger, "_cache", {})
+    write = export._write
+
+    def with_a_warning(*args):
+        tf.get_logger().warning("a warning")
+        write(*args)
+
+    monkeypatch.setattr(export, "_write", with_a_warning)
+    export_private_model(bare("digits"), tmp_path / "m" / "1", delta=DELTA)
+    assert set(said) == {"a warning"}
+    # Afterwards they say what they did before.
+    tf.get_logger().info("done")
+    assert said[-1] == "done"
 
 
 def test_the_next_version(tmp_path):

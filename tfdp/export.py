@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import itertools
 import json
+import logging
 import os
 import platform
 import re
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import keras
 import numpy as np
 import tensorflow as tf
+from absl.logging import get_absl_logger
 
 import tfdp
 from tfdp import _keras, _tree, _validate
@@ -112,7 +114,7 @@ def export_private_model(
     # TensorFlow Serving takes only folders whose names are numbers.
     unfinished = f"{path}-unfinished-{uuid.uuid4().hex}"
     try:
-        with _averaged_weights(private):
+        with _averaged_weights(private), _quiet():
             _write(private.model, inputs, unfinished)
         _rehearse(unfinished, inputs, rows, model=private.model)
         extra = f"{unfinished}/assets.extra"
@@ -305,6 +307,23 @@ def _averaged_weights(private: DPModel) -> Iterator[None]:
     finally:
         for variable, value in zip(variables, kept, strict=True):
             variable.assign(value)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Let TensorFlow's exporter warn, and leave out what it tells of its progress."""
+
+    def is_warning(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING
+
+    loggers = tf.get_logger(), get_absl_logger()
+    for logger in loggers:
+        logger.addFilter(is_warning)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_warning)
 
 
 def _write(model: keras.Model, inputs: Nest, path: str) -> None:

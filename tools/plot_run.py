@@ -20,7 +20,10 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+
+# The style of all pictures.
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import plots
 
 _NONPRIVATE = "nonprivate_"
 _BIAS_LOGGER = f"({_NONPRIVATE}|public_)"
@@ -33,6 +36,13 @@ _PANELS = {
     "clipped fraction": f"{_BIAS_LOGGER}clipped_fraction",
     "bias": f"{_BIAS_LOGGER}bias_(magnitude|direction)",
     "scale and cosine": f"{_BIAS_LOGGER}(bias_scale|clip_cosine)",
+}
+_UNITS = {
+    "loss": "loss",
+    "clip norm": "norm of a gradient",
+    "noise multiplier": "noise over clip norm",
+    "clipped fraction": "share of the units",
+    "bias": "norm of a mean gradient",
 }
 # CSVLogger writes NA; JSON's null reads as None.
 _GAPS = ("", "NA", None)
@@ -202,23 +212,21 @@ def draw(
     figure.suptitle(title, parse_math=False)
     for place, (label, curves) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(rows, columns, place)
-        for name, curve in curves.items():
+        for number, (name, curve) in enumerate(curves.items()):
             style = "--" if name.startswith(_NONPRIVATE) else "-"
-            axes.plot(epochs, curve, style, marker=".", label=name)
-        axes.set(xlabel="epoch", ylabel=label)
+            color = _color(name, number)
+            axes.plot(epochs, curve, style, marker=".", color=color, label=name)
+        axes.set_title(label, fontsize="medium")
+        axes.set_ylabel(_UNITS.get(label, label))
         # The same in all panels, also where a curve has gaps at its ends.
-        axes.set_xlim(epochs[0] - 0.5, epochs[-1] + 0.5)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        plots.over_epochs(axes, epochs[-1], first=epochs[0] - 0.5)
         # Quantiles can be zero, and a logarithmic axis needs a number above it.
         if label == "clip norm" and any((curve > 0).any() for curve in curves.values()):
             axes.set_yscale("log", nonpositive="mask")
         if label == "epsilon":
             axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        # Seven curves leave no room for it inside.
-        axes.legend(
-            loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small"
-        )
+        axes.grid(alpha=0.25)
+        plots.name_curves(axes)
     if any(
         name.startswith(_NONPRIVATE) for curves in panels.values() for name in curves
     ):
@@ -226,9 +234,17 @@ def draw(
             f"Dashed curves ({_NONPRIVATE}) are not private and not for publication, "
             "like training loss and metrics.",
             fontsize="small",
-            color="tab:red",
+            color="#b00020",
         )
     return figure
+
+
+def _color(name: str, number: int) -> str:
+    """Choose the colour of a curve, by what it is and its place in its panel."""
+    if name.startswith(("val_", "epsilon", "l2_norm_clip", "noise_multiplier")):
+        return plots.PRIVATE
+    greys = (plots.WITHOUT_PRIVACY, "#b0b0b0", "#4a4a4a", "#c8c8c8", "#8f8f8f")
+    return greys[number % len(greys)]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from absl import flags
 
 ROOT = Path(__file__).parents[2]
@@ -60,8 +61,10 @@ def check_refusal(example, *arguments, message):
     known = set(flags.FLAGS)
     path = ROOT / "examples" / f"{example}.py"
     try:
-        main = runpy.run_path(str(path))["main"]
         with pytest.MonkeyPatch.context() as patch:
+            # Where a script finds the modules beside it.
+            patch.syspath_prepend(path.parent)
+            main = runpy.run_path(str(path))["main"]
             patch.delenv("TFDP_DATA", raising=False)
             with pytest.raises((SystemExit, flags.Error), match=re.escape(message)):
                 main(flags.FLAGS([example, *arguments]))
@@ -127,6 +130,86 @@ class TestMultiWorker:
             "multi_worker", argument, f"--output_dir={tmp_path}", message=message
         )
         assert not list(tmp_path.iterdir())
+
+
+class TestPlots:
+    @pytest.fixture
+    def plots(self):
+        return runpy.run_path(str(ROOT / "examples" / "plots.py"))
+
+    @pytest.mark.parametrize(
+        ("places", "moved"),
+        [
+            ([], []),
+            ([0.1, 0.5], [0.1, 0.5]),
+            ([0.5, 0.5], [0.45, 0.55]),
+            ([0.0, 0.48, 0.5, 0.52, 0.9], [0.0, 0.4, 0.5, 0.6, 0.9]),
+        ],
+    )
+    def test_names_are_apart(self, plots, places, moved):
+        np.testing.assert_allclose(plots["apart"](places, 0.1), moved, atol=1e-12)
+
+    @pytest.mark.parametrize("epochs", [1, 2, 3, 15, 60])
+    def test_epochs_are_whole_numbers(self, plots, epochs):
+        figure, [[axes]] = plots["panels"](1, 1)
+        plots["curve"](axes, range(1, epochs + 1), [0.5] * epochs, "private", "C0")
+        plots["over_epochs"](axes, epochs)
+        figure.draw_without_rendering()
+        ticks = axes.get_xticks()
+        np.testing.assert_array_equal(ticks, np.round(ticks))
+
+
+class TestSavedResults:
+    @pytest.fixture
+    def module(self):
+        return runpy.run_path(str(ROOT / "examples" / "saved.py"))
+
+    def test_they_are_there_later(self, module, tmp_path):
+        path, settings = tmp_path / "new" / "results.json", {"epsilons": (1, 2)}
+        results = module["SavedResults"](path, settings, resume=True)
+        results["a"] = [1.5, float("inf")]
+        resumed = module["SavedResults"](path, settings, resume=True)
+        assert "a" in resumed
+        assert resumed["a"] == [1.5, float("inf")]
+        with pytest.raises(ValueError, match="other settings"):
+            module["SavedResults"](path, {"epsilons": (1, 3)}, resume=True)
+        assert "a" not in module["SavedResults"](path, settings, resume=False)
+
+    @pytest.mark.parametrize("content", ["", "[]", "{}", "1"])
+    def test_another_file(self, module, tmp_path, content):
+        path = tmp_path / "results.json"
+        path.write_text(content)
+        with pytest.raises(ValueError, match="no results to go on with"):
+            module["SavedResults"](path, {}, resume=True)
+
+    def test_epochs_that_ran_again_count_once(self, module, tmp_path):
+        path = tmp_path / "history.csv"
+        path.write_text("epoch,loss\n0,3\n1,2\n1,1\n2,0\n")
+        assert module["read_history"](path)["loss"] == [3, 1, 0]
+
+
+class TestAccuracyOverEpsilon:
+    @pytest.mark.slow
+    def test_it_goes_on(self, tmp_path):
+        flags = ("--seeds=1", "--epochs=2", f"--output_dir={tmp_path}")
+        text = run("accuracy_over_epsilon", "--target_epsilon=8", *flags)
+        assert re.search(r"^ +8 +[\d.]+ +[\d.]+ ± 0.0 %$", text, re.M)
+        assert (tmp_path / "accuracy_over_epsilon.png").read_bytes().startswith(PNG)
+        more = ("--target_epsilon=8", "--target_epsilon=4", "--resume")
+        text = run("accuracy_over_epsilon", *more, *flags)
+        assert text.count("%, before") == 2
+        assert text.count(" s so far") == 1
+
+    @pytest.mark.parametrize(
+        ("flag", "message"),
+        [
+            ("--target_epsilon=0", "`target_epsilon` must be positive"),
+            ("surplus", "everything is a flag"),
+        ],
+    )
+    def test_wrong_flag_is_explained(self, flag, message, tmp_path):
+        folder = f"--output_dir={tmp_path}"
+        check_refusal("accuracy_over_epsilon", flag, folder, message=message)
 
 
 class TestTrainDigits:
@@ -489,6 +572,28 @@ class TestCifar10Bam:
         assert re.search(r"bias of bam below that of dp_sgd with [01] of 1 seeds", text)
 
     @pytest.mark.slow
+    def test_only_what_is_needed_is_decoded_and_runs_are_kept(self, folder):
+        arrays = np.load(folder / "cifar10.npz")
+        coded = {}
+        for split in ("train", "test"):
+            files = [
+                tf.io.encode_jpeg(image).numpy() for image in arrays[f"x_{split}"][:40]
+            ]
+            # What lies behind them is no image.
+            files.append(b"no image")
+            coded[f"{split}_jpeg"] = np.frombuffer(b"".join(files), np.uint8)
+            coded[f"{split}_offsets"] = np.cumsum([0, *map(len, files)])
+            coded[f"y_{split}"] = arrays[f"y_{split}"][:41]
+        (folder / "cifar10.npz").unlink()
+        np.savez(folder / "cifar10_jpeg.npz", **coded)
+        flags = ("--images=36", "--test_images=8", "--methods=dp_sgd", "--delta=1e-3")
+        text = self.small(folder, *flags, "--seeds=1")
+        assert "  epoch 2/2: test accuracy" in text
+        text = self.small(folder, *flags, "--seeds=1", "--resume")
+        assert "run before" in text
+        assert "  epoch" not in text
+
+    @pytest.mark.slow
     def test_imagenet32(self, folder):
         flags = ("--dataset=imagenet32", "--target_epsilon=10", "--delta=1e-3")
         text = self.small(folder, *flags, "--methods=sat", "--seeds=1")
@@ -548,3 +653,33 @@ class TestDpviBreastCancer:
     )
     def test_wrong_flag_is_explained(self, flag, message):
         check_refusal("dpvi_breast_cancer", flag, message=message)
+
+
+class TestOnePosteriorSample:
+    @pytest.mark.slow
+    def test_draws_are_compared(self, tmp_path):
+        plot = tmp_path / "plot.png"
+        flags = ("--epsilon=1", f"--output={plot}")
+        text = run("one_posterior_sample", "--trials=1", *flags)
+        assert "This draw is 1.000-differentially private" in text
+        assert re.search(r"^one draw +1 +0 +replace-one +[\d.]+ %$", text, re.M)
+        assert re.search(r"^DP-SGD +1 +0.001 +add-or-remove +[\d.]+ %$", text, re.M)
+        assert plot.read_bytes().startswith(PNG)
+
+    @pytest.mark.parametrize(
+        ("flag", "message"),
+        [
+            ("surplus", "everything is a flag"),
+            ("--epsilon=0", "`target_epsilon` must be positive"),
+        ],
+    )
+    def test_wrong_flag_is_explained(self, flag, message, tmp_path):
+        path = f"--output={tmp_path / 'plot.png'}"
+        check_refusal("one_posterior_sample", flag, path, message=message)
+
+    @pytest.mark.slow
+    def test_a_chain_is_refused(self, tmp_path):
+        flags = ("--epsilon=9", "--trials=1", f"--output={tmp_path / 'plot.png'}")
+        process = start("one_posterior_sample", *flags)
+        assert process.returncode == 1
+        assert "must be exact to have an epsilon" in process.stderr

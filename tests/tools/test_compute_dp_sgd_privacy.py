@@ -116,3 +116,17 @@ def test_the_script_runs_from_a_shell():
     )
     assert process.returncode == 0, process.stderr
     assert "Poisson-sampled batches:" in process.stdout
+
+
+@pytest.mark.slow
+def test_it_starts_without_tensorflow():
+    code = """
+import sys, compute_dp_sgd_privacy as tool
+assert not {"keras", "tensorflow"} & set(sys.modules)
+assert tool.accounting.Ledger().epsilon(1e-5) == 0
+"""
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": f"{SCRIPT.parent}{os.pathsep}{ROOT}"},
+        check=True,
+    )

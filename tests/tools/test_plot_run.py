@@ -141,7 +141,7 @@ def test_the_figure_says_what_is_not_private(tool, private):
 def test_the_axes(tool):
     found = tool.panels(table("loss", "l2_norm_clip", "epsilon"))
     figure = tool.draw(np.array([1, 2]), found, "log.csv")
-    axes = {each.get_ylabel(): each for each in figure.axes}
+    axes = {each.get_title(): each for each in figure.axes}
     assert list(axes) == ["loss", "epsilon", "clip norm"]
     scales = [each.get_yscale() for each in axes.values()]
     assert scales == ["linear", "linear", "log"]
