@@ -20,10 +20,14 @@ ROWS, BATCH = 60, 6
 
 @dataclasses.dataclass(frozen=True)
 class CyclicPoisson(Scheme):
-    """Poisson draws from one fixed part of the examples after the other."""
+    """Poisson draws from one fixed part of the examples after the other.
 
-    kind: ClassVar[str] = "cyclic_poisson_steps"
+    Every epoch begins with the first part, so epochs are what counts, each as whole.
+    """
+
+    kind: ClassVar[str] = "cyclic_poisson_passes"
     sampling: ClassVar[str] = "cyclic_poisson"
+    counts: ClassVar[str] = "passes"
 
     number_of_examples: int
     expected_batch_size: int
@@ -44,10 +48,11 @@ class CyclicPoisson(Scheme):
         return part[chosen]
 
     def event(self, count, noise_multiplier):
-        return super().event(math.ceil(count / self.parts), noise_multiplier)
+        steps = math.ceil(self.number_of_examples / self.expected_batch_size)
+        return super().event(count * math.ceil(steps / self.parts), noise_multiplier)
 
     def words(self, count, noise):
-        return f"{count} steps, {noise}, Poisson draws from {self.parts} parts in turn"
+        return f"{count} passes, {noise}, Poisson draws from {self.parts} parts in turn"
 
 
 def private(sampling="cyclic_poisson", noise_multiplier=2.0):
@@ -68,22 +73,36 @@ def fit(model, **options):
 def test_a_new_scheme_trains_is_counted_saved_told_and_bounded(tmp_path):
     model = private()
     fit(model, epochs=2)
-    expected = Segment(CyclicPoisson(ROWS, BATCH), 20, 2.0)
+    expected = Segment(CyclicPoisson(ROWS, BATCH), 2, 2.0)
     assert model.ledger.segments == (expected,)
-    # A row can take part in seven of the twenty steps.
-    seven = dp_accounting.pld.PLDAccountant().compose(
-        dp_accounting.PoissonSampledDpEvent(0.3, dp_accounting.GaussianDpEvent(2.0)), 7
+    # A row can take part in four of the ten steps of an epoch.
+    eight = dp_accounting.pld.PLDAccountant().compose(
+        dp_accounting.PoissonSampledDpEvent(0.3, dp_accounting.GaussianDpEvent(2.0)), 8
     )
-    assert model.epsilon(1e-3) == pytest.approx(seven.get_epsilon(1e-3), rel=1e-3)
+    assert model.epsilon(1e-3) == pytest.approx(eight.get_epsilon(1e-3), rel=1e-3)
     model.save(tmp_path / "model.keras")
     assert keras.models.load_model(tmp_path / "model.keras").ledger == model.ledger
     statement = model.privacy_statement(1e-3)
-    assert "20 steps, noise multiplier 2, Poisson draws from 3 parts" in statement
+    assert "2 passes, noise multiplier 2, Poisson draws from 3 parts" in statement
     budget = tfdp.callbacks.PrivacyBudget(1e-3, target_epsilon=model.epsilon(1e-3) + 1)
     fit(model, epochs=1000, callbacks=[budget])
-    longer = model.ledger.segments[0].with_count(model.ledger.steps + 1)
+    [segment] = model.ledger.segments
+    longer = segment.with_count(segment.count + 1)
     assert Ledger((longer,)).epsilon(1e-3) > budget.target_epsilon
     assert model.epsilon(1e-3) <= budget.target_epsilon
+
+
+@pytest.mark.parametrize("steps", [None, 1, 4, 7])
+def test_no_row_can_be_in_more_steps_than_are_counted(steps):
+    model = private()
+    for epochs in (1, 2):
+        fit(model, epochs=epochs, steps_per_epoch=steps)
+    scheme = CyclicPoisson(ROWS, BATCH)
+    # Epochs begin anew with the part of the first rows.
+    in_epoch = [index % scheme.parts for index in range(steps or 10)]
+    most = 3 * max(in_epoch.count(part) for part in range(scheme.parts))
+    [segment] = model.ledger.segments
+    assert segment.scheme.event(segment.count, 2.0).count >= most
 
 
 def test_its_draws_are_those_of_its_scheme():

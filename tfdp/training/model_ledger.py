@@ -100,7 +100,7 @@ class ModelLedger:
                 steps_per_release=data.batches_per_pass,
                 planned_releases=data.planned_releases(epochs),
                 noise_multipliers=self._noise_plan.planned
-                / session.scheme.sensitivity_in_clips,
+                / session.sensitivity_in_clips,
             )
             self.take_over_copies()
             recorder.begin_steps(session.objective.variables, self._weights())
