@@ -671,3 +671,42 @@ def test_losses_of_nested_outputs_are_followed():
 def test_a_reduced_loss_is_refused():
     with pytest.raises(UnsupportedLossError, match=r"returned shape \(\)"):
         check_loss(keras.losses.MeanSquaredError(), PROBABILITIES, PROBABILITIES)
+
+
+# ------------------------------------------------------------------- Python functions
+
+
+class Calling(layers.Layer):
+    """Calls a Python function with its inputs."""
+
+    def __init__(self, function, *, stateful, **options):
+        super().__init__(**options)
+        self.function, self.stateful = function, stateful
+
+    def call(self, x):
+        y = tf.numpy_function(self.function, [x], tf.float32, stateful=self.stateful)
+        return tf.ensure_shape(y, x.shape)
+
+
+def calling(function, engine, *, stateful):
+    model = sequential((4,), Calling(function, stateful=stateful), layers.Dense(1))
+    private = tfdp.DPModel(model, engine=engine)
+    private.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0), "mse"
+    )
+    private.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=4, verbose=0)
+    return private
+
+
+@pytest.mark.parametrize("engine", ["auto", "vectorized"])
+def test_python_that_may_remember_rows_is_refused(engine):
+    seen = []
+
+    def remember(row):
+        seen.append(row)
+        return row * np.float32(len(seen))
+
+    # Run row by row, each would still be multiplied by how many came before.
+    with pytest.raises(UnsupportedLayerError, match=r"not known: .*stateful=False"):
+        calling(remember, engine, stateful=True)
+    assert calling(np.tanh, "auto", stateful=False).ledger.steps

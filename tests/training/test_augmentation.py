@@ -263,7 +263,7 @@ def test_what_mixes_by_design_is_refused(name):
             "rows of a batch meet: operation StridedSlice",
         ),
         (
-            lambda x: tf.numpy_function(np.flip, [x], tf.float32),
+            lambda x: tf.numpy_function(np.flip, [x], tf.float32, stateful=False),
             tfdp.errors.UnsupportedLayerError,
             "nobody knows whether rows of a batch meet in it: operation",
         ),

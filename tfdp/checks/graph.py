@@ -10,6 +10,7 @@ from tfdp import _keras
 from tfdp._types import Array, Tensor
 from tfdp.checks.node import (
     COUNTS,
+    MEMORY,
     Node,
     counting,
     has_effect,
@@ -143,8 +144,8 @@ class Analysis:
             why = "keeps what depends on the data"
             self.effects.add(node.cause(why, variable=names[0]))
         else:
-            why = "may keep what depends on the data"
-            self.effects.add(node.cause(why, is_certain=False))
+            # Rows that run one by one would still read what others left there.
+            self.effects.add(node.cause(MEMORY))
 
     def _called(
         self,

@@ -263,6 +263,8 @@ _effects: dict[str, bool] = {}
 
 
 COUNTS = "counts the rows of a batch"
+# Of what runs outside of TensorFlow, or keeps what is no variable.
+MEMORY = "may keep what depends on the data"
 
 # Operations that TensorFlow counts as stateful, but that keep nothing of their inputs.
 _HARMLESS = (

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import keras
 
+from tfdp.checks.node import MEMORY
 from tfdp.checks.tracing import LOSS, Found, Trace
 from tfdp.errors import UnsupportedLayerError
 
@@ -45,6 +46,11 @@ _MEMORY = _Flaw(
     "noise",
     "Assign no variable from data in `call`; compute it before training from public "
     "data, as `keras.layers.Normalization.adapt` does.",
+)
+_OUTSIDE = _Flaw(
+    "what it keeps from one row to the next is not known: {}",
+    "Use TensorFlow's operations, or, for a function that keeps nothing, "
+    "`tf.numpy_function(..., stateful=False)`.",
 )
 _UNPROVEN = _Flaw(
     "nobody knows whether rows of a batch meet in it: {}",
@@ -124,6 +130,8 @@ def _flaws(
         worst = max(others, key=lambda each: each.cause.is_certain)
         is_certain = worst.cause.is_certain
         flaw = _MIXING if is_certain else _UNPROVEN
+        if worst.cause.why == MEMORY:
+            flaw = _OUTSIDE
         what = f"{worst.operation} {worst.cause.why}"
         yield flaw._replace(reason=flaw.reason.format(what)), is_certain
     if names:
