@@ -83,8 +83,9 @@ class DPModel(TrainingFunctions):
             (`tfdp.validate_model`) nor override `train_step`. A model that
             overrides `compute_loss` has it evaluated for each example alone.
         engine: How per-example gradients are clipped: `"bookkeeping"`, in about the
-            time of an ordinary step; `"ghost"`, in least memory; `"vectorized"`, for
-            any model; `"auto"`, book-keeping where it can; or an engine object.
+            time of an ordinary step; `"ghost"`, by a second backward pass in place of
+            keeping what the first one found; `"vectorized"`, for any model; `"auto"`,
+            book-keeping where it can; or an engine object.
         physical_batch_size: Rows that go through the model at once, on each replica.
             A batch of any size runs in passes of this size, within their memory, as
             one step. By default a batch runs whole.

@@ -92,9 +92,10 @@ class BookkeepingEngine(Engine):
 class GhostEngine(BookkeepingEngine):
     """Computes norms first, and then the clipped sum in a second backward pass.
 
-    The gradients of what the layers compute are not held until the norms are known:
-    least memory, for the time of one more backward pass through the same forward
-    pass, dropout masks included. (Under `tfdp.losses.BAM` those that lead uphill are.)
+    The gradients of what the layers compute are not held until the norms are known,
+    for the time of one more backward pass through the same forward pass, dropout masks
+    included. Whether that takes less memory depends on the model. (Under
+    `tfdp.losses.BAM` those that lead uphill are held.)
 
     Args:
         norms: See `BookkeepingEngine`; what is instantiated is not kept.
