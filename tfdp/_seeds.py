@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdp._types import Tensor
 
-# A generator, and of each of its draws since a row began whether it was ordered.
+# A generator, and the argument `ordered` of each of its draws since the row began.
 _Draws = tuple[keras.random.SeedGenerator, list[bool]]
 
 

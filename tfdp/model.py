@@ -1,6 +1,7 @@
 """A Keras model whose training steps are differentially private."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self
@@ -9,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _keras, _validate, engines
+from tfdp import _keras, _tree, _validate, engines
 from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, privacy_statement
 from tfdp.ascent.losses import AscentLoss
@@ -582,10 +583,10 @@ class DPModel(TrainingFunctions):
     def _take_step(
         self, data: Nest, fingerprint: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Take one private step, what is not run on all replicas once for them all."""
+        """Take one private step; replicas share what is done here, once for all."""
         batch = Batch.of(data)
         if self._is_in_train_function and self._session is not None:
-            session, has_room = self._session, self.recorder.counter.has_room
+            session, has_room = self._session_for(batch), self.recorder.counter.has_room
         else:
             # It counts as one of a loop of one's own, whose batches nobody knows, also
             # while `fit` runs.
@@ -606,6 +607,24 @@ class DPModel(TrainingFunctions):
         )
         logs: dict[str, Tensor] = self.get_metrics_result()
         return logs
+
+    def _session_for(self, batch: Batch) -> Session:
+        """Return the session of `fit`, with an engine for the batch as the graph has it.
+
+        `fit` has checked the first rows. A graph may be traced for others.
+        """
+        session, rows = self._session, None
+        assert session is not None  # noqa: S101
+        if self._replicas.strategy is not None:
+            batch = self._replicas.first(batch)
+        elif not tf.executing_eagerly():
+            rows = number_of_rows(batch)
+        rows = rows if isinstance(rows, int) else None
+        self._check_batch(batch, rows, session.clipper)
+        if session.clipper.engine == self._checked.engine:
+            return session
+        clipper = dataclasses.replace(session.clipper, engine=self._checked.engine)
+        return dataclasses.replace(session, clipper=clipper)
 
     def _update_metrics(
         self, has_room: Tensor, data: Nest, rows: Tensor, y_pred: Nest
@@ -660,10 +679,7 @@ class DPModel(TrainingFunctions):
     ) -> Session:
         """Return what a step is made for whose batch nobody has described."""
         clipper = self._clipper(UNDECLARED)
-        unchecked = self._checked.unchecked(rows, clipper)
-        if unchecked and self._checked.can_be_checked(batch[:3], self.name):
-            with _keras.outside_of_graphs():
-                self._check_rows(batch[:3], unchecked)
+        self._check_batch(batch, rows, clipper)
         session = self._checked.session(
             UNDECLARED, clipper, self.optimizer, recorder, callbacks
         )
@@ -691,17 +707,35 @@ class DPModel(TrainingFunctions):
         if self.run_eagerly and batch_size is None:
             # Layers see how many rows there are; this stands for all numbers.
             batch_size = data.scheme.expected_batch_size
-        unchecked = self._checked.unchecked(batch_size, clipper)
-        if unchecked:
+        sizes, spec = self._checked.sizes(batch_size, clipper), data.element_spec
+        if spec is None or not self._checked.knows(spec, sizes):
             data, sample = data.with_sample()
-            self._check_rows(sample, unchecked)
+            like = sample if spec is None else spec
+            if not self._checked.knows(like, sizes):
+                self._check_rows(like, sample, sizes)
         return data
 
-    def _check_rows(self, data: Nest, sizes: list[int | None]) -> None:
+    def _check_batch(
+        self, batch: Batch, rows: int | None, clipper: BatchClipper
+    ) -> None:
+        """Check what a step is about to take, or a graph is about to be traced for.
+
+        Whatever was checked before: for rows of another shape layers may do something
+        else.
+        """
+        data, sizes = batch[:3], self._checked.sizes(rows, clipper)
+        if self._checked.knows(data, sizes):
+            return
+        shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]
+        has_sample = all(shape.is_fully_defined() for shape in shapes)
+        with _keras.outside_of_graphs():
+            self._check_rows(data, data if has_sample else None, sizes)
+
+    def _check_rows(self, data: Nest, sample: Nest, sizes: list[int | None]) -> None:
         check_targets(data[1], has_own_loss=self._checked.has_own_loss)
-        if self._replicas.strategy is not None:
-            self.build_all(data)
-        self._checked.check(data, sizes, self.optimizer.iterations.value)
+        if self._replicas.strategy is not None and sample is not None:
+            self.build_all(sample)
+        self._checked.check(data, sample, sizes, self.optimizer.iterations.value)
         self.built = True
 
     # Saving.

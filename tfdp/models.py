@@ -176,7 +176,7 @@ def bert(
         )
     ids = keras.Input((length,), dtype="int32", name="token_ids")
     tokens = layers.Embedding(vocabulary_size, width, mask_zero=True, name="tokens")
-    # Rows of positions belong to texts too; 0 stands at padding, or its mask were lost.
+    # Each text has positions of its own. Padding has 0, so that its mask is kept.
     is_token = keras.ops.cast(keras.ops.not_equal(ids, 0), "int32")
     numbers = keras.ops.cumsum(keras.ops.ones_like(ids), axis=1) * is_token
     positions = layers.Embedding(length + 1, width, mask_zero=True, name="positions")

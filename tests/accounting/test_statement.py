@@ -126,8 +126,8 @@ def test_a_run_that_was_cut_short_states_what_was_planned():
     ("noise", "sampling", "words"),
     [
         (True, False, "chosen for the noise:"),
-        (False, True, "chosen for the Poisson draws:"),
-        (True, True, "chosen for the noise and the Poisson draws:"),
+        (False, True, "chosen for the draws of batches:"),
+        (True, True, "chosen for the noise and the draws of batches:"),
     ],
 )
 def test_fixed_seeds_are_told(noise, sampling, words):

@@ -247,7 +247,8 @@ def test_a_copy_of_a_loaded_model_is_recognised(tmp_path):
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import keras
-from tests.runs.models import cloned, private
+from tests.runs.models import private
+from tests.runs.test_histories import cloned
 loaded = keras.models.load_model({str(tmp_path / "model.keras")!r})
 assert private(cloned(loaded.model)).ledger.steps == 4
 """,

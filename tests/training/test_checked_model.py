@@ -125,31 +125,144 @@ def checked_model(model):
 
 def test_a_size_is_checked_once():
     model = network()
-    checked = checked_model(model)
+    checked, rows = checked_model(model), (*data(), None)
     clipper = BatchClipper(model, checked.engine)
     of_passes = BatchClipper(model, checked.engine, 1, physical_batch_size=8)
-    assert checked.unchecked(None, clipper) == [None]
-    assert checked.unchecked(5, clipper) == [None, 5]
-    assert checked.unchecked(5, of_passes) == [8]
-    checked.check((*data(), None), [None, 5], tf.constant(0))
+    assert checked.sizes(None, clipper) == [None]
+    assert checked.sizes(5, clipper) == [None, 5]
+    assert checked.sizes(5, of_passes) == [8]
+    assert not checked.knows(rows, [None])
+    checked.check(rows, rows, [None, 5], tf.constant(0))
     assert checked.signature.shape.as_list() == [None, 3]
-    assert checked.unchecked(5, clipper) == []
-    assert checked.unchecked(6, clipper) == [6]
-    assert checked.unchecked(5, of_passes) == [8]
+    assert checked.knows(rows, [None, 5])
+    assert not checked.knows(rows, [None, 6])
+    assert not checked.knows(rows, [8])
     model.layers[0].trainable = False
-    assert checked.unchecked(5, clipper) == [None, 5]
+    assert not checked.knows(rows, [None, 5])
+
+
+def test_other_rows_are_checked_again():
+    model = keras.Sequential([keras.Input((None, 3)), layers.Dense(2)])
+    checked = checked_model(model)
+    y_of_steps = np.zeros([8, 5], np.int32)
+    of_five = (np.zeros([8, 5, 3]), y_of_steps, None)
+    checked.check(of_five, of_five, [None], tf.constant(0))
+    assert checked.knows(of_five, [None])
+    for other in (
+        (np.zeros([8, 4, 3]), np.zeros([8, 4], np.int32), None),  # Another length.
+        (of_five[0], y_of_steps[..., None], None),  # Another rank.
+        (of_five[0], y_of_steps.astype("int64"), None),  # Another dtype.
+        (*of_five[:2], np.ones(8)),  # Another part.
+    ):
+        assert not checked.knows(other, [None])
+    any_length = (
+        tf.TensorSpec([None, None, 3]),
+        tf.TensorSpec([None, None], tf.int32),
+        None,
+    )
+    assert not checked.knows(any_length, [None])
+    checked.check(any_length, of_five, [None], tf.constant(0))
+    # What is proven for any length holds for each.
+    assert checked.knows(
+        (np.zeros([8, 4, 3]), np.zeros([8, 4], np.int32), None), [None]
+    )
 
 
 def test_another_loss_is_checked_again():
     model = network()
-    checked = checked_model(model)
-    clipper = BatchClipper(model, checked.engine)
-    checked.check((*data(), None), [None], tf.constant(0))
+    checked, rows = checked_model(model), (*data(), None)
+    checked.check(rows, rows, [None], tf.constant(0))
     first = checked.objective()
     assert checked.objective() is first
     checked.compile("mse", None, None)
-    assert checked.unchecked(None, clipper) == [None]
+    assert not checked.knows(rows, [None])
     assert checked.objective() is not first
+
+
+# --------------------------------------------- what mixes rows of some shapes alone
+
+
+@keras.saving.register_keras_serializable("tests")
+class Windows(layers.Layer):
+    """Replaces steps by the mean of their window: of 8 steps, whosever they are."""
+
+    def call(self, x):
+        windows = tf.reshape(x, [-1, 8, x.shape[-1]])
+        return tf.reshape(windows - tf.reduce_mean(windows, 1, True), tf.shape(x))
+
+
+def windows():
+    return keras.Sequential([
+        keras.Input((None, 4)),
+        Windows(),
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(2),
+    ])
+
+
+def steps(length, rows=4):
+    return np.ones([rows, length, 4], np.float32), np.zeros(rows, np.int32)
+
+
+def refused():
+    return pytest.raises(tfdp.errors.UnsupportedLayerError, match="Windows")
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_batches_of_another_length_are_checked(run_eagerly):
+    model = private(
+        windows(), noiseless(expected_batch_size=4), run_eagerly=run_eagerly
+    )
+    model.train_on_batch(*steps(16))
+    before = model.get_weights()
+    with refused():
+        model.train_on_batch(*steps(12))
+    with refused():
+        model.train_step(tuple(map(tf.constant, steps(12))))
+    with refused():
+        model.fit(*steps(12), batch_size=4, verbose=0)
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+@pytest.mark.parametrize("first", [16, 12])
+def test_a_dataset_whose_batches_differ_in_length_is_checked_for_any(first):
+    def batches():
+        for length in (first, 12):
+            yield steps(length)
+
+    signature = (tf.TensorSpec([4, None, 4]), tf.TensorSpec([4], tf.int32))
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    model = private(windows(), noiseless(expected_batch_size=4))
+    with refused():
+        model.fit(dataset, verbose=0)
+    with refused():
+        model.fit(batches(), steps_per_epoch=2, verbose=0)
+
+
+def test_a_graph_for_any_length_is_checked_for_any():
+    model = private(windows(), noiseless(expected_batch_size=4))
+    model.train_on_batch(*steps(16))
+    signature = (tf.TensorSpec([4, None, 4]), tf.TensorSpec([4], tf.int32))
+    step = tf.function(
+        lambda x, y: model.train_step((x, y)),
+        input_signature=signature,
+        autograph=False,
+    )
+    with refused():
+        step(*steps(12))
+
+
+def test_targets_of_another_rank_are_checked():
+    class Squares(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            return keras.ops.mean((y_true - y_pred) ** 2, -1)
+
+    x, y = np.ones([8, 3], np.float32), np.ones([8, 2], np.float32)
+    model = private(loss=Squares())
+    model.fit(x, y[:, :1], batch_size=4, verbose=0)
+    with pytest.raises(tfdp.errors.UnsupportedLossError):
+        model.fit(x, y[:, 0], batch_size=8, verbose=0)
 
 
 def test_the_rows_that_are_looked_at_are_few_and_there_may_be_none():

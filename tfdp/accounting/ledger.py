@@ -63,7 +63,7 @@ class Ledger:
 
     @property
     def passes(self) -> int:
-        """Shuffled passes started."""
+        """Passes that have begun."""
         return sum(s.count for s in self.segments if s.scheme.counts_passes)
 
     def add(self, *segments: Segment) -> "Ledger":

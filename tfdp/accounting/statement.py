@@ -175,7 +175,7 @@ def _cautions(ledger: Ledger, planned: _Segments, delta: float) -> Iterator[str]
     if ledger.noise_seed_fixed:
         seeds.append("the noise")
     if ledger.sampling_seed_fixed:
-        seeds.append("the Poisson draws")
+        seeds.append("the draws of batches")
     if seeds:
         yield filled(
             f"A seed was chosen for {' and '.join(seeds)}: the guarantee holds only "

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras, engines, rules
+from tfdp import _keras, _tree, engines, rules
 from tfdp._tree import signature_of
 from tfdp._types import Nest, Tensor
 from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
@@ -27,6 +27,8 @@ def choose(
     objective: Objective,
     data: Nest,
     sizes: Sequence[int | None] = (None,),
+    *,
+    sample: Nest = None,
 ) -> engines.Engine:
     """Prove that rows do not meet in a model, and return the engine to use for it.
 
@@ -37,10 +39,13 @@ def choose(
     Args:
         engine: As in `tfdp.DPModel`.
         objective: What will be differentiated.
-        data: ``(x, y, sample_weight)``, nested arrays of a few rows. Only shapes and
-            dtypes matter, but where somebody has registered a rule.
+        data: ``(x, y, sample_weight)``, nested arrays of a few rows, or tensors or
+            `tf.TensorSpec`: only shapes and dtypes matter. Lengths that are unknown may
+            be any.
         sizes: How many rows the passes will have, each None for any number: where
             that is static, layers may do something else.
+        sample: Rows on which rules that somebody has registered are compared with
+            gradients taken one by one; by default `data`, if these are arrays.
 
     Returns:
         `engine`, or the vectorized one if `engine` is `"auto"` and book-keeping
@@ -66,7 +71,13 @@ def choose(
                 raise UnsupportedLayerError(str(problems[0]))
         is_own = type(chosen).__module__.startswith("tfdp.")
         if not (is_own and _has_only_own_rules(objective.model)):
-            compare_on_rows(chosen, objective, data, clips=not is_own)
+            rows = data if sample is None else sample
+            leaves = _tree.tensors(rows)
+            if not any(
+                isinstance(each, tf.TensorSpec) or tf.is_symbolic_tensor(each)
+                for each in leaves
+            ):
+                compare_on_rows(chosen, objective, rows, clips=not is_own)
     except UnsupportedLayerError as error:
         check_objective(objective, data, sizes)
         if engine != "auto":

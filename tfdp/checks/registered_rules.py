@@ -177,7 +177,7 @@ def _too_long(
 def _unclipped(
     engine: Engine, objective: Objective, data: Nest
 ) -> tuple[list[Tensor], Tensor]:
-    """Return sums and norms of what nothing is clipped of."""
+    """Return sums and norms, with a clip norm that clips nothing."""
     is_wide = any(variable.dtype == "float64" for variable in objective.variables)
     no_clip = tf.constant(1e30, tf.float64 if is_wide else tf.float32)
     return passes.run(

@@ -20,7 +20,7 @@ class NotKnownError(Exception):
 
 
 def known(what: _Known | None) -> _Known:
-    """Return what a rule needs to know, or end it: then nobody knows where rows are."""
+    """Return `what`, or raise `NotKnownError`: nobody knows then where rows are."""
     if what is None:
         raise NotKnownError
     return what

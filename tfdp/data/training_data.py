@@ -67,6 +67,13 @@ class TrainingData:
         shape = tf.nest.flatten(self.x.element_spec)[0].shape
         return shape[0] if shape.rank else None
 
+    @property
+    def element_spec(self) -> Nest:
+        """What graphs know of ``(x, y, sample_weight)``; None if only rows tell."""
+        if not isinstance(self.x, tf.data.Dataset):
+            return None
+        return keras.utils.unpack_x_y_sample_weight(self.x.element_spec)
+
     def planned_releases(self, epochs: int) -> int | None:
         """Return how many steps or passes the ledger is to count in some epochs.
 

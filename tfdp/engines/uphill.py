@@ -30,8 +30,8 @@ class Uphill:
         terms: What the gradients of each variable are made of here.
 
     Attributes:
-        lost: What squared norms have added to them: zero, but not finite where there
-            is no finite way uphill.
+        lost: Added to squared norms: 0, but no finite number for a unit that has no
+            finite way uphill.
 
     Raises:
         UnsupportedLayerError: If some unit cannot go uphill.

@@ -365,7 +365,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
                 are several.
 
         Returns:
-            The noised mean gradients, of no regularizer, which are released.
+            The noised mean gradients as they are released: without regularizers.
         """
         if not self.built:
             self.build(trainable_variables)

@@ -181,7 +181,7 @@ class Recording:
     ) -> Nest:
         call = Call(layer, args, kwargs, path, self, rule, function)
         with (
-            # What the rule covers is no use of variables outside of a call.
+            # The outer tape must not see what the rule uses: the rule answers for it.
             self._variable_tapes[-1].stop_recording(),
             self._tape_of_variables() as used,
         ):

@@ -166,7 +166,7 @@ def _shares(recorder: LedgerRecorder, budgets: _Budgets) -> bool:
 
 
 def _unbound_steps(binding: _Budgets) -> int:
-    """Return how many steps cost of these budgets though none of them binds them.
+    """Count the steps that these budgets pay for but cannot limit.
 
     Returns:
         Steps that change weights which are only read where the budgets hold.

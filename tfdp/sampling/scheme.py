@@ -60,7 +60,7 @@ class Scheme(abc.ABC):
     def __init_subclass__(cls) -> None:
         """Let files and arguments name the scheme."""
         kind = cls.__dict__.get("kind")
-        if kind is None:  # A step on the way to schemes.
+        if kind is None:  # An abstract base class of schemes.
             return
         known = _KINDS.get(kind)
         # The same class, read again, is no other one.

@@ -163,7 +163,8 @@ class Step:
         """Return the noised answer to a query. The ledger counts what it costs.
 
         Args:
-            query: The same in every step; see `Query.every`.
+            query: The same in every step; see `Query.every`. Make it outside of
+                `during_step`: for a new one `fit` traces its steps again.
 
         Returns:
             float64, of the query's shape; NaN on steps that do not ask.
@@ -224,17 +225,15 @@ class StepCallback(keras.callbacks.Callback):
         ...     "Halves the clip norm whenever most units are not clipped."
         ...
         ...     sets = "l2_norm_clip"
+        ...     unclipped = tfdp.callbacks.Query(
+        ...         lambda norm, clip: tf.cast(norm <= clip, tf.float64),
+        ...         sensitivity=1.0,
+        ...         noise_multiplier=10.0,
+        ...     )
         ...
         ...     def during_step(self, step):
-        ...         unclipped = step.ask(
-        ...             tfdp.callbacks.Query(
-        ...                 lambda norm, clip: tf.cast(norm <= clip, tf.float64),
-        ...                 sensitivity=1.0,
-        ...                 noise_multiplier=10.0,
-        ...             )
-        ...         )
         ...         clip = step.optimizer.l2_norm_clip
-        ...         are_most = unclipped > 0.5 * step.expected_units
+        ...         are_most = step.ask(self.unclipped) > 0.5 * step.expected_units
         ...         clip.assign(tf.where(are_most, clip / 2, clip))
     """
 

@@ -1,7 +1,8 @@
 """A model that is checked before it trains, and the engine that will train it."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import TypeAlias
 
 import keras
 import tensorflow as tf
@@ -14,6 +15,7 @@ from tfdp.ascent.released import ReleasedGradient
 from tfdp.checks.engine import choose
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.distribute.replicas import Replicas
+from tfdp.engines import VectorizedEngine
 from tfdp.errors import NotPrivateError
 from tfdp.losses.objective import Objective
 from tfdp.optimizers import DPOptimizer
@@ -28,9 +30,13 @@ from tfdp.training.units import filled_up
 # for any number of rows.
 _MOST_SIZES = 4
 
+# What the leaves of a batch are: place, shape of a row (None: any length), kind of
+# numbers. Floats are all alike: Keras casts them.
+_Rows: TypeAlias = tuple[tuple[Hashable, tuple[int | None, ...], str], ...]
+
 
 class CheckedModel:
-    """A model with its loss: remembers for how many rows both were checked.
+    """A model with its loss: remembers for which rows both were checked.
 
     Args:
         model: To be trained.
@@ -77,7 +83,8 @@ class CheckedModel:
         if not isinstance(ascent, SAT):
             self.released = ReleasedGradient()
         self._objective: Objective | None = None
-        self._known: frozenset[int | None] = frozenset()
+        # By what rows are like, and how many there are at once.
+        self._engines: dict[tuple[_Rows, int | None], engines.Engine] = {}
         self._trainable: tuple[bool, ...] = ()
 
     def objective(self) -> Objective:
@@ -130,10 +137,8 @@ class CheckedModel:
         optimizer.mechanism.check(session.scheme)
         return session
 
-    def unchecked(
-        self, batch_size: int | None, clipper: BatchClipper
-    ) -> list[int | None]:
-        """Return how many rows go through the model at once that it has not seen yet.
+    def sizes(self, batch_size: int | None, clipper: BatchClipper) -> list[int | None]:
+        """Return how many rows may go through the model at once.
 
         Args:
             batch_size: Of all batches, or of some, if that is static.
@@ -143,71 +148,140 @@ class CheckedModel:
             Static sizes of passes, None for any.
         """
         views = 1 if self._augmentation is None else self._augmentation.multiplicity
-        sizes: list[int | None] = [None]
         if clipper.physical_batch_size is not None:
-            sizes = [clipper.physical_batch_size * views]
-        elif batch_size:
-            sizes = [None, filled_up(batch_size, clipper.examples_per_unit) * views]
-        if self._trainable != self._trainable_now():
-            return sizes
-        if len(self._known) >= _MOST_SIZES:
-            return [] if None in self._known else [None]
-        return [size for size in sizes if size not in self._known]
+            return [clipper.physical_batch_size * views]
+        # A graph may be traced for some sizes. Then it is for any.
+        known = {size for _, size in self._engines}
+        if not batch_size or (self._is_as_checked() and len(known) >= _MOST_SIZES):
+            return [None]
+        return [None, filled_up(batch_size, clipper.examples_per_unit) * views]
 
-    def can_be_checked(self, data: Nest, name: str) -> bool:
-        """Tell whether the lengths of all axes are known, with which rows are made up.
+    def knows(self, data: Nest, sizes: list[int | None]) -> bool:
+        """Tell whether such rows were checked, and take the engine that was chosen.
 
         Args:
-            data: ``(x, y, sample_weight)`` of a batch, which a graph may have.
-            name: Of the private model.
+            data: ``(x, y, sample_weight)``; only shapes and dtypes are read.
+            sizes: What `sizes` returned.
 
         Returns:
-            False if the model was checked with other rows, which must do.
-
-        Raises:
-            NotPrivateError: If they are not, and the model was never checked.
+            False if `check` has to be called.
         """
-        shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]
-        is_known = all(shape.is_fully_defined() for shape in shapes)
-        if not is_known and self.signature is None:
-            raise NotPrivateError(
-                f"Model `{name}` was never checked, and cannot be with rows "
-                "of unknown shape. Received: a batch whose axes have unknown lengths. Call "
-                "`private.fit(...)` or `private.train_on_batch(...)` once before, or "
-                "give the batch static shapes."
-            )
-        return is_known
+        return self._is_as_checked() and not self._missing(_rows_like(data), sizes)
 
-    def check(self, data: Nest, sizes: list[int | None], iteration: Tensor) -> None:
+    def check(
+        self, data: Nest, sample: Nest, sizes: list[int | None], iteration: Tensor
+    ) -> None:
         """Refuse layers and losses that mix examples, and choose the engine.
 
         A model without weights makes them.
 
         Args:
-            data: ``(x, y, sample_weight)``, see `rows_to_check`.
-            sizes: What `unchecked` returned.
+            data: ``(x, y, sample_weight)`` as the graph of a step has them, or
+                `tf.TensorSpec` of them: what is proven holds for all that is like it,
+                and lengths that are unknown may be any.
+            sample: ``(x, y, sample_weight)`` of rows to look at; their shapes are
+                known. None where there are none.
+            sizes: What `sizes` returned.
             iteration: The optimizer's `iterations`.
 
         Raises:
+            NotPrivateError: If the lengths of axes are unknown and there is no sample
+                for what needs one.
             UnsupportedLayerError: If no engine can train the model privately.
         """
-        with self._replicas.only_first(), _keras.losses_of_one_replica():
-            rows = rows_to_check(data)
-            if self._augmentation is not None:
-                self._augmentation.check(rows[0])
-            if not self._model.built:
-                self._model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
-            objective = objective_uphill(self.objective(), self.ascent, iteration)
-            self.engine = choose(self._asked, objective, rows, sizes)
-        # Unfrozen layers may do what frozen ones did not: all sizes are unknown again.
+        like = _rows_like(data)
+        if sample is None and (self.signature is None or self._augmentation):
+            raise NotPrivateError(
+                f"Model `{self._model.name}` was never checked, and cannot be with rows "
+                "of unknown shape. Received: a batch whose axes have unknown lengths. Call "
+                "`private.fit(...)` or `private.train_on_batch(...)` once before, or "
+                "give the batch static shapes."
+            )
+        # Unfrozen layers may do what frozen ones did not: nothing is known any more.
         trainable = self._trainable_now()
-        known = self._known if trainable == self._trainable else frozenset()
-        self._trainable, self._known = trainable, known.union(sizes)
-        self.signature = signature_of(rows[0])
+        if trainable != self._trainable:
+            self._engines = {}
+        with self._replicas.only_first(), _keras.losses_of_one_replica():
+            rows = None if sample is None else rows_to_check(sample)
+            if rows is not None:
+                if self._augmentation is not None:
+                    self._augmentation.check(rows[0])
+                if not self._model.built:
+                    self._model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
+            objective = objective_uphill(self.objective(), self.ascent, iteration)
+            missing = self._missing(like, sizes)
+            chosen = choose(self._asked, objective, data, missing, sample=rows)
+        self._trainable = trainable
+        self._engines |= {(like, size): chosen for size in missing}
+        self._missing(like, sizes)
+        if rows is not None:
+            self.signature = signature_of(rows[0])
+
+    def _missing(self, like: _Rows, sizes: list[int | None]) -> list[int | None]:
+        """Return the sizes that are not known; if all are, take their engine."""
+        found = {size: self._engine_of(like, size) for size in sizes}
+        missing = [size for size, engine in found.items() if engine is None]
+        known = [engine for engine in found.values() if engine is not None]
+        if not missing:
+            # That of each row alone is right for all sizes, others are not.
+            self.engine = min(known, key=lambda e: type(e) is not VectorizedEngine)
+        return missing
+
+    def _engine_of(self, like: _Rows, size: int | None) -> engines.Engine | None:
+        """Return the engine for such rows: of what was proven for all that is like it."""
+        known = self._engines.get((like, size))
+        if known is not None:
+            return known
+        return next(
+            (
+                engine
+                for (general, of_size), engine in self._engines.items()
+                if of_size == size and _covers(general, like)
+            ),
+            None,
+        )
+
+    def _is_as_checked(self) -> bool:
+        return self._trainable == self._trainable_now()
 
     def _trainable_now(self) -> tuple[bool, ...]:
         """Return what decides whether layers such as BatchNormalization keep data."""
         return tuple(layer.trainable for layer in _keras.flatten_layers(self._model))
+
+
+def _rows_like(data: Nest) -> _Rows:
+    """Describe what a proof that rows do not meet rests on."""
+    described = []
+    for path, leaf in keras.tree.flatten_with_path(tuple(data)):
+        if leaf is None:
+            continue
+        if leaf.shape is None or (
+            isinstance(leaf.shape, tf.TensorShape) and leaf.shape.rank is None
+        ):
+            raise NotPrivateError(
+                "A batch must have a known number of axes: nothing is proven without. "
+                f"Received: a tensor of dtype {tf.as_dtype(leaf.dtype).name} and unknown shape. Use "
+                "`dataset.map(lambda x, y: (tf.ensure_shape(x, [None, 3]), y))`."
+            )
+        dtype = tf.as_dtype(leaf.dtype)
+        kind = "float" if dtype.is_floating else dtype.name
+        described.append((path, tuple(leaf.shape[1:]), kind))
+    return tuple(described)
+
+
+def _covers(general: _Rows, special: _Rows) -> bool:
+    """Tell whether what is proven for some rows holds for others."""
+    if len(general) != len(special):
+        return False
+    return all(
+        path == other_path
+        and kind == other_kind
+        and len(shape) == len(other)
+        and all(a is None or a == b for a, b in zip(shape, other, strict=True))
+        for (path, shape, kind), (other_path, other, other_kind) in zip(
+            general, special, strict=True
+        )
+    )
 
 
 def rows_to_check(data: Nest) -> Nest:

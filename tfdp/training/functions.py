@@ -27,7 +27,7 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
     def _take_step(
         self, data: Nest, fingerprint: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Take one private step, what is not run on all replicas once for them all."""
+        """Take one private step; replicas share what is done here, once for all."""
 
     def make_train_function(self, force: bool = False) -> Callable[[Nest], Logs]:
         """Make the training function; XLA compiles the passes in it, not all of it."""

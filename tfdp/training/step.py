@@ -393,8 +393,8 @@ def _learner(
 ) -> Callable[[ClippedSum], None] | None:
     """Return what lets callbacks learn from a step's sum, None if none of them does.
 
-    It is asked for before anything is clipped: to clip again with the same masks, the
-    states of what is random are kept, but only where somebody looks.
+    It is asked for before anything is clipped. To clip again with the same masks, the
+    states of random layers are kept, if a callback sees un-noised values.
     """
     asking = [each for each in session.callbacks if each.has_own("during_step")]
     looking = [each for each in session.callbacks if each.has_own("nonprivate_step")]

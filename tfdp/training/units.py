@@ -42,8 +42,8 @@ def with_sizes(
     if examples_per_unit > 1 and not scheme.allows_units:
         raise ValueError(
             "Microbatches of several examples need batches of fixed size: under "
-            "Poisson sampling one example more shifts all groups behind it, and "
-            "no clipping bounds that. Received: num_microbatches="
+            f"{scheme.label or scheme.kind} sampling one example more shifts all "
+            "groups behind it, and no clipping bounds that. Received: num_microbatches="
             f"{optimizer.num_microbatches}, batch_size={batch_size:g}. Use "
             "`num_microbatches=None`, or `DPModel(model, sampling='shuffle')`."
         )

@@ -18,7 +18,7 @@ class Weights(NamedTuple):
 
     Attributes:
         mean: Means.
-        rho: What standard deviations are ``ln(1 + exp(rho))`` of, of the same shape.
+        rho: The standard deviations are ``ln(1 + exp(rho))``; of the same shape.
     """
 
     mean: Variable
