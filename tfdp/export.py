@@ -24,6 +24,7 @@ from tfdp.accounting import privacy_report, privacy_statement
 from tfdp.errors import NotPrivateError
 from tfdp.model import DPModel
 from tfdp.runs.histories import was_trained
+from tfdp.training.model_ledger import steps_of_plain_keras
 
 _SIGNATURE = "serving_default"
 
@@ -193,12 +194,11 @@ def _report(private: DPModel, delta: float) -> Config:
             "`noise_multiplier=1.0` or so, or export without a report: "
             "`private.model.export(path)`."
         )
-    optimizer = getattr(private.model, "optimizer", None)
-    own_steps = 0 if optimizer is None else int(optimizer.iterations.numpy())
+    own_steps = steps_of_plain_keras(private.model)
     if own_steps:
         raise NotPrivateError(
             f"Model `{private.model.name}` was trained by an optimizer of its own, "
-            f"without noise, after it had become private. Received: {optimizer!r} after "
+            f"without noise, after it had become private. Received: {private.model.optimizer!r} after "
             f"{own_steps} steps. Use `private.fit(...)` only, from the start."
         )
     recorder = private.recorder

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdp import _keras, _tree, _validate, engines
 from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, privacy_statement
+from tfdp.accounting.text import filled
 from tfdp.ascent.losses import AscentLoss
 from tfdp.data.training_data import (
     TrainingData,
@@ -53,7 +54,7 @@ from tfdp.training.checked_model import CheckedModel
 from tfdp.training.fit_callbacks import LedgerCallback, sorted_callbacks
 from tfdp.training.functions import TrainingFunctions
 from tfdp.training.journal import restored_journals
-from tfdp.training.model_ledger import ModelLedger
+from tfdp.training.model_ledger import ModelLedger, steps_of_plain_keras
 from tfdp.training.step import BatchClipper, Session, private_step
 from tfdp.training.units import with_sizes
 
@@ -253,9 +254,19 @@ class DPModel(TrainingFunctions):
             delta: In (0, 1); smaller than one over the number of examples.
 
         Returns:
-            Several paragraphs and a table, as plain text.
+            Several paragraphs and a table, as plain text. If plain Keras has trained the
+            wrapped model since it became private, that comes first.
         """
-        return privacy_statement(self.ledger, delta)
+        text = privacy_statement(self.ledger, delta)
+        own_steps = steps_of_plain_keras(self.model)
+        if not own_steps:
+            return text
+        warning = filled(
+            f"Warning: plain Keras has taken {own_steps} steps on the wrapped model, "
+            "without clipping and noise. Nothing of what follows covers them: the weights "
+            "as they are now are not private."
+        )
+        return f"{warning}\n\n{text}"
 
     # Compilation.
 

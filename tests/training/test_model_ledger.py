@@ -118,3 +118,16 @@ def test_a_step_of_ones_own_inside_of_fit_is_no_draw():
     model.fit(x, y, callbacks=[Steps()], **options)
     found = {type(s.scheme).__name__: s.count for s in model.ledger.segments}
     assert found == {"Poisson": 2, "Unknown": 2}
+
+
+def test_the_statement_begins_with_what_plain_keras_has_trained():
+    x, y = data()
+    model = private()
+    model.fit(x, y, batch_size=4, verbose=0)
+    assert model.privacy_statement(1e-3).startswith("This training is")
+    model.model.compile("sgd", "mse")
+    assert model.privacy_statement(1e-3).startswith("This training is")
+    model.model.fit(x, np.zeros((len(x), 2)), batch_size=len(x), epochs=3, verbose=0)
+    text = model.privacy_statement(1e-3)
+    assert text.startswith("Warning: plain Keras has taken 3 steps")
+    assert "\n\nThis training is" in text

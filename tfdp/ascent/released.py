@@ -88,7 +88,13 @@ class ReleasedGradient:
         for variable, held in zip(self._variables, self._gradients, strict=True):
             step = held * tf.cast(factor, held.dtype)
             variable.assign_add(tf.cast(step, variable.dtype))
-        yield
+        try:
+            yield
+        except Exception:
+            # In a graph nothing has moved yet. Eagerly the weights stand uphill.
+            if tf.executing_eagerly():
+                self._go_home()
+            raise
         self._go_home()
 
     def put_back(self) -> None:

@@ -26,6 +26,19 @@ from tfdp.training.noise_plan import NoisePlan
 from tfdp.training.step import Session
 
 
+def steps_of_plain_keras(model: keras.Model) -> int:
+    """Count the steps of a wrapped model's own optimizer, which has no privacy.
+
+    Args:
+        model: The wrapped model, which has no optimizer when it is wrapped.
+
+    Returns:
+        Steps since then.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    return 0 if optimizer is None else int(optimizer.iterations.numpy())
+
+
 class ModelLedger:
     """Keeps the ledger of a model: what trained it, here and where its weights are from.
 
