@@ -70,7 +70,7 @@ def tradeoff() -> None:
     pairs = [(ledger.epsilon(float(each)), float(each)) for each in deltas]
     for all_pairs, color, label, place in [
         (pair, GREY, f"the pair ({pair[0][0]:.2f}, {delta:g}) alone", (13, 93)),
-        (pairs, BLUE, "the same training,\nby all its pairs", (52, 66)),
+        (pairs, BLUE, "the same training,\nby all its pairs", (8, 86)),
     ]:
         hits = most_hits(alarms, all_pairs)
         right.plot(100 * alarms, 100 * hits, color=color)
@@ -201,7 +201,7 @@ def bias() -> None:
     right.annotate(
         "", g_clip, g, arrowprops={"arrowstyle": "->", "color": RED, "linewidth": 1.6}
     )
-    right.text(*((g + g_clip) / 2 + [-0.06, 0.05]), "bias $g_C - g$", color=RED)
+    right.text(*((g + g_clip) / 2 + [0.02, 0.08]), "bias $g_C - g$", color=RED)
     right.set(title="their means", xlim=(-0.1, 1.4), ylim=(-0.1, 0.85))
     for axes in (left, right):
         axes.set(aspect="equal", xlabel="first weight", ylabel="second weight")
