@@ -744,7 +744,9 @@ class DPModel(TrainingFunctions):
 
     def _check_rows(self, data: Nest, sample: Nest, sizes: list[int | None]) -> None:
         check_targets(data[1], has_own_loss=self._checked.has_own_loss)
-        if self._replicas.strategy is not None and sample is not None:
+        # A graph of several replicas is traced for what has been built before.
+        is_in_graph = any(map(tf.is_symbolic_tensor, _tree.tensors(data)))
+        if self._replicas.strategy is not None and not is_in_graph:
             self.build_all(sample)
         self._checked.check(data, sample, sizes, self.optimizer.iterations.value)
         self.built = True

@@ -41,6 +41,11 @@ _MIXING = _Flaw(
     "in it, rows of a batch meet: {}",
     "Compute every row from itself alone: reduce over `axis=-1`, never over axis 0.",
 )
+_UNKNOWN_STEPS = _Flaw(
+    "where the number of time steps is unknown, Keras takes that of the rows for it",
+    "Give it rows of one length: `keras.Input((steps, ...))`, and batches of that "
+    "shape, `tf.ensure_shape(x, (None, steps, ...))`.",
+)
 _MEMORY = _Flaw(
     "its state {} changes with the data that pass through, and keeps them without "
     "noise",
@@ -132,6 +137,8 @@ def _flaws(
         flaw = _MIXING if is_certain else _UNPROVEN
         if worst.cause.why == MEMORY:
             flaw = _OUTSIDE
+        if is_certain and isinstance(layer, keras.layers.TimeDistributed):
+            flaw = _UNKNOWN_STEPS
         what = f"{worst.operation} {worst.cause.why}"
         yield flaw._replace(reason=flaw.reason.format(what)), is_certain
     if names:
