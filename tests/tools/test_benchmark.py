@@ -24,7 +24,9 @@ def start(*arguments, script="benchmark.py"):
 
 
 def small(*arguments):
-    return start("--models=mlp", "--batch_size=4", "--steps=2", *arguments)
+    # XLA may take its time on a machine that does something else, too.
+    options = ("--models=mlp", "--batch_size=4", "--steps=2", "--time_limit=300")
+    return start(*options, *arguments)
 
 
 def rows(process):
