@@ -20,6 +20,7 @@ def commands(*pages):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("line", "block"), blocks(README, "python"))
 def test_every_block_runs_alone(line, block, tmp_path):
     error = run_alone(README, line, block, tmp_path)

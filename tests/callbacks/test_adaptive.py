@@ -101,7 +101,12 @@ def next_clip(callback, clip, norms, noise=0.0):
 
 class TestAdaptiveQuantileClip:
     @pytest.mark.parametrize(
-        ("quantile", "factor"), [(0.25, 100.0), (0.5, 0.01), (0.9, 100.0)]
+        ("quantile", "factor"),
+        [
+            pytest.param(0.25, 100.0, marks=pytest.mark.slow),
+            pytest.param(0.5, 0.01, marks=pytest.mark.slow),
+            (0.9, 100.0),
+        ],
     )
     def test_reaches_the_true_quantile_from_far_away(self, quantile, factor):
         true = clip = np.quantile(NORMS, quantile)

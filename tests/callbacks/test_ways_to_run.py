@@ -43,7 +43,7 @@ every_way = pytest.mark.parametrize(
     [
         pytest.param(GRAPH, marks=pytest.mark.smoke),
         pytest.param(EAGER, marks=pytest.mark.slow),
-        SEVERAL,
+        pytest.param(SEVERAL, marks=pytest.mark.slow),
         pytest.param(XLA, marks=pytest.mark.slow),
     ],
     ids=str,

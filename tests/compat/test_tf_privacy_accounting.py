@@ -35,6 +35,7 @@ def test_known_value():
     assert type(result) is type(order) is float
 
 
+@pytest.mark.slow
 def test_known_value_of_the_statement():
     text = compute_dp_sgd_privacy_statement(**MNIST, used_microbatching=False)
     assert figures(text)[1] == pytest.approx(2.596656, rel=2e-3)

@@ -69,10 +69,10 @@ def assert_no_draw_repeats(batches):
     ("compile_kwargs", "fit_kwargs", "steps"),
     [
         ({}, {"epochs": 3}, 30),
-        ({}, {"epochs": 3, "steps_per_epoch": 4}, None),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ({}, {"epochs": 3, "steps_per_epoch": 4}, None),
                 ({}, {"epochs": 1}, 10),
                 ({}, {"epochs": 3, "shuffle": False}, 30),
                 ({}, {"epochs": 3, "steps_per_epoch": 10}, 30),

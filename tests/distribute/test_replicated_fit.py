@@ -42,16 +42,10 @@ def assert_as_on_one_device(found, name):
         )
 
 
-def slow(names):
-    return pytest.param(names.split(), marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [
-        ["eager"],
-        slow("passes vectorized jit sat median declared"),
-    ],
+    [["eager"], ["passes", "vectorized", "jit", "sat", "median", "declared"]],
     ids=lambda names: f"{names[0]}_to_{names[-1]}",
 )
 def test_two_mirrored_devices_train_as_one(names, tmp_path):

@@ -201,6 +201,7 @@ def test_wrong_arguments_are_refused(arguments, error, message):
         tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0, **arguments)
 
 
+@pytest.mark.slow
 def test_shared_noise_needs_one_clip_norm_in_a_pass():
     model = private(Banded())
     halved = tfdp.callbacks.ClipNormScheduler(lambda step: 1.0 if step < 2 else 0.1)
@@ -212,6 +213,7 @@ def test_shared_noise_needs_one_clip_norm_in_a_pass():
     assert model.ledger.passes == 2
 
 
+@pytest.mark.slow
 def test_a_budget_binds_loops_by_what_the_noise_costs():
     class Dearer(Gaussian):
         def counted(self, noise_multiplier):

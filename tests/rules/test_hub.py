@@ -161,9 +161,7 @@ MASKED = [
 ]
 
 QUICK = {
-    "positions_in_order",
     "positions_of_each_row",
-    "positions_of_all_rows",
     "masked_lm",
     "masked_lm_frozen_bias",
 }

@@ -73,7 +73,11 @@ def table(monkeypatch):
     tfdp.rules.register(Scaled, scaled)
 
 
-@pytest.mark.parametrize("rows", BATCHES, ids=str)
+@pytest.mark.parametrize(
+    "rows",
+    [BATCHES[0], *(pytest.param(rows, marks=pytest.mark.slow) for rows in BATCHES[1:])],
+    ids=str,
+)
 def test_norms_and_sums_are_those_of_single_examples(rows):
     check(PROBLEM, runner(PROBLEM, ENGINES), rows)
 

@@ -156,7 +156,7 @@ def test_a_budget_that_was_loaded_binds_as_well(tmp_path):
     assert loaded.epsilon(DELTA) <= target
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_budget_binds_train_step(traced):
     one = part("one")
     first = private(one)
@@ -184,9 +184,8 @@ def test_a_budget_binds_train_step(traced):
     np.testing.assert_array_equal(one.get_weights()[0], values[0])
 
 
-@pytest.mark.parametrize(
-    "steps_per_execution", [pytest.param(1, marks=pytest.mark.slow), 4]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_per_execution", [1, 4])
 def test_a_callback_that_trains_a_part_spends_of_the_same_budget(steps_per_execution):
     one = part("one")
     first = private(one)

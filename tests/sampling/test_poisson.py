@@ -16,6 +16,15 @@ from tfdp.sampling import (
 
 KEY = seeded_key(2024)
 
+sizes_and_probabilities = pytest.mark.parametrize(
+    ("n", "q"),
+    [
+        (40, 0.1),
+        pytest.param(40, 0.9, marks=pytest.mark.slow),
+        pytest.param(20_000, 0.1, marks=pytest.mark.slow),
+    ],
+)
+
 
 def draws(number, *, n, q, key=KEY):
     return [
@@ -35,7 +44,7 @@ def test_indices_are_distinct_sorted_and_in_range():
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize(("n", "q"), [(40, 0.1), (40, 0.9), (20_000, 0.1)])
+@sizes_and_probabilities
 def test_sizes_are_binomial(n, q):
     number = 20_000 if n < 1000 else 2000
     sizes = [len(indices) for indices in draws(number, n=n, q=q)]
@@ -47,7 +56,7 @@ def test_sizes_are_binomial(n, q):
 
 
 @pytest.mark.statistical
-@pytest.mark.parametrize(("n", "q"), [(40, 0.1), (40, 0.9), (20_000, 0.1)])
+@sizes_and_probabilities
 def test_every_example_is_included_equally_often(n, q):
     number = 20_000 if n < 1000 else 2000
     counts = np.bincount(np.concatenate(draws(number, n=n, q=q)), minlength=n)

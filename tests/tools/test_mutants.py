@@ -52,6 +52,7 @@ def project(tmp_path, tool, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_first_test_that_fails_has_noticed(project, run):
     printed = run("--jobs=1")
     assert "| three | `tests/test_double.py::test_of_one` | named |" in printed
