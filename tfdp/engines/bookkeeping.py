@@ -188,6 +188,7 @@ class RecordedForward:
                 batch.x, batch.y, self.y_pred, batch.sample_weight
             )
         if self._here is not None:
+            # Metrics are those of the model, not of weights uphill from it.
             self.y_pred = self._here.y_pred
 
     def terms_by_variable(self, weights: Tensor | None = None) -> list[list[Term]]:
@@ -257,6 +258,7 @@ class RecordedForward:
                 squares.append(of_variable)
             ready.append(term)
         if not squares:
+            # No loss depends on a variable: every gradient is zero.
             squares.append(tf.zeros([self.units.number], tf.float64))
         if self._uphill is not None:
             squares.append(self._uphill.lost)
@@ -337,6 +339,8 @@ def _squares(
     how = term.how(norms, units)
     if how == "gram":
         return term.squares_by_gram(units), term
+    # Gradients that are kept save their product in the sum. Ghost clipping computes the
+    # factors anew in any case, and is there to hold little until the norms are known.
     if how == "keep" and keeps:
         kept = term.kept(units)
         return squares_rounded_up(kept.gradients), kept

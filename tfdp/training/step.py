@@ -122,6 +122,7 @@ class BatchClipper:
 
         def clip(l2_norm_clip: Tensor, whole: Nest = None) -> ClippedSum:
             def of_replica(values_now: list[Tensor], rows: Batch) -> ClippedSum:
+                # What the step drew itself stays drawn: no later step has its masks.
                 values_then = read()
                 assign(values_now)
                 if whole is not None:
@@ -172,6 +173,7 @@ class BatchClipper:
         clip = clip_as_tensor(l2_norm_clip, objective.variables)
         run_pass = functools.partial(self._run_pass, objective, rows_per_unit)
         if self.jit_compile:
+            # Pass by pass: a whole step would be compiled anew for each size of a batch.
             run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
@@ -395,6 +397,7 @@ def private_step(
             session.released.remember(replicas.first(released))
         return True
 
+    # Without room what was clipped goes nowhere: no noise, no count, no update.
     tf.cond(room, apply, lambda: False)
 
 
