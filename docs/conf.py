@@ -95,10 +95,17 @@ def write_signature(
     signature: str | None,
     returned: str | None,
 ) -> tuple[str | None, str | None]:
-    """Show what `__init__` takes, where Keras's `__new__` takes anything."""
+    """Show what `__init__` takes, where Keras's `__new__` takes anything.
+
+    Returns:
+        The signature, and what is returned.
+    """
     if what == "class" and signature == "(*args, **kwargs)":
         _, *parameters = inspect.signature(obj.__init__).parameters.values()
         signature = str(inspect.Signature(parameters))
+    # What has private arguments tfdp makes, and users get.
+    if what == "class" and re.search(r"[(,] ?_", signature or ""):
+        signature = ""
     return signature, returned
 
 

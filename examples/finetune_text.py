@@ -153,7 +153,14 @@ def main(argv: Sequence[str]) -> None:
     # It has the weights of the model that was trained, and so continues its ledger.
     whole = tfdp.DPModel(keras.Model(text, scores))
     report = tfdp.export.export_private_model(whole, served, delta=_DELTA.value)
-    plot(history, baseline, output / "history.png")
+    plots.accuracy_and_epsilon(
+        history,
+        baseline,
+        target_epsilon=_TARGET_EPSILON.value,
+        delta=_DELTA.value,
+        title=f"Reviews, {_DATASET.value}",
+        path=output / "history.png",
+    )
     print("\n" + private.privacy_statement(_DELTA.value))
     trained = sum(int(np.prod(v.shape)) for v in classifier.trainable_variables)
     print(
@@ -319,36 +326,6 @@ def generated(number: int, *, seed: int, nouns: list[str]) -> Reviews:
             )
         texts.append(" and ".join(clauses))
     return Reviews(texts, labels)
-
-
-# Results.
-
-
-def plot(
-    private: dict[str, list[float]], baseline: dict[str, list[float]], path: Path
-) -> None:
-    """Plot test accuracy and epsilon over the epochs."""
-    figure, [[accuracy], [epsilon]] = plots.panels(2, 1, size=(6.5, 3.0), sharex=True)
-    for history, label in ((baseline, "without privacy"), (private, "private")):
-        values = 100 * np.array(history["val_accuracy"])
-        epochs = range(1, len(values) + 1)
-        plots.curve(accuracy, epochs, values, label, plots.COLORS[label])
-    accuracy.set(ylabel="test accuracy, %", title=f"Reviews, {_DATASET.value}")
-    epochs = range(1, len(private["epsilon"]) + 1)
-    plots.curve(epsilon, epochs, private["epsilon"], "spent", plots.PRIVATE)
-    epsilon.axhline(
-        _TARGET_EPSILON.value,
-        color="black",
-        linestyle="--",
-        linewidth=1,
-        label="target",
-    )
-    epsilon.set(ylabel=f"epsilon at delta {_DELTA.value:g}")
-    epsilon.set_ylim(bottom=0)
-    plots.over_epochs(epsilon, len(baseline["val_accuracy"]))
-    for axes in (accuracy, epsilon):
-        plots.name_curves(axes)
-    plots.save(figure, path)
 
 
 def table() -> int:

@@ -101,6 +101,43 @@ def curve(
         )
 
 
+def accuracy_and_epsilon(
+    private: dict[str, list[float]],
+    without: dict[str, list[float]],
+    *,
+    target_epsilon: float,
+    delta: float,
+    title: str,
+    path: Path,
+) -> None:
+    """Plot test accuracy and epsilon of a training over the epochs.
+
+    Args:
+        private: History of the private training.
+        without: History of the same training without privacy.
+        target_epsilon: The most that the private one may spend.
+        delta: Of the epsilons.
+        title: Of the picture.
+        path: The file.
+    """
+    figure, [[accuracy], [epsilon]] = panels(2, 1, size=(6.5, 3.0), sharex=True)
+    for history, label in ((without, "without privacy"), (private, "private")):
+        values = 100 * np.array(history["val_accuracy"])
+        curve(accuracy, range(1, len(values) + 1), values, label, COLORS[label])
+    accuracy.set(ylabel="test accuracy, %", title=title)
+    spent = private["epsilon"]
+    curve(epsilon, range(1, len(spent) + 1), spent, "spent", PRIVATE)
+    epsilon.axhline(
+        target_epsilon, color="black", linestyle="--", linewidth=1, label="target"
+    )
+    epsilon.set(ylabel=f"epsilon at delta {delta:g}")
+    epsilon.set_ylim(bottom=0)
+    over_epochs(epsilon, len(without["val_accuracy"]))
+    for axes in (accuracy, epsilon):
+        name_curves(axes)
+    save(figure, path)
+
+
 def name_curves(axes: Axes, names: Mapping[str, str] | None = None) -> None:
     """Write the names of all curves beside their ends, right of the panel.
 

@@ -64,7 +64,14 @@ def main(argv: Sequence[str]) -> None:
 
     model.save(output / "digits.keras")
     private.save(output / "digits_private.keras")
-    plot(history, baseline, output / "history.png")
+    plots.accuracy_and_epsilon(
+        history,
+        baseline,
+        target_epsilon=_TARGET_EPSILON.value,
+        delta=_DELTA.value,
+        title="Handwritten digits",
+        path=output / "history.png",
+    )
     served = tfdp.export.next_version(output / "digits")
     report = tfdp.export.export_private_model(private, served, delta=_DELTA.value)
     print("\n" + private.privacy_statement(delta=_DELTA.value))
@@ -169,33 +176,6 @@ def build_model() -> keras.Model:
         layers.Flatten(),
         layers.Dense(10, activation="softmax", name="digit"),
     ])
-
-
-def plot(
-    private: dict[str, list[float]], baseline: dict[str, list[float]], path: Path
-) -> None:
-    """Plot test accuracy and epsilon over the epochs."""
-    figure, [[accuracy], [epsilon]] = plots.panels(2, 1, size=(6.5, 3.0), sharex=True)
-    for history, label in ((baseline, "without privacy"), (private, "private")):
-        values = 100 * np.array(history["val_accuracy"])
-        epochs = range(1, len(values) + 1)
-        plots.curve(accuracy, epochs, values, label, plots.COLORS[label])
-    accuracy.set(ylabel="test accuracy, %", title="Handwritten digits")
-    epochs = range(1, len(private["epsilon"]) + 1)
-    plots.curve(epsilon, epochs, private["epsilon"], "spent", plots.PRIVATE)
-    epsilon.axhline(
-        _TARGET_EPSILON.value,
-        color="black",
-        linestyle="--",
-        linewidth=1,
-        label="target",
-    )
-    epsilon.set(ylabel=f"epsilon at delta {_DELTA.value:g}")
-    epsilon.set_ylim(bottom=0)
-    plots.over_epochs(epsilon, len(epochs))
-    for axes in (accuracy, epsilon):
-        plots.name_curves(axes)
-    plots.save(figure, path)
 
 
 if __name__ == "__main__":

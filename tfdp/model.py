@@ -49,7 +49,7 @@ from tfdp.training.arguments import (
     check_wrapped,
 )
 from tfdp.training.augmentation import Augmentation
-from tfdp.training.callback import StepCallback
+from tfdp.training.callback import StepCallback, find_queries
 from tfdp.training.checked_model import CheckedModel
 from tfdp.training.fit_callbacks import LedgerCallback, sorted_callbacks
 from tfdp.training.functions import TrainingFunctions
@@ -157,10 +157,12 @@ class DPModel(TrainingFunctions):
         self.engine = engine
         self.physical_batch_size = physical_batch_size
         self.sampling = sampling
-        self._ledger = ModelLedger(self)
-        self.recorder = self._ledger.recorder
+        self._model_ledger = ModelLedger(self)
+        self.recorder = self._model_ledger.recorder
         # So `tf.train.Checkpoint` has the ledger.
-        self._ledger_state = LedgerState(self._ledger.state, self._ledger.restore)
+        self._ledger_state = LedgerState(
+            self._model_ledger.state, self._model_ledger.restore
+        )
         # What the training function was made for.
         self._session: Session | None = None
         # Callbacks that act in the steps of the `fit` that runs.
@@ -233,7 +235,7 @@ class DPModel(TrainingFunctions):
     @property
     def ledger(self) -> Ledger:
         """Every training that the wrapped model's weights come from, as of now."""
-        self._ledger.take_over_copies()
+        self._model_ledger.take_over_copies()
         return self.recorder.ledger
 
     def epsilon(self, delta: float) -> float:
@@ -339,7 +341,7 @@ class DPModel(TrainingFunctions):
             self.model.compile(
                 optimizer=None, loss=loss, loss_weights=loss_weights, jit_compile=False
             )
-        self._ledger.bind(optimizer)
+        self._model_ledger.bind(optimizer)
         optimizer.renew_noise_key()
 
     def get_compile_config(self) -> Config:
@@ -471,7 +473,7 @@ class DPModel(TrainingFunctions):
         Yields:
             Data and callbacks as Keras gets them.
         """
-        replicas, ledger, optimizer = self._replicas, self._ledger, self.optimizer
+        replicas, ledger, optimizer = self._replicas, self._model_ledger, self.optimizer
         if replicas.strategy is not None:
             check_shareable(data)
         steps = data.steps_per_epoch and data.steps_per_epoch * len(epochs)
@@ -491,7 +493,7 @@ class DPModel(TrainingFunctions):
             optimizer.renew_noise_key()
             for callback in acting:
                 callback.set_model(self)
-                callback.find_queries(optimizer)
+                find_queries(callback, optimizer)
             session = self._checked.session(
                 data.scheme, clipper, optimizer, self.recorder, acting
             )
@@ -558,8 +560,8 @@ class DPModel(TrainingFunctions):
         )
         regularizers.check_number_of_examples(self.trainable_variables, None, rows=rows)
         self._settle(session)
-        self._ledger.begin_single_step(session)
-        self._ledger.limit()
+        self._model_ledger.begin_single_step(session)
+        self._model_ledger.limit()
         try:
             return super().train_on_batch(
                 x, y, sample_weight, class_weight, return_dict
@@ -608,7 +610,7 @@ class DPModel(TrainingFunctions):
                     rows if isinstance(rows, int) else None,
                     self.optimizer.recorder_of_loops,
                 )
-            has_room = functools.partial(self._ledger.has_room, session)
+            has_room = functools.partial(self._model_ledger.has_room, session)
         private_step(
             session,
             batch,
@@ -707,10 +709,12 @@ class DPModel(TrainingFunctions):
         """Refuse to train what cannot be, and take a newly assigned optimizer."""
         check_trainable(self)
         check_scope(self._replicas)
-        if self._ledger.optimizer is not self.optimizer:  # Assigned after `compile`.
+        if (
+            self._model_ledger.optimizer is not self.optimizer
+        ):  # Assigned after `compile`.
             check_optimizer(self.optimizer)
             check_distribution(self._replicas, self.optimizer, self.steps_per_execution)
-            self._ledger.bind(self.optimizer)
+            self._model_ledger.bind(self.optimizer)
 
     def _check(self, data: TrainingData, clipper: BatchClipper) -> TrainingData:
         """Refuse layers and losses that mix examples."""
@@ -756,7 +760,7 @@ class DPModel(TrainingFunctions):
     def save_own_variables(self, store: Config) -> None:
         """Save the ledger beside the weights."""
         super().save_own_variables(store)
-        store["ledger"] = np.frombuffer(self._ledger.state().encode(), np.uint8)
+        store["ledger"] = np.frombuffer(self._model_ledger.state().encode(), np.uint8)
         self._checked.released.save(store)
 
     def load_own_variables(self, store: Config) -> None:
@@ -767,9 +771,9 @@ class DPModel(TrainingFunctions):
         self._checked.released.load(saved)
         super().load_own_variables(saved)
         if ledger is not None:
-            self._ledger.restore(np.asarray(ledger, np.uint8).tobytes().decode())
+            self._model_ledger.restore(np.asarray(ledger, np.uint8).tobytes().decode())
         if trained is not None:
-            self._ledger.note_trained(np.asarray(trained, np.uint8).tobytes())
+            self._model_ledger.note_trained(np.asarray(trained, np.uint8).tobytes())
 
     def load_weights(self, *args: object, **kwargs: object) -> None:
         """Load weights, the optimizer's state and the ledger, as Keras does."""
@@ -778,7 +782,7 @@ class DPModel(TrainingFunctions):
         super().load_weights(*args, **kwargs)
         if self.compiled:
             self.optimizer.renew_noise_key()
-            self._ledger.limit_again()
+            self._model_ledger.limit_again()
 
     def get_config(self) -> Config:
         """Return the arguments that rebuild the model."""

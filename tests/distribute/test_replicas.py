@@ -6,7 +6,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdp.distribute.replicas import ALONE, Replicas, share_bounds
+from tfdp.distribute.replicas import ONE_DEVICE, Replicas, share_bounds
 
 pytestmark = pytest.mark.keras_private
 
@@ -38,12 +38,12 @@ def test_bounds_of_tensors():
 
 
 def test_alone_nothing_is_run_elsewhere():
-    assert ALONE.number == ALONE.processes == 1
-    assert ALONE.run(lambda *args: args, 1, 2) == (1, 2)
-    assert ALONE.first("value") == ALONE.joined("value") == "value"
-    assert ALONE.share_of("rows", rows_per_unit=1) == "rows"
-    np.testing.assert_array_equal(ALONE.of_all([3, 4]), [[3, 4]])
-    assert ALONE.texts_of_all("text") == ["text"]
+    assert ONE_DEVICE.number == ONE_DEVICE.processes == 1
+    assert ONE_DEVICE.run(lambda *args: args, 1, 2) == (1, 2)
+    assert ONE_DEVICE.first("value") == ONE_DEVICE.joined("value") == "value"
+    assert ONE_DEVICE.share_of("rows", rows_per_unit=1) == "rows"
+    np.testing.assert_array_equal(ONE_DEVICE.of_all([3, 4]), [[3, 4]])
+    assert ONE_DEVICE.texts_of_all("text") == ["text"]
 
 
 def test_other_strategies_are_refused():

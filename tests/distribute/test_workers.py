@@ -11,7 +11,7 @@ import tfdp
 from tests.distribute.cases import network, one_device_scope, optimizer
 from tfdp.accounting import Ledger
 from tfdp.data.training_data import training_data
-from tfdp.distribute.replicas import ALONE, Replicas
+from tfdp.distribute.replicas import ONE_DEVICE, Replicas
 from tfdp.distribute.shares import DIFFERENT_STEPS
 from tfdp.distribute.workers import agree_on_training, check_same_model, lost_workers
 
@@ -53,7 +53,7 @@ def agree(replicas, journals=(), epochs=2):
 
 def test_processes_that_do_the_same_may_train():
     agree(Two())
-    agree(ALONE)
+    agree(ONE_DEVICE)
     check_same_model(Two(), [keras.Variable(1.0)], {"first epoch": 0}, Ledger())
 
 
@@ -124,7 +124,7 @@ def test_different_batches_are_explained():
 )
 def test_a_lost_process_is_explained_where_there_are_others(error):
     assert isinstance(raised(Two(), error), tfdp.errors.WorkerLostError)
-    assert raised(ALONE, error) is error
+    assert raised(ONE_DEVICE, error) is error
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def answer(mod, message=None, app=None):
 
 def arrays_in(reply):
     [arrays] = reply.content.array_records.values()
-    return {name: flower._to_numpy(array) for name, array in arrays.items()}
+    return {name: flower.arrays.to_numpy(array) for name, array in arrays.items()}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from keras import layers
 
 import tfdp
 from tests.small import data, logits_loss, network, noiseless, optimizer, private
-from tfdp.distribute.replicas import ALONE
+from tfdp.distribute.replicas import ONE_DEVICE
 from tfdp.training.checked_model import CheckedModel, rows_to_check
 from tfdp.training.step import BatchClipper
 
@@ -118,7 +118,7 @@ def test_a_step_of_ones_own_is_checked_first(traced):
 
 
 def checked_model(model):
-    made = CheckedModel(model, "auto", None, ALONE)
+    made = CheckedModel(model, "auto", None, ONE_DEVICE)
     made.compile(logits_loss(), None, None)
     return made
 

@@ -8,5 +8,7 @@ from tfdp.callbacks.schedulers import ClipNormScheduler as ClipNormScheduler
 from tfdp.callbacks.schedulers import (
     NoiseMultiplierScheduler as NoiseMultiplierScheduler,
 )
+from tfdp.training.callback import NonprivateStep as NonprivateStep
 from tfdp.training.callback import Query as Query
+from tfdp.training.callback import Step as Step
 from tfdp.training.callback import StepCallback as StepCallback

@@ -28,16 +28,13 @@ def compare_with_tensorflow_privacy(
     installs on Python 3.11 only: ``pip install 'tfdp[tensorflow-privacy]'``.
 
     Args:
-        number_of_examples: Number of examples in the training data.
-        batch_size: Number of examples in a batch, however they are grouped; at most
-            ``number_of_examples``.
-        num_epochs: Number of epochs, which may be fractional.
-        noise_multiplier: Noise standard deviation over the clip norm; ``0`` is no
-            noise.
-        delta: Probability with which the bound may fail, between 0 and 1.
-        used_microbatching: Whether several examples shared one clipped gradient. The
-            sensitivity is then twice the clip norm.
-        accountant_type: ``"RDP"`` or ``"PLD"``.
+        number_of_examples: See `compute_dp_sgd_privacy_statement`.
+        batch_size: Likewise.
+        num_epochs: Likewise.
+        noise_multiplier: Likewise.
+        delta: Likewise.
+        used_microbatching: Likewise.
+        accountant_type: Likewise.
 
     Returns:
         A table: a row for each way of drawing batches, a column for each library,

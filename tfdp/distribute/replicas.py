@@ -221,7 +221,7 @@ class Replicas:
 
 
 # Without a strategy.
-ALONE = Replicas()
+ONE_DEVICE = Replicas()
 
 
 def replica_number() -> Tensor | int:

@@ -63,10 +63,17 @@ class BookkeepingEngine(Engine):
         l2_norm_clip: Tensor,
         rows_per_unit: int | Tensor,
     ) -> Clipped:
-        """Sum the clipped gradients from the factors that the norms came from."""
+        """Sum the clipped gradients from their factors."""
         forward = RecordedForward(objective, batch, rows_per_unit, norms=self.norms)
+        norms, terms = self._norms_and_terms(forward)
+        return forward.clipped(terms, norms, l2_norm_clip)
+
+    def _norms_and_terms(
+        self, forward: "RecordedForward"
+    ) -> tuple[Tensor, list[Term | None]]:
+        """Return the units' norms, and the factors that they came from."""
         squares, terms = forward.squares_and_terms(keeps=True)
-        return forward.clipped(terms, norms_of_squares(squares), l2_norm_clip)
+        return norms_of_squares(squares), terms
 
     def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
         """List the losses, and the factors of all gradients."""
@@ -103,26 +110,18 @@ class GhostEngine(BookkeepingEngine):
 
     name = "ghost"
 
-    def clip_and_sum(
-        self,
-        objective: Objective,
-        batch: Batch,
-        *,
-        l2_norm_clip: Tensor,
-        rows_per_unit: int | Tensor,
-    ) -> Clipped:
-        """Sum the clipped gradients from factors that are computed once more."""
-        forward = RecordedForward(objective, batch, rows_per_unit, norms=self.norms)
+    def _norms_and_terms(
+        self, forward: "RecordedForward"
+    ) -> tuple[Tensor, list[Term | None]]:
+        """Return the units' norms, and the factors, computed once more."""
         squares, _ = forward.squares_and_terms(keeps=False)
         norms = norms_of_squares(squares)
         # The same numbers again: with weights on the losses half precision would round
         # them otherwise than when their norms were taken. What is one here, compilers
         # do not know to be one, or they would merge the two passes.
         ones = tf.cast(tf.math.is_finite(norms), norms.dtype)
-        terms = [
-            joined(each, forward.units) for each in forward.terms_by_variable(ones)
-        ]
-        return forward.clipped(terms, norms, l2_norm_clip)
+        again = forward.terms_by_variable(ones)
+        return norms, [joined(terms, forward.units) for terms in again]
 
 
 class RecordedForward:
@@ -189,6 +188,7 @@ class RecordedForward:
                 batch.x, batch.y, self.y_pred, batch.sample_weight
             )
         if self._here is not None:
+            # Metrics are those of the model, not of weights uphill from it.
             self.y_pred = self._here.y_pred
 
     def terms_by_variable(self, weights: Tensor | None = None) -> list[list[Term]]:
@@ -258,6 +258,7 @@ class RecordedForward:
                 squares.append(of_variable)
             ready.append(term)
         if not squares:
+            # No loss depends on a variable: every gradient is zero.
             squares.append(tf.zeros([self.units.number], tf.float64))
         if self._uphill is not None:
             squares.append(self._uphill.lost)
@@ -338,6 +339,8 @@ def _squares(
     how = term.how(norms, units)
     if how == "gram":
         return term.squares_by_gram(units), term
+    # Gradients that are kept save their product in the sum. Ghost clipping computes the
+    # factors anew in any case, and is there to hold little until the norms are known.
     if how == "keep" and keeps:
         kept = term.kept(units)
         return squares_rounded_up(kept.gradients), kept

@@ -100,7 +100,7 @@ def run(
         lambda number, *_: number < passes,
         body,
         (tf.constant(1), sums, found.write(0, norms)),
-        parallel_iterations=1,
+        parallel_iterations=1,  # Several at once take the memory of several.
     )
     return sums, _of_real_units(found.concat()[:units], data, rows_per_unit)
 

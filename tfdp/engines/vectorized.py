@@ -41,6 +41,7 @@ class VectorizedEngine(Engine):
     ) -> Clipped:
         """Sum the clipped gradients, which are all there at once."""
         units = _tree.map_tensors(lambda rows: _stack(rows, rows_per_unit), batch)
+        # Both are known as soon as one unit is traced: a map returns nothing but tensors.
         has_path: list[bool] = []
         advance_seeds: list[Callable[[], None]] = []
 
@@ -62,6 +63,7 @@ class VectorizedEngine(Engine):
         trained = [
             v for path, v in zip(has_path, objective.variables, strict=True) if path
         ]
+        # Norms are taken of static shapes, which loops forget.
         gradients = [
             tf.ensure_shape(gradient, [None, *variable.shape])
             for gradient, variable in zip(gradients, trained, strict=True)
@@ -147,6 +149,7 @@ def unit_gradients(
         for gradient in here
     ]
     if ascent.is_exact:
+        # To the tape the directions are constants: this is the Hessian times them.
         connected = [gradient for gradient in here if gradient is not None]
         change = tape.gradient(
             connected, values, output_gradients=[v for v in directions if v is not None]
@@ -182,11 +185,13 @@ def _gradients_at(
         tape.watch(values)
         y_pred = objective.predict(unit.x)
         losses = objective.losses(unit.x, unit.y, y_pred, unit.sample_weight)
+        # By selection: the loss of padding may be NaN.
         losses = tf.where(unit.is_padding, tf.zeros_like(losses), losses)
         rows = tf.reduce_sum(tf.cast(~unit.is_padding, losses.dtype))
         loss = tf.reduce_sum(losses) / tf.maximum(rows, 1)
         for variable, penalty in objective.penalties():
             loss += tf.cast(penalty(variable.value), loss.dtype)
+        # In half precision small gradients would be flushed to zero on their way back.
         loss *= objective.loss_scale
     gradients = tape.gradient(loss, values)
     gradients = [
@@ -237,6 +242,7 @@ def _map(
         "which is slow: %s.",
         reason,
     )
+    # What a unit returns has other shapes than its rows, and `map_fn` has to be told.
     of_first = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), elements
     )

@@ -127,6 +127,7 @@ class Mechanism(abc.ABC):
         Returns:
             int64, shape ``(2,)``.
         """
+        # The first word tells steps apart, the second what is noised in one: `seed_of`.
         return self._key + tf.stack([step, tf.zeros_like(step)])
 
     def build(self, variables: list[Variable]) -> None:  # noqa: B027 (most keep none)

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdp._types import Variable
 from tfdp.accounting.runs import Runs
-from tfdp.runs.histories import note_loaded
+from tfdp.runs.histories import note_makers
 
 
 class LedgerState(tf.train.experimental.PythonState):
@@ -35,7 +35,7 @@ class LedgerState(tf.train.experimental.PythonState):
         Args:
             runs: By name.
         """
-        note_loaded((each() for each in self.variables), runs)
+        note_makers((each() for each in self.variables), runs)
 
     def serialize(self) -> str:
         """Return what the checkpoint is to hold."""

@@ -134,6 +134,7 @@ class StepCounter:
     def releases_begun_by(self, steps: int) -> int:
         """Return how many releases the next steps begin, at least one step."""
         per_release = self.steps_per_release
+        # One that is full has room for no step: the first one begins another.
         in_release = min(int(self._steps_in_release.numpy()), per_release)
         return (in_release + steps - 1) // per_release
 
@@ -221,6 +222,7 @@ class StepCounter:
             noise_multiplier,
             tf.zeros_like(noise_multiplier),
         )
+        # Down to what was planned: never more noise than was drawn, and few entries.
         level = tf.searchsorted(self._levels, noise_multiplier[None], side="right")[0]
         noise_multiplier = tf.where(
             level > 0, self._levels[tf.maximum(level - 1, 0)], noise_multiplier

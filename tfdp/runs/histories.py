@@ -154,7 +154,7 @@ def note_reads(model: keras.Model) -> None:
         history_of(variable).depend_on(together)
 
 
-def note_loaded(variables: Iterable[Variable | None], runs: Runs) -> None:
+def note_makers(variables: Iterable[Variable | None], runs: Runs) -> None:
     """Let variables depend on runs that made the values which were copied into them.
 
     Args:
@@ -170,7 +170,7 @@ def note_loaded(variables: Iterable[Variable | None], runs: Runs) -> None:
 
 def note_copy(original: Variable, copy: Variable) -> None:
     """Let a copy of a variable depend on all that the original depends on by now."""
-    note_loaded([copy], runs_of([history_of(original)]))
+    note_makers([copy], runs_of([history_of(original)]))
 
 
 # What made values that variables once had, by a digest of the values: a copy may be
@@ -236,7 +236,7 @@ def recognise_copies(variables: Iterable[Variable]) -> bool:
             continue
         runs = union(*makers[:1], *trained.equal_to(variable, value))
         if not _cover(known, runs):
-            note_loaded([variable], runs)
+            note_makers([variable], runs)
             found = True
     return found
 
@@ -253,7 +253,7 @@ def know(runs: Runs) -> None:
     _names.update(runs)
 
 
-def is_alone(run: str) -> bool:
+def is_only_run(run: str) -> bool:
     """Tell whether there was no other training here, from which values could come."""
     return _names <= {run}
 

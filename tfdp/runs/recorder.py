@@ -17,7 +17,7 @@ from tfdp.runs.histories import (
     counters_of,
     glimpse,
     history_of,
-    is_alone,
+    is_only_run,
     know,
     note_steps,
     recognise_copies,
@@ -74,7 +74,7 @@ class LedgerRecorder:
         self.beginnings = 0
         self.is_in_a_graph = False
         # Of the segments that have ended.
-        self._ledger = Ledger()
+        self._ended = Ledger()
         self.loaded: dict[str, Run] = {}
         # A glimpse of the values that the last single step has left.
         self._left: list[float] = []
@@ -93,7 +93,7 @@ class LedgerRecorder:
         opened = noise_multiplier if counter.is_inside_release else math.inf
         clip = float(counter.last_clip.numpy())
         return Run(
-            self._ledger.add(*counter.segments(opened)).merged(),
+            self._ended.add(*counter.segments(opened)).merged(),
             int(counter.steps.numpy()),
             None if math.isnan(clip) else clip,
         )
@@ -162,16 +162,16 @@ class LedgerRecorder:
 
     def take_over_copies(self, variables: list[Variable]) -> None:
         """Let the ledger have what made values that were copied into variables."""
-        if not is_alone(self.run) and recognise_copies(variables):
+        if not is_only_run(self.run) and recognise_copies(variables):
             revoke_all()
 
     def were_set(self, variables: list[Variable]) -> bool:
         """Tell whether variables may have other values than a single step has left."""
-        return not is_alone(self.run) and glimpse(variables) != self._left
+        return not is_only_run(self.run) and glimpse(variables) != self._left
 
     def note_left(self, variables: list[Variable]) -> None:
         """Note which values a single step has left."""
-        if not is_alone(self.run):
+        if not is_only_run(self.run):
             self._left = glimpse(variables)
 
     def begin_steps(self, trained: list[Variable], read: list[Variable]) -> None:
@@ -219,7 +219,7 @@ class LedgerRecorder:
         """
         ledger = self.own_run().ledger
         cut_short = (*ledger.cut_short, *self.counter.missing())
-        self._ledger = dataclasses.replace(ledger, cut_short=cut_short)
+        self._ended = dataclasses.replace(ledger, cut_short=cut_short)
         self.counter.begin(
             scheme, steps_per_release, planned_releases, noise_multipliers
         )
@@ -232,10 +232,10 @@ class LedgerRecorder:
             noise: Whether the noise was drawn with a known seed.
             sampling: Whether the batches were.
         """
-        self._ledger = dataclasses.replace(
-            self._ledger,
-            noise_seed_fixed=self._ledger.noise_seed_fixed or noise,
-            sampling_seed_fixed=self._ledger.sampling_seed_fixed or sampling,
+        self._ended = dataclasses.replace(
+            self._ended,
+            noise_seed_fixed=self._ended.noise_seed_fixed or noise,
+            sampling_seed_fixed=self._ended.sampling_seed_fixed or sampling,
         )
 
     def agree(self, states: list[str], run: str) -> None:
@@ -252,7 +252,7 @@ class LedgerRecorder:
             counter = self.counter
             self.begin(counter.scheme, steps_per_release=counter.steps_per_release)
             self.loaded, self.run = self.runs, run
-            self._ledger = Ledger()
+            self._ended = Ledger()
             counter.steps.assign(0)
         for state in dict.fromkeys(states):
             self.restore(state)

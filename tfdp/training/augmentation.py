@@ -1,5 +1,8 @@
 """Several views of each example, whose mean gradient is clipped."""
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import keras
 import tensorflow as tf
 
@@ -7,6 +10,9 @@ from tfdp import _keras, _tree, _validate
 from tfdp._types import Nest, Tensor
 from tfdp.checks.model import check_model
 from tfdp.losses.objective import Batch
+
+# Makes a view of each row of a batch of inputs.
+Function: TypeAlias = keras.layers.Layer | Callable[[Nest], Nest]
 
 
 class Augmentation:
@@ -26,7 +32,7 @@ class Augmentation:
             mixes examples by design.
     """
 
-    def __init__(self, function: Nest, multiplicity: int) -> None:
+    def __init__(self, function: Function, multiplicity: int) -> None:
         """Check the arguments."""
         if not callable(function):
             raise TypeError(
@@ -52,7 +58,7 @@ class Augmentation:
 
     @classmethod
     def of(
-        cls, model: keras.Model, function: Nest, multiplicity: int
+        cls, model: keras.Model, function: Function | None, multiplicity: int
     ) -> "Augmentation | None":
         """Return what makes the views that a training asks for, None for the rows alone.
 
@@ -130,7 +136,7 @@ class Augmentation:
 class _Augmenting(keras.Model):
     """Runs a layer or a function as a model."""
 
-    def __init__(self, function: Nest) -> None:
+    def __init__(self, function: Function) -> None:
         super().__init__(name="augmentation")
         self.function = function
 

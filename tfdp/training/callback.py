@@ -264,34 +264,6 @@ class StepCallback(keras.callbacks.Callback):
             float64, of that shape; None if it sets none.
         """
 
-    def find_queries(self, optimizer: DPOptimizer) -> None:
-        """Find out what `during_step` asks, in a graph that never runs.
-
-        Args:
-            optimizer: Of the model that trains.
-        """
-        if not self.has_own("during_step"):
-            return
-        asked: list[Query] = []
-
-        def note(query: Query, iteration: Tensor) -> Tensor:
-            del iteration
-            asked.append(query)
-            return tf.zeros(query.shape, tf.float64)
-
-        @tf.function(autograph=False)
-        def rehearse() -> None:
-            iteration = optimizer.iterations.value
-            self.during_step(Step(optimizer, tf.ones([], tf.float64), iteration, note))
-
-        rehearse.get_concrete_function()
-        self.queries = tuple(asked)
-
-    @classmethod
-    def acts_in_steps(cls) -> bool:
-        """Tell whether the callback is part of the training graph."""
-        return cls.has_own("before_step", "during_step", "nonprivate_step")
-
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Log what the callback has set."""
         self._log(logs)
@@ -304,9 +276,40 @@ class StepCallback(keras.callbacks.Callback):
         if self.sets is not None and logs is not None:
             logs[self.sets] = float(getattr(self.model.optimizer, self.sets).numpy())
 
-    @classmethod
-    def has_own(cls, *names: str) -> bool:
-        """Tell whether the callback does more in one of these methods than its base."""
-        return any(
-            getattr(cls, name) is not getattr(StepCallback, name) for name in names
-        )
+
+def has_own(callback: StepCallback, *names: str) -> bool:
+    """Tell whether a callback does more in one of these methods than `StepCallback`."""
+    return any(
+        getattr(type(callback), name) is not getattr(StepCallback, name)
+        for name in names
+    )
+
+
+def acts_in_steps(callback: StepCallback) -> bool:
+    """Tell whether a callback is part of the training graph."""
+    return has_own(callback, "before_step", "during_step", "nonprivate_step")
+
+
+def find_queries(callback: StepCallback, optimizer: DPOptimizer) -> None:
+    """Find out what `during_step` asks, in a graph that never runs.
+
+    Args:
+        callback: Gets what was found as its `queries`.
+        optimizer: Of the model that trains.
+    """
+    if not has_own(callback, "during_step"):
+        return
+    asked: list[Query] = []
+
+    def note(query: Query, iteration: Tensor) -> Tensor:
+        del iteration
+        asked.append(query)
+        return tf.zeros(query.shape, tf.float64)
+
+    @tf.function(autograph=False)
+    def rehearse() -> None:
+        iteration = optimizer.iterations.value
+        callback.during_step(Step(optimizer, tf.ones([], tf.float64), iteration, note))
+
+    rehearse.get_concrete_function()
+    callback.queries = tuple(asked)

@@ -22,7 +22,7 @@ from tfdp.optimizers import DPOptimizer
 from tfdp.runs.recorder import LedgerRecorder
 from tfdp.sampling import Scheme
 from tfdp.training.augmentation import Augmentation
-from tfdp.training.callback import StepCallback
+from tfdp.training.callback import StepCallback, acts_in_steps
 from tfdp.training.step import BatchClipper, Session, objective_uphill
 from tfdp.training.units import filled_up
 
@@ -121,7 +121,7 @@ class CheckedModel:
         Raises:
             ValueError: If the optimizer's noise is not accounted for such batches.
         """
-        acting = tuple(each for each in callbacks if each.acts_in_steps())
+        acting = tuple(each for each in callbacks if acts_in_steps(each))
         session = Session(
             dataclasses.replace(clipper, engine=self.engine),
             self.objective(),

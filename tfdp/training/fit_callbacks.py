@@ -36,7 +36,7 @@ class LedgerCallback(StepCallback):
         self, ledger: ModelLedger, data: TrainingData, replicas: Replicas
     ) -> None:
         super().__init__()
-        self._ledger = ledger
+        self._model_ledger = ledger
         self._recorder = ledger.recorder
         self._data = data
         self._replicas = replicas
@@ -59,7 +59,7 @@ class LedgerCallback(StepCallback):
         if self._data.drawn is not None:
             self._recorder.sampled_epochs = self._data.drawn.epoch
         # What a backup restored may have spent the budget.
-        self._ledger.limit(1)
+        self._model_ledger.limit(1)
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Tell the other processes, which may have epochs to run, if there was none."""
@@ -81,12 +81,12 @@ class LedgerCallback(StepCallback):
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Ask for the steps to come: others may have taken some meanwhile."""
         with contextlib.suppress(PrivacyBudgetError):
-            self._ledger.limit(self.model.steps_per_execution)
+            self._model_ledger.limit(self.model.steps_per_execution)
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Stop if the budget has no room, also where the noise has changed."""
         try:
-            self._ledger.limit(1)
+            self._model_ledger.limit(1)
         except PrivacyBudgetError:
             self.model.stop_training = True
 

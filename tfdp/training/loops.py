@@ -2,6 +2,7 @@
 
 import dataclasses
 import weakref
+from collections.abc import Hashable
 
 import keras
 import tensorflow as tf
@@ -31,7 +32,7 @@ def clipped_gradients(
     *,
     l2_norm_clip: Tensor,
     num_microbatches: int | None = None,
-    engine: Nest = "auto",
+    engine: str | engines.Engine = "auto",
     physical_batch_size: int | None = None,
 ) -> ClippedSum:
     """Sum the clipped gradients of the examples of a batch.
@@ -164,12 +165,16 @@ _MOST_KNOWN = 16
 # For each model what was checked, the engine to use for it, and what it was checked for:
 # another object could have the same `id` later.
 _checked: weakref.WeakKeyDictionary[
-    keras.Model, dict[tuple[Nest, ...], tuple[engines.Engine, Nest]]
+    keras.Model, dict[tuple[Hashable, ...], tuple[engines.Engine, Nest]]
 ] = weakref.WeakKeyDictionary()
 
 
 def _checked_once(
-    engine: Nest, objective: Objective, loss: Loss, data: Nest, rows: int | None
+    engine: str | engines.Engine,
+    objective: Objective,
+    loss: Loss,
+    data: Nest,
+    rows: int | None,
 ) -> engines.Engine:
     """Refuse layers and losses that mix examples, and choose the engine.
 

@@ -20,7 +20,7 @@ from tfdp.runs.budgets import (
     room_in_graph,
 )
 from tfdp.runs.counter import UNDECLARED
-from tfdp.runs.histories import note_loaded, remember_values, was_trained
+from tfdp.runs.histories import note_makers, remember_values, was_trained
 from tfdp.runs.recorder import LedgerRecorder
 from tfdp.training.noise_plan import NoisePlan
 from tfdp.training.step import Session
@@ -174,7 +174,7 @@ class ModelLedger:
         Args:
             session: What the step is made for.
         """
-        self._note_loaded()
+        self._pass_on_loaded()
         session.optimizer.begin_single_step(
             session.recorder, session.objective.variables, self._weights()
         )
@@ -214,15 +214,15 @@ class ModelLedger:
 
     def take_over_copies(self) -> None:
         """Let the ledger have what made values that were copied into the weights."""
-        self._note_loaded()
+        self._pass_on_loaded()
         self.recorder.take_over_copies(self._weights())
 
-    def _note_loaded(self) -> None:
+    def _pass_on_loaded(self) -> None:
         """Let weights depend on what was loaded into them, as soon as there are any."""
         weights = self._weights()
         if len(self._loaded_as_trained) == len(weights):
             pairs = zip(weights, self._loaded_as_trained, strict=True)
-            note_loaded((each for each, was in pairs if was), self.recorder.loaded)
+            note_makers((each for each, was in pairs if was), self.recorder.loaded)
             self._loaded_as_trained = b""
 
     def state(self) -> str:
@@ -249,4 +249,4 @@ class ModelLedger:
             flags: For each weight, in order, whether it was trained.
         """
         self._loaded_as_trained = flags
-        self._note_loaded()
+        self._pass_on_loaded()

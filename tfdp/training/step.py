@@ -1,6 +1,7 @@
 """The private step: clip, learn, count, add noise.
 
-Loops of one's own have its two halves: `clipped_gradients`, which uses `BatchClipper`,
+`Session` is all that a step is made for, `BatchClipper` clips and adds up its batch,
+`private_step` is the step itself. Loops of one's own have its two halves: `clipped_gradients`, which uses `BatchClipper`,
 and `DPOptimizer.apply_clipped_sum`.
 """
 
@@ -19,7 +20,7 @@ from tfdp.accounting.levels import folded
 from tfdp.ascent.losses import BAM, SAT, AscentLoss
 from tfdp.ascent.released import ReleasedGradient
 from tfdp.clipping import ClippedSum, clip_as_tensor
-from tfdp.distribute.replicas import ALONE, Replicas, summed
+from tfdp.distribute.replicas import ONE_DEVICE, Replicas, summed
 from tfdp.distribute.shares import agreed_stream
 from tfdp.engines import passes
 from tfdp.engines.passes import OnOutputs
@@ -30,7 +31,14 @@ from tfdp.optimizers import DPOptimizer
 from tfdp.runs.recorder import LedgerRecorder
 from tfdp.sampling import Scheme
 from tfdp.training.augmentation import Augmentation
-from tfdp.training.callback import Answers, NonprivateStep, Query, Step, StepCallback
+from tfdp.training.callback import (
+    Answers,
+    NonprivateStep,
+    Query,
+    Step,
+    StepCallback,
+    has_own,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +63,7 @@ class BatchClipper:
     may_change_engine: bool = False
     examples_per_unit: int | Tensor = 1
     physical_batch_size: int | None = None
-    replicas: Replicas = ALONE
+    replicas: Replicas = ONE_DEVICE
     augmentation: Augmentation | None = None
     jit_compile: bool = False
 
@@ -114,6 +122,7 @@ class BatchClipper:
 
         def clip(l2_norm_clip: Tensor, whole: Nest = None) -> ClippedSum:
             def of_replica(values_now: list[Tensor], rows: Batch) -> ClippedSum:
+                # What the step drew itself stays drawn: no later step has its masks.
                 values_then = read()
                 assign(values_now)
                 if whole is not None:
@@ -164,6 +173,7 @@ class BatchClipper:
         clip = clip_as_tensor(l2_norm_clip, objective.variables)
         run_pass = functools.partial(self._run_pass, objective, rows_per_unit)
         if self.jit_compile:
+            # Pass by pass: a whole step would be compiled anew for each size of a batch.
             run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
@@ -247,7 +257,7 @@ class Session:
     def changes_noise(self) -> bool:
         """Whether callbacks change what the noise of steps counts as."""
         changing = any(
-            callback.has_own("scheduled_noise_multiplier")
+            has_own(callback, "scheduled_noise_multiplier")
             for callback in self.callbacks
         )
         return changing or bool(self.queries)
@@ -348,8 +358,8 @@ def private_step(
     # Read before anything is clipped: where processes take different steps this raises,
     # and nothing that follows from it runs.
     stream = session.mechanism.stream(session.mechanism.number)
-    is_alone = replicas.strategy is None
-    if not is_alone and replicas.processes > 1:
+    is_one_device = replicas.strategy is None
+    if not is_one_device and replicas.processes > 1:
         clip = optimizer.l2_norm_clip.value
         steps = session.recorder.counter.steps.read_value()
         facts = [clip, drawn, counted, steps, room]
@@ -371,20 +381,23 @@ def private_step(
         if learn is not None:
             learn(clipped_sum)
         released = optimizer.take_step(
-            clipped_sum if is_alone else replicas.first(clipped_sum),
+            clipped_sum if is_one_device else replicas.first(clipped_sum),
             variables,
             recorder=session.recorder,
             noise_multiplier=drawn,
             counted=counted,
             stream=stream,
             on_replicas=(
-                None if is_alone else lambda update: replicas.run(update, clipped_sum)
+                None
+                if is_one_device
+                else lambda update: replicas.run(update, clipped_sum)
             ),
         )
         if isinstance(session.ascent, SAT):
             session.released.remember(replicas.first(released))
         return True
 
+    # Without room what was clipped goes nowhere: no noise, no count, no update.
     tf.cond(room, apply, lambda: False)
 
 
@@ -396,8 +409,8 @@ def _learner(
     It is asked for before anything is clipped. To clip again with the same masks, the
     states of random layers are kept, if a callback sees un-noised values.
     """
-    asking = [each for each in session.callbacks if each.has_own("during_step")]
-    looking = [each for each in session.callbacks if each.has_own("nonprivate_step")]
+    asking = [each for each in session.callbacks if has_own(each, "during_step")]
+    looking = [each for each in session.callbacks if has_own(each, "nonprivate_step")]
     if not asking and not looking:
         return None
     optimizer, clipper = session.optimizer, session.clipper
