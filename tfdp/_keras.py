@@ -23,6 +23,7 @@ from keras.src.trainers.compile_utils import CompileLoss, get_loss
 from keras.src.trainers.data_adapters import tf_dataset_adapter
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import record, tape
 from tensorflow.python.ops import control_flow_util, resource_variable_ops
 from tensorflow.python.ops.parallel_for import pfor
 
@@ -80,6 +81,19 @@ class PerExampleCompileLoss(CompileLoss):
 def resolve_loss(identifier: Loss, y_true: Nest, y_pred: Nest) -> keras.losses.Loss:
     """Return the `keras.losses.Loss` that `compile` would use for `identifier`."""
     return get_loss(identifier, y_true, y_pred)
+
+
+@contextlib.contextmanager
+def without_tapes() -> Iterator[None]:
+    """Let tapes see which variables are used inside, and record nothing else.
+
+    For the forward pass of what has a gradient of its own: in a graph, a tape would have
+    every loop differentiated too, and its steps kept.
+    """
+    with record.VariableWatcher() as used, record.stop_recording():
+        yield
+    for variable in used.watched_variables():
+        tape.variable_accessed(variable)
 
 
 @contextlib.contextmanager
@@ -305,6 +319,22 @@ def states(model: keras.Model) -> list[keras.Variable]:
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     """Return the metric that a compiled model logs as `loss`."""
     return model._loss_tracker
+
+
+def build_metrics(model: keras.Model, y: Nest, y_pred: Nest) -> None:
+    """Make the metrics that `compile` was given, unless they are there.
+
+    Keras makes them in the first graph of a step; TensorFlow traces what makes variables
+    twice.
+
+    Args:
+        model: A compiled model.
+        y: Targets, of which structure, shapes and dtypes are read.
+        y_pred: Predictions, likewise.
+    """
+    metrics = model._compile_metrics
+    if metrics is not None and not metrics.built and y is not None:
+        metrics.build(y, y_pred)
 
 
 def run_model(model: keras.Model, x: Nest, *, training: bool | None) -> Nest:

@@ -114,7 +114,9 @@ def squares_rounded_up(gradients: tf.Tensor) -> tf.Tensor:
     """
     size = gradients.shape[1]
     block = _largest_divisor(size, _LARGEST_BLOCK)
-    blocks = tf.reshape(gradients, [tf.shape(gradients)[0], size // block, block])
+    # -1 cannot stand for the rows of nothing.
+    rows = -1 if size else tf.shape(gradients)[0]
+    blocks = tf.reshape(gradients, [rows, size // block, block])
     block_norms = tf.cast(_norms(blocks), tf.float64)
     # Each square, each addition of the block, the root and its square round once, by
     # half an epsilon at most; then the sum of the blocks does, in float64.

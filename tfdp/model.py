@@ -753,6 +753,7 @@ class DPModel(TrainingFunctions):
         if self._replicas.strategy is not None and not is_in_graph:
             self.build_all(sample)
         self._checked.check(data, sample, sizes, self.optimizer.iterations.value)
+        _keras.build_metrics(self, *self._checked.outputs)
         self.built = True
 
     # Saving.

@@ -208,7 +208,8 @@ class RecordedForward:
         # Losses are scaled by way of their weights: the tape has recorded them as they
         # are, and what comes back is unscaled before it is squared.
         scale = self._objective.loss_scale
-        of_rows = self._shares * scale
+        # No gradient is taken before what is watched is known to be of rows.
+        of_rows = self._recording.with_rows_checked(self._shares * scale)
         if weights is not None:
             repeated = tf.repeat(tf.cast(weights, tf.float64), self._rows_per_unit)
             of_rows *= tf.ensure_shape(repeated, of_rows.shape)
@@ -351,9 +352,11 @@ def _by_rows(tensor: Tensor, units: Units, repeats: int | None) -> Tensor:
     """(rows of the calls, ...) -> (rows of the batch, those of each, ...)."""
     if tensor.shape[0] == 1:
         return tensor  # The same for all rows, which must not depend on them.
-    lengths = [
+    lengths = tensor.shape[1:]
+    if lengths.is_fully_defined() and repeats != -1 and 0 not in lengths:
+        return tf.reshape(tensor, [-1, repeats, *lengths])
+    known = [
         tf.shape(tensor)[axis] if length is None else length
-        for axis, length in enumerate(tensor.shape)
+        for axis, length in enumerate(lengths, 1)
     ]
-    shape = [units.number, repeats, *lengths[1:]]
-    return tf.reshape(tensor, shape)
+    return tf.reshape(tensor, [units.number, repeats, *known])

@@ -64,7 +64,8 @@ def long_normal(shape: tf.TensorShape, seed: Tensor) -> Tensor:
     Returns:
         float64 tensor of that shape.
     """
-    half = (shape.num_elements() + 1) // 2
+    numbers = shape.num_elements()
+    half = (numbers + 1) // 2
     bits = tf.random.stateless_uniform(
         [3, half], seed, minval=None, maxval=None, dtype=tf.int64, alg="philox"
     )
@@ -72,4 +73,5 @@ def long_normal(shape: tf.TensorShape, seed: Tensor) -> Tensor:
     coarse, fine, angle = tf.unstack(tf.cast(bits & (2**53 - 1), tf.float64) * 2.0**-53)
     uniform = tf.minimum(coarse + (fine * 2.0**-53 + 2.0**-106), 1.0)
     radius = tf.sqrt(-2.0 * tf.math.log(uniform))
-    return box_muller(radius, angle * (2.0 * math.pi), shape)
+    pairs = box_muller(radius, angle * (2.0 * math.pi))
+    return tf.reshape(pairs[:numbers], shape)

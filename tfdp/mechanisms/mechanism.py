@@ -292,18 +292,31 @@ def standard_normal(shape: tf.TensorShape, seed: Tensor) -> Tensor:
     Returns:
         float32 tensor of that shape.
     """
-    half = (shape.num_elements() + 1) // 2
+    return tf.reshape(_standard_normals(shape.num_elements(), seed), shape)
+
+
+# A function of its own, for any number of them: it is traced once in a process, where
+# each variable would else bring as many operations to every graph of a step.
+@tf.function(
+    autograph=False,
+    input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([2], tf.int64)],
+)
+def _standard_normals(numbers: Tensor, seed: Tensor) -> Tensor:
     bits = tf.random.stateless_uniform(
-        [2, half], seed, minval=None, maxval=None, dtype=tf.int32, alg="philox"
+        tf.stack([2, (numbers + 1) // 2]),
+        seed,
+        minval=None,
+        maxval=None,
+        dtype=tf.int32,
+        alg="philox",
     )
     coarse = tf.cast(bits[0] & 0x7FFFFFFF, tf.float32) * 2.0**-31
     fine = tf.cast((bits[1] & 255) + 1, tf.float32) * 2.0**-39
     radius = tf.sqrt(-2.0 * tf.math.log(tf.minimum(coarse + fine, 1.0)))
     angle = tf.cast(bits[1] & ~255, tf.float32) * (math.pi * 2.0**-31)
-    return box_muller(radius, angle, shape)
+    return box_muller(radius, angle)[:numbers]
 
 
-def box_muller(radius: Tensor, angle: Tensor, shape: tf.TensorShape) -> Tensor:
+def box_muller(radius: Tensor, angle: Tensor) -> Tensor:
     """Take Box and Muller's two numbers from each radius and angle."""
-    pairs = tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], 0)
-    return tf.reshape(pairs[: shape.num_elements()], shape)
+    return tf.concat([radius * tf.cos(angle), radius * tf.sin(angle)], 0)

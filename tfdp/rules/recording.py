@@ -145,6 +145,9 @@ class Recording:
         }
         self._variable_tapes: list[tf.GradientTape] = []
         self._refusals: list[str] = []
+        # Tensors whose leading axes are known only when the graph runs: path, numbers
+        # in the tensor, numbers that there should be for each row of the batch.
+        self._sizes: list[tuple[str, Tensor, int | Tensor]] = []
         self._place = _place()
 
     @contextlib.contextmanager
@@ -265,10 +268,24 @@ class Recording:
                 f"Received: `{path}` with leading axis {leading} in a batch of "
                 f"{self._rows} rows."
             )
+        numbers = tensor.shape[1:].num_elements()
+        if numbers is None:
+            numbers = tf.reduce_prod(tf.shape(tensor, tf.int64)[1:])
+        size = tf.size(tensor, tf.int64)
+        self._sizes.append((path, size, self.repeats * numbers))
+        return tensor
+
+    def with_rows_checked(self, tensor: Tensor) -> Tensor:
+        """Return a tensor, once the leading axis of all that is watched is the batch's."""
+        if not self._sizes:
+            return tensor
+        # One check for all of them: each takes a dozen operations of a graph.
+        paths, sizes, of_each_row = zip(*self._sizes, strict=True)
+        of_each_row = tf.cast(tf.stack(of_each_row), tf.int64)
         check = tf.debugging.assert_equal(
-            tf.shape(tensor)[0],
-            self._rows * self.repeats,
-            f"The leading axis in `{path}` must be that of the batch.",
+            tf.stack(sizes),
+            tf.cast(self._rows, tf.int64) * of_each_row,
+            f"The leading axes in {', '.join(paths)} must be those of the batch.",
         )
         with tf.control_dependencies([] if check is None else [check]):
             return tf.identity(tensor)

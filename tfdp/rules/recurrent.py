@@ -308,7 +308,8 @@ class _Scan:
         @tf.custom_gradient
         def run(*tensors: Tensor) -> tuple[list[Tensor], Callable[..., list[Tensor]]]:
             inputs, first = tensors[: len(over_time)], tensors[len(over_time) :]
-            inner, before, last = self._forward(list(inputs), list(first))
+            with _keras.without_tapes():
+                inner, before, last = self._forward(list(inputs), list(first))
             after = tf.concat([before[0][1:], last[0][None]], 0)
 
             def gradient(*upstream: Tensor) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """A model that is checked before it trains, and the engine that will train it."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias
 
 import keras
@@ -47,6 +48,7 @@ class CheckedModel:
     Attributes:
         engine: The one that was chosen; before the first check the one asked for.
         signature: Nest of `tf.TensorSpec` of the inputs that it was checked with last.
+        outputs: Targets and predictions likewise: ``(y, y_pred)``.
         has_own_loss: Whether the model computes the loss itself.
         ascent: The loss that takes gradients uphill, if any.
         released: The gradient that was released last, for `SAT`.
@@ -66,6 +68,7 @@ class CheckedModel:
         self._replicas = replicas
         self.engine = engines.get(engine)
         self.signature: Nest = None
+        self.outputs: tuple[Nest, Nest] = (None, None)
         self.has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
         self.compile(None, None, None)
 
@@ -210,12 +213,23 @@ class CheckedModel:
                     self._model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
             objective = objective_uphill(self.objective(), self.ascent, iteration)
             missing = self._missing(like, sizes)
+            objective = dataclasses.replace(objective, losses=self._noting(objective))
             chosen = choose(self._asked, objective, data, missing, sample=rows)
         self._trainable = trainable
         self._engines |= {(like, size): chosen for size in missing}
         self._missing(like, sizes)
         if rows is not None:
             self.signature = signature_of(rows[0])
+
+    def _noting(self, objective: Objective) -> Callable[..., Tensor]:
+        """Return the losses of an objective, which note what the model predicts."""
+
+        @functools.wraps(objective.losses)
+        def losses(x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest) -> Tensor:
+            self.outputs = signature_of((y, y_pred))
+            return objective.losses(x, y, y_pred, sample_weight)
+
+        return losses
 
     def _missing(self, like: _Rows, sizes: list[int | None]) -> list[int | None]:
         """Return the sizes that are not known; if all are, take their engine."""
