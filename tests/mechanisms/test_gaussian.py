@@ -16,6 +16,7 @@ from scipy import stats
 from tests.problems import PROBLEMS
 from tfdp import clipped_gradients
 from tfdp.clipping import ClippedSum
+from tfdp.mechanisms import mechanism
 from tfdp.mechanisms.local import long_normal
 from tfdp.mechanisms.mechanism import (
     Gaussian,
@@ -116,8 +117,11 @@ def test_squared_radius_is_exponential():
 def numbers_from_bits(monkeypatch, coarse, other):
     bits = tf.constant([coarse, other], tf.int64)
     bits = tf.bitcast(tf.cast(bits, tf.uint32), tf.int32)
-    monkeypatch.setattr(tf.random, "stateless_uniform", lambda *_, **__: bits)
-    cosine_part, sine_part = np.split(normals(2 * len(coarse)), 2)
+    untraced = mechanism._standard_normals.python_function
+    with monkeypatch.context() as patch:
+        patch.setattr(tf.random, "stateless_uniform", lambda *_, **__: bits)
+        patch.setattr(mechanism, "_standard_normals", untraced)
+        cosine_part, sine_part = np.split(normals(2 * len(coarse)), 2)
     return cosine_part, sine_part
 
 

@@ -120,10 +120,11 @@ def test_rows_must_be_those_of_the_batch_where_only_the_data_tell():
         input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([], tf.int32)]
     )
     def run(x, rows):
-        return recorded(model, x, rows)[1]
+        recording, outputs = recorded(model, x, rows)
+        return recording.with_rows_checked(outputs)
 
     run(tf.ones([4, 3]), 4)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="`head` must be that of"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="in `head` must be those"):
         run(tf.ones([4, 3]), 2)
 
 

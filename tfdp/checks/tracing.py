@@ -141,7 +141,10 @@ class Trace:
             causes |= value.causes
             if ends_in_rows and (value.axis, value.layout) not in _ROWS:
                 why = "ends in rows that are not on the first axis"
-                causes.add(Cause(tensor.op, tensor.op, False, why))
+                made = tensor.op
+                while made.type == "Identity":  # A graph returns copies of nobody's.
+                    made = made.inputs[0].op
+                causes.add(Cause(made, made, False, why))
         order = {op.name: n for n, op in enumerate(graph.get_operations())}
         return [
             Found(self._layer_of(cause, order), cause)

@@ -285,7 +285,7 @@ class Recording:
         check = tf.debugging.assert_equal(
             tf.stack(sizes),
             tf.cast(self._rows, tf.int64) * of_each_row,
-            f"The leading axes in {', '.join(paths)} must be those of the batch.",
+            f"The leading axes in `{'`, `'.join(paths)}` must be those of the batch.",
         )
         with tf.control_dependencies([] if check is None else [check]):
             return tf.identity(tensor)
