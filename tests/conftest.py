@@ -1,5 +1,6 @@
 """Fixtures of every test; TensorFlow is not imported before a test imports it."""
 
+import gc
 import os
 import sys
 
@@ -24,6 +25,10 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("tfdp")
+
+# Graphs are many objects, most of which stay: looking through them again and again took
+# a tenth of the time.
+gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(scope="session", autouse=True)
