@@ -292,7 +292,11 @@ def standard_normal(shape: tf.TensorShape, seed: Tensor) -> Tensor:
     Returns:
         float32 tensor of that shape.
     """
-    return tf.reshape(_standard_normals(shape.num_elements(), seed), shape)
+    draw = _standard_normals
+    if tf.executing_eagerly():
+        # A function runs in threads, which a forked process has not got.
+        draw = draw.python_function
+    return tf.reshape(draw(shape.num_elements(), seed), shape)
 
 
 # A function of its own, for any number of them: it is traced once in a process, where
