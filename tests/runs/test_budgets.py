@@ -184,8 +184,9 @@ def test_a_budget_binds_train_step(traced):
     np.testing.assert_array_equal(one.get_weights()[0], values[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps_per_execution", [1, 4])
+@pytest.mark.parametrize(
+    "steps_per_execution", [pytest.param(1, marks=pytest.mark.slow), 4]
+)
 def test_a_callback_that_trains_a_part_spends_of_the_same_budget(steps_per_execution):
     one = part("one")
     first = private(one)

@@ -54,6 +54,17 @@ def test_a_model_of_two_has_what_its_parts_run_later():
         assert model.epsilon(DELTA) == both.epsilon(DELTA)
 
 
+def test_values_that_a_model_began_with_are_no_copies():
+    one, other = part("one"), part("other")
+    other.set_weights(one.get_weights())
+    first, second = private(one), private(other)
+    # What has trained is what it began with.
+    first.optimizer.learning_rate = 0.0
+    fit(first)
+    fit(second)
+    assert [each.ledger.steps for each in (first, second)] == [4, 4]
+
+
 @pytest.mark.slow
 def test_models_that_never_met_have_nothing_of_each_other():
     one, other = part("one"), part("other")

@@ -7,6 +7,7 @@ import pytest
 import tfdp
 from tests.small import ROWS, data, network, noiseless, optimizer, private
 from tfdp.accounting import PoissonSteps
+from tfdp.runs import histories
 
 
 def test_an_optimizer_serves_one_model_only():
@@ -34,6 +35,18 @@ def test_a_replaced_optimizer_counts_in_the_models_ledger():
     assert int(other.iterations) == 5
     assert int(first.iterations) == 8
     assert model.ledger.steps == 13
+
+
+def test_a_file_has_the_ledger(tmp_path):
+    model = private(run_eagerly=True)
+    x, y = data(20)
+    model.fit(x, y, batch_size=5, verbose=0)
+    model.save(tmp_path / "model.keras")
+    # Another process knows no weights that could tell.
+    histories._known_values.clear()
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.ledger == model.ledger
+    assert loaded.ledger.steps == 4
 
 
 @pytest.mark.slow
