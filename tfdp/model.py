@@ -87,7 +87,8 @@ class DPModel(TrainingFunctions):
         engine: How per-example gradients are clipped: `"bookkeeping"`, in about the
             time of an ordinary step; `"ghost"`, by a second backward pass in place of
             keeping what the first one found; `"vectorized"`, for any model; `"auto"`,
-            book-keeping where it can; or an engine object.
+            book-keeping where it can, with each example by itself where rows are not
+            proven to stay apart; or an engine object.
         physical_batch_size: Rows that go through the model at once, on each replica.
             A batch of any size runs in passes of this size, within their memory, as
             one step. By default a batch runs whole.
@@ -227,7 +228,7 @@ class DPModel(TrainingFunctions):
         except UnsupportedLayerError:
             if self.engine != "auto":
                 raise
-            rows = engines.get("vectorized").explain(self.model, signature)
+            rows = engines.ApartEngine().explain(self.model, signature)
         return explanation.table(rows)
 
     # What was run.

@@ -20,8 +20,8 @@ from tests.problems import (
 from tests.reference import assert_all_close, clipped_sum, problem_gradients
 from tfdp import engines, rules
 from tfdp.checks.engine import check_objective, choose
+from tfdp.engines.apart import ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine
-from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses.objective import Objective
 
@@ -309,12 +309,12 @@ def check_vectorized(problem, caplog, wrapper=lambda function: function):
             model, loss, *data, l2_norm_clip=clip, engine="auto"
         )
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         result = wrapper(run)(*batch[:2])
     expected, norms = clipped_sum(problem_gradients(problem, batch), clip)
     np.testing.assert_allclose(result.norms, norms, rtol=2e-5)
     assert_all_close(result.gradients, expected, rtol=0, atol=2e-5 * clip * ROWS)
-    said = [text for text in caplog.messages if "whole gradients" in text]
+    said = [text for text in caplog.messages if "tfdp takes" in text]
     assert len(said) == 1
     assert "\n" not in said[0]
 
@@ -398,7 +398,7 @@ def test_positions_in_place_of_examples_do_not_hide_behind_a_head_of_zeros():
 # ------------------------------------------------------------------ other ways around
 
 
-def test_a_loss_that_uses_weights_is_vectorized():
+def test_a_loss_that_uses_weights_is_of_each_unit_by_itself():
     model = OwnLoss()
     x, y = np.ones((ROWS, 3), "float32"), np.ones((ROWS, 2), "float32")
     model(x)
@@ -406,7 +406,7 @@ def test_a_loss_that_uses_weights_is_vectorized():
     objective = Objective.of_compute_loss(model)
     with pytest.raises(UnsupportedLayerError, match="dense/kernel"):
         choose("bookkeeping", objective, (x, y, None))
-    assert choose("auto", objective, (x, y, None)) == VectorizedEngine()
+    assert choose("auto", objective, (x, y, None)) == ApartEngine()
 
 
 @pytest.mark.slow

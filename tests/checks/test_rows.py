@@ -12,8 +12,8 @@ import tfdp
 from tests.problems import cases, recurrent
 from tfdp.checks.engine import choose
 from tfdp.checks.tracing import Trace
+from tfdp.engines.apart import ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine
-from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses.objective import Objective
 
@@ -688,10 +688,10 @@ def unknown_model():
 def test_what_is_not_proven_runs_row_by_row_with_one_line(caplog):
     model = unknown_model()
     data = (np.ones((4, D)), np.ones((4, 1)), None)
-    with caplog.at_level("WARNING", "absl"):
+    with caplog.at_level("INFO", "absl"):
         engine = choose("auto", Objective.of(model, "mse"), data)
-    assert engine == VectorizedEngine()
-    (line,) = [r.getMessage() for r in caplog.records if "whole gradients" in r.msg]
+    assert engine == ApartEngine()
+    (line,) = [r.getMessage() for r in caplog.records if "by itself" in r.msg]
     assert "`unknown` (Unknown)" in line
     assert "test_rows.py:" in line
     with pytest.raises(UnsupportedLayerError, match="nobody knows whether rows"):
@@ -708,7 +708,7 @@ def test_a_custom_gradient_that_mixes_is_not_book_kept():
         layers.Dense(1),
     ])
     data = (np.ones((4, D)), np.ones((4, 1)), None)
-    assert choose("auto", Objective.of(model, "mse"), data) == VectorizedEngine()
+    assert choose("auto", Objective.of(model, "mse"), data) == ApartEngine()
     with pytest.raises(UnsupportedLayerError, match="over the rows"):
         choose("ghost", Objective.of(model, "mse"), data)
 

@@ -33,8 +33,8 @@ def choose(
     """Prove that rows do not meet in a model, and return the engine to use for it.
 
     The graph of a pass is followed through model, losses, and the backward pass up to
-    what the engine reads. What is proven any engine may clip. What is not, the
-    vectorized engine runs row by row.
+    what the engine reads. What is proven any engine may clip. What is not runs row by
+    row.
 
     Args:
         engine: As in `tfdp.DPModel`.
@@ -48,8 +48,9 @@ def choose(
             gradients taken one by one; by default `data`, if these are arrays.
 
     Returns:
-        `engine`, or the vectorized one if `engine` is `"auto"` and book-keeping
-        cannot be used, which a log line says.
+        `engine`; if that is `"auto"` and rows are not proven to stay apart in
+        book-keeping, book-keeping with each unit by itself; and the vectorized engine
+        where no rule reaches anything. A log line says so.
 
     Raises:
         UnsupportedLayerError: If the model mixes rows for certain or keeps data, or if
@@ -69,15 +70,7 @@ def choose(
             problems = _problems_of_pass(chosen, of_pass, data, rows)
             if problems:
                 raise UnsupportedLayerError(str(problems[0]))
-        is_own = type(chosen).__module__.startswith("tfdp.")
-        if not (is_own and _has_only_own_rules(objective.model)):
-            rows = data if sample is None else sample
-            leaves = _tree.tensors(rows)
-            if not any(
-                isinstance(each, tf.TensorSpec) or tf.is_symbolic_tensor(each)
-                for each in leaves
-            ):
-                compare_on_rows(chosen, objective, rows, clips=not is_own)
+        _compare_if_foreign(chosen, objective, data if sample is None else sample)
     except UnsupportedLayerError as error:
         check_objective(objective, data, sizes)
         if engine != "auto":
@@ -85,6 +78,14 @@ def choose(
                 f"Engine '{chosen.name}' cannot clip the gradients of model "
                 f"`{objective.model.name}`. {error} Or use `engine='vectorized'`."
             ) from error
+        apart = engines.ApartEngine()
+        if _can_take_apart(apart, objective, data, sample):
+            logging.info(
+                "tfdp takes each example of model `%s` through it by itself: %s",
+                objective.model.name,
+                error,
+            )
+            return apart
         logging.warning(
             "tfdp takes whole gradients of each example of model `%s`, which needs "
             "more time and memory: %s",
@@ -94,6 +95,51 @@ def choose(
         return VectorizedEngine()
     _log_layers_without_rule(objective.model)
     return chosen
+
+
+def _compare_if_foreign(
+    engine: engines.Engine, objective: Objective, rows: Nest
+) -> None:
+    """Compare an engine, or rules, that are not tfdp's with single rows, if there are any."""
+    is_own = type(engine).__module__.startswith("tfdp.")
+    if is_own and _has_only_own_rules(objective.model):
+        return
+    leaves = _tree.tensors(rows)
+    if not any(
+        isinstance(each, tf.TensorSpec) or tf.is_symbolic_tensor(each)
+        for each in leaves
+    ):
+        compare_on_rows(engine, objective, rows, clips=not is_own)
+
+
+def _can_take_apart(
+    engine: engines.ApartEngine, objective: Objective, data: Nest, sample: Nest
+) -> bool:
+    """Tell whether each unit can go through a model by itself, by rules of some layers."""
+    if objective.ascent is not None:
+        return False
+    signature = signature_of(data)
+
+    def run(x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor) -> Nest:
+        return engine.clip_and_sum(
+            objective,
+            Batch(x, y, sample_weight, is_padding),
+            l2_norm_clip=tf.constant(1.0),
+            rows_per_unit=1,
+        )
+
+    padding = tf.TensorSpec([None], tf.bool)
+    try:
+        explained = engine.explain(objective.model, signature[0])
+        if all(each.rule == VectorizedEngine.name for each in explained):
+            return False
+        with _keras.own_global_seed():
+            tf.function(run, autograph=False).get_concrete_function(*signature, padding)
+        _compare_if_foreign(engine, objective, data if sample is None else sample)
+    # Whatever it is, the vectorized engine does without, or says it.
+    except Exception:  # noqa: BLE001
+        return False
+    return True
 
 
 def check_objective(

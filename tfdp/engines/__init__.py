@@ -1,5 +1,6 @@
 """Engines turn a batch and a clip norm into a clipped sum."""
 
+from tfdp.engines.apart import ApartEngine as ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine as BookkeepingEngine
 from tfdp.engines.bookkeeping import GhostEngine as GhostEngine
 from tfdp.engines.engine import Engine as Engine

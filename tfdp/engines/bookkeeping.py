@@ -135,6 +135,7 @@ class RecordedForward:
         batch: Its number of rows is a multiple of `rows_per_unit`.
         rows_per_unit: Consecutive rows whose mean loss is one unit's loss.
         norms: How norms are computed; see `BookkeepingEngine`.
+        is_of_one_unit: Whether the batch is one unit; see `Recording`.
 
     Attributes:
         units: How the rows are grouped.
@@ -153,6 +154,7 @@ class RecordedForward:
         rows_per_unit: int | Tensor,
         *,
         norms: str,
+        is_of_one_unit: bool = False,
     ) -> None:
         rows = number_of_rows(batch.is_padding)
         known = rows_per_unit if isinstance(rows_per_unit, int) else None
@@ -181,7 +183,9 @@ class RecordedForward:
             if self._uphill is not None:
                 entered.enter_context(self._uphill.recording_step())
                 moves = self._uphill.moves()
-            self._recording = Recording(objective.model, rows, moves)
+            self._recording = Recording(
+                objective.model, rows, moves, is_of_one_unit=is_of_one_unit
+            )
             entered.enter_context(self._recording.observing())
             self.y_pred = objective.predict(batch.x)
             self.losses = objective.losses(
@@ -214,8 +218,12 @@ class RecordedForward:
             repeated = tf.repeat(tf.cast(weights, tf.float64), self._rows_per_unit)
             of_rows *= tf.ensure_shape(repeated, of_rows.shape)
         tensors = [watched.tensors for watched in self._recording.watched]
-        gradients = self._recording.tape.gradient(
-            self.losses, tensors, output_gradients=tf.cast(of_rows, self.losses.dtype)
+        elsewhere = self._recording.elsewhere
+        values = [variable.value for variable in elsewhere.values()]
+        gradients, of_values = self._recording.tape.gradient(
+            self.losses,
+            [tensors, values],
+            output_gradients=tf.cast(of_rows, self.losses.dtype),
         )
         found: dict[int, list[Term]] = {id(v): [] for v in self._objective.variables}
         for watched, of_call in zip(self._recording.watched, gradients, strict=True):
@@ -227,9 +235,13 @@ class RecordedForward:
                 for tensor, gradient in zip(watched.tensors, of_call, strict=True)
             ]
             for term in watched.terms_of(unscaled):
-                # Rules cover frozen variables too.
-                if id(term.variable) in found:
+                # Rules cover frozen variables too, and some uses of others.
+                if id(term.variable) in found and id(term.variable) not in elsewhere:
                     found[id(term.variable)].append(term)
+        for variable, gradient in zip(elsewhere.values(), of_values, strict=True):
+            if id(variable) in found and gradient is not None:
+                whole = _unscaled(tf.convert_to_tensor(variable), gradient, scale)
+                found[id(variable)].append(Kept(variable, tf.reshape(whole, [1, -1])))
         for variable, penalty in self._objective.penalties():
             found[id(variable)].append(self._same_for_all(variable, penalty, weights))
         return list(found.values())
@@ -251,16 +263,9 @@ class RecordedForward:
         self, *, keeps: bool
     ) -> tuple[list[Tensor], list[Term | None]]:
         """Bound each variable's squared norms, and keep what the sums need."""
-        squares, ready = [], []
-        for terms in self.terms_by_variable():
-            term = joined(terms, self.units)
-            if term is not None:
-                of_variable, term = _squares(term, self._norms, self.units, keeps=keeps)
-                squares.append(of_variable)
-            ready.append(term)
-        if not squares:
-            # No loss depends on a variable: every gradient is zero.
-            squares.append(tf.zeros([self.units.number], tf.float64))
+        squares, ready = squares_and_joined(
+            self.terms_by_variable(), self.units, self._norms, keeps=keeps
+        )
         if self._uphill is not None:
             squares.append(self._uphill.lost)
         return squares, ready
@@ -278,31 +283,85 @@ class RecordedForward:
         Returns:
             See `tfdp.engines.Engine.clip_and_sum`.
         """
-        weights = clip_factors(norms, l2_norm_clip=l2_norm_clip)
-        # Padding has no loss, but it would have its share of a divergence.
-        weights = tf.where(self._is_empty, tf.zeros_like(weights), weights)
-        finite = tf.math.is_finite(norms)
-        clean = tf.reduce_all(finite)
-
-        def finite_ones(factors: list[Tensor]) -> list[Tensor]:
-            return [selected(part, finite) for part in factors]
-
-        def sum_of(variable: Variable, term: Term | None) -> Tensor:
-            if term is None:
-                return tf.zeros(variable.shape, at_least_float32(variable.value).dtype)
-            factors = term.factors(self.units)
-            if _keras.inside_xla():
-                factors = finite_ones(factors)
-            else:
-                # Each term by itself: one choice for all would hold all factors.
-                factors = tf.cond(clean, lambda: factors, lambda: finite_ones(factors))
-            return term.weighted_sum(factors, weights)
-
-        sums = [
-            sum_of(variable, term)
-            for variable, term in zip(self._objective.variables, terms, strict=True)
-        ]
+        sums = clipped_sums(
+            list(zip(self._objective.variables, terms, strict=True)),
+            self.units,
+            norms,
+            is_empty=self._is_empty,
+            l2_norm_clip=l2_norm_clip,
+        )
         return sums, tf.cast(norms, l2_norm_clip.dtype), self.y_pred
+
+
+def squares_and_joined(
+    terms_by_variable: list[list[Term]], units: Units, norms: str, *, keeps: bool
+) -> tuple[list[Tensor], list[Term | None]]:
+    """Bound each variable's squared norms, and return the one term to sum with them.
+
+    Args:
+        terms_by_variable: For each variable, what its gradients are made of.
+        units: How the rows are grouped.
+        norms: How norms are computed; see `BookkeepingEngine`.
+        keeps: Whether units' gradients may be held until the norms are known.
+
+    Returns:
+        Squares of shape ``(U,)``, at least one of them; and a term for each variable,
+        None where no loss depends on it.
+    """
+    squares, ready = [], []
+    for terms in terms_by_variable:
+        term = joined(terms, units)
+        if term is not None:
+            of_variable, term = _squares(term, norms, units, keeps=keeps)
+            squares.append(of_variable)
+        ready.append(term)
+    if not squares:
+        # No loss depends on a variable: every gradient is zero.
+        squares.append(tf.zeros([units.number], tf.float64))
+    return squares, ready
+
+
+def clipped_sums(
+    terms: list[tuple[Variable, Term | None]],
+    units: Units,
+    norms: Tensor,
+    *,
+    is_empty: Tensor,
+    l2_norm_clip: Tensor,
+) -> list[Tensor]:
+    """Sum the units' clipped gradients of each variable.
+
+    Args:
+        terms: Variables, and what their gradients are made of.
+        units: How the rows are grouped.
+        norms: Of the units; those without a finite one are left out.
+        is_empty: Marks units of nothing but padding, bool of shape ``(U,)``.
+        l2_norm_clip: Radius of the clip ball.
+
+    Returns:
+        The sums, in the shapes of the variables.
+    """
+    weights = clip_factors(norms, l2_norm_clip=l2_norm_clip)
+    # Padding has no loss, but it would have its share of a divergence.
+    weights = tf.where(is_empty, tf.zeros_like(weights), weights)
+    finite = tf.math.is_finite(norms)
+    clean = tf.reduce_all(finite)
+
+    def finite_ones(factors: list[Tensor]) -> list[Tensor]:
+        return [selected(part, finite) for part in factors]
+
+    def sum_of(variable: Variable, term: Term | None) -> Tensor:
+        if term is None:
+            return tf.zeros(variable.shape, at_least_float32(variable.value).dtype)
+        factors = term.factors(units)
+        if _keras.inside_xla():
+            factors = finite_ones(factors)
+        else:
+            # Each term by itself: one choice for all would hold all factors.
+            factors = tf.cond(clean, lambda: factors, lambda: finite_ones(factors))
+        return term.weighted_sum(factors, weights)
+
+    return [sum_of(variable, term) for variable, term in terms]
 
 
 def _unscaled(tensor: Tensor, gradient: Tensor | None, scale: float) -> Tensor:

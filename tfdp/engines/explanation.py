@@ -1,6 +1,7 @@
 """A table of what the clipping of each layer takes."""
 
 import math
+from collections.abc import Container
 from typing import NamedTuple
 
 import keras
@@ -46,13 +47,22 @@ def table(rows: list[Explanation]) -> str:
     )
 
 
-def explained(model: keras.Model, signature: Nest, norms: str) -> list[Explanation]:
+def explained(
+    model: keras.Model,
+    signature: Nest,
+    norms: str,
+    *,
+    is_of_one_unit: bool = False,
+    leaves_out: Container[int] = (),
+) -> list[Explanation]:
     """Say how the norm of each layer's gradients is computed from their factors.
 
     Args:
         model: The model.
         signature: Nest of `tf.TensorSpec` of its inputs.
         norms: See `tfdp.engines.BookkeepingEngine`.
+        is_of_one_unit: Whether the signature is of one unit; see `Recording`.
+        leaves_out: Ids of variables that rules do not answer for.
 
     Returns:
         One for each way to a norm of each call of a layer.
@@ -60,21 +70,24 @@ def explained(model: keras.Model, signature: Nest, norms: str) -> list[Explanati
     found: list[Explanation] = []
 
     def run(x: Nest) -> None:
-        recording = Recording(model, number_of_rows(x))
+        rows = number_of_rows(x)
+        recording = Recording(model, rows, is_of_one_unit=is_of_one_unit)
         with recording.observing():
             _keras.run_model(model, x, training=True)
         for watched in recording.watched:
-            found.extend(_explained(watched, norms))
+            found.extend(_explained(watched, norms, leaves_out))
 
     tf.function(run, autograph=False).get_concrete_function(signature)
     return found
 
 
-def _explained(watched: Watched, norms: str) -> list[Explanation]:
+def _explained(
+    watched: Watched, norms: str, leaves_out: Container[int]
+) -> list[Explanation]:
     units = Units(number=1, rows=1)
     numbers: dict[str, float] = {}
     for term in watched.terms_of([tf.zeros_like(each) for each in watched.tensors]):
-        if term.variable.trainable:
+        if term.variable.trainable and id(term.variable) not in leaves_out:
             how = term.how(norms, units)
             known = term.numbers(how, units)
             way = _WAYS[how]

@@ -6,17 +6,14 @@ from collections.abc import Callable
 
 import keras
 import tensorflow as tf
-from absl import logging
 
 from tfdp import _keras, _seeds, _tree
 from tfdp._types import Nest, Tensor
 from tfdp.clipping import clip_and_sum, zeros_of_finite
 from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation
-from tfdp.engines.vectorization import efficient_vectorization
+from tfdp.engines.units import map_units, may_fail, stacked, unstacked
 from tfdp.losses.objective import Batch, Objective
-
-_CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +37,10 @@ class VectorizedEngine(Engine):
         rows_per_unit: int | Tensor,
     ) -> Clipped:
         """Sum the clipped gradients, which are all there at once."""
-        units = _tree.map_tensors(lambda rows: _stack(rows, rows_per_unit), batch)
+        units = _tree.map_tensors(lambda rows: stacked(rows, rows_per_unit), batch)
         # Both are known as soon as one unit is traced: a map returns nothing but tensors.
         has_path: list[bool] = []
-        advance_seeds: list[Callable[[], None]] = []
+        advance_seeds = list[Callable[[], None]]()
 
         def of_one_unit(elements: Nest) -> tuple[list[Tensor], Nest]:
             number, leaves = elements
@@ -54,10 +51,10 @@ class VectorizedEngine(Engine):
             return _tree.tensors(gradients), y_pred
 
         numbers = tf.range(tf.shape(units.is_padding)[0])
-        gradients, y_pred = _map(
+        gradients, y_pred = map_units(
             of_one_unit,
             (numbers, _tree.tensors(units)),
-            must_rehearse=_may_fail(objective.model),
+            must_rehearse=may_fail(objective.model),
         )
         advance_seeds[0]()
         trained = [
@@ -79,7 +76,7 @@ class VectorizedEngine(Engine):
                 for path, variable in zip(has_path, objective.variables, strict=True)
             ],
             norms,
-            _tree.map_tensors(_unstack, y_pred),
+            _tree.map_tensors(unstacked, y_pred),
         )
 
     def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
@@ -214,87 +211,3 @@ def _weighted_sum(
         if tensor is not None
     ]
     return tf.add_n(parts) + tf.cast(offset, parts[0].dtype) if parts else None
-
-
-def _map(
-    function: Callable[[Nest], Nest], elements: Nest, *, must_rehearse: bool
-) -> tuple[list[Tensor], Nest]:
-    """Apply a function to every element, all at once where TensorFlow can."""
-
-    def vectorized(elements: Nest) -> Nest:
-        with efficient_vectorization():
-            return tf.vectorized_map(function, elements, warn=False)
-
-    if not tf.executing_eagerly():
-        # A function of its own: what a failed attempt leaves behind must not run.
-        vectorized = tf.function(vectorized, autograph=False)
-    if must_rehearse and not _rehearse(vectorized, elements):
-        reason = "a loop over time or a convolution in groups cannot be vectorized"
-    else:
-        try:
-            mapped: tuple[list[Tensor], Nest] = vectorized(elements)
-            return mapped
-        # Whatever stops the tracing: an error of the model itself comes again.
-        except Exception as error:  # noqa: BLE001
-            reason = str(error)
-    logging.warning(
-        "tfdp takes the gradients of this model one example after the other, "
-        "which is slow: %s.",
-        reason,
-    )
-    # What a unit returns has other shapes than its rows, and `map_fn` has to be told.
-    of_first = keras.tree.map_structure(
-        lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), elements
-    )
-    outputs = tf.function(function).get_concrete_function(of_first).structured_outputs
-    signature = keras.tree.map_structure(
-        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), outputs
-    )
-    in_turn: tuple[list[Tensor], Nest] = tf.map_fn(
-        function, elements, fn_output_signature=signature
-    )
-    return in_turn
-
-
-def _rehearse(vectorized: Callable[[Nest], Nest], elements: Nest) -> bool:
-    """Run a vectorized map on two elements of zeros, to see whether it can."""
-    shapes = [tensor.shape[1:] for tensor in keras.tree.flatten(elements)]
-    if _keras.inside_xla() or not all(shape.is_fully_defined() for shape in shapes):
-        return False
-    with _keras.outside_of_graphs():
-        zeros = keras.tree.map_structure(
-            lambda tensor: tf.zeros([2, *tensor.shape[1:]], tensor.dtype), elements
-        )
-        try:
-            vectorized(zeros)
-        except Exception:  # noqa: BLE001 (whatever it is, map_fn does without)
-            return False
-    return True
-
-
-def _may_fail(model: keras.Model) -> bool:
-    """Tell whether the vectorized model may be traced, and then fail when it runs."""
-    # Loops over time do with XLA, and those with masks without; convolutions in groups
-    # may without XLA.
-    layers = _keras.flatten_layers(model)
-    has_loop = any(
-        isinstance(layer, keras.layers.RNN) and not layer.unroll for layer in layers
-    )
-    has_groups = any(
-        isinstance(layer, _CONVOLUTIONS) and layer.groups != 1 for layer in layers
-    )
-    return has_loop or (has_groups and not _keras.inside_xla())
-
-
-def _stack(rows: Tensor, rows_per_unit: int | Tensor) -> Tensor:
-    """(N, ...) -> (U, rows_per_unit, ...)."""
-    shape = tf.concat([[-1, rows_per_unit], tf.shape(rows)[1:]], 0)
-    stacked = tf.reshape(rows, shape)
-    known = rows_per_unit if isinstance(rows_per_unit, int) else None
-    return tf.ensure_shape(stacked, [None, known, *rows.shape[1:]])
-
-
-def _unstack(units: Tensor) -> Tensor:
-    """(U, rows_per_unit, ...) -> (N, ...)."""
-    rows = tf.reshape(units, tf.concat([[-1], tf.shape(units)[2:]], 0))
-    return tf.ensure_shape(rows, [None, *units.shape[2:]])

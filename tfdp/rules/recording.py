@@ -120,21 +120,32 @@ class Recording:
         model: The model.
         rows: Length of the leading axis of the model's inputs.
         moves: How the units have moved the variables, if they have.
+        is_of_one_unit: Whether the pass is of one unit alone. Then leading axes may be
+            of anything, and variables may be used anywhere.
 
     Attributes:
         tape: Has recorded the pass, from what is watched.
+        elsewhere: Of one unit alone: trainable variables that no rule answers for, by
+            their ids.
         watched: What was watched, in the order of the calls.
         repeats: Rows of the call that runs for each row of the batch.
         moves: See above.
     """
 
     def __init__(
-        self, model: keras.Model, rows: int | Tensor, moves: Moves | None = None
+        self,
+        model: keras.Model,
+        rows: int | Tensor,
+        moves: Moves | None = None,
+        *,
+        is_of_one_unit: bool = False,
     ) -> None:
         self.tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self.watched: list[Watched] = []
         self.repeats = 1
         self.moves = moves
+        self.elsewhere: dict[int, Variable] = {}
+        self._is_of_one_unit = is_of_one_unit
         self._model = model
         self._rows = rows
         # Inside of a layer's call `value` may be a cast copy: known by all its tensors.
@@ -160,10 +171,13 @@ class Recording:
         """
         with contextlib.ExitStack() as entered:
             entered.enter_context(self.tape)
+            if self._is_of_one_unit:
+                self.tape.watch([v.value for v in self._model.trainable_variables])
             outside = entered.enter_context(self._tape_of_variables())
             for path, layer in _keras.layers_by_path(self._model):
                 rule = find(layer) if layer.trainable_variables else None
-                if rule is None:
+                # The rule of all others takes the leading axis for one of rows.
+                if rule is None or (self._is_of_one_unit and rule is RULES[None]):
                     continue
                 run = functools.partial(self._run, rule, path, layer, layer.call)
                 call = functools.wraps(layer.call)(run)
@@ -198,8 +212,11 @@ class Recording:
                 outputs = rule(call)
             except UnsupportedLayerError as error:
                 # The pass goes on, to find whatever else cannot be recorded.
-                self._refusals.append(str(error))
-                return function(*args, **kwargs)
+                if not self._is_of_one_unit:
+                    self._refusals.append(str(error))
+                    return function(*args, **kwargs)
+                outputs = function(*args, **kwargs)
+                self._refuse_foreign(used.watched_variables(), [])
         self._refuse_foreign(used.watched_variables(), own_variables(layer))
         return outputs
 
@@ -218,7 +235,9 @@ class Recording:
         known = {id(variable) for variable in own}
         of_model = [self._trainable.get(id(variable)) for variable in used]
         foreign = {v.path: v for v in of_model if v is not None and id(v) not in known}
-        if foreign:
+        if self._is_of_one_unit:
+            self.elsewhere |= {id(variable): variable for variable in foreign.values()}
+        elif foreign:
             names = ", ".join(f"`{path}`" for path in foreign)
             self._refusals.append(
                 "Every variable must be used in the calls of its own layer, by a layer "
@@ -259,6 +278,8 @@ class Recording:
     def _with_rows(self, path: str, tensor: Tensor) -> Tensor:
         """Make sure that the leading axis holds the rows of the batch."""
         # Norms are taken along it: an axis of something else would be clipped instead.
+        if self._is_of_one_unit:
+            return tensor
         leading = tensor.shape[0] if tensor.shape.rank else 0
         if isinstance(self._rows, int) and leading is not None:
             if leading == self._rows * self.repeats:

@@ -1,0 +1,214 @@
+"""Book-keeping with each unit by itself against one example at a time in float64."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfdp
+from tests.engine_checks import BATCHES, NAN, OUTLIER, check, runner
+from tests.problems import PROBLEMS, Problem, cases, floats
+from tfdp.checks.engine import choose
+from tfdp.engines.apart import ApartEngine
+from tfdp.losses.objective import Objective
+
+pytestmark = pytest.mark.keras_private
+
+ENGINES = [ApartEngine()]
+TOKENS, LENGTH, WIDTH = 7, 4, 6
+
+
+class Positions(layers.Layer):
+    """Learned positions, looked up once for all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = layers.Embedding(TOKENS, WIDTH)
+        self.positions = layers.Embedding(LENGTH, WIDTH)
+
+    def call(self, x):
+        return self.tokens(x) + self.positions(ops.arange(LENGTH))
+
+
+class ClassToken(layers.Layer):
+    """A row of its own before the others, and a layer inside."""
+
+    def build(self, shape):
+        self.token = self.add_weight(shape=(1, 1, shape[-1]), name="token")
+        self.inner = layers.Dense(WIDTH)
+        self.inner.build(shape)
+
+    def call(self, x):
+        token = ops.broadcast_to(self.token, (ops.shape(x)[0], 1, x.shape[-1]))
+        return self.inner(ops.concatenate([token, x], axis=1))
+
+
+class OverNodes(layers.Layer):
+    """A recurrent layer on nodes times rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.over_time = layers.LSTM(3)
+
+    def call(self, x):
+        nodes, steps, width = x.shape[1:]
+        h = self.over_time(ops.reshape(x, (-1, steps, width)))
+        return ops.mean(ops.reshape(h, (-1, nodes, 3)), axis=1)
+
+
+class Tied(layers.Layer):
+    """Multiplies with the matrix of a layer inside, and with its transpose."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(WIDTH, "tanh")
+
+    def call(self, x):
+        return ops.matmul(self.inner(x), ops.transpose(self.inner.kernel))
+
+
+class Noisy(layers.Layer):
+    """Has a variable and no rule, and draws in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], initializer="ones")
+
+    def call(self, x):
+        noise = keras.random.normal(ops.shape(x), seed=self.seed_generator)
+        return x * self.scale + 0.1 * noise
+
+
+def text_model(*inner):
+    return keras.Sequential([
+        keras.Input((LENGTH,), dtype="int32"),
+        Positions(),
+        *inner,
+        layers.LayerNormalization(),
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(2, name="head"),
+    ])
+
+
+def tokens_and_targets(rng):
+    return rng.integers(TOKENS, size=LENGTH), rng.normal(size=2)
+
+
+# What book-keeping over the batch cannot take, by the name of what stops it.
+MODELS = {
+    "positions": Problem("positions", text_model, tokens_and_targets, "mse"),
+    "class_token": Problem(
+        "class_token",
+        lambda: text_model(ClassToken(), layers.Dense(WIDTH, "tanh")),
+        tokens_and_targets,
+        "mse",
+    ),
+    "tied": Problem("tied", lambda: text_model(Tied()), tokens_and_targets, "mse"),
+    "nodes": Problem(
+        "nodes",
+        lambda: keras.Sequential([
+            keras.Input((3, LENGTH, 2)),
+            OverNodes(),
+            layers.Dense(1),
+        ]),
+        floats((3, LENGTH, 2), 1),
+        "mse",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in MODELS])
+def test_what_stops_book_keeping_over_the_batch(name):
+    problem = MODELS[name]
+    objective = Objective.of(problem.build(), problem.loss())
+    assert choose("auto", objective, tuple(problem.batch(3))) == ApartEngine()
+    run = runner(problem, ENGINES)
+    for rows in (OUTLIER, (0,)):
+        check(problem, run, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["positions", "class_token"])
+@pytest.mark.parametrize("mode", ["eager", "xla"])
+def test_in_every_mode_with_units_of_two(name, mode):
+    problem = MODELS[name]
+    check(problem, runner(problem, ENGINES, mode, unit_size=2), OUTLIER, unit_size=2)
+
+
+QUICK = {"called_twice", "cnn", "masked_weighted", "unused"}
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(
+            problem, id=name, marks=[] if name in QUICK else [pytest.mark.slow]
+        )
+        for name, problem in PROBLEMS.items()
+        if problem.tags.isdisjoint({"random", "rnn"})
+    ],
+)
+def test_a_graph_equals_one_example_at_a_time(problem):
+    run = runner(problem, ENGINES)
+    for rows in BATCHES:
+        check(problem, run, rows)
+
+
+@pytest.mark.parametrize("name", ["attention", "conv2d_grouped", "dict_losses"])
+def test_units_of_two_examples(name):
+    problem = PROBLEMS[name]
+    run = runner(problem, ENGINES, "eager", unit_size=2)
+    check(problem, run, OUTLIER, unit_size=2)
+    check(problem, run, NAN, unit_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", cases(lacking={"random", "rnn"}, is_few=True))
+def test_every_tag_with_xla(problem):
+    check(problem, runner(problem, ENGINES, "xla"), OUTLIER)
+
+
+def test_random_layers_draw_for_each_example_and_each_call():
+    model = keras.Sequential([keras.Input((3,)), Noisy(), layers.Dense(1)])
+    x = np.ones((6, 3), "float32")
+    objective = Objective.of(model, "mse")
+    assert choose("auto", objective, (x, x[:, :1], None)) == ApartEngine()
+
+    def norms():
+        return np.asarray(
+            tfdp.clipped_gradients(model, "mse", x, x[:, :1], l2_norm_clip=1.0).norms
+        )
+
+    first, second = norms(), norms()
+    assert len(set(first)) == 6
+    assert not set(first) & set(second)
+
+
+def test_where_no_rule_reaches_anything_whole_gradients_are_taken(caplog):
+    model = keras.Sequential([keras.Input((3,)), Noisy()])
+    x = np.ones((4, 3), "float32")
+    with caplog.at_level("WARNING"):
+        engine = choose("auto", Objective.of(model, "mse"), (x, x, None))
+    assert engine.name == "vectorized"
+    assert "whole gradients" in caplog.text
+
+
+def test_a_model_trains_with_it_and_is_explained():
+    problem = MODELS["class_token"]
+    private = tfdp.DPModel(problem.build())
+    optimizer = tfdp.optimizers.DPSGD(
+        learning_rate=0.1, l2_norm_clip=1.0, noise_multiplier=1.0
+    )
+    private.compile(optimizer, problem.loss())
+    before = [variable.numpy() for variable in private.trainable_variables]
+    private.fit(*problem.batch(8)[:2], batch_size=4, verbose=0)
+    for variable, value in zip(private.trainable_variables, before, strict=True):
+        assert np.any(variable != value)
+    table = private.explain()
+    assert "embedding" in table
+    # Of the layer with a layer in it, nothing but its own variable.
+    (line,) = [row for row in table.splitlines() if "vectorized" in row]
+    assert "/token" in line

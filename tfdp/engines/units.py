@@ -1,0 +1,97 @@
+"""Runs a function on every unit of a batch, all units at once where TensorFlow can."""
+
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tfdp import _keras
+from tfdp._types import Nest, Tensor
+from tfdp.engines.vectorization import efficient_vectorization
+
+_CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+
+
+def map_units(
+    function: Callable[[Nest], Nest], elements: Nest, *, must_rehearse: bool
+) -> tuple[list[Tensor], Nest]:
+    """Apply a function to every element, all at once where TensorFlow can."""
+
+    def vectorized(elements: Nest) -> Nest:
+        with efficient_vectorization():
+            return tf.vectorized_map(function, elements, warn=False)
+
+    if not tf.executing_eagerly():
+        # A function of its own: what a failed attempt leaves behind must not run.
+        vectorized = tf.function(vectorized, autograph=False)
+    if must_rehearse and not _rehearse(vectorized, elements):
+        reason = "a loop over time or a convolution in groups cannot be vectorized"
+    else:
+        try:
+            mapped: tuple[list[Tensor], Nest] = vectorized(elements)
+            return mapped
+        # Whatever stops the tracing: an error of the model itself comes again.
+        except Exception as error:  # noqa: BLE001
+            reason = str(error)
+    logging.warning(
+        "tfdp takes the gradients of this model one example after the other, "
+        "which is slow: %s.",
+        reason,
+    )
+    # What a unit returns has other shapes than its rows, and `map_fn` has to be told.
+    of_first = keras.tree.map_structure(
+        lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), elements
+    )
+    outputs = tf.function(function).get_concrete_function(of_first).structured_outputs
+    signature = keras.tree.map_structure(
+        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), outputs
+    )
+    in_turn: tuple[list[Tensor], Nest] = tf.map_fn(
+        function, elements, fn_output_signature=signature
+    )
+    return in_turn
+
+
+def _rehearse(vectorized: Callable[[Nest], Nest], elements: Nest) -> bool:
+    """Run a vectorized map on two elements of zeros, to see whether it can."""
+    shapes = [tensor.shape[1:] for tensor in keras.tree.flatten(elements)]
+    if _keras.inside_xla() or not all(shape.is_fully_defined() for shape in shapes):
+        return False
+    with _keras.outside_of_graphs():
+        zeros = keras.tree.map_structure(
+            lambda tensor: tf.zeros([2, *tensor.shape[1:]], tensor.dtype), elements
+        )
+        try:
+            vectorized(zeros)
+        except Exception:  # noqa: BLE001 (whatever it is, map_fn does without)
+            return False
+    return True
+
+
+def may_fail(model: keras.Model) -> bool:
+    """Tell whether the vectorized model may be traced, and then fail when it runs."""
+    # Loops over time do with XLA, and those with masks without; convolutions in groups
+    # may without XLA.
+    layers = _keras.flatten_layers(model)
+    has_loop = any(
+        isinstance(layer, keras.layers.RNN) and not layer.unroll for layer in layers
+    )
+    has_groups = any(
+        isinstance(layer, _CONVOLUTIONS) and layer.groups != 1 for layer in layers
+    )
+    return has_loop or (has_groups and not _keras.inside_xla())
+
+
+def stacked(rows: Tensor, rows_per_unit: int | Tensor) -> Tensor:
+    """(N, ...) -> (U, rows_per_unit, ...)."""
+    shape = tf.concat([[-1, rows_per_unit], tf.shape(rows)[1:]], 0)
+    stacked = tf.reshape(rows, shape)
+    known = rows_per_unit if isinstance(rows_per_unit, int) else None
+    return tf.ensure_shape(stacked, [None, known, *rows.shape[1:]])
+
+
+def unstacked(units: Tensor) -> Tensor:
+    """(U, rows_per_unit, ...) -> (N, ...)."""
+    rows = tf.reshape(units, tf.concat([[-1], tf.shape(units)[2:]], 0))
+    return tf.ensure_shape(rows, [None, *units.shape[2:]])
