@@ -158,6 +158,6 @@ def test_other_leaves_are_refused_by_name_or_vectorized(leaf, rule_broken, caplo
         choose("bookkeeping", objective, tuple(problem.batch(ROWS)))
     assert rule_broken in str(refusal.value)
     assert leaf.__name__.lower() in str(refusal.value).lower()
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         check(problem, "auto")
-    assert "whole gradients" in caplog.text
+    assert "tfdp takes" in caplog.text
