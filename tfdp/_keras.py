@@ -535,12 +535,15 @@ def function_graph(graph: tf.Graph, name: str) -> tf.Graph:
         The graph of its body.
 
     Raises:
-        LookupError: If there is no such function.
+        LookupError: If there is no such function, or none that keeps its graph.
     """
     while graph is not None:
         function = graph._get_function(name)
         if function is not None:
-            return function.graph
+            # Those of TensorFlow 1, which its CTC loss is made of, keep none.
+            own: tf.Graph | None = getattr(function, "graph", None)
+            if own is not None:
+                return own
         graph = getattr(graph, "outer_graph", None)
     raise LookupError(name)
 

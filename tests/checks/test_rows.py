@@ -159,10 +159,37 @@ def of_neighbours(x):
 
 MEETING_POSITIONS = {
     "neighbours": of_neighbours,
+    "as many bins as the largest": lambda x: tf.math.bincount(
+        tf.cast(x[:, 0], tf.int32), minlength=4, maxlength=9, axis=-1
+    ),
+    "bins of all": lambda x: (
+        x * tf.cast(tf.math.bincount(tf.cast(x[:, 0, 0], tf.int32))[0], x.dtype)
+    ),
+    "segments of rows": lambda x: tf.math.unsorted_segment_sum(x, [0, 0, 1], 2),
+    "segments by data": lambda x: tf.math.unsorted_segment_sum(
+        tf.transpose(x, [1, 0, 2]), tf.cast(x[0, :, 0], tf.int32), 2
+    ),
+    "tiles beside flat positions": lambda x: (
+        flat_positions(x)
+        + tf.tile(tf.range(4.0, dtype=x.dtype), [tf.shape(x)[0]])[:, None]
+    ),
+    "positions behind and before": lambda x: (
+        flat_positions(x) + tf.reshape(x, [-1, D]) + zeros_as(flat_positions(x))
+    ),
     "other order": lambda x: tf.reshape(tf.transpose(x, [1, 0, 2]), tf.shape(x)),
     "flat softmax": lambda x: tf.nn.softmax(tf.reshape(x, [-1, D]), 0),
     "same position": lambda x: x - tf.reduce_mean(x, 0),
 }
+
+
+def flat_positions(x):
+    """Rows of every position, one position after the other."""
+    return tf.reshape(tf.transpose(x, [1, 0, 2]), [-1, D])
+
+
+def zeros_as(x):
+    """A state to begin with, as a recurrent layer makes it."""
+    return tf.zeros([tf.shape(x)[0], D], x.dtype)
 
 
 def number_of(x):
@@ -301,6 +328,53 @@ APART = {
             [1, 0, 2],
         ),
         (4, D),
+    ),
+    "loop over time of every position": (
+        lambda x: tf.transpose(
+            tf.reshape(
+                tf.scan(
+                    lambda h, t: tf.tanh(h) + t,
+                    flat_positions(x)[None] * tf.ones([3, 1, 1], x.dtype),
+                    zeros_as(flat_positions(x)),
+                )[-1],
+                [4, -1, D],
+            ),
+            [1, 0, 2],
+        ),
+        (4, D),
+    ),
+    "bins": (
+        lambda x: (
+            x
+            * tf.math.bincount(
+                tf.cast(x, tf.int32), minlength=D, maxlength=D, axis=-1, dtype=x.dtype
+            )
+        ),
+        (D,),
+    ),
+    "frames": (lambda x: tf.signal.frame(x, 4, 2), (10,)),
+    "segments": (
+        lambda x: tf.transpose(
+            tf.math.unsorted_segment_sum(
+                tf.transpose(x, [1, 0, 2]), tf.constant([1, 0, 1, 1]), 2
+            ),
+            [1, 0, 2],
+        ),
+        (4, D),
+    ),
+    "at most of at least": (
+        lambda x: (
+            x
+            * tf.ones(
+                [
+                    tf.maximum(2, tf.minimum(2, tf.cast(tf.reduce_max(x), tf.int32))),
+                    1,
+                    1,
+                ],
+                x.dtype,
+            )[0, 0]
+        ),
+        (D,),
     ),
     "positions": (lambda x: x + tf.range(4.0, dtype=x.dtype)[:, None], (4, D)),
     "noise": (lambda x: x + keras.random.normal(tf.shape(x), dtype=x.dtype), (D,)),
@@ -813,3 +887,20 @@ def test_rows_of_static_number_that_meet_are_found(name):
     if name in counts | {"own place", "place in a table", "gradient"}:
         pytest.skip("Where the number of rows is static, it is no secret.")
     assert found(MEETING[name], (D,), rows=6)
+
+
+def test_functions_that_keep_no_graph_are_not_known():
+    """TensorFlow's own CTC loss is made of such."""
+
+    def losses(x):
+        rows = tf.ones([tf.shape(x)[0]], tf.int32)
+        return tf.nn.ctc_loss(
+            tf.cast(x[:, :2, 0], tf.int32),
+            tf.cast(x, tf.float32),
+            2 * rows,
+            4 * rows,
+            logits_time_major=False,
+            blank_index=0,
+        )
+
+    assert any("While" in str(each.operation) for each in found(losses, (4, D)))

@@ -37,6 +37,7 @@ from tfdp.checks.values import (
     Value,
     have_rows,
     is_open,
+    laid_out,
     with_shape,
 )
 
@@ -106,12 +107,17 @@ class Analysis:
         kind = op.type
         if kind == "Const":
             return [_constant(op)]
-        if kind in _CALLS:
-            return self._called(op, op.get_attr("f").name, inputs)
-        if kind in _BRANCHES:
-            return self._branches(op, inputs)
-        if kind in _LOOPS:
-            return self._loop(op, inputs)
+        try:
+            if kind in _CALLS:
+                return self._called(op, op.get_attr("f").name, inputs)
+            if kind in _BRANCHES:
+                return self._branches(op, inputs)
+            if kind in _LOOPS:
+                return self._loop(op, inputs)
+        except LookupError:
+            # Whatever a function does that nobody can look into.
+            self._note_effect(self._node(op, inputs))
+            return self._node(op, inputs).unknown_outputs()
         node = self._node(op, inputs)
         # Shapes are computed: whether a reshape keeps rows whole is in their numbers.
         evaluate = CONSTANTS.get(kind)
@@ -233,6 +239,7 @@ class Analysis:
 
     def _join(self, op: tf.Operation, first: Value, second: Value) -> Value:
         """Return what holds for a tensor that is one or the other."""
+        first, second = laid_out([first, second])
         # What has rows says where they are; what is filled, what is in a list.
         leads = second.axis is not None or second.variable != NEW_LIST
         main, other = (
@@ -242,15 +249,17 @@ class Analysis:
         if WITHIN in (first.axis, second.axis):
             return main._replace(axis=WITHIN, numbers=None, causes=causes)
         node = self._node(op, [])
+        # After what is not known, rows may be elsewhere than they are looked for.
+        is_certain = all(each.is_certain for each in causes)
         if other.axis is not None and main[:2] != other[:2]:
             why = "has rows on another axis from one time to the next"
-            causes |= {node.cause(why)}
+            causes |= {node.cause(why, is_certain=is_certain)}
         lengths = _joined_lengths(main, other)
         if main.axis is not None and not _has_rows(lengths, main.axis):
             known = [each.lengths for each in (main, other) if each.axis is not None]
             if all(_has_rows(each, main.axis) for each in known):
                 why = "has another shape from one time to the next"
-                causes |= {node.cause(why)}
+                causes |= {node.cause(why, is_certain=is_certain)}
         numbers = _joined_numbers(first.numbers, second.numbers)
         name = main.variable
         if is_open(first) or is_open(second):

@@ -18,6 +18,7 @@ from tfdp.checks.values import (
     Value,
     causes_of,
     known,
+    laid_out,
 )
 
 
@@ -42,7 +43,8 @@ class Node:
     causes: frozenset[Cause] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """Collect what is the matter."""
+        """Collect what is the matter, and lay rows in what has equal entries."""
+        self.inputs = laid_out(self.inputs)
         self.causes = causes_of(self.inputs)
 
     @property
@@ -97,6 +99,13 @@ class Node:
         """Note that nothing is known of this operation."""
         why = "is not known to keep the rows of a batch apart"
         return self.mixed(why, is_certain=False)
+
+    def unknown_outputs(self) -> list[Value]:
+        """Note that of all its outputs."""
+        return [
+            dataclasses.replace(self, number=number).unknown()
+            for number in range(len(self.op.outputs))
+        ]
 
     def free(
         self, lengths: Lengths | None = None, causes: frozenset[Cause] | None = None

@@ -51,10 +51,13 @@ class Layout(NamedTuple):
     Attributes:
         times: How often all rows come one after the other.
         entries: How many consecutive entries each has.
+        is_alike: Whether all entries along the axis are equal, as zeros are: rows lie in
+            them in whatever way they lie in other tensors.
     """
 
     times: int = 1
     entries: int = 1
+    is_alike: bool = False
 
 
 PLAIN = Layout()
@@ -128,6 +131,22 @@ def have_rows(values: Iterable[Value]) -> bool:
 def causes_of(values: Iterable[Value]) -> frozenset[Cause]:
     """Collect all that is the matter with tensors."""
     return frozenset[Cause]().union(*(each.causes for each in values))
+
+
+def laid_out(values: Sequence[Value]) -> list[Value]:
+    """Lay the rows of what has equal entries as those of the others lie."""
+    layouts = {each.layout for each in values if each.axis is not None}
+    sure = {each for each in layouts if not each.is_alike}
+    if len(sure) != 1 or layouts == sure:
+        return list(values)
+    [layout] = sure
+    block = layout.times * layout.entries
+    return [
+        each._replace(layout=layout)
+        if each.layout.is_alike and each.layout.times * each.layout.entries == block
+        else each
+        for each in values
+    ]
 
 
 # In place of a variable's name: a list that has no tensors yet, or perhaps none. What is

@@ -25,7 +25,10 @@ def map_units(
     if not tf.executing_eagerly():
         # A function of its own: what a failed attempt leaves behind must not run.
         vectorized = tf.function(vectorized, autograph=False)
-    if must_rehearse and not _rehearse(vectorized, elements):
+    if any(each.dtype == tf.string for each in keras.tree.flatten(elements)):
+        # It would run, and stop where two rows have not as many words.
+        reason = "strings may have any number of words"
+    elif must_rehearse and not _rehearse(vectorized, elements):
         reason = "a loop over time or a convolution in groups cannot be vectorized"
     else:
         try:

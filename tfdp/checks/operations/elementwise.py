@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdp._types import Tensor
 from tfdp.checks.node import ANY, Node, broadcast, of_numbers, rule
 from tfdp.checks.sizes import constant, is_fixed
 from tfdp.checks.values import Value, causes_of, have_rows
@@ -49,7 +50,7 @@ _ELEMENTWISE = """
     Ceil ClipByValue Complex ComplexAbs Conj Cos Cosh Digamma Div DivNoNan Elu Erf
     Erfc Erfcinv Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual
     Igamma Igammac Imag Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift Less
-    LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod
+    LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Mod
     Mul MulNoNan Ndtri Neg NextAfter NotEqual Polygamma PopulationCount Pow Real
     RealDiv Reciprocal Relu Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign
     Sin Sinh Softplus Softsign Sqrt Square SquaredDifference Sub Tan Tanh
@@ -68,6 +69,40 @@ _ELEMENTWISE = """
 @rule(*_ELEMENTWISE.split(), rows_in=ANY)
 def _elementwise(node: Node) -> Value:
     return joined(node, node.inputs)
+
+
+@rule("Minimum", "Maximum", rows_in=ANY)
+def _bounded(node: Node) -> Value:
+    bound = _bound(node.op)
+    if bound is None:
+        return joined(node, node.inputs)
+    return of_numbers(node, constant(bound))
+
+
+def _bound(op: tf.Operation) -> int | None:
+    """Return what is smaller than one whole number and larger than another, if equal.
+
+    At most 5 of at least 5, whatever that is, is 5: so sizes are asked for that data
+    may not change.
+    """
+    other = {"Minimum": "Maximum", "Maximum": "Minimum"}[op.type]
+    for outer, inner in (op.inputs, list(op.inputs)[::-1]):
+        if inner.op.type != other or inner.shape.rank != 0:
+            continue
+        bound = _whole_number(outer)
+        for limit in map(_whole_number, inner.op.inputs):
+            if bound is None or limit is None:
+                continue
+            if limit >= bound if op.type == "Minimum" else limit <= bound:
+                return bound
+    return None
+
+
+def _whole_number(tensor: Tensor) -> int | None:
+    if not tensor.dtype.is_integer or tensor.shape.rank != 0:
+        return None
+    number = tf.get_static_value(tensor)
+    return None if number is None else int(number)
 
 
 @rule("Equal", rows_in=ANY)

@@ -56,3 +56,17 @@ def _gather_nd(node: Node) -> Value:
         return node.rows_of(indices)
     own = indices.lengths[:-1]
     return node.like(indices.with_lengths([*own, *rest[len(own) :]]))
+
+
+@rule(
+    *("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin"),
+    *("UnsortedSegmentProd",),
+)
+def _segments(node: Node) -> Value:
+    value, places, number = node.inputs
+    depth = len(places.shape)
+    if value.axis is not None and value.axis < depth:
+        return node.mixed("puts rows together by their numbers")
+    # The first axes become one, of which each segment has an entry.
+    length = None if number.numbers is None else number.numbers.item()
+    return node.like(value.dropped(range(depth)).inserted(0, length))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tfdp._types import Array
 from tfdp.checks.node import (
     ANY,
     NONE,
@@ -104,8 +105,21 @@ def _split(node: Node) -> Value:
 
 @rule("SplitV")
 def _split_by_sizes(node: Node) -> Value:
-    value, _, along = node.inputs
-    return _part(node, value, axis_from(along, len(value.shape)), None)
+    value, sizes, along = node.inputs
+    axis = axis_from(along, len(value.shape))
+    if value.numbers is not None and sizes.numbers is not None:
+        return of_numbers(node, _numbers_of_part(node, value, sizes, axis))
+    return _part(node, value, axis, None)
+
+
+def _numbers_of_part(node: Node, value: Value, sizes: Value, axis: int) -> Array:
+    """Return what is in one part of a small tensor, given how long the parts are."""
+    numbers = known(value.numbers)
+    lengths = [int(n) for n in known(sizes.numbers).ravel()]
+    if -1 in lengths:
+        lengths[lengths.index(-1)] += numbers.shape[axis] - sum(lengths)
+    first = sum(lengths[: node.number])
+    return numbers.take(range(first, first + lengths[node.number]), axis)
 
 
 def _part(node: Node, value: Value, axis: int, length: Length | None) -> Value:
@@ -151,3 +165,16 @@ def _matrix_diag(node: Node) -> Value:
     if value.from_end is not None and value.from_end >= (-1 if is_one else -2):
         return node.unknown()
     return node.rows_of(value)
+
+
+@rule("DenseBincount", rows_in=[0, 2])
+def _dense_bincount(node: Node) -> Value:
+    value, size, weights = node.inputs
+    if len(value.shape) != 2:
+        return node.mixed("counts over the rows")
+    # Weights are those of each entry, or none.
+    with_rows = [each for each in (value, weights) if each.axis is not None]
+    if any(each[:2] != with_rows[0][:2] or each.axis != 0 for each in with_rows):
+        return node.mixed("counts over the rows")
+    lengths = (value.shape[0], None if size.numbers is None else size.numbers.item())
+    return node.like((with_rows or node.inputs)[0]._replace(lengths=lengths))

@@ -23,7 +23,7 @@ from tfdp.checks.sizes import (
     reduced_axes,
     settled,
 )
-from tfdp.checks.values import Layout, Value, known
+from tfdp.checks.values import PLAIN, Layout, Value, known
 
 
 @rule("Shape", "ShapeN", "Size", rows_in=ANY)
@@ -65,7 +65,7 @@ def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
     if value.axis is None:
         return node.free(lengths, causes)
     # Flat, the entries are: before, times, rows, entries, after.
-    times, entries = value.layout
+    times, entries, _ = value.layout
     own = value.lengths or ()
     ahead = known_product([*own[: value.axis], times])
     behind = known_product([*own[value.axis + 1 :], entries])
@@ -85,10 +85,12 @@ def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
         layout = Layout(of_row // (behind // new_behind), behind // new_behind)
         if is_same_length(product([*lengths[:axis], layout.times]), ahead):
             return node.like(Value(axis, layout, lengths), causes)
-    # With whole rows somewhere they may only be in another order.
+    # With whole rows somewhere they may only be in another order; after what is not
+    # known, they may be elsewhere.
     has_rows = any(node.entries_of(length) for length in lengths)
+    is_certain = not has_rows and all(each.is_certain for each in causes)
     why = "puts parts of different rows together"
-    return node.mixed(why, is_certain=not has_rows, causes=causes)
+    return node.mixed(why, is_certain=is_certain, causes=causes)
 
 
 @rule("Reshape", rows_in=ANY)
@@ -156,7 +158,10 @@ def _fill(node: Node) -> Value:
     shape, value = node.inputs
     if shape.numbers is None:
         return node.free()
-    return node.free(lengths_from(shape), value.causes)
+    filled = node.free(lengths_from(shape), value.causes)
+    if filled.layout == PLAIN:
+        return filled
+    return filled._replace(layout=filled.layout._replace(is_alike=True))
 
 
 @rule("Empty", rows_in=NONE)
