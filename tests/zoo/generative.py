@@ -1,0 +1,188 @@
+"""Models with losses of their own, and those that draw whenever they are called."""
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+from tests.zoo.entry import Entry, images, numbers
+
+
+class Sampling(layers.Layer):
+    """Draws from the distribution that an encoder says."""
+
+    def __init__(self, chance, **kwargs):
+        super().__init__(**kwargs)
+        self.chance = chance
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, inputs):
+        mean, log_variance = inputs
+        drawn = keras.random.normal(ops.shape(mean), seed=self.seed_generator)
+        drawn = ops.cast(self.chance * drawn, mean.dtype)
+        return mean + ops.exp(0.5 * log_variance) * drawn
+
+
+class VAE(keras.Model):
+    """Its loss is one of its input and of what the encoder says."""
+
+    def __init__(self, chance):
+        super().__init__()
+        inputs = keras.Input((8, 8, 1))
+        x = layers.Conv2D(3, 3, 2, padding="same", activation="relu")(inputs)
+        x = layers.Dense(6, "relu")(layers.Flatten()(x))
+        mean, log_variance = layers.Dense(2)(x), layers.Dense(2)(x)
+        drawn = Sampling(chance)([mean, log_variance])
+        self.encoder = keras.Model(inputs, [mean, log_variance, drawn])
+        self.decoder = keras.Sequential([
+            keras.Input((2,)),
+            layers.Dense(4 * 4 * 2, "relu"),
+            layers.Reshape((4, 4, 2)),
+            layers.Conv2DTranspose(1, 3, 2, padding="same"),
+        ])
+
+    def call(self, x):
+        mean, log_variance, drawn = self.encoder(x)
+        return {
+            "mean": mean,
+            "log_variance": log_variance,
+            "image": self.decoder(drawn),
+        }
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        away = ops.square(ops.cast(x, y_pred["image"].dtype) - y_pred["image"])
+        mean, log_variance = y_pred["mean"], y_pred["log_variance"]
+        apart = -0.5 * (1 + log_variance - ops.square(mean) - ops.exp(log_variance))
+        return ops.mean(ops.sum(away, (1, 2, 3)) + ops.sum(apart, 1))
+
+
+class Diffusion(keras.Model):
+    """Finds the noise in what it has made noisy, of as much as it draws."""
+
+    def __init__(self, chance):
+        super().__init__()
+        self.chance = chance
+        self.seed_generator = keras.random.SeedGenerator(1)
+        self.convolved = layers.Conv2D(3, 3, padding="same", activation="swish")
+        self.amount = layers.Dense(3)
+        self.output_layer = layers.Conv2D(1, 3, padding="same")
+
+    def call(self, images):
+        rows = ops.shape(images)[0]
+        draw = keras.random.uniform((rows, 1, 1, 1), seed=self.seed_generator)
+        angle = 0.2 + self.chance * ops.cast(draw, images.dtype)
+        noise = keras.random.normal(ops.shape(images), seed=self.seed_generator)
+        noise = 0.5 + self.chance * ops.cast(noise, images.dtype)
+        noisy = ops.cos(angle) * images + ops.sin(angle) * noise
+        waves = angle * ops.cast(np.array([1.0, 2.0, 4.0]), images.dtype)
+        waves = ops.concatenate([ops.sin(waves), ops.cos(waves)], axis=-1)
+        x = self.convolved(noisy) + self.amount(waves)
+        return self.output_layer(x) - noise
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        return ops.mean(ops.abs(y_pred))
+
+
+class VectorQuantizer(layers.Layer):
+    """Takes the nearest of a few vectors; gradients go straight through."""
+
+    def build(self, shape):
+        self.codes = self.add_weight(
+            shape=(shape[-1], 5), initializer="random_normal", name="codes"
+        )
+
+    def call(self, x):
+        flat = ops.reshape(x, (-1, x.shape[-1]))
+        away = (
+            ops.sum(flat**2, 1, keepdims=True)
+            + ops.sum(self.codes**2, 0)
+            - 2 * ops.matmul(flat, self.codes)
+        )
+        nearest = ops.one_hot(ops.argmin(away, 1), 5, dtype=x.dtype)
+        found = ops.matmul(nearest, ops.transpose(self.codes))
+        return ops.reshape(found, ops.shape(x))
+
+
+class VQVAE(keras.Model):
+    """An autoencoder between whose halves only the numbers of vectors pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = layers.Conv2D(3, 3, 2, padding="same")
+        self.quantizer = VectorQuantizer()
+        self.decoder = layers.Conv2DTranspose(1, 3, 2, padding="same")
+
+    def call(self, x):
+        encoded = self.encoder(x)
+        found = self.quantizer(encoded)
+        through = encoded + ops.stop_gradient(found - encoded)
+        return {"image": self.decoder(through), "encoded": encoded, "found": found}
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        encoded, found = y_pred["encoded"], y_pred["found"]
+        return (
+            ops.mean(ops.square(ops.cast(x, encoded.dtype) - y_pred["image"]))
+            + ops.mean(ops.square(ops.stop_gradient(found) - encoded)) / 4
+            + ops.mean(ops.square(found - ops.stop_gradient(encoded)))
+        )
+
+
+class Flow(keras.Model):
+    """Invertible layers, whose loss is how unlikely what comes in is."""
+
+    def __init__(self):
+        super().__init__()
+        self.nets = [
+            keras.Sequential([layers.Dense(6, "tanh"), layers.Dense(4, "tanh")])
+            for _ in range(2)
+        ]
+
+    def call(self, x):
+        volume = 0
+        for n, net in enumerate(self.nets):
+            mask = ops.cast(np.array([n % 2, 1 - n % 2]), x.dtype)
+            scale, shift = ops.split(net(x * mask), 2, axis=-1)
+            scale, shift = scale * (1 - mask), shift * (1 - mask)
+            x = x * ops.exp(scale) + shift
+            volume += ops.sum(scale, -1)
+        return x, volume
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        code, volume = y_pred
+        return ops.mean(0.5 * ops.sum(ops.square(code), -1) - volume)
+
+
+def vae(chance):
+    return VAE(chance)
+
+
+def diffusion(chance):
+    return Diffusion(chance)
+
+
+def vq_vae(_):
+    return VQVAE()
+
+
+def flow(_):
+    return Flow()
+
+
+def monte_carlo_dropout(chance):
+    """Drops in training and afterwards, to tell how sure it is."""
+    inputs = keras.Input((6,))
+    x = layers.Dense(8, "relu")(inputs)
+    x = layers.Dropout(0.3 * chance)(x, training=True)
+    x = layers.Dense(8, "relu")(x)
+    x = layers.Dropout(0.3 * chance)(x, training=True)
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+IMAGES = images(8, 8, 1, classes=None)
+
+ENTRIES = [
+    Entry("vae", vae, IMAGES, None, "bookkeeping"),
+    Entry("diffusion", diffusion, IMAGES, None, "bookkeeping"),
+    Entry("vq_vae", vq_vae, IMAGES, None, "bookkeeping"),
+    Entry("flow", flow, images(2, classes=None), None, "bookkeeping"),
+    Entry("monte_carlo_dropout", monte_carlo_dropout, numbers(6), "mse", "bookkeeping"),
+]
