@@ -16,6 +16,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.zoo import ZOO, Entry
+from tests.zoo.entry import engine_of
 
 BATCH, STEPS = 32, 12
 
@@ -65,7 +66,7 @@ def _private(entry: Entry) -> tuple[str, tuple[float, float]]:
         sampling="shuffle",
     )
     times = _timed(private.fit, declared)
-    return private._checked.engine.name, times
+    return engine_of(private), times
 
 
 def _line(entry: Entry) -> str:

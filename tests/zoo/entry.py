@@ -8,6 +8,9 @@ from typing import Any
 import keras
 import numpy as np
 
+import tfdp
+from tfdp.engines.apart import ApartEngine
+
 ROWS = 6
 # The row that is scaled until nothing but its clipped gradient is left of it.
 OUTLIER = 2
@@ -24,7 +27,8 @@ class Entry:
         rows: Draws ``(x, y)`` of so many rows from a generator.
         loss: Of each row; what makes a Keras loss, or its name. None if the model
             overrides `compute_loss`.
-        engine: Which one `tfdp.DPModel` chooses.
+        engine: Which one `tfdp.DPModel` chooses; "apart": book-keeping with each example
+            by itself.
         is_quick: Whether the quick tests train it.
         dtype: In which it is compared: float32 where TensorFlow or Keras has no other.
     """
@@ -53,6 +57,12 @@ class Entry:
         weights = np.ones(_shape_of_losses(y))
         weights[OUTLIER] = 1000
         return x, y, weights
+
+
+def engine_of(private: tfdp.DPModel) -> str:
+    """Tell how the examples of a model in training are clipped, as an `Entry` does."""
+    engine = private._checked.engine
+    return "apart" if isinstance(engine, ApartEngine) else engine.name
 
 
 def _shape_of_losses(y: np.ndarray) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import tfdp
 from tests.problems import precision
 from tests.reference import clipped_sum
 from tests.zoo import ZOO, Entry
-from tests.zoo.entry import OUTLIER, ROWS
+from tests.zoo.entry import OUTLIER, ROWS, engine_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -83,7 +83,7 @@ def test_clipped_as_single_rows(entry):
         tolerance = 1e-8 if entry.dtype == "float64" else 1e-4
         before = [variable.numpy() for variable in model.trainable_variables]
         private = trained(entry, model, batch, clip)
-        assert private._checked.engine.name == entry.engine
+        assert engine_of(private) == entry.engine
         for variable, start, total in zip(
             model.trainable_variables, before, expected, strict=True
         ):
@@ -98,7 +98,7 @@ def test_clipped_as_single_rows(entry):
 def test_engine_with_chance(entry):
     """What a model draws does not change which engine clips it."""
     private = trained(entry, entry.build(1.0), entry.batch(), 1.0)
-    assert private._checked.engine.name == entry.engine
+    assert engine_of(private) == entry.engine
     assert all(np.isfinite(v).all() for v in private.model.get_weights())
 
 

@@ -197,10 +197,8 @@ ENTITIES = words(LENGTH, IDS, LENGTH, classes=4)
 OPINIONS = words(LENGTH, IDS, 1, classes=2)
 
 ENTRIES = [
-    Entry(
-        "transformer_classifier", transformer_classifier, WORDS, CLASSES, "vectorized"
-    ),
-    Entry("miniature_gpt", miniature_gpt, NEXT_WORDS, CLASSES, "vectorized"),
+    Entry("transformer_classifier", transformer_classifier, WORDS, CLASSES, "apart"),
+    Entry("miniature_gpt", miniature_gpt, NEXT_WORDS, CLASSES, "apart"),
     Entry(
         "masked_language_model",
         masked_language_model,
@@ -211,10 +209,8 @@ ENTRIES = [
     Entry("entity_recognition", entity_recognition, ENTITIES, CLASSES, "bookkeeping"),
     Entry("bidirectional_lstm", bidirectional_lstm, OPINIONS, YES_OR_NO, "bookkeeping"),
     Entry("seq2seq_lstm", seq2seq_lstm, letters, CLASSES, "bookkeeping"),
-    Entry(
-        "seq2seq_transformer", seq2seq_transformer, translations, CLASSES, "vectorized"
-    ),
+    Entry("seq2seq_transformer", seq2seq_transformer, translations, CLASSES, "apart"),
     Entry("fourier", fourier, WORDS, CLASSES, "bookkeeping"),
     Entry("text_cnn", text_cnn, OPINIONS, YES_OR_NO, "bookkeeping"),
-    Entry("raw_text", raw_text, raw_sentences, CLASSES, "vectorized"),
+    Entry("raw_text", raw_text, raw_sentences, CLASSES, "apart"),
 ]

@@ -407,11 +407,11 @@ IMAGES = images(8, 8, 3)
 
 ENTRIES = [
     Entry("vit_class_token", vit_class_token, IMAGES, CLASSES, "bookkeeping", True),
-    Entry("vit_patch_encoder", vit_patch_encoder, IMAGES, CLASSES, "vectorized"),
+    Entry("vit_patch_encoder", vit_patch_encoder, IMAGES, CLASSES, "apart"),
     Entry("mlp_mixer", mlp_mixer, IMAGES, CLASSES, "bookkeeping"),
     Entry("conv_mixer", conv_mixer, IMAGES, CLASSES, "bookkeeping"),
     Entry("cct", cct, IMAGES, CLASSES, "bookkeeping"),
-    Entry("swin", swin, IMAGES, CLASSES, "vectorized"),
+    Entry("swin", swin, IMAGES, CLASSES, "apart"),
     Entry("unet", unet, segments, CLASSES, "bookkeeping"),
     Entry("siamese", siamese, pairs, YES_OR_NO, "bookkeeping"),
     Entry(
@@ -426,15 +426,13 @@ ENTRIES = [
     Entry(
         "autoencoder", autoencoder, images(8, 8, 1, classes=None), "mse", "bookkeeping"
     ),
-    Entry(
-        "conv_lstm", conv_lstm, images(3, 6, 6, 1, classes=None), "mse", "vectorized"
-    ),
+    Entry("conv_lstm", conv_lstm, images(3, 6, 6, 1, classes=None), "mse", "apart"),
     Entry("video", video, images(3, 6, 6, 1), CLASSES, "bookkeeping"),
     Entry(
         "squeeze_and_excitation", squeeze_and_excitation, IMAGES, CLASSES, "bookkeeping"
     ),
     Entry("super_resolution", super_resolution, resolutions, "mae", "bookkeeping"),
-    Entry("perceiver", perceiver, IMAGES, CLASSES, "vectorized"),
+    Entry("perceiver", perceiver, IMAGES, CLASSES, "apart"),
     Entry("spatial_gating", spatial_gating, IMAGES, CLASSES, "bookkeeping"),
     Entry("bag_of_instances", bag_of_instances, bags, CLASSES, "bookkeeping"),
     Entry(
