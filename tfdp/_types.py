@@ -3,7 +3,7 @@
 Neither ships types, so to a type checker each of these is `Any`. They are for readers.
 """
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -28,3 +28,15 @@ Config: TypeAlias = dict[str, Any]
 
 # What Keras gives its callbacks.
 Logs: TypeAlias = dict[str, Any] | None
+
+
+class Padded(NamedTuple):
+    """A batch on its way to a step, in which padding fills what has no rows.
+
+    Attributes:
+        rows: `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+        is_padding: Marks the rows that are none, bool, shape `(n,)`.
+    """
+
+    rows: Nest
+    is_padding: Nest

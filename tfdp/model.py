@@ -43,6 +43,7 @@ from tfdp.training.arguments import (
     check_class_weight,
     check_inputs,
     check_loss,
+    check_no_class_weight,
     check_optimizer,
     check_targets,
     check_trainable,
@@ -433,6 +434,8 @@ class DPModel(TrainingFunctions):
             shuffle=shuffle,
             sampling=self.sampling,
         )
+        if data.drawn is not None and data.drawn.is_padded:
+            check_no_class_weight(class_weight)
         callbacks = sorted_callbacks(callbacks)
         to_run = range(initial_epoch, epochs)
         with self._training(data, callbacks, to_run, class_weight) as (data, callbacks):

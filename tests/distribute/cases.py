@@ -89,6 +89,7 @@ CASES = {
         loss=lambda loss: losses.SAT(loss, radius=0.05),
         callbacks=lambda: [callbacks.BiasLogger(every=3)],
     ),
+    "bounded": Case(data="bounded"),
     "quantile": Case(
         noise_multiplier=0.6,
         callbacks=lambda: [callbacks.AdaptiveQuantileClip(target_quantile=0.5)],
@@ -135,9 +136,14 @@ def fit(case: Case, strategy: tf.distribute.Strategy | None = None) -> tuple[Any
     private = tfdp.DPModel(model, **case.model)
     loss = None if case.has_own_loss else case.loss(crossentropy())
     private.compile(optimizer, loss, metrics=["accuracy"], **case.compile)
-    if case.data == "poisson":
+    if case.data in ("poisson", "bounded"):
         data = tfdp.data.PoissonDataset(
-            x, y, expected_batch_size=BATCH, seed=5, steps_per_epoch=case.steps // 2
+            x,
+            y,
+            expected_batch_size=BATCH,
+            max_batch_size=20 if case.data == "bounded" else None,
+            seed=5,
+            steps_per_epoch=case.steps // 2,
         )
     else:
         data = tfdp.data.declare(

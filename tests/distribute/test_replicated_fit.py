@@ -45,7 +45,10 @@ def assert_as_on_one_device(found, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [["eager"], ["passes", "vectorized", "jit", "sat", "median", "declared"]],
+    [
+        ["eager"],
+        ["passes", "vectorized", "jit", "sat", "median", "declared", "bounded"],
+    ],
     ids=lambda names: f"{names[0]}_to_{names[-1]}",
 )
 def test_two_mirrored_devices_train_as_one(names, tmp_path):

@@ -140,7 +140,8 @@ def _composed_rdp(segments: tuple[Segment, ...]) -> rdp.RdpAccountant:
     known = _known_part(segments)
     result = copy.deepcopy(_composed_rdp(known))
     for segment in segments[len(known) :]:
-        result.compose(segment.event())
+        scheme, noise_multiplier = segment.scheme, segment.noise_multiplier
+        result.compose(scheme.rdp_event(segment.count, noise_multiplier))
     return result
 
 
@@ -187,6 +188,8 @@ def _loss(
             return _loss(event.event, interval).self_compose(event.count)
         case dp_accounting.PoissonSampledDpEvent():
             return _loss_of_a_draw(event, interval)
+    if type(event).__name__ == "TruncatedSubsampledGaussianDpEvent":
+        return _loss_of_a_truncated_draw(event, interval)
     raise TypeError(
         "A scheme's `event` must be composed of Gaussian releases and Poisson draws of "
         f"them. Received: {event!r}."
@@ -205,6 +208,20 @@ def _loss_of_a_draw(
         release.event.noise_multiplier,
         value_discretization_interval=interval,
         sampling_prob=release.sampling_probability,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _loss_of_a_truncated_draw(
+    release: dp_accounting.DpEvent, interval: float
+) -> privacy_loss_distribution.PrivacyLossDistribution:
+    """Return the distribution of the privacy loss of one step with a full batch, too."""
+    return privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(
+        release.dataset_size,
+        release.sampling_probability,
+        release.truncated_batch_size,
+        release.noise_multiplier,
+        value_discretization_interval=interval,
     )
 
 

@@ -1,5 +1,6 @@
 """What a training costs users who have several examples in it."""
 
+import dataclasses
 import functools
 import math
 
@@ -52,10 +53,15 @@ def user_epsilon(
         .. [1] Choquette-Choo et al., "Privacy Amplification for Matrix Mechanisms",
            2023, section 3. https://arxiv.org/abs/2310.15526
     """
+    of_one = epsilon([segment], delta, accountant)
+    # Each example of the user that is drawn may have made room for another one.
+    change = segment.scheme.most_change_in_clips
+    segment = dataclasses.replace(
+        segment, noise_multiplier=segment.noise_multiplier / change
+    )
     noise_multiplier = segment.noise_multiplier / max_examples_per_user
     # As if all were in every batch.
     together = Segment(Unknown(), segment.count, noise_multiplier)
-    of_one = epsilon([segment], delta, accountant)
     if max_examples_per_user == 1:
         return of_one
     log_chances = tuple(segment.scheme.log_chances(max_examples_per_user).tolist())

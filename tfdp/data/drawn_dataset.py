@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfdp import _validate
-from tfdp._types import Nest
+from tfdp._types import Nest, Padded
 from tfdp.errors import NotPrivateError
 from tfdp.sampling import Scheme, fresh_key, seeded_key
 
@@ -138,7 +138,7 @@ class DrawnDataset(keras.utils.PyDataset):
         """Return the number of batches in an epoch."""
         return self._steps
 
-    def __getitem__(self, index: int) -> tuple[Nest, ...]:
+    def __getitem__(self, index: int) -> tuple[Nest, ...] | Padded:
         """Draw a batch that was never drawn before.
 
         Args:
@@ -147,7 +147,8 @@ class DrawnDataset(keras.utils.PyDataset):
 
         Returns:
             `(x,)`, `(x, y)` or `(x, y, sample_weight)`: NumPy arrays (tensors for
-            strings) with the drawn rows, in the structure of the data.
+            strings) with the drawn rows, in the structure of the data. Where batches
+            are padded, that and which rows are padding.
 
         Raises:
             IndexError: If `index` lies outside the epoch.
@@ -157,9 +158,40 @@ class DrawnDataset(keras.utils.PyDataset):
                 different dtypes.
             ValueError: If a source gives rows of different shapes.
         """
-        return self.rows_at(
-            self._scheme.draw(self._key, *self._next_draw(operator.index(index)))
+        return self.batch_of(
+            self._draw(self._key, *self._next_draw(operator.index(index)))
         )
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether batches have padding, and come as `Padded`."""
+        return self._scheme.slots is not None
+
+    def batch_of(self, indices: NDArray[np.int64]) -> tuple[Nest, ...] | Padded:
+        """Return rows in the form of a batch, without a draw.
+
+        Args:
+            indices: Of a draw, or consecutive ones of it; -1 for padding.
+
+        Returns:
+            As `self[0]`.
+
+        Raises:
+            TypeError: If a source gives rows of different dtypes.
+            ValueError: If a source gives rows of different shapes.
+        """
+        if not self.is_padded:
+            return self.rows_at(indices)
+        rows: tuple[Nest, ...] = keras.tree.map_structure(
+            lambda source: source.take_or_fill(indices), self._rows
+        )
+        return Padded(rows, indices < 0)
+
+    def _draw(self, key: int, *draw: int) -> NDArray[np.int64]:
+        """Return the rows of a draw, with -1 where there is padding."""
+        indices = self._scheme.draw(key, *draw)
+        missing = (self._scheme.slots or 0) - len(indices)
+        return np.pad(indices, (0, max(0, missing)), constant_values=-1)
 
     def first_rows(self, number: int) -> tuple[Nest, ...]:
         """Return the first rows, without a draw."""
@@ -201,7 +233,8 @@ class DrawnDataset(keras.utils.PyDataset):
             number_of_draws: How many will be used, each once.
 
         Returns:
-            A function from the number of a draw, from 0, to the indices of its rows.
+            A function from the number of a draw, from 0, to the indices of its rows,
+            with -1 for padding.
         """
         key = self._key if self._seeded else key
         # Keras ends an epoch before it trains.
@@ -210,7 +243,7 @@ class DrawnDataset(keras.utils.PyDataset):
 
         def draw(number: int) -> NDArray[np.int64]:
             epochs, index = divmod(number, self._steps)
-            return self._scheme.draw(key, first + epochs, index)
+            return self._draw(key, first + epochs, index, 0)
 
         return draw
 

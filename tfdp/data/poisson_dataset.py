@@ -1,11 +1,13 @@
 """Batches drawn by Poisson sampling, in the form that `fit` takes."""
 
+import warnings
+
 import keras
 
 from tfdp._types import Nest
 from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.data.rows import rows_of
-from tfdp.sampling import Poisson, poisson_probability
+from tfdp.sampling import Poisson, TruncatedPoisson, poisson_probability
 
 
 class PoissonDataset(DrawnDataset):
@@ -45,6 +47,12 @@ class PoissonDataset(DrawnDataset):
         sample_weight: Factors on the losses of the examples; needs `y`.
         expected_batch_size: Mean number of examples in a batch, a whole number from
             1 to the number of examples.
+        max_batch_size: A bound on the number of examples in a batch, which must not
+            come from the data. A draw above it loses a uniformly random part, and every
+            batch is padded to it: `data[0]` is then the batch and a bool array that
+            marks the padding, which takes part in no gradient and in no metric. A bound
+            near `expected_batch_size` costs much epsilon: a warning says so. One that
+            is six standard deviations above it costs less than a percent.
         steps_per_epoch: Number of batches in an epoch. Defaults to the number of
             examples over `expected_batch_size`, rounded up.
         seed: Makes the draws predictable, for tests only: a warning says so. In
@@ -71,6 +79,15 @@ class PoissonDataset(DrawnDataset):
 
         >>> data.workers = 4
 
+        Batches of one size:
+
+        >>> data = PoissonDataset(
+        ...     np.ones((1000, 3)), expected_batch_size=50, max_batch_size=95
+        ... )
+        >>> (x,), is_padding = data[0]
+        >>> x.shape, is_padding.shape
+        ((95, 3), (95,))
+
     References:
         .. [1] Abadi et al., "Deep Learning with Differential Privacy", CCS 2016.
            https://arxiv.org/abs/1607.00133
@@ -83,6 +100,7 @@ class PoissonDataset(DrawnDataset):
         sample_weight: Nest = None,
         *,
         expected_batch_size: int,
+        max_batch_size: int | None = None,
         steps_per_epoch: int | None = None,
         seed: int | None = None,
     ) -> None:
@@ -93,4 +111,35 @@ class PoissonDataset(DrawnDataset):
             number_of_examples=number_of_examples,
         )
         scheme = Poisson(number_of_examples, expected_batch_size)
+        if max_batch_size is not None:
+            scheme = truncated(scheme, max_batch_size)
         super().__init__(rows, scheme, steps_per_epoch, seed)
+
+
+def truncated(scheme: Poisson, max_batch_size: int) -> TruncatedPoisson:
+    """Bound a scheme's batches, with a warning where that costs epsilon.
+
+    Args:
+        scheme: Draws them.
+        max_batch_size: The bound.
+
+    Returns:
+        The scheme with the bound.
+
+    Raises:
+        TypeError: If the bound is not a number.
+        ValueError: If it is not a whole number, or below the mean.
+    """
+    bounded = TruncatedPoisson(
+        scheme.number_of_examples, scheme.expected_batch_size, max_batch_size
+    )
+    if bounded.max_batch_size < bounded.free_bound:
+        warnings.warn(
+            "`max_batch_size` is near the expected batch size: draws that it cuts cost "
+            "far more epsilon than others, up to several times as much in all. Received: "
+            f"max_batch_size={max_batch_size}, expected_batch_size="
+            f"{scheme.expected_batch_size}. Use `max_batch_size={bounded.free_bound}`, "
+            "which costs less than a percent.",
+            stacklevel=3,
+        )
+    return bounded

@@ -48,6 +48,30 @@ class Rows:
     def __str__(self) -> str:
         return f"{self._name}.shape={(self._length, *self._row_shape)}"
 
+    def take_or_fill(self, indices: NDArray[np.int64]) -> Nest:
+        """Return some of the rows in any order, with padding among them.
+
+        Args:
+            indices: Shape `(n,)`, distinct but for -1, where the result has zeros or
+                empty strings.
+
+        Returns:
+            As `take`.
+
+        Raises:
+            TypeError: As `take`.
+            ValueError: As `take`.
+        """
+        places = np.argsort(indices, kind="stable")
+        places = places[np.count_nonzero(indices < 0) :]
+        rows = self.take(indices[places])
+        if self._dtype == _STRINGS:
+            shape = (len(indices), *self._row_shape)
+            return tf.scatter_nd(places[:, np.newaxis], rows, shape)
+        filled = np.zeros((len(indices), *self._row_shape), rows.dtype)
+        filled[places] = rows
+        return filled
+
     def take(self, indices: NDArray[np.int64]) -> Nest:
         """Return some of the rows.
 

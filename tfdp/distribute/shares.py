@@ -94,7 +94,7 @@ def shared_out(
         if drawn is None:
             shares = _shares_of_batches(data.x, part, replicas.processes > 1)
         else:
-            shares = _shares_of_rows(drawn.rows, draw, part, drawn.workers)
+            shares = _shares_of_rows(drawn, draw, part)
         if class_weight is not None:
             shares = shares.map(functools.partial(_with_class_weight, class_weight))
         return shares.prefetch(2 * part.replicas)
@@ -271,24 +271,20 @@ def _digest(sources: list[Rows], key: int) -> list[int]:
     return [int(word) for word in np.frombuffer(digest.digest(), np.int64)]
 
 
-def _shares_of_rows(
-    rows: tuple[Nest, ...], draw: _Draw, part: _Part, workers: int
-) -> tf.data.Dataset:
+def _shares_of_rows(data: DrawnDataset, draw: _Draw, part: _Part) -> tf.data.Dataset:
     """Return, without an end, the shares of the replicas of one process in turn."""
     # The replicas of a process ask for the same draw one after the other, and read
     # ahead into the next one.
     draw = functools.lru_cache(maxsize=2)(draw)
-    nothing = keras.tree.map_structure(lambda each: each.take(np.array([], int)), rows)
+    nothing = data.batch_of(np.array([], int))
     leaves = keras.tree.flatten(nothing)
 
     def read(element: NDArray[np.int64]) -> list[Nest]:
         number, place = divmod(int(element), part.replicas)
         indices = draw(number)
         first, behind = part.bounds(len(indices), place)
-        taken = [
-            np.asarray(each.take(indices[first:behind]))
-            for each in keras.tree.flatten(rows)
-        ]
+        batch = data.batch_of(indices[first:behind])
+        taken = map(np.asarray, keras.tree.flatten(batch))
         return [np.int64(zlib.crc32(indices.tobytes())), *taken]
 
     def share(element: Tensor) -> Share:
@@ -302,7 +298,8 @@ def _shares_of_rows(
         return Share(fingerprint, keras.tree.pack_sequence_as(nothing, taken))
 
     elements = tf.data.Dataset.counter()
-    return elements.map(share, num_parallel_calls=max(workers, 1), deterministic=True)
+    workers = max(data.workers, 1)
+    return elements.map(share, num_parallel_calls=workers, deterministic=True)
 
 
 def _shares_of_batches(

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp import _keras, _tree
 from tfdp._tracing import tracing
-from tfdp._types import Loss, Nest, Tensor, Variable
+from tfdp._types import Loss, Nest, Padded, Tensor, Variable
 from tfdp._views_per_example import views_per_example
 from tfdp.ascent.losses import Ascent
 from tfdp.errors import UnsupportedLossError
@@ -42,6 +42,8 @@ class Batch(NamedTuple):
         """Return data in the forms that Keras takes, or a batch, as a batch."""
         if isinstance(data, cls):
             return data
+        if isinstance(data, Padded):
+            return cls.of(data.rows)._replace(is_padding=data.is_padding)
         return cls(*keras.utils.unpack_x_y_sample_weight(data))
 
 

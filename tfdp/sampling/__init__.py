@@ -9,4 +9,5 @@ from tfdp.sampling.scheme import Scheme as Scheme
 from tfdp.sampling.scheme import samplings as samplings
 from tfdp.sampling.scheme import scheme_of_kind as scheme_of_kind
 from tfdp.sampling.shuffled import Shuffled as Shuffled
+from tfdp.sampling.truncated_poisson import TruncatedPoisson as TruncatedPoisson
 from tfdp.sampling.unknown import Unknown as Unknown

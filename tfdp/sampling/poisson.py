@@ -14,6 +14,8 @@ from tfdp.sampling.scheme import Scheme
 
 _KEY_BITS = 128
 _WORD_BITS = 64
+# What else is random in a draw begins so many blocks behind its coins.
+_FAR = 2**63
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Poisson(Scheme):
     """
 
     kind: ClassVar[str] = "poisson_steps"
-    sampling: ClassVar[str] = "poisson"
+    sampling: ClassVar[str | None] = "poisson"
     label: ClassVar[str] = "Poisson-sampled"
 
     number_of_examples: int
@@ -190,12 +192,26 @@ def poisson_indices(
         raise ValueError(
             f"`draw` must be three whole numbers in [0, 2^64). Received: draw={draw!r}."
         )
-    # Philox counts blocks in the lowest of four words. The name of the draw fills
-    # the other three, so that no two draws share a block.
-    philox = np.random.Philox(key=int(key), counter=np.array([0, *draw], np.uint64))
-    random = np.random.Generator(philox)
+    random = _generator(key, draw)
     size = random.binomial(examples, probability)
     return np.sort(random.choice(examples, size, replace=False, shuffle=False))
+
+
+def second_generator(key: int, draw: Sequence[int]) -> np.random.Generator:
+    """Return what else is random in a draw, independent of which examples it has.
+
+    Args:
+        key: Of `poisson_indices`, likewise secret.
+        draw: Likewise, the name of the draw.
+    """
+    return _generator(key, draw, block=_FAR)
+
+
+def _generator(key: int, draw: Sequence[int], block: int = 0) -> np.random.Generator:
+    # Philox counts blocks in the lowest of four words. The name of the draw fills
+    # the other three, so that no two draws share a block.
+    counter = np.array([block, *draw], np.uint64)
+    return np.random.Generator(np.random.Philox(key=int(key), counter=counter))
 
 
 def _fits(value: object, bits: int) -> bool:

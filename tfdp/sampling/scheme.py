@@ -41,6 +41,8 @@ class Scheme(abc.ABC):
         allows_units: Whether several examples may share a clipped gradient: not where
             one example more would shift all groups behind it.
         is_shuffled_by_keras: Whether Keras's own shuffling of arrays draws it.
+        most_change_in_clips: By how many clip norms a batch changes, at most, with
+            each of its examples that goes: 2 where another one may take its place.
         number_of_examples: Size of the data set, which is public; None if unknown.
         expected_batch_size: Expected number of examples in a batch, likewise.
         examples_per_unit: Examples that share one clipped gradient.
@@ -52,6 +54,7 @@ class Scheme(abc.ABC):
     counts: ClassVar[str] = "steps"
     allows_units: ClassVar[bool] = False
     is_shuffled_by_keras: ClassVar[bool] = False
+    most_change_in_clips: ClassVar[int] = 1
 
     number_of_examples: int | None
     expected_batch_size: int | None
@@ -98,6 +101,11 @@ class Scheme(abc.ABC):
         A unit of several examples does not vanish with one of them: it is replaced.
         """
         return 1 if self.examples_per_unit == 1 else 2
+
+    @property
+    def slots(self) -> int | None:
+        """Examples that every batch is padded to; None where it is as it was drawn."""
+        return None
 
     @property
     def sampling_probability(self) -> float:
@@ -165,6 +173,10 @@ class Scheme(abc.ABC):
                 self.sampling_probability, release
             )
         return dp_accounting.SelfComposedDpEvent(release, count)
+
+    def rdp_event(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
+        """Return what RDP takes them for: `event`, or an upper bound that it knows."""
+        return self.event(count, noise_multiplier)
 
     @abc.abstractmethod
     def words(self, count: int, noise: str) -> str:

@@ -128,6 +128,22 @@ def check_targets(y: Nest, *, has_own_loss: bool) -> None:
         )
 
 
+def check_no_class_weight(class_weight: dict[int, float] | None) -> None:
+    """Refuse weights of classes for batches with padding, which Keras cannot weigh.
+
+    Args:
+        class_weight: As in `keras.Model.fit`.
+
+    Raises:
+        ValueError: If there are some.
+    """
+    if class_weight is not None:
+        raise ValueError(
+            "`class_weight` cannot weigh batches with padding. Received: class_weight="
+            f"{class_weight!r}. Use `sample_weight=weight_of_class[y]`."
+        )
+
+
 def check_class_weight(
     class_weight: dict[int, float] | None,
     sample_weight: Nest,

@@ -48,6 +48,9 @@ def with_sizes(
             "`num_microbatches=None`, or `DPModel(model, sampling='shuffle')`."
         )
     physical_batch_size = clipper.physical_batch_size
+    if physical_batch_size is None and scheme.slots is not None:
+        # Each replica has a share of the batches, which are of one size.
+        physical_batch_size = -(-scheme.slots // clipper.replicas.number)
     if physical_batch_size is not None:
         check_whole_units(physical_batch_size, examples_per_unit)
     elif clipper.jit_compile:
