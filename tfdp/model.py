@@ -251,17 +251,23 @@ class DPModel(TrainingFunctions):
         """
         return self.ledger.epsilon(delta)
 
-    def privacy_statement(self, delta: float) -> str:
+    def privacy_statement(
+        self, delta: float, *, max_examples_per_user: int | None = None
+    ) -> str:
         """Say what guarantee holds for the trained weights, and what it leaves out.
 
         Args:
             delta: In (0, 1); smaller than one over the number of examples.
+            max_examples_per_user: How many rows a user has at most, if the text is to
+                say what holds for a user: see `tfdp.data.bound_contributions`.
 
         Returns:
             Several paragraphs and a table, as plain text. If plain Keras has trained the
             wrapped model since it became private, that comes first.
         """
-        text = privacy_statement(self.ledger, delta)
+        text = privacy_statement(
+            self.ledger, delta, max_examples_per_user=max_examples_per_user
+        )
         own_steps = steps_of_plain_keras(self.model)
         if not own_steps:
             return text

@@ -7,6 +7,7 @@ import pytest
 from tfdp.accounting.ledger import Ledger, compose
 from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSteps
 from tfdp.accounting.statement import privacy_report, privacy_statement
+from tfdp.accounting.users import user_epsilon
 from tfdp.compat.tf_privacy_accounting import compute_dp_sgd_privacy_statement
 
 # Much noise, which makes it cheap to account for.
@@ -243,3 +244,30 @@ def test_a_report_of_nothing():
 def test_a_report_refuses_bad_deltas(delta):
     with pytest.raises(ValueError, match="`delta`"):
         privacy_report(Ledger(), delta)
+
+
+def test_users_with_several_rows_have_a_figure_of_their_own():
+    run = PoissonSteps(128, 2.0, 1000, 10)
+    both = Ledger().add(run, ShuffledPasses(1, 30.0, 1000, 10))
+    of_four = user_epsilon(run, 1e-6, max_examples_per_user=4, accountant="PLD")
+    statement = privacy_statement(Ledger().add(run), 1e-6, max_examples_per_user=4)
+    assert f"at most 4 rows, all of them together, it is ({of_four:.3f}," in filled_out(
+        statement
+    )
+    assert of_four > Ledger().add(run).epsilon(1e-6)
+    half = [
+        user_epsilon(each, 5e-7, max_examples_per_user=4, accountant="PLD")
+        for each in both.segments
+    ]
+    statement = privacy_statement(both, 1e-6, max_examples_per_user=4)
+    assert f"it is ({sum(half):.3f}, 1e-06)" in filled_out(statement)
+    nothing = Ledger().add(PoissonSteps(1, 0.0, 1000, 10))
+    assert "Nothing is proven for all rows" in privacy_statement(
+        nothing, 1e-6, max_examples_per_user=4
+    )
+    with pytest.raises(ValueError, match="max_examples_per_user"):
+        privacy_statement(both, 1e-6, max_examples_per_user=0)
+
+
+def filled_out(text):
+    return " ".join(text.split())

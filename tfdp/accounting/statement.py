@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
-from tfdp._validate import probability
+from tfdp._validate import positive_int, probability
 from tfdp.accounting.accountant import epsilon, reported_epsilon
 from tfdp.accounting.ledger import Ledger
 from tfdp.accounting.segments import Segment, segment_to_dict
 from tfdp.accounting.text import filled
+from tfdp.accounting.users import user_epsilon
 
 _Segments: TypeAlias = tuple[Segment, ...]
 
@@ -44,7 +45,9 @@ _NOT_COVERED = (
 )
 
 
-def privacy_statement(ledger: Ledger, delta: float) -> str:
+def privacy_statement(
+    ledger: Ledger, delta: float, *, max_examples_per_user: int | None = None
+) -> str:
     """Say in words what a ledger proves, and what it does not.
 
     The epsilon stated is that of what really ran, the smaller of the bounds of both
@@ -55,6 +58,9 @@ def privacy_statement(ledger: Ledger, delta: float) -> str:
         ledger: What was run.
         delta: Probability with which the bound may fail, between 0 and 1. A value of
             ``1 / number_of_examples`` or more draws a warning.
+        max_examples_per_user: How many rows a user has at most; then the text says what
+            holds for all of them together, by mixtures of Gaussians [1]_. Whoever
+            trains sees to it: `tfdp.data.bound_contributions`.
 
     Returns:
         The text, with epsilon rounded to three decimals.
@@ -68,6 +74,10 @@ def privacy_statement(ledger: Ledger, delta: float) -> str:
         >>> ledger = Ledger().add(PoissonSteps(14_063, 1.1, 60_000, 256))
         >>> print(privacy_statement(ledger, delta=1e-5).splitlines()[0])
         This training is (2.382, 1e-05)-differentially private.
+
+    References:
+        .. [1] Choquette-Choo et al., "Privacy Amplification for Matrix Mechanisms",
+           2023, section 3. https://arxiv.org/abs/2310.15526
     """
     delta = probability("delta", delta)
     run, planned = ledger.merged().segments, ledger.planned().merged().segments
@@ -77,6 +87,7 @@ def privacy_statement(ledger: Ledger, delta: float) -> str:
         _headline(reported_epsilon(planned, delta), delta),
         *_cautions(ledger, planned, delta),
         filled(_unit(planned)),
+        *_users(planned, delta, max_examples_per_user),
         filled(_ADJACENCY),
         *_lists(run, planned),
         _table(run, planned, delta),
@@ -211,6 +222,30 @@ def _unit(segments: _Segments) -> str:
         )
     assumptions = dict.fromkeys(segment.scheme.assumption() for segment in segments)
     return " ".join([text, *filter(None, assumptions)])
+
+
+def _users(segments: _Segments, delta: float, examples: int | None) -> Iterator[str]:
+    """Yield what holds for all examples of a user, if their number is bounded."""
+    if examples is None:
+        return
+    examples = positive_int("max_examples_per_user", examples)
+    # Segments are composed by adding up what each costs at its part of delta.
+    part = delta / max(1, len(segments))
+    figure = sum(
+        user_epsilon(
+            segment, part, max_examples_per_user=examples, accountant=_ACCOUNTANTS[1]
+        )
+        for segment in segments
+        if segment.count
+    )
+    if math.isinf(figure):
+        yield filled("Nothing is proven for all rows of one user together.")
+        return
+    yield filled(
+        f"For a user with at most {examples} rows, all of them together, it is "
+        f"({figure:.3f}, {delta:g})-differentially private. That no user has more rows "
+        "is taken on trust."
+    )
 
 
 def _lists(run: _Segments, planned: _Segments) -> Iterator[str]:

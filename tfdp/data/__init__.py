@@ -2,5 +2,6 @@
 
 from tfdp.data.declared import DeclaredDataset, declare
 from tfdp.data.poisson_dataset import PoissonDataset
+from tfdp.data.users import bound_contributions
 
-__all__ = ["DeclaredDataset", "PoissonDataset", "declare"]
+__all__ = ["DeclaredDataset", "PoissonDataset", "bound_contributions", "declare"]
