@@ -45,8 +45,10 @@ from tfdp.training.arguments import (
     check_loss,
     check_no_class_weight,
     check_optimizer,
+    check_protects,
     check_targets,
     check_trainable,
+    check_unit,
     check_wrapped,
 )
 from tfdp.training.augmentation import Augmentation
@@ -76,8 +78,8 @@ class DPModel(TrainingFunctions):
     batch, as on one device: clipped sums are added up, and get one noise.
 
     Guarantees:
-        Neighbouring data sets differ in one record, a row of `x`, that one of them
-        replaces by an empty row. For these ``epsilon(delta)`` bounds what the weights
+        Neighbouring data sets differ in one record, a row of `x` or all rows of a user,
+        that one of them replaces by an empty one. For these ``epsilon(delta)`` bounds what the weights
         after every step reveal. The metrics in the logs are not private;
         `privacy_statement` lists what is not covered.
 
@@ -95,6 +97,9 @@ class DPModel(TrainingFunctions):
             one step. By default a batch runs whole.
         sampling: For arrays given to `fit`: `"poisson"`; `"shuffle"`, whose epsilon is
             larger; or the `sampling` name of a `tfdp.sampling.Scheme` of your own.
+        unit: What is protected: `"example"`, a row of `x`; or `"user"`, all rows that
+            `fit(..., user_ids=)` gives one user. Each step then draws users by
+            independent coin flips, and clips the mean gradient of a user's rows.
         augmentation: A Keras layer, or a function of a batch of inputs, that makes a
             random view of each row by itself. The gradient of an example is then the
             mean over `augmentation_multiplicity` views of it, taken before clipping
@@ -138,6 +143,7 @@ class DPModel(TrainingFunctions):
         engine: str | engines.Engine = "auto",
         physical_batch_size: int | None = None,
         sampling: str = "poisson",
+        unit: str = "example",
         augmentation: keras.layers.Layer | Callable[[Nest], Nest] | None = None,
         augmentation_multiplicity: int = 1,
         **kwargs: object,
@@ -149,6 +155,7 @@ class DPModel(TrainingFunctions):
                 "physical_batch_size", physical_batch_size
             )
         _validate.one_of("sampling", sampling, tuple(samplings()))
+        check_unit(unit, sampling)
         views = Augmentation.of(model, augmentation, augmentation_multiplicity)
         kwargs.setdefault("name", f"private_{model.name}")
         replicas = replicas_of(model)
@@ -159,6 +166,7 @@ class DPModel(TrainingFunctions):
         self.engine = engine
         self.physical_batch_size = physical_batch_size
         self.sampling = sampling
+        self.unit = unit
         self._model_ledger = ModelLedger(self)
         self.recorder = self._model_ledger.recorder
         # So `tf.train.Checkpoint` has the ledger.
@@ -388,6 +396,9 @@ class DPModel(TrainingFunctions):
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
         validation_freq: int = 1,
+        *,
+        user_ids: Nest = None,
+        examples_per_user: int | None = None,
     ) -> keras.callbacks.History:
         """Train privately, with the arguments of `keras.Model.fit`.
 
@@ -412,6 +423,12 @@ class DPModel(TrainingFunctions):
             validation_steps: As in Keras.
             validation_batch_size: As in Keras.
             validation_freq: As in Keras.
+            user_ids: For `unit="user"` and arrays: the user of each row, whole numbers
+                or strings, shape ``(n,)``. `batch_size` is then the expected number of
+                users in a step, and the divisor.
+            examples_per_user: With them: how many rows of a user take part in a step,
+                at most; of more a secret random part does. A public number, which must
+                not come from the data. A step takes time for so many rows of each user.
 
         Returns:
             The history of the logs, which are not private.
@@ -427,6 +444,11 @@ class DPModel(TrainingFunctions):
         self._get_ready()
         check_inputs(x)
         check_class_weight(class_weight, sample_weight, y, self.model)
+        if user_ids is not None and validation_split:
+            raise ValueError(
+                "`validation_split` would cut users in two. Received: validation_split="
+                f"{validation_split} beside `user_ids`. Use `validation_data=...`."
+            )
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_for_validation(
                 (x, y, sample_weight), validation_split
@@ -439,7 +461,10 @@ class DPModel(TrainingFunctions):
             steps_per_epoch=steps_per_epoch,
             shuffle=shuffle,
             sampling=self.sampling,
+            user_ids=user_ids,
+            examples_per_user=examples_per_user,
         )
+        check_protects(self.unit, data.scheme)
         if data.drawn is not None and data.drawn.is_padded:
             check_no_class_weight(class_weight)
         callbacks = sorted_callbacks(callbacks)
@@ -514,7 +539,7 @@ class DPModel(TrainingFunctions):
                         data,
                         replicas,
                         epochs=len(epochs),
-                        rows_per_unit=session.scheme.examples_per_unit,
+                        rows_per_unit=session.clipper.rows_per_unit,
                         class_weight=class_weight,
                     )
                 self.__dict__["_acting"] = session.callbacks
@@ -701,6 +726,7 @@ class DPModel(TrainingFunctions):
         callbacks: Sequence[StepCallback] = (),
     ) -> Session:
         """Return what a step is made for whose batch nobody has described."""
+        check_protects(self.unit, UNDECLARED)
         clipper = self._clipper(UNDECLARED)
         self._check_batch(batch, rows, clipper)
         session = self._checked.session(
@@ -731,7 +757,8 @@ class DPModel(TrainingFunctions):
         batch_size = data.static_batch_size
         if self.run_eagerly and batch_size is None:
             # Layers see how many rows there are; this stands for all numbers.
-            batch_size = data.scheme.expected_batch_size
+            users = data.scheme.expected_batch_size
+            batch_size = users and users * data.scheme.rows_per_example
         sizes, spec = self._checked.sizes(batch_size, clipper), data.element_spec
         if spec is None or not self._checked.knows(spec, sizes):
             data, sample = data.with_sample()
@@ -802,6 +829,7 @@ class DPModel(TrainingFunctions):
             "engine": self.engine if isinstance(self.engine, str) else self.engine.name,
             "physical_batch_size": self.physical_batch_size,
             "sampling": self.sampling,
+            "unit": self.unit,
             "name": self.name,
         }
         if self._augmentation is not None:

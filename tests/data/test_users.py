@@ -18,7 +18,7 @@ from tfdp.data.users import Users, bound_contributions
     ids=str,
 )
 def test_users_are_numbered_by_their_first_rows(ids):
-    users = Users("ids", ids)
+    users = Users("ids", ids, 1)
     assert users.of_rows.tolist() == [0, 1, 0, 2]
     assert [users.rows(user).tolist() for user in range(len(users))] == [
         [0, 2],

@@ -90,6 +90,15 @@ CASES = {
         callbacks=lambda: [callbacks.BiasLogger(every=3)],
     ),
     "bounded": Case(data="bounded"),
+    "users": Case(
+        data="users",
+        noise_multiplier=0.6,
+        model={"unit": "user", "physical_batch_size": 6},
+        callbacks=lambda: [
+            callbacks.AdaptiveQuantileClip(target_quantile=0.5),
+            callbacks.BiasLogger(every=3),
+        ],
+    ),
     "quantile": Case(
         noise_multiplier=0.6,
         callbacks=lambda: [callbacks.AdaptiveQuantileClip(target_quantile=0.5)],
@@ -136,12 +145,14 @@ def fit(case: Case, strategy: tf.distribute.Strategy | None = None) -> tuple[Any
     private = tfdp.DPModel(model, **case.model)
     loss = None if case.has_own_loss else case.loss(crossentropy())
     private.compile(optimizer, loss, metrics=["accuracy"], **case.compile)
-    if case.data in ("poisson", "bounded"):
+    if case.data != "declared":
         data = tfdp.data.PoissonDataset(
             x,
             y,
             expected_batch_size=BATCH,
             max_batch_size=20 if case.data == "bounded" else None,
+            user_ids=np.arange(ROWS) % 17 if case.data == "users" else None,
+            examples_per_user=3 if case.data == "users" else None,
             seed=5,
             steps_per_epoch=case.steps // 2,
         )

@@ -47,7 +47,16 @@ def assert_as_on_one_device(found, name):
     "names",
     [
         ["eager"],
-        ["passes", "vectorized", "jit", "sat", "median", "declared", "bounded"],
+        [
+            "passes",
+            "vectorized",
+            "jit",
+            "sat",
+            "median",
+            "declared",
+            "bounded",
+            "users",
+        ],
     ],
     ids=lambda names: f"{names[0]}_to_{names[-1]}",
 )

@@ -202,16 +202,30 @@ def _delta_message(segments: _Segments, delta: float) -> str:
     return (
         f"`delta` must be well below 1 / number_of_examples to mean anything: a "
         f"mechanism that publishes one whole record satisfies a larger one. Received: "
-        f"delta={delta:g}, number_of_examples={_most_examples(segments)}."
+        f"delta={delta:g}, number_of_examples={_most_examples(segments)}"
+        f"{' (users)' if {s.scheme.unit for s in segments} == {'user'} else ''}."
     )
 
 
 def _unit(segments: _Segments) -> str:
-    text = (
-        "Protected is one example, that is one row of x. Several rows of one person "
-        "are not one row: together they are protected less "
-        "(`compute_dp_sgd_privacy_statement` with `max_examples_per_user` says how much)."
-    )
+    units = {segment.scheme.unit for segment in segments}
+    if units == {"user"}:
+        text = (
+            "Protected is one user, that is all rows of x with the same id. The mean "
+            "gradient of a user's rows is clipped, so their number does not matter."
+        )
+    else:
+        text = (
+            "Protected is one example, that is one row of x. Several rows of one person "
+            "are not one row: together they are protected less "
+            "(`privacy_statement` with `max_examples_per_user` says how much)."
+        )
+    if len(units) > 1:
+        # The mean gradient of the others in a unit moves with one row.
+        text += (
+            " Some of the steps had users as units: all figures hold only for users who "
+            "have one row."
+        )
     sizes = {s.scheme.examples_per_unit for s in segments} - {1}
     if sizes:
         text += (

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from tfdp import _validate
 from tfdp._types import Nest, Padded
+from tfdp.data.users import Users
 from tfdp.errors import NotPrivateError
 from tfdp.sampling import Scheme, fresh_key, seeded_key
+from tfdp.sampling.poisson import second_generator
 
 
 class DrawnDataset(keras.utils.PyDataset):
@@ -30,6 +32,7 @@ class DrawnDataset(keras.utils.PyDataset):
         steps_per_epoch: Number of batches in an epoch. Defaults to the number of
             examples over the expected batch size, rounded up.
         seed: Makes the draws predictable, for tests only: a warning says so.
+        users: Whose rows they are, if the scheme draws users.
 
     Raises:
         TypeError: If a number has the wrong type.
@@ -42,14 +45,17 @@ class DrawnDataset(keras.utils.PyDataset):
         scheme: Scheme,
         steps_per_epoch: int | None = None,
         seed: int | None = None,
+        users: Users | None = None,
     ) -> None:
         super().__init__()
         self._rows = rows
         self._scheme = scheme
         self._number_of_examples = len(keras.tree.flatten(rows)[0])
+        self._users = users
         if steps_per_epoch is None:
-            size = scheme.expected_batch_size or self._number_of_examples
-            steps_per_epoch = -(-self._number_of_examples // size)
+            examples = self._number_of_examples if users is None else len(users)
+            size = scheme.expected_batch_size or examples
+            steps_per_epoch = -(-examples // size)
         self._steps = _validate.positive_int("steps_per_epoch", steps_per_epoch)
         self._seeded = seed is not None
         self._key = fresh_key() if seed is None else seeded_key(seed)
@@ -73,17 +79,17 @@ class DrawnDataset(keras.utils.PyDataset):
 
     @property
     def number_of_examples(self) -> int:
-        """Number of examples that the batches are drawn from."""
+        """Number of rows that the batches are drawn from."""
         return self._number_of_examples
 
     @property
     def expected_batch_size(self) -> int | None:
-        """Mean number of examples in a batch."""
+        """Mean number of examples, or users, in a batch."""
         return self._scheme.expected_batch_size
 
     @property
     def sampling_probability(self) -> float:
-        """Probability with which each example is in a batch."""
+        """Probability with which each example, or user, is in a batch."""
         return self._scheme.sampling_probability
 
     @property
@@ -165,7 +171,7 @@ class DrawnDataset(keras.utils.PyDataset):
     @property
     def is_padded(self) -> bool:
         """Whether batches have padding, and come as `Padded`."""
-        return self._scheme.slots is not None
+        return self._users is not None or self._scheme.slots is not None
 
     def batch_of(self, indices: NDArray[np.int64]) -> tuple[Nest, ...] | Padded:
         """Return rows in the form of a batch, without a draw.
@@ -190,6 +196,8 @@ class DrawnDataset(keras.utils.PyDataset):
     def _draw(self, key: int, *draw: int) -> NDArray[np.int64]:
         """Return the rows of a draw, with -1 where there is padding."""
         indices = self._scheme.draw(key, *draw)
+        if self._users is not None:
+            return self._users.laid_out(indices, second_generator(key, draw))
         missing = (self._scheme.slots or 0) - len(indices)
         return np.pad(indices, (0, max(0, missing)), constant_values=-1)
 

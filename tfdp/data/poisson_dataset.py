@@ -7,7 +7,13 @@ import keras
 from tfdp._types import Nest
 from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.data.rows import rows_of
-from tfdp.sampling import Poisson, TruncatedPoisson, poisson_probability
+from tfdp.data.users import users_of
+from tfdp.sampling import (
+    Poisson,
+    PoissonUsers,
+    TruncatedPoisson,
+    poisson_probability,
+)
 
 
 class PoissonDataset(DrawnDataset):
@@ -53,6 +59,13 @@ class PoissonDataset(DrawnDataset):
             marks the padding, which takes part in no gradient and in no metric. A bound
             near `expected_batch_size` costs much epsilon: a warning says so. One that
             is six standard deviations above it costs less than a percent.
+        user_ids: For `DPModel(unit="user")`: the user of each row, whole numbers or
+            strings, shape ``(n,)``. Users are drawn then, and `expected_batch_size` is
+            their mean number. A batch has `examples_per_user` rows for each, padded as
+            with `max_batch_size`.
+        examples_per_user: How many rows of a user are in a batch, at most: of more a
+            secret random part, another one in each draw. A public number, which must
+            not come from the data; memory and time grow with it.
         steps_per_epoch: Number of batches in an epoch. Defaults to the number of
             examples over `expected_batch_size`, rounded up.
         seed: Makes the draws predictable, for tests only: a warning says so. In
@@ -101,19 +114,32 @@ class PoissonDataset(DrawnDataset):
         *,
         expected_batch_size: int,
         max_batch_size: int | None = None,
+        user_ids: Nest = None,
+        examples_per_user: int | None = None,
         steps_per_epoch: int | None = None,
         seed: int | None = None,
     ) -> None:
         rows = rows_of(x, y, sample_weight)
-        number_of_examples = len(keras.tree.flatten(rows)[0])
+        number_of_rows = len(keras.tree.flatten(rows)[0])
+        users = users_of(user_ids, examples_per_user, number_of_rows)
+        number_of_examples = number_of_rows if users is None else len(users)
         poisson_probability(
             expected_batch_size=expected_batch_size,
             number_of_examples=number_of_examples,
         )
         scheme = Poisson(number_of_examples, expected_batch_size)
-        if max_batch_size is not None:
+        if users is not None:
+            if max_batch_size is not None:
+                raise ValueError(
+                    "`max_batch_size` bounds examples, not users. Received: "
+                    f"max_batch_size={max_batch_size!r} beside `user_ids`. Leave it out."
+                )
+            scheme = PoissonUsers(
+                number_of_examples, expected_batch_size, users.most_rows
+            )
+        elif max_batch_size is not None:
             scheme = truncated(scheme, max_batch_size)
-        super().__init__(rows, scheme, steps_per_epoch, seed)
+        super().__init__(rows, scheme, steps_per_epoch, seed, users)
 
 
 def truncated(scheme: Poisson, max_batch_size: int) -> TruncatedPoisson:

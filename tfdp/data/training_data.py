@@ -15,6 +15,7 @@ from tfdp import _tree, _validate
 from tfdp._types import Nest
 from tfdp.data.declared import DeclaredDataset
 from tfdp.data.drawn_dataset import DrawnDataset
+from tfdp.data.poisson_dataset import PoissonDataset
 from tfdp.data.rows import rows_of
 from tfdp.sampling import Scheme, Unknown, samplings
 
@@ -159,6 +160,8 @@ def training_data(
     steps_per_epoch: int | None,
     shuffle: bool,
     sampling: str,
+    user_ids: Nest = None,
+    examples_per_user: int | None = None,
 ) -> TrainingData:
     """Find out how the steps over some data must be accounted.
 
@@ -171,6 +174,8 @@ def training_data(
         steps_per_epoch: What it got as `steps_per_epoch`.
         shuffle: What it got as `shuffle`.
         sampling: Which of `tfdp.sampling.samplings()` arrays get.
+        user_ids: What `fit` got as `user_ids`.
+        examples_per_user: What it got as `examples_per_user`.
 
     Returns:
         The data as Keras gets them, and how their steps are accounted.
@@ -179,6 +184,26 @@ def training_data(
         ValueError: If arrays are not to be shuffled, or a batch size is given for
             data that come in batches.
     """
+    if user_ids is not None or examples_per_user is not None:
+        _check_shuffled(shuffle)
+        if _comes_in_batches(x):
+            raise ValueError(
+                "`user_ids` and `examples_per_user` belong to arrays; these data come "
+                f"in batches. Received: x of type {type(x).__name__}. Use "
+                "`tfdp.data.PoissonDataset(x, y, user_ids=..., examples_per_user=...)`."
+            )
+        of_users = PoissonDataset(
+            x,
+            y,
+            sample_weight,
+            expected_batch_size=_DEFAULT_BATCH_SIZE
+            if batch_size is None
+            else batch_size,
+            user_ids=user_ids,
+            examples_per_user=examples_per_user,
+            steps_per_epoch=steps_per_epoch,
+        )
+        return _sampled(of_users, None)
     knows_sampling = isinstance(x, (DeclaredDataset, DrawnDataset))
     if knows_sampling and not (y is None and sample_weight is None):
         raise ValueError(
@@ -202,13 +227,7 @@ def training_data(
             steps_per_epoch=steps_per_epoch,
             shuffle=shuffle and isinstance(x, keras.utils.PyDataset),
         )
-    if shuffle is not True:
-        raise ValueError(
-            "Arrays must be sampled at random: a fixed order has no amplification "
-            f"and no accounting. Received: shuffle={shuffle!r}. Leave `shuffle` out, "
-            "or declare what your own pipeline does: "
-            "`private.fit(tfdp.data.declare(dataset, ...))`."
-        )
+    _check_shuffled(shuffle)
     rows = number_of_examples(x)
     if batch_size is None:
         batch_size = min(_DEFAULT_BATCH_SIZE, rows)
@@ -240,6 +259,17 @@ def training_data(
         shuffle=True,
         batch_size=batch_size,
     )
+
+
+def _check_shuffled(shuffle: bool) -> None:
+    """Refuse arrays in their own order."""
+    if shuffle is not True:
+        raise ValueError(
+            "Arrays must be sampled at random: a fixed order has no amplification "
+            f"and no accounting. Received: shuffle={shuffle!r}. Leave `shuffle` out, "
+            "or declare what your own pipeline does: "
+            "`private.fit(tfdp.data.declare(dataset, ...))`."
+        )
 
 
 def number_of_examples(x: Nest) -> int:

@@ -15,13 +15,15 @@ class Users:
         name: What the ids are called in messages.
         ids: One id for each row: whole numbers or strings, shape ``(n,)``. Rows with
             equal ids are of one user.
+        most_rows: How many rows of a user may be taken together.
 
     Raises:
         TypeError: If the ids are neither whole numbers nor strings.
         ValueError: If there are none, or their shape is another one.
     """
 
-    def __init__(self, name: str, ids: Nest) -> None:
+    def __init__(self, name: str, ids: Nest, most_rows: int) -> None:
+        self.most_rows = most_rows
         values = _id_array(name, ids)
         _, first, found = np.unique(values, return_index=True, return_inverse=True)
         # The n-th user is the one whose first row comes n-th.
@@ -40,23 +42,38 @@ class Users:
         first = self._ends[user - 1] if user else 0
         return self._rows[first : self._ends[user]]
 
-    def some_rows(
-        self, user: int, most: int, random: np.random.Generator
-    ) -> NDArray[np.int64]:
+    def some_rows(self, user: int, random: np.random.Generator) -> NDArray[np.int64]:
         """Return the rows of a user, or a uniformly random part if there are too many.
 
         Args:
             user: Its number.
-            most: How many there may be.
             random: Draws the part.
 
         Returns:
             The rows in ascending order.
         """
         rows = self.rows(user)
-        if len(rows) <= most:
+        if len(rows) <= self.most_rows:
             return rows
-        return np.sort(random.choice(rows, most, replace=False))
+        return np.sort(random.choice(rows, self.most_rows, replace=False))
+
+    def laid_out(
+        self, users: NDArray[np.int64], random: np.random.Generator
+    ) -> NDArray[np.int64]:
+        """Return the rows of users in places that each has the same number of.
+
+        Args:
+            users: Numbers of users, shape ``(n,)``.
+            random: See `some_rows`.
+
+        Returns:
+            Numbers of rows, -1 in places that are left, shape ``(n * most_rows,)``.
+        """
+        places = np.full((len(users), self.most_rows), -1)
+        for place, user in enumerate(users.tolist()):
+            rows = self.some_rows(user, random)
+            places[place, : len(rows)] = rows
+        return places.ravel()
 
 
 def bound_contributions(ids: Nest, *, max_per_user: int) -> NDArray[np.int64]:
@@ -89,10 +106,49 @@ def bound_contributions(ids: Nest, *, max_per_user: int) -> NDArray[np.int64]:
         (4, ['ann', 'ann', 'ben', 'eve'])
     """
     most = _validate.positive_int("max_per_user", max_per_user)
-    users = Users("ids", ids)
+    users = Users("ids", ids, most)
     random = np.random.Generator(np.random.Philox(key=fresh_key()))
-    kept = [users.some_rows(user, most, random) for user in range(len(users))]
+    kept = [users.some_rows(user, random) for user in range(len(users))]
     return np.sort(np.concatenate(kept))
+
+
+def users_of(user_ids: Nest, examples_per_user: int | None, rows: int) -> Users | None:
+    """Return the users of some rows, None if nobody says who they are.
+
+    Args:
+        user_ids: As `PoissonDataset` takes them.
+        examples_per_user: Likewise.
+        rows: How many there are.
+
+    Returns:
+        The users.
+
+    Raises:
+        TypeError: If the ids or the bound are of another type.
+        ValueError: If their number is not that of the rows, or one is given without the
+            other.
+    """
+    if user_ids is None:
+        if examples_per_user is not None:
+            raise ValueError(
+                "`examples_per_user` needs the users of the rows. Received: "
+                f"examples_per_user={examples_per_user!r}. Use `user_ids=ids`."
+            )
+        return None
+    if examples_per_user is None:
+        raise ValueError(
+            "`user_ids` needs a bound on the rows of a user in a batch, a public number "
+            "that does not come from the data. Received: examples_per_user=None. Use "
+            "`examples_per_user=8`."
+        )
+    most = _validate.positive_int("examples_per_user", examples_per_user)
+    users = Users("user_ids", user_ids, most)
+    if len(users.of_rows) != rows:
+        raise ValueError(
+            "`user_ids` must have one id for each row. Received: "
+            f"len(user_ids)={len(users.of_rows)}, {rows} rows."
+        )
+    return users
 
 
 def _id_array(name: str, ids: Nest) -> NDArray[np.generic]:

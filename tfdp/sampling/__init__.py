@@ -5,6 +5,7 @@ from tfdp.sampling.poisson import fresh_key as fresh_key
 from tfdp.sampling.poisson import poisson_indices as poisson_indices
 from tfdp.sampling.poisson import poisson_probability as poisson_probability
 from tfdp.sampling.poisson import seeded_key as seeded_key
+from tfdp.sampling.poisson_users import PoissonUsers as PoissonUsers
 from tfdp.sampling.scheme import Scheme as Scheme
 from tfdp.sampling.scheme import samplings as samplings
 from tfdp.sampling.scheme import scheme_of_kind as scheme_of_kind

@@ -46,9 +46,12 @@ class Scheme(abc.ABC):
         number_of_examples: Size of the data set, which is public; None if unknown.
         expected_batch_size: Expected number of examples in a batch, likewise.
         examples_per_unit: Examples that share one clipped gradient.
+        unit: What an example of the scheme is: `"example"`, one row of the data, or
+            `"user"`, all rows of a user.
     """
 
     kind: ClassVar[str]
+    unit: ClassVar[str] = "example"
     sampling: ClassVar[str | None] = None
     label: ClassVar[str] = ""
     counts: ClassVar[str] = "steps"
@@ -101,6 +104,11 @@ class Scheme(abc.ABC):
         A unit of several examples does not vanish with one of them: it is replaced.
         """
         return 1 if self.examples_per_unit == 1 else 2
+
+    @property
+    def rows_per_example(self) -> int:
+        """Consecutive rows of a batch that one example of the scheme has, padding too."""
+        return 1
 
     @property
     def slots(self) -> int | None:

@@ -4,10 +4,12 @@ import keras
 
 from tfdp import _keras
 from tfdp._types import Loss, Nest
+from tfdp._validate import one_of
 from tfdp.ascent.losses import check_plain
 from tfdp.errors import NotPrivateError
 from tfdp.losses.objective import check_takes_logits
 from tfdp.optimizers import DPOptimizer
+from tfdp.sampling import Scheme
 
 
 def check_wrapped(model: object) -> None:
@@ -142,6 +144,49 @@ def check_no_class_weight(class_weight: dict[int, float] | None) -> None:
             "`class_weight` cannot weigh batches with padding. Received: class_weight="
             f"{class_weight!r}. Use `sample_weight=weight_of_class[y]`."
         )
+
+
+def check_unit(unit: str, sampling: str) -> None:
+    """Refuse units that cannot be drawn so.
+
+    Args:
+        unit: Of `DPModel`.
+        sampling: Likewise.
+
+    Raises:
+        ValueError: If it is no unit, or one that the sampling does not draw.
+    """
+    one_of("unit", unit, ("example", "user"))
+    if unit == "user" and sampling != "poisson":
+        raise ValueError(
+            "Users are drawn by Poisson sampling. Received: unit='user', sampling="
+            f"{sampling!r}. Leave `sampling` out."
+        )
+
+
+def check_protects(unit: str, scheme: Scheme) -> None:
+    """Refuse batches whose units are not those that a model is to protect.
+
+    Args:
+        unit: Of `DPModel`.
+        scheme: How the batches are drawn.
+
+    Raises:
+        ValueError: If they are other ones.
+    """
+    if unit == scheme.unit:
+        return
+    if unit == "user":
+        raise ValueError(
+            "`DPModel(unit='user')` protects users, and needs batches of users. "
+            f"Received: batches of examples ({type(scheme).__name__}). Use "
+            "`private.fit(x, y, user_ids=ids, batch_size=64, examples_per_user=8)`, or "
+            "`tfdp.data.PoissonDataset(x, y, user_ids=ids, ...)`."
+        )
+    raise ValueError(
+        "Batches of users need a model that protects users. Received: unit="
+        f"{unit!r} and `user_ids`. Use `tfdp.DPModel(model, unit='user')`."
+    )
 
 
 def check_class_weight(

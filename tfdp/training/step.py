@@ -51,6 +51,7 @@ class BatchClipper:
         may_change_engine: Whether the vectorized engine takes the passes that
             `engine` turns out not to support.
         examples_per_unit: Examples whose mean gradient is clipped.
+        rows_per_example: Consecutive rows that are one example: those of a user.
         physical_batch_size: Rows in a pass through the model; None where a batch of
             any size runs whole.
         replicas: Each has a share of the batch.
@@ -62,10 +63,16 @@ class BatchClipper:
     engine: engines.Engine
     may_change_engine: bool = False
     examples_per_unit: int | Tensor = 1
+    rows_per_example: int = 1
     physical_batch_size: int | None = None
     replicas: Replicas = ONE_DEVICE
     augmentation: Augmentation | None = None
     jit_compile: bool = False
+
+    @property
+    def rows_per_unit(self) -> int | Tensor:
+        """Consecutive rows whose mean gradient is clipped."""
+        return self.examples_per_unit * self.rows_per_example
 
     def clip(
         self,
@@ -127,9 +134,7 @@ class BatchClipper:
                 assign(values_now)
                 if whole is not None:
                     rows = Batch.of(
-                        self.replicas.share_of(
-                            whole, rows_per_unit=self.examples_per_unit
-                        )
+                        self.replicas.share_of(whole, rows_per_unit=self.rows_per_unit)
                     )
                 clipped_sum = self._on_one(rows, l2_norm_clip, objective, None)
                 assign(values_then)
@@ -166,7 +171,7 @@ class BatchClipper:
         on_outputs: OnOutputs | None,
     ) -> ClippedSum:
         """Clip and add up the units of any number of rows, on one replica."""
-        rows_per_unit, augmentation = self.examples_per_unit, self.augmentation
+        rows_per_unit, augmentation = self.rows_per_unit, self.augmentation
         if augmentation is not None:
             rows_per_unit *= augmentation.multiplicity
             objective = dataclasses.replace(objective, views=augmentation.multiplicity)
@@ -186,7 +191,7 @@ class BatchClipper:
         sums, norms = passes.run(
             run_views,
             batch,
-            rows_per_unit=self.examples_per_unit,
+            rows_per_unit=self.rows_per_unit,
             physical_batch_size=self.physical_batch_size,
             on_outputs=on_outputs,
             shared_states=_keras.shared_seed_states(self.model) if in_passes else (),

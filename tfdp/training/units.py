@@ -47,20 +47,22 @@ def with_sizes(
             f"{optimizer.num_microbatches}, batch_size={batch_size:g}. Use "
             "`num_microbatches=None`, or `DPModel(model, sampling='shuffle')`."
         )
+    rows_per_unit = examples_per_unit * scheme.rows_per_example
     physical_batch_size = clipper.physical_batch_size
     if physical_batch_size is None and scheme.slots is not None:
         # Each replica has a share of the batches, which are of one size.
         physical_batch_size = -(-scheme.slots // clipper.replicas.number)
     if physical_batch_size is not None:
-        check_whole_units(physical_batch_size, examples_per_unit)
+        check_whole_units(physical_batch_size, rows_per_unit)
     elif clipper.jit_compile:
         # XLA compiles for one size: hardly any Poisson batch is larger.
         share = batch_size / clipper.replicas.number
-        rows = math.ceil(share + 4 * math.sqrt(share))
-        physical_batch_size = filled_up(rows, examples_per_unit)
+        rows = math.ceil(share + 4 * math.sqrt(share)) * scheme.rows_per_example
+        physical_batch_size = filled_up(rows, rows_per_unit)
     return dataclasses.replace(
         clipper,
         examples_per_unit=examples_per_unit,
+        rows_per_example=scheme.rows_per_example,
         physical_batch_size=physical_batch_size,
     )
 
@@ -77,9 +79,9 @@ def check_whole_units(physical_batch_size: int, examples_per_unit: int) -> None:
     """
     if physical_batch_size % examples_per_unit:
         raise ValueError(
-            "`physical_batch_size` must hold whole microbatches. Received: "
+            "`physical_batch_size` must hold whole microbatches, or users. Received: "
             f"physical_batch_size={physical_batch_size}, {examples_per_unit} "
-            "examples in a microbatch. Use `physical_batch_size="
+            "examples that are clipped together. Use `physical_batch_size="
             f"{filled_up(physical_batch_size, examples_per_unit)}`."
         )
 
