@@ -218,7 +218,7 @@ def _unit(segments: _Segments) -> str:
         text = (
             "Protected is one example, that is one row of x. Several rows of one person "
             "are not one row: together they are protected less "
-            "(`privacy_statement` with `max_examples_per_user` says how much)."
+            "(`compute_dp_sgd_privacy_statement` with `max_examples_per_user` says how much)."
         )
     if len(units) > 1:
         # The mean gradient of the others in a unit moves with one row.
