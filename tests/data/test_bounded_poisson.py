@@ -97,7 +97,7 @@ def test_strings_are_padded_with_empty_ones():
 
 
 def test_a_bound_near_the_mean_draws_a_warning():
-    with pytest.warns(UserWarning, match=r"epsilon.*max_batch_size=8.*_size=20`"):
+    with pytest.warns(UserWarning, match=r"epsilon.*max_batch_size=8.*_size=27`"):
         dataset(8)
 
 
@@ -109,4 +109,4 @@ def test_a_bound_out_of_range_is_refused(bound):
 
 def test_weights_of_classes_are_refused():
     with pytest.raises(ValueError, match=r"sample_weight=weight_of_class\[y\]"):
-        private().fit(dataset(20), class_weight={0: 1.0, 1: 2.0}, verbose=0)
+        private().fit(dataset(30), class_weight={0: 1.0, 1: 2.0}, verbose=0)

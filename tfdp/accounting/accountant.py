@@ -103,7 +103,7 @@ def _epsilon(segments: tuple[Segment, ...], delta: float, accountant: str) -> fl
     few = len(segments) <= _PLD_FEW_SEGMENTS
     if not (few and _pld_is_affordable(segments, _rough_bound(segments, delta))):
         bound_of_rdp = _epsilon(segments, delta, "RDP")
-        if not _pld_is_affordable(segments, bound_of_rdp):
+        if not _pld_is_affordable(segments, _epsilon(_nearly(segments), delta, "RDP")):
             return bound_of_rdp
     interval = _PLD_INTERVAL if few else _PLD_COARSE_INTERVAL
     loss = _composed_loss(segments, interval)
@@ -112,13 +112,21 @@ def _epsilon(segments: tuple[Segment, ...], delta: float, accountant: str) -> fl
 
 
 def _rough_bound(segments: tuple[Segment, ...], delta: float) -> float:
-    """Return an upper bound that is the same for nearly all epochs of a run.
+    """Return about an upper bound, the same one for nearly all epochs of a run.
 
     The counts are rounded up to powers of two, so that it mostly comes out of the
     cache.
     """
     longer = (s.with_count(1 << (s.count - 1).bit_length()) for s in segments)
-    return _epsilon(tuple(longer), delta, "RDP")
+    return _epsilon(_nearly(longer), delta, "RDP")
+
+
+def _nearly(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Return segments that tell whether PLD is affordable, and nothing else."""
+    return tuple(
+        Segment(each.scheme.nearly, each.count, each.noise_multiplier)
+        for each in segments
+    )
 
 
 def _pld_is_affordable(segments: tuple[Segment, ...], upper_bound: float) -> bool:

@@ -57,8 +57,8 @@ class PoissonDataset(DrawnDataset):
             come from the data. A draw above it loses a uniformly random part, and every
             batch is padded to it: `data[0]` is then the batch and a bool array that
             marks the padding, which takes part in no gradient and in no metric. A bound
-            near `expected_batch_size` costs much epsilon: a warning says so. One that
-            is six standard deviations above it costs less than a percent.
+            near `expected_batch_size` costs much epsilon: a warning says so, and which
+            one costs less than a percent.
         user_ids: For `DPModel(unit="user")`: the user of each row, whole numbers or
             strings, shape ``(n,)``. Users are drawn then, and `expected_batch_size` is
             their mean number. A batch has `examples_per_user` rows for each, padded as

@@ -186,6 +186,11 @@ class Scheme(abc.ABC):
         """Return what RDP takes them for: `event`, or an upper bound that it knows."""
         return self.event(count, noise_multiplier)
 
+    @property
+    def nearly(self) -> "Scheme":
+        """A scheme of about the same cost, of which RDP knows more; never reported."""
+        return self
+
     @abc.abstractmethod
     def words(self, count: int, noise: str) -> str:
         """Say what ran, for the statement.

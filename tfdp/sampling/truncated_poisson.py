@@ -14,8 +14,9 @@ from tfdp.sampling.scheme import Scheme
 # dp_accounting 0.4 does not have it.
 _EVENT = getattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent", None)
 
-# A bound so far above the mean costs less than a percent of epsilon.
-_STANDARD_DEVIATIONS = 6
+# A bound that is so many standard deviations above the mean, and a little more where
+# batches are small, costs less than a percent of epsilon.
+_DEVIATIONS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +37,8 @@ class TruncatedPoisson(Poisson):
         ValueError: If the bound is below the mean.
 
     Example:
-        >>> scheme = TruncatedPoisson(60_000, 256, max_batch_size=352)
-        >>> len(scheme.draw(key=7, epoch=1, index=0)) <= 352
+        >>> scheme = TruncatedPoisson(60_000, 256, max_batch_size=360)
+        >>> len(scheme.draw(key=7, epoch=1, index=0)) <= 360
         True
 
     References:
@@ -63,10 +64,12 @@ class TruncatedPoisson(Poisson):
 
     @property
     def free_bound(self) -> int:
-        """Least bound that is six standard deviations above the mean, or all examples."""
+        """A bound that costs less than a percent of epsilon; all examples at most."""
         n, q = self.number_of_examples, self.sampling_probability
-        bound = n * q + _STANDARD_DEVIATIONS * math.sqrt(n * q * (1 - q))
-        return min(n, math.ceil(bound))
+        # By Bernstein's inequality, as small draws have longer tails than the normal
+        # distribution: a draw is above it with a probability below exp(-6^2 / 2).
+        deviation = math.sqrt(1 + n * q * (1 - q))
+        return min(n, math.ceil(n * q + _DEVIATIONS * (1 + deviation)))
 
     @property
     def slots(self) -> int:
@@ -106,6 +109,13 @@ class TruncatedPoisson(Poisson):
         with it and without it differ, by that example and by one that made room.
         """
         return super().event(count, noise_multiplier / self.most_change_in_clips)
+
+    @property
+    def nearly(self) -> Scheme:
+        """Draws that are not cut, where hardly any is."""
+        if self.max_batch_size < self.free_bound:
+            return self
+        return Poisson(self.number_of_examples, self.expected_batch_size)
 
     def words(self, count: int, noise: str) -> str:
         """Say how many draws there were."""
