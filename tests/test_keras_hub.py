@@ -225,7 +225,7 @@ def test_training(backbone, task, is_adapted, caplog):
         LOSS(from_logits=True),
     )
     x, y, _ = data(model, rows=32)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "absl"):
         history = private.fit(x, y, batch_size=16, epochs=2, verbose=0).history
     assert np.isfinite(history["loss"]).all()
     assert "whole gradient" not in caplog.text

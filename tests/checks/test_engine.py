@@ -309,7 +309,7 @@ def check_vectorized(problem, caplog, wrapper=lambda function: function):
             model, loss, *data, l2_norm_clip=clip, engine="auto"
         )
 
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "absl"):
         result = wrapper(run)(*batch[:2])
     expected, norms = clipped_sum(problem_gradients(problem, batch), clip)
     np.testing.assert_allclose(result.norms, norms, rtol=2e-5)
@@ -451,7 +451,7 @@ def test_checkpointed_activations_are_recorded():
 )
 def test_a_model_that_rules_reach_keeps_its_engine(engine, hidden, caplog):
     model = sequential((3,), layers.Reshape((3, 1)), hidden, layers.Dense(1))
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "absl"):
         chosen = choose(engine, Objective.of(model, "mse"), linear_data())
     assert chosen == engines.get(engine)
     assert not caplog.messages
@@ -543,7 +543,7 @@ def test_sequences_of_any_length(layer, reason, caplog):
             tf.TensorSpec([None, 1]),
         ),
     ).apply(tf.data.experimental.assert_cardinality(2))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "absl"):
         private.fit(data, verbose=0)
     said = [text for text in caplog.messages if "tfdp takes" in text]
     assert len(said) == (reason is not None)

@@ -190,7 +190,7 @@ def test_random_layers_draw_for_each_example_and_each_call():
 def test_where_no_rule_reaches_anything_whole_gradients_are_taken(caplog):
     model = keras.Sequential([keras.Input((3,)), Noisy()])
     x = np.ones((4, 3), "float32")
-    with caplog.at_level("WARNING"):
+    with caplog.at_level("WARNING", "absl"):
         engine = choose("auto", Objective.of(model, "mse"), (x, x, None))
     assert engine.name == "vectorized"
     assert "whole gradients" in caplog.text

@@ -108,7 +108,7 @@ def test_random_layers_draw_for_each_example_and_each_call(name, mode):
 @pytest.mark.slow
 def test_what_cannot_be_vectorized_is_said_once(caplog):
     problem = PROBLEMS["masked_lstm"]
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "absl"):
         check(problem, runner(problem, ENGINES), OUTLIER)
     said = [text for text in caplog.messages if "one example after the other" in text]
     assert len(said) == 1

@@ -131,7 +131,7 @@ def check(problem, engine):
     ],
 )
 def test_leaves_of_all_kinds_keep_book_keeping(problem, caplog):
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, "absl"):
         check(problem, "bookkeeping")
     (line,) = (text for text in caplog.messages if "no rule" in text)
     assert "together 4 numbers" in line
@@ -158,6 +158,6 @@ def test_other_leaves_are_refused_by_name_or_vectorized(leaf, rule_broken, caplo
         choose("bookkeeping", objective, tuple(problem.batch(ROWS)))
     assert rule_broken in str(refusal.value)
     assert leaf.__name__.lower() in str(refusal.value).lower()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "absl"):
         check(problem, "auto")
     assert "tfdp takes" in caplog.text
