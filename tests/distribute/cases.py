@@ -150,7 +150,7 @@ def fit(case: Case, strategy: tf.distribute.Strategy | None = None) -> tuple[Any
             x,
             y,
             expected_batch_size=BATCH,
-            max_batch_size=20 if case.data == "bounded" else None,
+            max_batch_size=24 if case.data == "bounded" else None,
             user_ids=np.arange(ROWS) % 17 if case.data == "users" else None,
             examples_per_user=3 if case.data == "users" else None,
             seed=5,
