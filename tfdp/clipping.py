@@ -86,44 +86,43 @@ def norms_rounded_up(per_unit_gradients: list[tf.Tensor]) -> tf.Tensor:
 
     Args:
         per_unit_gradients: float32 or float64 tensors of shape ``(U, ...)``, static
-            but for ``U``.
+            but for ``U``; at least one.
 
     Returns:
         Upper bounds of the norms, float64, shape ``(U,)``; not finite where a
         gradient is not finite.
     """
-    return norms_of_squares([
-        squares_rounded_up(
-            tf.reshape(
-                gradients, [tf.shape(gradients)[0], gradients.shape[1:].num_elements()]
-            )
-        )
-        for gradients in per_unit_gradients
-    ])
+    return norms_of_squares([squares_rounded_up(*per_unit_gradients)])
 
 
-def squares_rounded_up(gradients: tf.Tensor) -> tf.Tensor:
+def squares_rounded_up(*gradients: tf.Tensor) -> tf.Tensor:
     """Compute the squared l2 norm of each row, never too small.
 
     Args:
-        gradients: float32 or float64, shape ``(U, size)`` with a static size.
+        *gradients: float32 or float64 tensors of shape ``(U, ...)``, static but for
+            ``U``; at least one. The rows of all of them make one row.
 
     Returns:
         Upper bounds of the squared norms, float64, shape ``(U,)``; not finite where
         a number is not finite.
     """
-    size = gradients.shape[1]
-    block = _largest_divisor(size, _LARGEST_BLOCK)
-    # -1 cannot stand for the rows of nothing.
-    rows = -1 if size else tf.shape(gradients)[0]
-    blocks = tf.reshape(gradients, [rows, size // block, block])
-    block_norms = tf.cast(_norms(blocks), tf.float64)
-    # Each square, each addition of the block, the root and its square round once, by
-    # half an epsilon at most; then the sum of the blocks does, in float64.
-    error = (block + 4) * machine_epsilon(gradients.dtype) / 2
-    error += (size // block) * machine_epsilon(tf.float64) / 2
-    # Squares below the smallest normal number may have become zero.
-    tiny = size * float(np.finfo(gradients.dtype.as_numpy_dtype).tiny)
+    of_blocks, error, tiny, number = [], 0.0, 0.0, 0
+    for each in gradients:
+        size = each.shape[1:].num_elements()
+        block = _largest_divisor(size, _LARGEST_BLOCK)
+        # -1 cannot stand for the rows of nothing.
+        rows = -1 if size else tf.shape(each)[0]
+        blocks = tf.reshape(each, [rows, size // block, block])
+        of_blocks.append(tf.cast(_norms(blocks), tf.float64))
+        # Each square, each addition of the block, the root and its square round once,
+        # by half an epsilon at most; then the sum of the blocks does, in float64.
+        error = max(error, (block + 4) * machine_epsilon(each.dtype) / 2)
+        number += size // block
+        # Squares below the smallest normal number may have become zero.
+        tiny += size * float(np.finfo(each.dtype.as_numpy_dtype).tiny)
+    # Blocks are few: one sum for all variables, where each would take ten operations.
+    block_norms = of_blocks[0] if len(of_blocks) == 1 else tf.concat(of_blocks, 1)
+    error += number * machine_epsilon(tf.float64) / 2
     return tf.reduce_sum(tf.square(block_norms), 1) * (1 + error) + tiny
 
 

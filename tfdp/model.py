@@ -755,11 +755,12 @@ class DPModel(TrainingFunctions):
     def _check(self, data: TrainingData, clipper: BatchClipper) -> TrainingData:
         """Refuse layers and losses that mix examples."""
         batch_size = data.static_batch_size
+        sizes, spec = self._checked.sizes(batch_size, clipper), data.element_spec
         if self.run_eagerly and batch_size is None:
             # Layers see how many rows there are; this stands for all numbers.
             users = data.scheme.expected_batch_size
-            batch_size = users and users * data.scheme.rows_per_example
-        sizes, spec = self._checked.sizes(batch_size, clipper), data.element_spec
+            expected = users and users * data.scheme.rows_per_example
+            sizes = list({*sizes, *self._checked.sizes(expected, clipper)})
         if spec is None or not self._checked.knows(spec, sizes):
             data, sample = data.with_sample()
             like = sample if spec is None else spec

@@ -16,6 +16,7 @@ from scipy import stats
 from tests.problems import PROBLEMS
 from tfdp import clipped_gradients
 from tfdp.clipping import ClippedSum
+from tfdp.mechanisms import mechanism
 from tfdp.mechanisms.local import long_normal
 from tfdp.mechanisms.mechanism import (
     Gaussian,
@@ -284,7 +285,9 @@ def assert_unrelated(streams):
     assert len(np.unique(together)) > len(together) - 20
 
 
-def test_steps_and_variables_have_streams_of_their_own():
+@pytest.mark.parametrize("together", [1, 45_000, 1 << 20])
+def test_steps_and_variables_have_streams_of_their_own(together, monkeypatch):
+    monkeypatch.setattr(mechanism, "_MOST_DRAWN_TOGETHER", together)
     clipped_sum = zeros(*[[20_000]] * 3)
     steps = [0, 1, 2, 3, 1000, 2**40]
     assert_unrelated([

@@ -296,7 +296,7 @@ class RecordedForward:
 def squares_and_joined(
     terms_by_variable: list[list[Term]], units: Units, norms: str, *, keeps: bool
 ) -> tuple[list[Tensor], list[Term | None]]:
-    """Bound each variable's squared norms, and return the one term to sum with them.
+    """Bound the units' squared norms, and return the term to sum for each variable.
 
     Args:
         terms_by_variable: For each variable, what its gradients are made of.
@@ -305,16 +305,29 @@ def squares_and_joined(
         keeps: Whether units' gradients may be held until the norms are known.
 
     Returns:
-        Squares of shape ``(U,)``, at least one of them; and a term for each variable,
-        None where no loss depends on it.
+        Squares of shape ``(U,)`` that add up to all variables', at least one of them;
+        and a term for each variable, None where no loss depends on it.
     """
-    squares, ready = [], []
+    squares: list[Tensor] = []
+    ready: list[Term | None] = []
+    kept: list[Kept] = []
     for terms in terms_by_variable:
         term = joined(terms, units)
         if term is not None:
-            of_variable, term = _squares(term, norms, units, keeps=keeps)
-            squares.append(of_variable)
+            how = term.how(norms, units)
+            # Gradients that are kept save their product in the sum. Ghost clipping
+            # computes the factors anew in any case, and is there to hold little until
+            # the norms are known.
+            if how == "keep" and keeps:
+                term = term.kept(units)
+                kept.append(term)
+            elif how == "gram":
+                squares.append(term.squares_by_gram(units))
+            else:
+                squares.append(term.squares_of_dropped(units))
         ready.append(term)
+    if kept:
+        squares.append(squares_rounded_up(*(term.gradients for term in kept)))
     if not squares:
         # No loss depends on a variable: every gradient is zero.
         squares.append(tf.zeros([units.number], tf.float64))
@@ -347,21 +360,22 @@ def clipped_sums(
     finite = tf.math.is_finite(norms)
     clean = tf.reduce_all(finite)
 
-    def finite_ones(factors: list[Tensor]) -> list[Tensor]:
-        return [selected(part, finite) for part in factors]
+    factors = [[] if term is None else term.factors(units) for _, term in terms]
 
-    def sum_of(variable: Variable, term: Term | None) -> Tensor:
-        if term is None:
-            return tf.zeros(variable.shape, at_least_float32(variable.value).dtype)
-        factors = term.factors(units)
-        if _keras.inside_xla():
-            factors = finite_ones(factors)
-        else:
-            # Each term by itself: one choice for all would hold all factors.
-            factors = tf.cond(clean, lambda: factors, lambda: finite_ones(factors))
-        return term.weighted_sum(factors, weights)
+    def finite_ones() -> list[list[Tensor]]:
+        return [[selected(part, finite) for part in parts] for parts in factors]
 
-    return [sum_of(variable, term) for variable, term in terms]
+    if _keras.inside_xla():
+        factors = finite_ones()
+    else:
+        # One choice for all: each function of a graph takes milliseconds to make.
+        factors = tf.cond(clean, lambda: factors, finite_ones)
+    return [
+        tf.zeros(variable.shape, at_least_float32(variable.value).dtype)
+        if term is None
+        else term.weighted_sum(parts, weights)
+        for (variable, term), parts in zip(terms, factors, strict=True)
+    ]
 
 
 def _unscaled(tensor: Tensor, gradient: Tensor | None, scale: float) -> Tensor:
@@ -390,21 +404,6 @@ def joined(terms: list[Term], units: Units) -> Term | None:
     # The norm of a sum: norms of its summands would say too little or too much.
     variable = different[0].variable
     return Kept(variable, tf.add_n([term.instantiate(units) for term in different]))
-
-
-def _squares(
-    term: Term, norms: str, units: Units, *, keeps: bool
-) -> tuple[Tensor, Term]:
-    """Bound the units' squared norms; return the term to sum with them."""
-    how = term.how(norms, units)
-    if how == "gram":
-        return term.squares_by_gram(units), term
-    # Gradients that are kept save their product in the sum. Ghost clipping computes the
-    # factors anew in any case, and is there to hold little until the norms are known.
-    if how == "keep" and keeps:
-        kept = term.kept(units)
-        return squares_rounded_up(kept.gradients), kept
-    return term.squares_of_dropped(units), term
 
 
 def _by_rows(tensor: Tensor, units: Units, repeats: int | None) -> Tensor:

@@ -59,23 +59,22 @@ def run(
     data = Batch.of(data)
     rows = number_of_rows(data)
     units = (rows + rows_per_unit - 1) // rows_per_unit
-    if physical_batch_size is None:
-        size = tf.maximum(units, 1) * rows_per_unit
-    else:
-        size = physical_batch_size
+    size = physical_batch_size
     at_begin = [tf.identity(state.value) for state in shared_states]
 
     def one_pass(number: int | Tensor) -> tuple[list[Tensor], Tensor]:
         for state, value in zip(shared_states, at_begin, strict=True):
             state.assign(value)
-        first = number * size
-        batch = _fill(data, first + tf.range(size), rows)
-        if physical_batch_size is not None:
+        if size is None:
+            batch = _whole(data, rows, rows_per_unit)
+        else:
+            first = number * size
+            batch = _fill(data, first + tf.range(size), rows)
             batch = _tree.map_tensors(
                 lambda tensor: tf.ensure_shape(tensor, [size, *tensor.shape[1:]]), batch
             )
         sums, norms, outputs = run_pass(batch)
-        if on_outputs is not None and physical_batch_size is None:
+        if on_outputs is not None and size is None:
             _show(on_outputs, data, tf.convert_to_tensor(rows), outputs)
         elif on_outputs is not None:
             marks = None if data.is_padding is None else batch.is_padding
@@ -84,7 +83,7 @@ def run(
         return sums, norms
 
     sums, norms = one_pass(0)
-    if physical_batch_size is None:
+    if size is None:
         return sums, _of_real_units(norms[:units], data, rows_per_unit)
 
     def body(
@@ -117,8 +116,12 @@ def _of_real_units(norms: Tensor, data: Batch, rows_per_unit: int | Tensor) -> T
 
 def _show(on_outputs: OnOutputs, data: Batch, rows: Tensor, outputs: Nest) -> None:
     """Show the first rows of a pass, but not the padding among them."""
+    known = tf.get_static_value(rows) or -1
     *nests, is_padding = data
-    shown = _tree.map_tensors(lambda tensor: tensor[:rows], (*nests, outputs))
+    # What has as many rows by its shape has nothing to lose.
+    shown = _tree.map_tensors(
+        lambda each: each if each.shape[0] == known else each[:rows], (*nests, outputs)
+    )
     if is_padding is not None:
         is_real = ~is_padding[:rows]
         shown = _tree.map_tensors(lambda each: tf.boolean_mask(each, is_real), shown)
@@ -136,6 +139,27 @@ def _zeros_where(is_padding: Tensor) -> Callable[[Tensor], Tensor]:
     return emptied
 
 
+def _whole(data: Batch, rows: int | Tensor, rows_per_unit: int | Tensor) -> Batch:
+    """Fill all rows up to whole units, and to one unit at least."""
+    if data.is_padding is None and isinstance(rows_per_unit, int):
+        if isinstance(rows, int) and rows and rows % rows_per_unit == 0:
+            return data._replace(is_padding=tf.zeros([rows], tf.bool))
+        if rows_per_unit == 1:
+            # Nothing is missing but the one row of an empty batch.
+            missing = tf.cast(tf.equal(rows, 0), tf.int32)
+            filled: Batch = _tree.map_tensors(
+                lambda tensor: tf.concat([tensor, _zeros(missing, tensor)], 0), data
+            )
+            return filled._replace(is_padding=tf.fill([rows + missing], missing > 0))
+    units = (rows + rows_per_unit - 1) // rows_per_unit
+    return _fill(data, tf.range(tf.maximum(units, 1) * rows_per_unit), rows)
+
+
+def _zeros(rows: Tensor, like: Tensor) -> Tensor:
+    """Return so many rows of zeros, or of empty strings, beside those of a tensor."""
+    return tf.zeros(tf.concat([[rows], tf.shape(like)[1:]], 0), like.dtype)
+
+
 def _fill(data: Batch, indices: Tensor, rows: int | Tensor) -> Batch:
     """Take rows by index; what lies past the last row repeats it, as padding."""
     # So the padding of a unit that is not full is a row of that unit.
@@ -144,8 +168,7 @@ def _fill(data: Batch, indices: Tensor, rows: int | Tensor) -> Batch:
     existing = tf.minimum(indices, tf.maximum(rows, 1) - 1)
 
     def take(tensor: Tensor) -> Tensor:
-        shape = tf.concat([[is_empty], tf.shape(tensor)[1:]], 0)
-        filled = tf.concat([tensor, tf.zeros(shape, tensor.dtype)], 0)
+        filled = tf.concat([tensor, _zeros(is_empty, tensor)], 0)
         return tf.gather(filled, existing)
 
     filled: Batch = _tree.map_tensors(take, data)

@@ -6,6 +6,7 @@ import os
 import secrets
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import ClassVar, Self
 
 import keras
@@ -16,6 +17,9 @@ from tfdp import _keras, _validate
 from tfdp._types import Config, Tensor, Variable
 from tfdp.clipping import ClippedSum, at_least_float32
 from tfdp.sampling import Scheme
+
+# Numbers that one draw gives to several variables, at most.
+_MOST_DRAWN_TOGETHER = 1 << 20
 
 # A forked process has the keys of its parent, and must not draw the parent's noise.
 _living: weakref.WeakSet["Mechanism"] = weakref.WeakSet()
@@ -248,13 +252,42 @@ def add_noise(
     """
     clip = clipped_sum.l2_norm_clip
     stddev = tf.cast(noise_multiplier, clip.dtype) * clip
-    noised = []
-    for number, gradient in enumerate(map(at_least_float32, clipped_sum.gradients)):
-        noise = standard_normal(gradient.shape, seed_of(stream, number))
-        noised.append(
-            gradient + tf.cast(noise, gradient.dtype) * tf.cast(stddev, gradient.dtype)
-        )
+    noised: list[Tensor] = []
+    gradients = list(map(at_least_float32, clipped_sum.gradients))
+    for number, together in enumerate(_drawn_together(gradients)):
+        sizes = [gradient.shape.num_elements() for gradient in together]
+        dtype = together[0].dtype
+        noise = standard_normal(tf.TensorShape([sum(sizes)]), seed_of(stream, number))
+        noise = tf.cast(noise, dtype) * tf.cast(stddev, dtype)
+        parts = [noise] if len(sizes) == 1 else tf.split(noise, sizes)
+        noised += [
+            gradient + tf.reshape(part, gradient.shape)
+            for gradient, part in zip(together, parts, strict=True)
+        ]
     return noised
+
+
+def _drawn_together(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Group neighbours of one dtype, whose noise one draw gives.
+
+    A draw takes some thirty operations. So small variables share one; large ones, whose
+    noise is to be dropped before the next is drawn, do not.
+
+    Yields:
+        Gradients that are next to each other.
+    """
+    together: list[Tensor] = []
+    numbers = 0
+    for gradient in gradients:
+        size = gradient.shape.num_elements()
+        is_full = numbers + size > _MOST_DRAWN_TOGETHER
+        if together and (is_full or gradient.dtype != together[0].dtype):
+            yield together
+            together, numbers = [], 0
+        together.append(gradient)
+        numbers += size
+    if together:
+        yield together
 
 
 def noise_of_query(
@@ -274,7 +307,7 @@ def noise_of_query(
 
 
 def seed_of(stream: Tensor, number: int) -> Tensor:
-    """Return the seed of one variable's noise, or of a query's, in a step."""
+    """Return the seed of one of the draws of a step, or of a query's noise."""
     return stream + tf.constant([0, number], tf.int64)
 
 

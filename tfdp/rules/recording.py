@@ -445,9 +445,12 @@ class Call:
             Shape ``(R, *shape)``.
         """
         shape = list(variable.shape if shape is None else shape)
-        value = tf.reshape(tf.convert_to_tensor(variable), [1, *shape])
-        copies = tf.tile(value, [tf.shape(self.inputs)[0]] + [1] * len(shape))
-        copies = tf.ensure_shape(copies, [self.inputs.shape[0], *shape])
+        value = tf.convert_to_tensor(variable)
+        if shape != list(variable.shape):
+            value = tf.reshape(value, shape)
+        rows = self.inputs.shape[0]
+        rows = tf.shape(self.inputs)[0] if rows is None else rows
+        copies = tf.broadcast_to(value, [rows, *shape])
 
         def terms(g: Tensor) -> list[Term]:
             return [PerRow(variable, tf.reshape(g, [-1, *variable.shape]))]

@@ -157,7 +157,7 @@ class CheckedModel:
         known = {size for _, size in self._engines}
         if not batch_size or (self._is_as_checked() and len(known) >= _MOST_SIZES):
             return [None]
-        return [None, filled_up(batch_size, clipper.rows_per_unit) * views]
+        return [filled_up(batch_size, clipper.rows_per_unit) * views]
 
     def knows(self, data: Nest, sizes: list[int | None]) -> bool:
         """Tell whether such rows were checked, and take the engine that was chosen.
