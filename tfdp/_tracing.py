@@ -19,6 +19,9 @@ class Tracing(Protocol):
     ) -> Nest:
         """Look at what a function does to one row; used in place of a map over rows."""
 
+    def note_read(self, tensors: list[Tensor]) -> None:
+        """Note what an engine has made up to now, of which its norms and sums are."""
+
 
 _tracing: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
     "tracing", default=None

@@ -250,7 +250,7 @@ def selected(units: tf.Tensor, chosen: tf.Tensor) -> tf.Tensor:
     """Replace the units that are not chosen by zeros."""
     # Chosen, not multiplied with a weight of zero: 0 * nan is nan.
     chosen = tf.reshape(chosen, [-1] + [1] * (units.shape.rank - 1))
-    return tf.where(chosen, units, tf.zeros_like(units))
+    return tf.where(chosen, units, tf.zeros([], units.dtype))
 
 
 def machine_epsilon(dtype: tf.DType) -> float:

@@ -669,9 +669,12 @@ class DPModel(TrainingFunctions):
             rows = number_of_rows(batch)
         rows = rows if isinstance(rows, int) else None
         self._check_batch(batch, rows, session.clipper)
-        if session.clipper.engine == self._checked.engine:
+        engine, traced = self._checked.engine, self._checked.traced
+        # Eager steps run no function that is traced.
+        is_same = session.clipper.traced is traced or tf.executing_eagerly()
+        if session.clipper.engine == engine and is_same:
             return session
-        clipper = dataclasses.replace(session.clipper, engine=self._checked.engine)
+        clipper = dataclasses.replace(session.clipper, engine=engine, traced=traced)
         return dataclasses.replace(session, clipper=clipper)
 
     def _update_metrics(

@@ -15,6 +15,9 @@ from tfdp._types import Nest, Tensor
 from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
 from tfdp.checks.registered_rules import compare_on_rows
 from tfdp.checks.tracing import LOSS, Found, Trace
+from tfdp.clipping import clip_as_tensor
+from tfdp.engines.engine import Clipped
+from tfdp.engines.traced import TracedPass
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses import regularizers
@@ -29,6 +32,7 @@ def choose(
     sizes: Sequence[int | None] = (None,),
     *,
     sample: Nest = None,
+    passes: dict[int | None, TracedPass] | None = None,
 ) -> engines.Engine:
     """Prove that rows do not meet in a model, and return the engine to use for it.
 
@@ -46,6 +50,8 @@ def choose(
             that is static, layers may do something else.
         sample: Rows on which rules that somebody has registered are compared with
             gradients taken one by one; by default `data`, if these are arrays.
+        passes: Where to put what was traced whole for the proof and can be run, by
+            size.
 
     Returns:
         `engine`; if that is `"auto"` and rows are not proven to stay apart in
@@ -63,16 +69,18 @@ def choose(
         return chosen
     try:
         # Where losses look uphill, their first pass runs from the weights themselves.
-        passes = [dataclasses.replace(objective, ascent=None)]
+        goals = [dataclasses.replace(objective, ascent=None)]
         if objective.ascent is not None:
-            passes.append(objective)
-        for rows, of_pass in itertools.product(sizes, passes):
-            problems = _problems_of_pass(chosen, of_pass, data, rows)
+            goals.append(objective)
+            passes = None
+        for rows, of_pass in itertools.product(sizes, goals):
+            problems = _problems_of_pass(chosen, of_pass, data, rows, passes)
             if problems:
                 raise UnsupportedLayerError(str(problems[0]))
         _compare_if_foreign(chosen, objective, data if sample is None else sample)
     except UnsupportedLayerError as error:
-        check_objective(objective, data, sizes)
+        # What is refused for any number of rows is not tried row by row.
+        check_objective(objective, data, list({*sizes, None}))
         if engine != "auto":
             raise UnsupportedLayerError(
                 f"Engine '{chosen.name}' cannot clip the gradients of model "
@@ -171,10 +179,19 @@ def _losses(objective: Objective, batch: Batch) -> Tensor:
 
 
 def _problems_of_pass(
-    engine: engines.Engine, objective: Objective, data: Nest, rows: int | None
+    engine: engines.Engine,
+    objective: Objective,
+    data: Nest,
+    rows: int | None,
+    passes: dict[int | None, TracedPass] | None,
 ) -> list[Problem]:
     """Follow the rows through all that an engine reads."""
-    trace, found = _followed(objective, data, rows, engine.read)
+    if passes is not None and engine.notes_what_it_reads:
+        trace, found, function = _followed_whole(engine, objective, data, rows)
+        if function is not None:
+            passes[rows] = TracedPass(engine, objective, function)
+    else:
+        trace, found = _followed(objective, data, rows, engine.read)
     problems = layer_problems(objective.model, trace, found) + loss_problems(found)
     if found:
         # What comes first in the graph is to blame for what follows.
@@ -192,18 +209,42 @@ def _followed(
 ) -> tuple[Trace, list[Found]]:
     """Follow the rows of batches like these, through losses that are known as such."""
     trace = Trace(objective.model)
+    traced = _with_known_losses(objective, trace)
+
+    def run(x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor) -> Nest:
+        return read(traced, Batch(x, y, sample_weight, is_padding))
+
+    padding = tf.TensorSpec([rows], tf.bool)
+    return trace, trace.found(run, (*signature_of(data, rows), padding), rows)
+
+
+def _followed_whole(
+    engine: engines.Engine, objective: Objective, data: Nest, rows: int | None
+) -> tuple[Trace, list[Found], Callable[..., Clipped] | None]:
+    """Follow the rows through the very graph that the engine will run."""
+    trace = Trace(objective.model)
+    traced = _with_known_losses(objective, trace)
+
+    def run(
+        x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor, clip: Tensor
+    ) -> Clipped:
+        batch = Batch(x, y, sample_weight, is_padding)
+        return engine.clip_and_sum(traced, batch, l2_norm_clip=clip, rows_per_unit=1)
+
+    padding = tf.TensorSpec([rows], tf.bool)
+    clip = tf.TensorSpec([], clip_as_tensor(1.0, objective.variables).dtype)
+    signature = (*signature_of(data, rows), padding, clip)
+    return trace, *trace.found_in_pass(run, signature, rows)
+
+
+def _with_known_losses(objective: Objective, trace: Trace) -> Objective:
+    """Return an objective whose losses a trace knows as such."""
 
     def losses(*batch: Nest) -> Tensor:
         with trace.part(LOSS), regularizers.unread(objective.variables, "The loss"):
             return _of_each_row(objective.losses(*batch), objective.losses)
 
-    traced = dataclasses.replace(objective, losses=losses)
-    padding = tf.TensorSpec([rows], tf.bool)
-
-    def run(x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor) -> Nest:
-        return read(traced, Batch(x, y, sample_weight, is_padding))
-
-    return trace, trace.found(run, (*signature_of(data, rows), padding), rows)
+    return dataclasses.replace(objective, losses=losses)
 
 
 def _has_only_own_rules(model: keras.Model) -> bool:

@@ -78,7 +78,11 @@ class Analysis:
         self._is_hidden = False
 
     def values(
-        self, graph: tf.Graph, known: Mapping[str, Value], wanted: Sequence[Tensor]
+        self,
+        graph: tf.Graph,
+        known: Mapping[str, Value],
+        wanted: Sequence[Tensor],
+        past: int | None = None,
     ) -> list[Value]:
         """Return what is known of tensors of a graph.
 
@@ -86,9 +90,10 @@ class Analysis:
             graph: The `tf.Graph`.
             known: What is known of its inputs, by the names of their operations.
             wanted: The tensors to tell of.
+            past: How many of its operations to look at, by default all.
         """
         values: dict[str, list[Value]] = {}
-        for op in _needed(graph, wanted):
+        for op in _needed(graph, wanted, past):
             name = op.name
             if name in known:
                 values[name] = [known[name]]
@@ -314,11 +319,13 @@ def _passed_on(body: tf.Graph) -> set[int]:
     return found
 
 
-def _needed(graph: tf.Graph, wanted: Sequence[Tensor]) -> list[tf.Operation]:
+def _needed(
+    graph: tf.Graph, wanted: Sequence[Tensor], past: int | None
+) -> list[tf.Operation]:
     """List what tensors are computed from, and all that has an effect, in order."""
     ends = [
         op
-        for op in graph.get_operations()
+        for op in graph.get_operations()[:past]
         if has_effect(op) or op.type in _CALLS + _BRANCHES + _LOOPS
     ]
     ordered: list[tf.Operation] = []

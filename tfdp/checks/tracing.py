@@ -79,6 +79,8 @@ class Trace:
         # What gets one row at a time: graph, its arguments, whose it is.
         self._alone: list[tuple[tf.Graph, int, Owner]] = []
         self._owners: list[Owner] = [None]
+        # What an engine reads, and how many operations there were by then.
+        self._read: tuple[list[Tensor], int | None] | None = None
 
     def found(
         self,
@@ -105,23 +107,61 @@ class Trace:
             and that nothing is kept of the data.
         """
         function = tf.function(run, autograph=False)
-        with _keras.own_global_seed():
-            with traced_by(self), self._observing():
-                graph = function.get_concrete_function(*signature).graph
-            specs = [spec for spec in tf.nest.flatten(signature) if spec is not None]
-            found: dict[Cause, Found] = {}
-            # Lengths that are open must not be mistaken for that of the batch, and what
-            # holds for two of them by chance is not counted on.
-            is_open = any(None in spec.shape.as_list()[1:] for spec in specs)
-            for length in _LENGTHS if is_open else _LENGTHS[:1]:
-                given = [_given(spec, rows, views, length) for spec in specs]
-                for each in self._found_in(graph, given, rows, ends_in_rows):
-                    found.setdefault(each.cause, each)
-            return list(found.values())
+        with _keras.own_global_seed(), traced_by(self), self._observing():
+            graph = function.get_concrete_function(*signature).graph
+        self._read = graph.outputs, None
+        return self._found(graph, signature, rows, views, ends_in_rows)
+
+    def found_in_pass(
+        self, run: Callable[..., Nest], signature: Sequence[Nest], rows: int | None
+    ) -> tuple[list[Found], Callable[..., Nest] | None]:
+        """Trace the pass of an engine that notes what it reads, and look into it.
+
+        Args:
+            run: See `found`; its last argument is a scalar that is not data.
+            signature: See `found`.
+            rows: See `found`.
+
+        Returns:
+            What was found, and the function, which is traced; None if the graph is good
+            for the proof alone.
+        """
+        function = tf.function(run, autograph=False)
+        # It may run: what is drawn then comes from the generators that the model has.
+        _keras.make_global_seed()
+        with traced_by(self), self._observing():
+            graph = function.get_concrete_function(*signature).graph
+        found = self._found(graph, signature[:-1], rows, 1, ends_in_rows=True)
+        return found, None if self._alone else function
+
+    def note_read(self, tensors: list[Tensor]) -> None:
+        """Note what an engine has made up to now, of which its norms and sums are."""
+        graph = tf.compat.v1.get_default_graph()
+        self._read = tensors, len(graph.get_operations())
+
+    def _found(
+        self,
+        graph: tf.Graph,
+        signature: Sequence[Nest],
+        rows: int | None,
+        views: int,
+        ends_in_rows: bool,
+    ) -> list[Found]:
+        specs = [spec for spec in tf.nest.flatten(signature) if spec is not None]
+        found: dict[Cause, Found] = {}
+        # Lengths that are open must not be mistaken for that of the batch, and what
+        # holds for two of them by chance is not counted on.
+        is_open = any(None in spec.shape.as_list()[1:] for spec in specs)
+        for length in _LENGTHS if is_open else _LENGTHS[:1]:
+            given = [_given(spec, rows, views, length) for spec in specs]
+            for each in self._found_in(graph, given, rows, ends_in_rows):
+                found.setdefault(each.cause, each)
+        return list(found.values())
 
     def _found_in(
         self, graph: tf.Graph, given: list[Value], rows: int | None, ends_in_rows: bool
     ) -> list[Found]:
+        read, past = self._read or (graph.outputs, None)
         known = {
             tensor.op.name: value
             for tensor, value in zip(graph.inputs, given, strict=False)
@@ -129,14 +169,14 @@ class Trace:
         known |= self._captured(graph)
         analysis = Analysis(rows)
         captures = [each for alone, _, _ in self._alone for each, _ in _outer(alone)]
-        wanted = [*graph.outputs, *captures]
-        values = analysis.values(graph, known, wanted)
+        wanted = [*read, *captures]
+        values = analysis.values(graph, known, wanted, past)
         by_tensor = {
             id(tensor): value for tensor, value in zip(wanted, values, strict=True)
         }
         # What is kept is at fault even if nothing that is returned depends on it.
         causes = set(analysis.effects)
-        for tensor in graph.outputs:
+        for tensor in read:
             value = by_tensor[id(tensor)]
             causes |= value.causes
             if ends_in_rows and (value.axis, value.layout) not in _ROWS:

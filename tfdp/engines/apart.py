@@ -40,6 +40,8 @@ class ApartEngine(BookkeepingEngine):
         norms: See `BookkeepingEngine`.
     """
 
+    notes_what_it_reads = False
+
     def clip_and_sum(
         self,
         objective: Objective,

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _validate
-from tfdp._tracing import part_of_trace
+from tfdp._tracing import part_of_trace, tracing
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.clipping import (
     at_least_float32,
@@ -50,6 +50,7 @@ class BookkeepingEngine(Engine):
 
     norms: str = "auto"
     name = "bookkeeping"
+    notes_what_it_reads = True
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -78,17 +79,7 @@ class BookkeepingEngine(Engine):
     def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
         """List the losses, and the factors of all gradients."""
         forward = RecordedForward(objective, batch, 1, norms=self.norms)
-        found = [forward.losses]
-        for terms in forward.terms_by_variable():
-            for term in terms:
-                with part_of_trace(term.variable.path):
-                    # Terms that have moved do not know their repeats any more.
-                    repeats = term.repeats if objective.ascent is None else -1
-                    units = forward.units
-                    found.extend([
-                        _by_rows(each, units, repeats) for each in term.read()
-                    ])
-        return found
+        return forward.read(forward.terms_by_variable())
 
     def explain(self, model: keras.Model, signature: Nest) -> list[Explanation]:
         """Say how each layer's norm is computed; see `DPModel.explain`."""
@@ -259,13 +250,26 @@ class RecordedForward:
         gradients = tf.cast(weights, gradient.dtype)[:, None] * gradient
         return Kept(variable, tf.ensure_shape(gradients, [None, *gradient.shape[1:]]))
 
+    def read(self, terms_by_variable: list[list[Term]]) -> list[Tensor]:
+        """List the losses, and the factors of gradients, rows on the first axis."""
+        found = [self.losses]
+        for terms in terms_by_variable:
+            for term in terms:
+                with part_of_trace(term.variable.path):
+                    # Terms that have moved do not know their repeats any more.
+                    repeats = -1 if self._objective.ascent else term.repeats
+                    found += [_by_rows(t, self.units, repeats) for t in term.read()]
+        return found
+
     def squares_and_terms(
         self, *, keeps: bool
     ) -> tuple[list[Tensor], list[Term | None]]:
         """Bound each variable's squared norms, and keep what the sums need."""
-        squares, ready = squares_and_joined(
-            self.terms_by_variable(), self.units, self._norms, keeps=keeps
-        )
+        terms = self.terms_by_variable()
+        trace = None if tf.executing_eagerly() else tracing()
+        if trace is not None:
+            trace.note_read(self.read(terms))
+        squares, ready = squares_and_joined(terms, self.units, self._norms, keeps=keeps)
         if self._uphill is not None:
             squares.append(self._uphill.lost)
         return squares, ready
@@ -410,6 +414,8 @@ def _by_rows(tensor: Tensor, units: Units, repeats: int | None) -> Tensor:
     """(rows of the calls, ...) -> (rows of the batch, those of each, ...)."""
     if tensor.shape[0] == 1:
         return tensor  # The same for all rows, which must not depend on them.
+    if repeats == 1:
+        return tf.stop_gradient(tensor)  # An operation of the variable's part.
     lengths = tensor.shape[1:]
     if lengths.is_fully_defined() and repeats != -1 and 0 not in lengths:
         return tf.reshape(tensor, [-1, repeats, *lengths])

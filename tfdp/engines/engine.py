@@ -1,7 +1,7 @@
 """What an engine does; each of them is one of these."""
 
 import abc
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import keras
 
@@ -22,9 +22,12 @@ class Engine(abc.ABC):
 
     Attributes:
         name: What messages and `DPModel.explain` call it.
+        notes_what_it_reads: Whether `clip_and_sum` tells a trace that it is part of
+            what `read` would return. Then the graph of the proof can be run.
     """
 
     name: str
+    notes_what_it_reads: ClassVar[bool] = False
 
     @abc.abstractmethod
     def clip_and_sum(

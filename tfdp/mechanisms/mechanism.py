@@ -347,10 +347,11 @@ def _standard_normals(numbers: Tensor, seed: Tensor) -> Tensor:
         dtype=tf.int32,
         alg="philox",
     )
-    coarse = tf.cast(bits[0] & 0x7FFFFFFF, tf.float32) * 2.0**-31
-    fine = tf.cast((bits[1] & 255) + 1, tf.float32) * 2.0**-39
+    first, second = tf.unstack(bits)
+    coarse = tf.cast(first & 0x7FFFFFFF, tf.float32) * 2.0**-31
+    fine = tf.cast((second & 255) + 1, tf.float32) * 2.0**-39
     radius = tf.sqrt(-2.0 * tf.math.log(tf.minimum(coarse + fine, 1.0)))
-    angle = tf.cast(bits[1] & ~255, tf.float32) * (math.pi * 2.0**-31)
+    angle = tf.cast(second & ~255, tf.float32) * (math.pi * 2.0**-31)
     return box_muller(radius, angle)[:numbers]
 
 

@@ -388,7 +388,10 @@ class DPOptimizer(keras.optimizers.Optimizer):
             )
             # A public constant: the size of the batch would tell who is in it.
             units = self.expected_units(clipped_sum.examples_per_unit)
-            released = [each / tf.cast(units, each.dtype) for each in noised]
+            divisors = {
+                dtype: tf.cast(units, dtype) for dtype in {n.dtype for n in noised}
+            }
+            released = [each / divisors[each.dtype] for each in noised]
             gradients = [
                 with_regularizer(gradient, variable)
                 for gradient, variable in zip(

@@ -223,10 +223,9 @@ class StepCounter:
             tf.zeros_like(noise_multiplier),
         )
         # Down to what was planned: never more noise than was drawn, and few entries.
-        level = tf.searchsorted(self._levels, noise_multiplier[None], side="right")[0]
-        noise_multiplier = tf.where(
-            level > 0, self._levels[tf.maximum(level - 1, 0)], noise_multiplier
-        )
+        levels = self._levels.read_value()
+        level = tf.reduce_max(tf.where(levels <= noise_multiplier, levels, -1.0))
+        noise_multiplier = tf.where(level >= 0, level, noise_multiplier)
         # From the first step of a segment on there is always a release that is open.
         self._close(begins & (self._begun > 0))
         self._steps_in_release.assign(
@@ -249,9 +248,9 @@ class StepCounter:
             tf.argmax(tf.cast(is_same, tf.int32)),
             tf.minimum(tf.math.count_nonzero(is_used), _ROWS - 1),
         )
-        known = self._noise_multipliers[row]
+        known = tf.gather(self._noise_multipliers, row)
         # Only the last row takes releases of several noise multipliers.
-        lowest = tf.where(is_used[row], tf.minimum(known, opened), opened)
+        lowest = tf.where(tf.gather(is_used, row), tf.minimum(known, opened), opened)
         self._noise_multipliers.scatter_nd_update(
             [[row]], [tf.where(is_closed, lowest, known)]
         )

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -27,6 +27,9 @@ from tfdp.training.callback import StepCallback, acts_in_steps
 from tfdp.training.step import BatchClipper, Session, objective_uphill
 from tfdp.training.units import filled_up
 
+if TYPE_CHECKING:
+    from tfdp.engines.traced import TracedPass
+
 # Sizes of batches that a model is checked with, one by one. By then TensorFlow traces
 # for any number of rows.
 _MOST_SIZES = 4
@@ -47,6 +50,7 @@ class CheckedModel:
 
     Attributes:
         engine: The one that was chosen; before the first check the one asked for.
+        traced: What it does with rows such as were asked about last, if that is known.
         signature: Nest of `tf.TensorSpec` of the inputs that it was checked with last.
         outputs: Targets and predictions likewise: ``(y, y_pred)``.
         has_own_loss: Whether the model computes the loss itself.
@@ -88,6 +92,8 @@ class CheckedModel:
         self._objective: Objective | None = None
         # By what rows are like, and how many there are at once.
         self._engines: dict[tuple[_Rows, int | None], engines.Engine] = {}
+        self._passes: dict[tuple[_Rows, int | None], TracedPass] = {}
+        self.traced: TracedPass | None = None
         self._trainable: tuple[bool, ...] = ()
 
     def objective(self) -> Objective:
@@ -126,7 +132,7 @@ class CheckedModel:
         """
         acting = tuple(each for each in callbacks if acts_in_steps(each))
         session = Session(
-            dataclasses.replace(clipper, engine=self.engine),
+            dataclasses.replace(clipper, engine=self.engine, traced=self.traced),
             self.objective(),
             scheme.in_units(clipper.examples_per_unit),
             optimizer,
@@ -203,7 +209,7 @@ class CheckedModel:
         # Unfrozen layers may do what frozen ones did not: nothing is known any more.
         trainable = self._trainable_now()
         if trainable != self._trainable:
-            self._engines = {}
+            self._engines, self._passes = {}, {}
         with self._replicas.only_first(), _keras.losses_of_one_replica():
             rows = None if sample is None else rows_to_check(sample)
             if rows is not None:
@@ -213,10 +219,17 @@ class CheckedModel:
                     self._model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
             objective = objective_uphill(self.objective(), self.ascent, iteration)
             missing = self._missing(like, sizes)
-            objective = dataclasses.replace(objective, losses=self._noting(objective))
-            chosen = choose(self._asked, objective, data, missing, sample=rows)
+            noting = dataclasses.replace(objective, losses=self._noting(objective))
+            passes: dict[int | None, TracedPass] = {}
+            chosen = choose(
+                self._asked, noting, data, missing, sample=rows, passes=passes
+            )
         self._trainable = trainable
         self._engines |= {(like, size): chosen for size in missing}
+        self._passes |= {
+            (like, size): dataclasses.replace(traced, objective=objective)
+            for size, traced in passes.items()
+        }
         self._missing(like, sizes)
         if rows is not None:
             self.signature = signature_of(rows[0])
@@ -239,6 +252,8 @@ class CheckedModel:
         if not missing:
             # That of each row alone is right for all sizes, others are not.
             self.engine = min(known, key=lambda e: type(e) is not VectorizedEngine)
+            of_sizes = [self._passes.get((like, size)) for size in sizes]
+            self.traced = next((each for each in of_sizes if each is not None), None)
         return missing
 
     def _engine_of(self, like: _Rows, size: int | None) -> engines.Engine | None:

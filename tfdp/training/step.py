@@ -24,6 +24,7 @@ from tfdp.distribute.replicas import ONE_DEVICE, Replicas, summed
 from tfdp.distribute.shares import agreed_stream
 from tfdp.engines import passes
 from tfdp.engines.passes import OnOutputs
+from tfdp.engines.traced import TracedPass
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Batch, Objective
 from tfdp.mechanisms import Mechanism
@@ -57,6 +58,7 @@ class BatchClipper:
         replicas: Each has a share of the batch.
         augmentation: Makes the views of each example, if any.
         jit_compile: Whether XLA compiles the passes.
+        traced: What `engine` does with such rows, if that is traced already.
     """
 
     model: keras.Model
@@ -68,6 +70,7 @@ class BatchClipper:
     replicas: Replicas = ONE_DEVICE
     augmentation: Augmentation | None = None
     jit_compile: bool = False
+    traced: TracedPass | None = dataclasses.field(default=None, compare=False)
 
     @property
     def rows_per_unit(self) -> int | Tensor:
@@ -206,6 +209,11 @@ class BatchClipper:
         clip: Tensor,
     ) -> tuple[list[Tensor], Tensor, Nest]:
         """Clip and add up the units of a pass, whose rows are views by now."""
+        known = self.traced
+        if self.jit_compile or self.replicas.strategy or tf.executing_eagerly():
+            known = None
+        if known is not None and known.fits(self.engine, objective, rows_per_unit):
+            return known.clip_and_sum(batch, clip)
         options = {"l2_norm_clip": clip, "rows_per_unit": rows_per_unit}
         try:
             return self.engine.clip_and_sum(objective, batch, **options)
