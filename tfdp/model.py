@@ -472,7 +472,7 @@ class DPModel(TrainingFunctions):
         with self._training(data, callbacks, to_run, class_weight) as (data, callbacks):
             is_weighed = self._replicas.strategy is not None
             return super().fit(
-                x=data.x,
+                x=data.batches,
                 y=data.y,
                 batch_size=data.batch_size,
                 epochs=epochs,
@@ -596,6 +596,7 @@ class DPModel(TrainingFunctions):
         regularizers.check_number_of_examples(self.trainable_variables, None, rows=rows)
         self._settle(session)
         self._model_ledger.begin_single_step(session)
+        self._model_ledger.check_dials()
         self._model_ledger.limit()
         try:
             return super().train_on_batch(

@@ -5,7 +5,7 @@ import operator
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import keras
@@ -139,6 +139,19 @@ class DrawnDataset(keras.utils.PyDataset):
         with self._lock:
             self._epoch += 1
             self._requests.clear()
+
+    def draws_of_next_epoch(self) -> Iterator[NDArray[np.int64]]:
+        """Go on to the next epoch, and draw its batches in order.
+
+        Yields:
+            The rows of a draw, with -1 for padding.
+
+        Raises:
+            NotPrivateError: See `__getitem__`.
+        """
+        self.on_epoch_end()
+        for index in range(self._steps):
+            yield self._draw(self._key, *self._next_draw(index))
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""

@@ -15,6 +15,7 @@ from tfdp import _tree, _validate
 from tfdp._types import Nest
 from tfdp.data.declared import DeclaredDataset
 from tfdp.data.drawn_dataset import DrawnDataset
+from tfdp.data.pipeline import pipeline_of
 from tfdp.data.poisson_dataset import PoissonDataset
 from tfdp.data.rows import rows_of
 from tfdp.sampling import Scheme, Unknown, samplings
@@ -31,7 +32,7 @@ class TrainingData:
     """Data in the form that Keras takes, and how they are accounted.
 
     Attributes:
-        x: What Keras gets as `x`.
+        x: The data, as `fit` got them or as tfdp draws from them.
         scheme: How the batches are drawn.
         y: What Keras gets as `y`.
         sample_weight: What Keras gets as `sample_weight`.
@@ -59,6 +60,12 @@ class TrainingData:
     def drawn(self) -> DrawnDataset | None:
         """The data, if tfdp draws their batches."""
         return self.x if isinstance(self.x, DrawnDataset) else None
+
+    @property
+    def batches(self) -> Nest:
+        """What Keras gets as `x`."""
+        pipeline = None if self.drawn is None else pipeline_of(self.drawn)
+        return self.x if pipeline is None else pipeline
 
     @property
     def static_batch_size(self) -> int | None:

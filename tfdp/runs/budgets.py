@@ -36,6 +36,22 @@ def set_budget(recorder: LedgerRecorder, budget: Budget | None) -> None:
             each.counter.revoke()
 
 
+def lifted_if_free(recorder: LedgerRecorder) -> bool:
+    """Tell whether no budget binds a training, which then has no limit.
+
+    Args:
+        recorder: Of the training.
+
+    Returns:
+        False if one does.
+    """
+    if _binding(recorder):
+        return False
+    if recorder.counter.limit.reason is not None:
+        recorder.counter.limit.lift()
+    return True
+
+
 def enforce_budget(
     recorder: LedgerRecorder,
     noise_multipliers: Array,
@@ -55,12 +71,10 @@ def enforce_budget(
     Raises:
         PrivacyBudgetError: If there is no room for a single one.
     """
+    if lifted_if_free(recorder):
+        return
     counter, limit = recorder.counter, recorder.counter.limit
     binding = _binding(recorder)
-    if not binding:
-        if limit.reason is not None:
-            limit.lift()
-        return
     present = (plan, tuple(binding.values()), _unbound_steps(binding))
     left = counter.outstanding()
     needed = counter.releases_begun_by(steps)

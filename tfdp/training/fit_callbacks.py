@@ -57,7 +57,8 @@ class LedgerCallback(StepCallback):
         if self._data.begins_pass_each_epoch:
             self._recorder.counter.begin_release()
         if self._data.drawn is not None:
-            self._recorder.sampled_epochs = self._data.drawn.epoch
+            # The draws of this one may have begun, or not.
+            self._recorder.sampled_epochs = self._data.drawn.epoch + 1
         # What a backup restored may have spent the budget.
         self._model_ledger.limit(1)
 
@@ -80,6 +81,7 @@ class LedgerCallback(StepCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Ask for the steps to come: others may have taken some meanwhile."""
+        self._model_ledger.check_dials()
         with contextlib.suppress(PrivacyBudgetError):
             self._model_ledger.limit(self.model.steps_per_execution)
 

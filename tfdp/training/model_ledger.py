@@ -17,6 +17,7 @@ from tfdp.runs.budgets import (
     enforce_budget,
     enforce_budget_of_step,
     enforce_budgets_of_loops,
+    lifted_if_free,
     room_in_graph,
 )
 from tfdp.runs.counter import UNDECLARED
@@ -118,6 +119,7 @@ class ModelLedger:
             self.take_over_copies()
             recorder.begin_steps(session.objective.variables, self._weights())
             optimizer.skip_used_noise()
+            self.check_dials()
             self.limit()
             drawn = data.drawn
             is_seeded = drawn is not None and drawn.seeded
@@ -148,8 +150,9 @@ class ModelLedger:
         Raises:
             PrivacyBudgetError: If there is no room for a single one.
         """
-        assert self.optimizer is not None  # noqa: S101
-        self.optimizer.check_dials()
+        # Before each step and after it: what nobody asks for is not worked out.
+        if lifted_if_free(self.recorder):
+            return
         enforce_budget(
             self.recorder,
             self._noise_plan.to_come()
@@ -157,6 +160,15 @@ class ModelLedger:
             self._noise_plan.name(self.recorder.steps),
             steps=steps,
         )
+
+    def check_dials(self) -> None:
+        """Refuse a clip norm or a noise multiplier that was assigned out of range.
+
+        Raises:
+            ValueError: If one is not finite, or not positive or negative.
+        """
+        assert self.optimizer is not None  # noqa: S101
+        self.optimizer.check_dials()
 
     def limit_again(self) -> None:
         """Limit the steps to come after something has changed, none of them now.

@@ -1,0 +1,110 @@
+"""The graph of the proof is the graph that runs, where it is what the step would trace."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfdp
+from tests.reference import clipped_sum
+from tfdp.engines import BookkeepingEngine, GhostEngine
+from tfdp.engines.traced import TracedPass
+
+pytestmark = pytest.mark.filterwarnings("ignore:Training without noise")
+
+ROWS = 12
+
+
+def model():
+    return keras.Sequential([
+        keras.Input((3,)),
+        layers.Dense(4, activation="tanh"),
+        layers.Dropout(0.5),
+        layers.Lambda(noted),
+        layers.Dense(2),
+    ])
+
+
+CALLS = []
+
+
+def noted(x):
+    CALLS.append(x.shape)
+    return x
+
+
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 3)).astype("float32")
+    x[1] *= 1e4
+    return x, rng.normal(size=(ROWS, 2)).astype("float32")
+
+
+def private(inner, loss="mse", **options):
+    wrapped = tfdp.DPModel(inner, **options)
+    wrapped.compile(
+        tfdp.optimizers.DPSGD(1.0, l2_norm_clip=0.5, noise_multiplier=0.0),
+        loss,
+    )
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"engine": "ghost"}, {"physical_batch_size": 5}],
+    ids=["whole", "ghost", "passes"],
+)
+def test_a_model_is_traced_once(options):
+    wrapped = private(model(), **options)
+    CALLS.clear()
+    wrapped.fit(*data(), batch_size=ROWS, epochs=2, verbose=0)
+    assert len(CALLS) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"physical_batch_size": 5}])
+def test_losses_that_change_are_traced_anew(options):
+    """Each of them is the one that is clipped, also after `compile`."""
+    inner = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    x, y = data()
+    for loss in ("mse", "mae"):
+        wrapped = private(inner, loss, **options)
+        rows = []
+        for row in range(ROWS):
+            with tf.GradientTape() as tape:
+                y_pred = inner(x[row : row + 1])
+                value = keras.losses.get(loss)(y[row : row + 1], y_pred)
+            rows.append(tape.gradient(value, inner.trainable_variables))
+        stacked = [np.stack(of_variable) for of_variable in zip(*rows, strict=True)]
+        expected, _ = clipped_sum(stacked, 0.5)
+        before = inner.get_weights()
+        wrapped.fit(x, y, batch_size=ROWS, verbose=0)
+        moved = [a - b for a, b in zip(before, inner.get_weights(), strict=True)]
+        for each, total in zip(moved, expected, strict=True):
+            np.testing.assert_allclose(each * ROWS, total, atol=1e-4)
+
+
+def test_a_pass_fits_what_it_was_traced_for():
+    known, other = object(), object()
+    traced = TracedPass(BookkeepingEngine(), known, None)
+    assert traced.fits(BookkeepingEngine(), known, 1)
+    assert not traced.fits(BookkeepingEngine(), other, 1)
+    assert not traced.fits(GhostEngine(), known, 1)
+    assert not traced.fits(BookkeepingEngine(), known, 2)
+    assert not traced.fits(BookkeepingEngine(), known, tf.constant(1))
+
+
+def test_masks_differ_between_steps():
+    """What is drawn in the pass goes on from step to step."""
+    inner = keras.Sequential([
+        keras.Input((200,)),
+        layers.Dropout(0.5, seed=1),
+        layers.Dense(1, use_bias=False, kernel_initializer="ones", trainable=True),
+    ])
+    wrapped = private(inner)
+    moves = []
+    for _ in range(2):
+        before = inner.get_weights()[0]
+        wrapped.fit(np.ones((1, 200)), np.zeros((1, 1)), batch_size=1, verbose=0)
+        moves.append(before != inner.get_weights()[0])
+    assert (moves[0] != moves[1]).mean() > 0.3
