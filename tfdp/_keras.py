@@ -7,6 +7,8 @@ something breaks this file and nothing else.
 import contextlib
 import functools
 import inspect
+import os
+import platform
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -26,6 +28,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record, tape
 from tensorflow.python.ops import control_flow_util, resource_variable_ops
 from tensorflow.python.ops.parallel_for import pfor
+from tensorflow.python.util import _pywrap_util_port
 
 from tfdp._types import Loss, Nest, Tensor, Variable
 
@@ -119,6 +122,13 @@ def without_autograph(function: _Function) -> _Function:
     # warnings of what it cannot read.
     unconverted: _Function = tf.autograph.experimental.do_not_convert(function)
     return unconverted
+
+
+def onednn_is_off() -> bool:
+    """Tell whether convolutions on this CPU do without oneDNN, by nobody's decision."""
+    is_x86 = platform.machine() in {"x86_64", "AMD64"}
+    is_asked = "TF_ENABLE_ONEDNN_OPTS" in os.environ
+    return is_x86 and not is_asked and not _pywrap_util_port.IsMklEnabled()
 
 
 def inside_xla() -> bool:

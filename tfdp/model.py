@@ -50,6 +50,7 @@ from tfdp.training.arguments import (
     check_trainable,
     check_unit,
     check_wrapped,
+    note_slow_cpu,
 )
 from tfdp.training.augmentation import Augmentation
 from tfdp.training.callback import StepCallback, find_queries
@@ -442,6 +443,7 @@ class DPModel(TrainingFunctions):
             WorkerLostError: If another process that trains the model is gone.
         """
         self._get_ready()
+        note_slow_cpu()
         check_inputs(x)
         check_class_weight(class_weight, sample_weight, y, self.model)
         if user_ids is not None and validation_split:

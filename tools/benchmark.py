@@ -2,6 +2,8 @@ r"""Time and memory of a private training step, beside an ordinary one.
 
     python tools/benchmark.py
     python tools/benchmark.py --models=cnn --rows=vectorized --steps=50 --jit_compile
+    python tools/benchmark.py --startup
+    python tools/benchmark.py --fit --models=cnn
     python tools/benchmark.py --growth=growth.png
     python tools/benchmark.py --synthetic
     python tools/benchmark.py --passes
@@ -59,6 +61,13 @@ _ROWS = {
     "jax_privacy": ["vmap", "one_by_one"],
     "tensorflow_privacy": ["vectorized", "fast_gradient_clipping"],
 }
+# Processes of which the quickest to start counts.
+_STARTS = 3
+# Ways to give `fit` its rows; the first is what others are compared with.
+_FIT_ROWS = [
+    *("fit_ordinary", "fit_ordinary_pipeline", "fit_poisson", "fit_poisson_in_passes"),
+    *("fit_bounded_poisson", "fit_shuffled", "fit_declared"),
+]
 _TFDP_ALONE = ("frozen", "bert", "bert:4", "mobilenet_v2", "resnet50")
 _MODELS = [name for name in PROBLEMS if name not in {"synthetic", "deep", *_TFDP_ALONE}]
 _DEPTHS = (2, 8, 32, 128, 200)
@@ -96,6 +105,12 @@ _TIME_LIMIT = flags.DEFINE_float(
 _MEMORY_LIMIT = flags.DEFINE_float(
     "memory_limit", 12.0, "GiB that a process may keep resident; Linux only."
 )
+_STARTUP = flags.DEFINE_bool(
+    "startup", False, "CPU seconds from `fit` to the end of the first step, in all."
+)
+_FIT = flags.DEFINE_bool(
+    "fit", False, "Steps of epochs of `fit`, for each way to give it rows."
+)
 _GROWTH = flags.DEFINE_string(
     "growth", None, "PNG file for a plot over batch sizes and numbers of weights."
 )
@@ -128,6 +143,7 @@ class Result:
 
     Attributes:
         milliseconds: All times that a step of a row took.
+        first_cpu_seconds: What the first step of each row took, with all before it.
         peak_mib: Peak of the memory.
         before_mib: What was resident before the steps.
         problem: What went wrong.
@@ -135,6 +151,7 @@ class Result:
     """
 
     milliseconds: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
+    first_cpu_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     peak_mib: float | None = None
     before_mib: float = 0.0
     problem: str = ""
@@ -159,20 +176,16 @@ def main(argv: Sequence[str]) -> None:
         # Every process inherits it, and starts as many threads.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _CORES.value])
     print(f"{machine()}\n")
-    if _SYNTHETIC.value:
-        sizes = _BATCH_SIZES.value or [32 * 8**power for power in range(5)]
-        results = print_memory("synthetic", sizes, [_ORDINARY, *_ENGINES.value])
-    elif _PASSES.value:
-        sizes = _BATCH_SIZES.value or [256, 1024, 4096, 16384]
-        results = print_memory("mlp", sizes, [_ORDINARY, "bookkeeping", "passes"])
-    elif _FEDERATED.value:
-        results = federated()
-    elif _BAM.value:
-        results = over_depth(Path(_BAM_PLOT.value))
-    elif _GROWTH.value is not None:
-        results = growth(Path(_GROWTH.value))
-    else:
-        results = compare()
+    asked = {
+        memory_of_layers: _SYNTHETIC.value,
+        memory_in_passes: _PASSES.value,
+        federated: _FEDERATED.value,
+        startup: _STARTUP.value,
+        fits: _FIT.value,
+        over_depth: _BAM.value,
+        growth: _GROWTH.value is not None,
+    }
+    results = next((show for show, is_asked in asked.items() if is_asked), compare)()
     if any(each.problem.startswith(_FAILED) for each in results):
         sys.exit("benchmark: not all rows could be measured.")
 
@@ -332,6 +345,18 @@ def line(row: str, found: Result, ordinary: Result) -> str:
     return f"{cells}  {found.problem}".rstrip()
 
 
+def memory_of_layers() -> list[Result]:
+    """Print the memory of dense layers over batch sizes."""
+    sizes = _BATCH_SIZES.value or [32 * 8**power for power in range(5)]
+    return print_memory("synthetic", sizes, [_ORDINARY, *_ENGINES.value])
+
+
+def memory_in_passes() -> list[Result]:
+    """Print the memory of the MLP over batch sizes, whole and in passes."""
+    sizes = _BATCH_SIZES.value or [256, 1024, 4096, 16384]
+    return print_memory("mlp", sizes, [_ORDINARY, "bookkeeping", "passes"])
+
+
 def print_memory(
     model: str, batch_sizes: Sequence[int], rows: Sequence[str]
 ) -> list[Result]:
@@ -351,6 +376,58 @@ def print_memory(
     return shown
 
 
+def startup() -> list[Result]:
+    """Print what it takes to get to the end of the first step, in fresh processes.
+
+    Of several processes the one that took least counts.
+
+    Returns:
+        What was found.
+    """
+    rows = [_ORDINARY, *dict.fromkeys(_ENGINES.value)]
+    shown = []
+    print(f"{'model':<14}{'row':<28}{'CPU s':>10}{'ratio':>10}")
+    for model in dict.fromkeys(_CHOSEN.value):
+        size = problem_of(model).batch_size
+        ordinary = None
+        for row in rows:
+            found = [
+                start(_TFDP, model, size, [row], timed=False) for _ in range(_STARTS)
+            ]
+            shown += found
+            seconds = [s for each in found for s in each.first_cpu_seconds.values()]
+            least = min(seconds, default=None)
+            ordinary = least if row == _ORDINARY else ordinary
+            ratio = least / ordinary if least and ordinary else None
+            cells = "".join(
+                f"{'-':>10}" if number is None else f"{number:>10.2f}"
+                for number in (least, ratio)
+            )
+            print(f"{model:<14}{row:<28}{cells}  {found[0].problem}".rstrip())
+    return shown
+
+
+def fits() -> list[Result]:
+    """Print what a step takes in epochs of `fit`, for each way to give it rows."""
+    shown = []
+    print(f"{'model':<14}{'batch':>6}  {'rows from':<28}{'ms a step':>10}{'ratio':>10}")
+    for model in dict.fromkeys(_CHOSEN.value):
+        for size in _BATCH_SIZES.value or [problem_of(model).batch_size]:
+            found = start(_TFDP, model, size, _FIT_ROWS, timed=True)
+            ordinary = found.median(_FIT_ROWS[0])
+            for row in _FIT_ROWS:
+                median = found.median(row)
+                cells = "".join(
+                    f"{'-':>10}" if number is None else f"{number:>10.2f}"
+                    for number in (median, median and ordinary and median / ordinary)
+                )
+                name = row.removeprefix("fit_")
+                print(f"{model:<14}{size:>6}  {name:<28}{cells}")
+            print(found.problem, flush=True)
+            shown.append(found)
+    return shown
+
+
 def federated() -> list[Result]:
     """Print what rounds take, beside an ordinary step on as many examples."""
     (size, *_) = _BATCH_SIZES.value or [5000]
@@ -367,17 +444,15 @@ def federated() -> list[Result]:
 # Plots.
 
 
-def over_depth(path: Path) -> list[Result]:
+def over_depth() -> list[Result]:
     """Print and plot how long steps take in networks of more and more layers.
 
     As in the paper on BAM: ten trials of five steps, compiled by XLA.
 
-    Args:
-        path: Where the plot goes.
-
     Returns:
         What was measured, for each depth.
     """
+    path = Path(_BAM_PLOT.value)
     rows = [_ORDINARY, "bookkeeping", "sat", "bam_sam", "bam_exact"]
     options = ["--jit_compile", "--steps=10", "--repeats=5", "--seconds=inf"]
     size = (_BATCH_SIZES.value or [PROBLEMS["deep"].batch_size])[0]
@@ -422,8 +497,9 @@ def plot_over_depth(results: Mapping[int, Result], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def growth(path: Path) -> list[Result]:
+def growth() -> list[Result]:
     """Plot time and memory of an MLP over batch sizes and over numbers of weights."""
+    path = Path(_GROWTH.value)
     rows = [_ORDINARY, *dict.fromkeys(_ENGINES.value)]
     sizes = _BATCH_SIZES.value or [32, 128, 512, 2048]
     over: dict[str, dict[float, dict[str, Result]]] = {

@@ -135,3 +135,23 @@ def test_time_over_depth(tmp_path):
     table = re.findall(r"^(\d+)((?: +[\d.]+ \+- [\d.]+){5})$", process.stdout, re.M)
     assert [int(depth) for depth, _ in table] == [2]
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_prints_what_starting_takes():
+    process = small("--startup", "--rows=bookkeeping")
+    assert process.returncode == 0, process.stdout + process.stderr
+    found = re.findall(r"^mlp +(\w+) +([\d.]+) +([\d.]+)$", process.stdout, re.M)
+    assert [row for row, *_ in found] == ["ordinary", "bookkeeping"]
+    assert all(float(seconds) > 0 for _, seconds, _ in found)
+
+
+@pytest.mark.slow
+def test_prints_epochs_of_fit_for_each_way_to_give_rows():
+    process = small("--fit", "--seconds=2")
+    assert process.returncode == 0, process.stdout + process.stderr
+    found = re.findall(r"^mlp +4  (\w+) +([\d.]+) +([\d.]+)$", process.stdout, re.M)
+    ways = [way for way, *_ in found]
+    assert ways[:3] == ["ordinary", "ordinary_pipeline", "poisson"]
+    assert {"bounded_poisson", "shuffled", "declared"} <= set(ways)
+    assert float(found[0][2]) == 1

@@ -1,6 +1,10 @@
 """Checks what `DPModel` and its methods are given."""
 
+import functools
+
 import keras
+import tensorflow as tf
+from absl import logging
 
 from tfdp import _keras
 from tfdp._types import Loss, Nest
@@ -218,4 +222,15 @@ def check_class_weight(
             f"`sample_weight`. Received: class_weight={class_weight!r} with {given}. "
             "Use `sample_weight=weight_of_class[y]`, for several targets a list of "
             "such arrays, times weights of your own."
+        )
+
+
+@functools.cache
+def note_slow_cpu() -> None:
+    """Say once, in the log, that TensorFlow leaves a library of this CPU's off."""
+    if _keras.onednn_is_off() and not tf.config.list_physical_devices("GPU"):
+        logging.warning(
+            "TensorFlow leaves oneDNN off on this CPU, with which convolutions were seen "
+            "to take half of the time. Set the environment variable "
+            "`TF_ENABLE_ONEDNN_OPTS=1` before TensorFlow is imported."
         )

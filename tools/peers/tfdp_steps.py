@@ -5,9 +5,15 @@ optimizer and metrics included.
 """
 
 import argparse
+import itertools
+import math
 import os
+import time
+from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# TensorFlow leaves it off on some CPUs.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 import keras
 import keras_models
@@ -21,6 +27,8 @@ from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 _NUMBER_OF_BATCHES = 16
 
 _EXAMPLES_PER_CLIENT = 5
+
+_BATCHES_OF_AN_EPOCH = 30
 
 _WITH_BATCH_NORMALIZATION = ("mobilenet_v2", "resnet50")
 
@@ -51,6 +59,8 @@ def stepper(options: argparse.Namespace, row: str) -> steps.Step:
     """
     if row.startswith("federated"):
         return federated_rounds(options, row)
+    if row.startswith("fit_"):
+        return epochs_of_fit(options, row.removeprefix("fit_"))
     model = build(options.model)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.SGD(steps.LEARNING_RATE)
     if row != "ordinary":
@@ -81,6 +91,93 @@ def stepper(options: argparse.Namespace, row: str) -> steps.Step:
         model.trainable_variables[-1].numpy()
 
     return step
+
+
+def epochs_of_fit(options: argparse.Namespace, way: str) -> steps.Step:
+    """Return some epochs of `fit`, of which those after the first are timed.
+
+    Args:
+        options: Of the command line.
+        way: How `fit` gets the rows: a name in `_WAYS`.
+    """
+    is_private, model_options, given = _WAYS[way]
+    model = build(options.model)
+    optimizer: keras.optimizers.Optimizer = keras.optimizers.SGD(steps.LEARNING_RATE)
+    if is_private:
+        size = options.batch_size if model_options.pop("in_passes", False) else None
+        model = tfdp.DPModel(model, physical_batch_size=size, **model_options)
+        optimizer = tfdp.optimizers.DPSGD(
+            steps.LEARNING_RATE,
+            l2_norm_clip=steps.L2_NORM_CLIP,
+            noise_multiplier=steps.NOISE_MULTIPLIER,
+        )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    rows = _BATCHES_OF_AN_EPOCH * options.batch_size
+    data = given(*steps.examples(options.model, rows), options.batch_size)
+
+    def step() -> float:
+        clock = _EpochClock()
+        model.fit(**data, epochs=3, verbose=0, callbacks=[clock])
+        first, *later = itertools.pairwise(clock.times)
+        del first
+        seconds = sum(past - begin for begin, past in later) / len(later)
+        return 1000 * seconds / _BATCHES_OF_AN_EPOCH
+
+    return step
+
+
+class _EpochClock(keras.callbacks.Callback):
+    """Notes when epochs begin, and when the last one has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.times.append(time.perf_counter())
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.times.append(time.perf_counter())
+
+
+def _arrays(x: Any, y: Any, batch_size: int) -> dict[str, Any]:
+    return {"x": x, "y": y, "batch_size": batch_size}
+
+
+def _pipeline(x: Any, y: Any, batch_size: int) -> dict[str, Any]:
+    slices = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x))
+    return {"x": slices.batch(batch_size).prefetch(tf.data.AUTOTUNE)}
+
+
+def _declared(x: Any, y: Any, batch_size: int) -> dict[str, Any]:
+    declared = tfdp.data.declare(
+        _pipeline(x, y, batch_size)["x"],
+        number_of_examples=len(x),
+        expected_batch_size=batch_size,
+        sampling="shuffle",
+    )
+    return {"x": declared}
+
+
+def _bounded(x: Any, y: Any, batch_size: int) -> dict[str, Any]:
+    bound = math.ceil(batch_size + 6 * math.sqrt(batch_size))
+    data = tfdp.data.PoissonDataset(
+        x, y, expected_batch_size=batch_size, max_batch_size=min(bound, len(x))
+    )
+    return {"x": data}
+
+
+# Whether it is private, options of the model, what `fit` gets.
+_WAYS: dict[str, tuple[bool, dict[str, Any], Any]] = {
+    "ordinary": (False, {}, _arrays),
+    "ordinary_pipeline": (False, {}, _pipeline),
+    "poisson": (True, {}, _arrays),
+    "poisson_in_passes": (True, {"in_passes": True}, _arrays),
+    "bounded_poisson": (True, {}, _bounded),
+    "shuffled": (True, {"sampling": "shuffle"}, _arrays),
+    "declared": (True, {}, _declared),
+}
 
 
 def federated_rounds(options: argparse.Namespace, row: str) -> steps.Step:
