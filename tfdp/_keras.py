@@ -375,6 +375,18 @@ def without_regularizers(variables: list[Variable]) -> Iterator[None]:
         yield
 
 
+def clear_losses(model: keras.Model) -> None:
+    """Forget what the layers of a model have added to `Layer.losses`."""
+    model._clear_losses()
+
+
+def with_losses(
+    model: keras.Model, losses: list[Tensor]
+) -> contextlib.AbstractContextManager[None]:
+    """Let `Model.losses` be others."""
+    return attributes_replaced(model, _losses_override=losses)
+
+
 @contextlib.contextmanager
 def pfor_converters(converters: dict[str, _Converter]) -> Iterator[None]:
     """Replace conversions that `tf.vectorized_map` makes of operations.

@@ -67,7 +67,11 @@ def choose(
         if objective.ascent is not None:
             passes.append(objective)
         for rows, of_pass in itertools.product(sizes, passes):
-            problems = _problems_of_pass(chosen, of_pass, data, rows)
+            problems, adds_losses = _problems_of_pass(chosen, of_pass, data, rows)
+            if adds_losses and not problems and None not in sizes:
+                # A divisor that is the number of rows passes for any other number, where
+                # that is static, and so does another axis of that length.
+                problems, _ = _problems_of_pass(chosen, of_pass, data, None)
             if problems:
                 raise UnsupportedLayerError(str(problems[0]))
         _compare_if_foreign(chosen, objective, data if sample is None else sample)
@@ -166,14 +170,14 @@ def check_objective(
 
 
 def _losses(objective: Objective, batch: Batch) -> Tensor:
-    y_pred = objective.predict(batch.x)
-    return objective.losses(batch.x, batch.y, y_pred, batch.sample_weight)
+    # What cannot be taken apart is that of each unit alone.
+    return objective.forward(batch, skips_unknown=True)[1]
 
 
 def _problems_of_pass(
     engine: engines.Engine, objective: Objective, data: Nest, rows: int | None
-) -> list[Problem]:
-    """Follow the rows through all that an engine reads."""
+) -> tuple[list[Problem], bool]:
+    """Follow the rows through all that an engine reads; tell if layers add losses."""
     trace, found = _followed(objective, data, rows, engine.read)
     problems = layer_problems(objective.model, trace, found) + loss_problems(found)
     if found:
@@ -181,7 +185,7 @@ def _problems_of_pass(
         names = {id(layer): path for path, layer in trace.layers}
         first = names.get(id(found[0].layer))
         problems.sort(key=lambda problem: problem.path != first)
-    return problems
+    return problems, trace.adds_losses
 
 
 def _followed(

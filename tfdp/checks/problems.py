@@ -28,15 +28,6 @@ _SPECTRAL = _Flaw(
     "Use the layer that it wraps, with "
     "`kernel_constraint=keras.constraints.MaxNorm(...)`.",
 )
-_ACTIVITY = _Flaw(
-    "its `activity_regularizer` is a loss of the activations of the whole batch",
-    "Remove it, or regularize weights: `kernel_regularizer=...`.",
-)
-_ADDED_LOSS = _Flaw(
-    "it calls `add_loss`, which takes one number for the whole batch",
-    "Return what the loss needs as an output of the model, with a loss for it in "
-    "`compile`; if it needs weights only, use `kernel_regularizer=...`.",
-)
 _MIXING = _Flaw(
     "in it, rows of a batch meet: {}",
     "Compute every row from itself alone: reduce over `axis=-1`, never over axis 0.",
@@ -124,10 +115,6 @@ def _flaws(
             return
         if isinstance(layer, keras.layers.SpectralNormalization):
             yield _SPECTRAL, True
-    if layer.activity_regularizer is not None:
-        yield _ACTIVITY, True
-    elif id(layer) in trace.adding_loss:
-        yield _ADDED_LOSS, True
     names = dict.fromkeys(each.cause.variable for each in found if each.cause.variable)
     others = [each for each in found if not each.cause.variable]
     if others:

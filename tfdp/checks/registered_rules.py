@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree
+from tfdp._tree import number_of_rows
 from tfdp._types import Array, Nest, Tensor
 from tfdp.engines import Engine, passes
-from tfdp.engines.passes import number_of_rows
 from tfdp.engines.vectorized import unit_gradients
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Batch, Objective

@@ -65,14 +65,14 @@ class Trace:
     Attributes:
         layers: The model and all layers in it, with the paths that lead to them.
         training: `id`s of the layers that were called with ``training=True``.
-        adding_loss: `id`s of the layers that called `add_loss`.
+        adds_losses: Whether some layer called `add_loss`.
     """
 
     def __init__(self, model: keras.Model | None) -> None:
         """Begin with nothing."""
         self.layers = [] if model is None else _keras.layers_by_path(model)
         self.training: set[int] = set()
-        self.adding_loss: set[int] = set()
+        self.adds_losses = False
         self._model = model
         # Where the operations of each call are: graph, first, past the last, layer.
         self._calls: list[tuple[tf.Graph, int, int, Owner]] = []
@@ -236,13 +236,14 @@ class Trace:
                     _keras.attributes_replaced(
                         layer,
                         call=functools.wraps(layer.call)(call),
-                        add_loss=functools.partial(self._add_loss, layer),
+                        add_loss=functools.partial(self._add_loss, layer.add_loss),
                     )
                 )
             yield
 
-    def _add_loss(self, layer: keras.layers.Layer, _: Nest) -> None:
-        self.adding_loss.add(id(layer))
+    def _add_loss(self, add_loss: Callable[[Nest], None], loss: Nest) -> None:
+        self.adds_losses = True
+        add_loss(loss)
 
     def _call(
         self,

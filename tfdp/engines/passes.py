@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-import keras
 import tensorflow as tf
 
 from tfdp import _tree
+from tfdp._tree import number_of_rows
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.losses.objective import Batch
 
@@ -15,13 +15,6 @@ ClipBatch = Callable[[Batch], tuple[list[Tensor], Tensor, Nest]]
 # (rows of the data in the pass, their number, outputs of the model); rows that are
 # padding are left out.
 OnOutputs = Callable[[Nest, Tensor, Nest], None]
-
-
-def number_of_rows(data: Nest) -> int | Tensor:
-    """Return the length of the leading axis, as an int where it is static."""
-    leaves = keras.tree.flatten(data)
-    first = next(leaf for leaf in leaves if leaf is not None)
-    return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
 
 
 def run(

@@ -46,9 +46,10 @@ def map_units(
     of_first = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), elements
     )
-    outputs = tf.function(function).get_concrete_function(of_first).structured_outputs
+    traced = tf.function(function, autograph=False).get_concrete_function(of_first)
     signature = keras.tree.map_structure(
-        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), outputs
+        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype),
+        traced.structured_outputs,
     )
     in_turn: tuple[list[Tensor], Nest] = tf.map_fn(
         function, elements, fn_output_signature=signature

@@ -17,6 +17,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree, _validate
+from tfdp._tree import number_of_rows
 from tfdp._types import Config, Loss, Nest, Variable
 from tfdp.accounting.local import (
     RELATIONS,
@@ -28,7 +29,6 @@ from tfdp.callbacks.adaptive import AdaptiveClip
 from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.clipping import ClippedSum
 from tfdp.engines import Engine
-from tfdp.engines.passes import number_of_rows
 from tfdp.federated.client import checked_local_noise
 from tfdp.federated.noise_of_each import GaussianOfEach
 from tfdp.federated.run_folder import (

@@ -95,12 +95,21 @@ def check_loss(model: keras.Model, loss: Loss, *, has_own_loss: bool) -> None:
         ValueError: If there is none, or it takes logits for probabilities.
     """
     check_plain(loss)
-    if loss is None and not has_own_loss:
+    if loss is None and not has_own_loss and not _may_add_losses(model):
         raise ValueError(
             "`loss` is missing. Received: loss=None. Use "
             "`private.compile(optimizer, loss='mse')`."
         )
     check_takes_logits(model, loss)
+
+
+def _may_add_losses(model: keras.Model) -> bool:
+    """Tell whether layers have code of their own, or regularize what they return."""
+    return any(
+        layer.activity_regularizer is not None
+        or not type(layer).__module__.startswith("keras.")
+        for layer in _keras.flatten_layers(model)
+    )
 
 
 def check_inputs(x: Nest) -> None:
@@ -111,17 +120,17 @@ def check_inputs(x: Nest) -> None:
         )
 
 
-def check_targets(y: Nest, *, has_own_loss: bool) -> None:
+def check_targets(y: Nest, *, needs_them: bool) -> None:
     """Refuse data without targets, which most losses need.
 
     Args:
         y: Of some rows, or None.
-        has_own_loss: Whether the model computes its loss itself.
+        needs_them: Whether the loss is one of `compile`.
 
     Raises:
         ValueError: If they are missing.
     """
-    if y is None and not has_own_loss:
+    if y is None and needs_them:
         raise ValueError(
             "`y` is missing: the loss compares what the model predicts with it. "
             "Received: y=None. Use `private.fit(x, y, ...)`, or a dataset of "
