@@ -24,6 +24,7 @@ from keras.src.trainers.data_adapters import tf_dataset_adapter
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record, tape
+from tensorflow.python.framework import function_def_to_graph
 from tensorflow.python.ops import control_flow_util, resource_variable_ops
 from tensorflow.python.ops.parallel_for import pfor
 
@@ -547,17 +548,28 @@ def function_graph(graph: tf.Graph, name: str) -> tf.Graph:
         The graph of its body.
 
     Raises:
-        LookupError: If there is no such function, or none that keeps its graph.
+        LookupError: If there is no such function.
     """
     while graph is not None:
         function = graph._get_function(name)
         if function is not None:
-            # Those of TensorFlow 1, which its CTC loss is made of, keep none.
             own: tf.Graph | None = getattr(function, "graph", None)
             if own is not None:
                 return own
+            # Those of TensorFlow 1, which its CTC loss is made of, keep none.
+            with graph.as_default():
+                return function_def_to_graph.function_def_to_graph(function.definition)
         graph = getattr(graph, "outer_graph", None)
     raise LookupError(name)
+
+
+def is_function(graph: tf.Graph, name: str) -> bool:
+    """Tell whether a kind of operation is a function, as TensorFlow 1 calls them."""
+    while graph is not None:
+        if graph._get_function(name) is not None:
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def metrics_handles(model: keras.Model) -> list[Tensor]:

@@ -55,6 +55,16 @@ class VAE(keras.Model):
         return ops.mean(ops.sum(away, (1, 2, 3)) + ops.sum(apart, 1))
 
 
+class SamplingWithLoss(Sampling):
+    """Adds how far the distribution is from a normal one."""
+
+    def call(self, inputs):
+        mean, log_variance = inputs
+        apart = 1 + log_variance - ops.square(mean) - ops.exp(log_variance)
+        self.add_loss(-0.5 * ops.mean(ops.sum(apart, axis=1)))
+        return super().call(inputs)
+
+
 class Diffusion(keras.Model):
     """Finds the noise in what it has made noisy, of as much as it draws."""
 
@@ -155,6 +165,23 @@ def vae(chance):
     return VAE(chance)
 
 
+def vae_of_layers(chance):
+    """No class of its own: a layer in the middle adds a loss."""
+    inputs = keras.Input((8, 8, 1))
+    x = layers.Dense(6, "relu")(layers.Flatten()(inputs))
+    code = SamplingWithLoss(chance)([layers.Dense(2)(x), layers.Dense(2)(x)])
+    outputs = layers.Dense(64)(layers.Dense(6, "relu")(code))
+    return keras.Model(inputs, layers.Reshape((8, 8, 1))(outputs))
+
+
+def sparse_autoencoder(_):
+    """Few units are to be active."""
+    inputs = keras.Input((8, 8, 1))
+    code = layers.Dense(12, "relu", activity_regularizer=keras.regularizers.L1(0.1))
+    outputs = layers.Dense(64)(code(layers.Flatten()(inputs)))
+    return keras.Model(inputs, layers.Reshape((8, 8, 1))(outputs))
+
+
 def diffusion(chance):
     return Diffusion(chance)
 
@@ -181,6 +208,8 @@ IMAGES = images(8, 8, 1, classes=None)
 
 ENTRIES = [
     Entry("vae", vae, IMAGES, None, "bookkeeping"),
+    Entry("vae_of_layers", vae_of_layers, IMAGES, "mse", "bookkeeping"),
+    Entry("sparse_autoencoder", sparse_autoencoder, IMAGES, "mse", "bookkeeping"),
     Entry("diffusion", diffusion, IMAGES, None, "bookkeeping"),
     Entry("vq_vae", vq_vae, IMAGES, None, "bookkeeping"),
     Entry("flow", flow, images(2, classes=None), None, "bookkeeping"),

@@ -185,7 +185,7 @@ def _problems_of_pass(
         names = {id(layer): path for path, layer in trace.layers}
         first = names.get(id(found[0].layer))
         problems.sort(key=lambda problem: problem.path != first)
-    return problems, trace.adds_losses
+    return problems, bool(trace.adding_losses)
 
 
 def _followed(

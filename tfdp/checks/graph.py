@@ -110,6 +110,8 @@ class Analysis:
         try:
             if kind in _CALLS:
                 return self._called(op, op.get_attr("f").name, inputs)
+            if _keras.is_function(op.graph, kind):
+                return self._called(op, kind, inputs)
             if kind in _BRANCHES:
                 return self._branches(op, inputs)
             if kind in _LOOPS:

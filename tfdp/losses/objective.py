@@ -377,7 +377,7 @@ def each_row_alone(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> T
         return tf.reshape(tf.cast(function(*row), keras.config.floatx()), [])
 
     if trace is not None:
-        losses: Tensor = trace.alone(of_one, leaves)
+        losses: Tensor = trace.alone(of_one, leaves, in_loop=True)
         return losses
     return tf.map_fn(
         of_one, leaves, fn_output_signature=tf.as_dtype(keras.config.floatx())
