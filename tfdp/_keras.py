@@ -133,6 +133,11 @@ def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return list(model._flatten_layers())
 
 
+def layers_in(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """List the layers that a layer has itself, not those in them."""
+    return list(layer._layers)
+
+
 def layers_by_path(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
     """Return the model and all the layers in it, with the names that lead to them.
 
@@ -160,6 +165,23 @@ def is_only_its_layers(model: keras.layers.Layer) -> bool:
                 getattr(type(model), name) is getattr(kind, name) for name in names
             )
     return False
+
+
+def become(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
+    """Turn a layer into another one, wherever it is kept and whatever calls it.
+
+    Args:
+        layer: To be turned.
+        other: What it becomes; not to be used any more.
+    """
+    calls = {name: vars(layer)[name] for name in ("_inbound_nodes", "_outbound_nodes")}
+    taken = inspect.signature(other.call).parameters
+    for call in calls["_inbound_nodes"]:
+        for name in call.arguments.kwargs.keys() - taken:
+            del call.arguments.kwargs[name]
+    layer.__class__ = type(other)
+    vars(layer).clear()
+    vars(layer).update(vars(other) | calls)
 
 
 def trusted_configs() -> contextlib.AbstractContextManager[None]:

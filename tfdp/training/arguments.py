@@ -155,8 +155,8 @@ def check_targets(y: Nest, *, needs_them: bool) -> None:
         raise ValueError(
             "`y` is missing: the loss compares what the model predicts with it. "
             "Received: y=None. Use `private.fit(x, y, ...)`, or a dataset of "
-            "`(x, y)`; a model that learns without targets is compiled without `loss`, and adds its losses or overrides "
-            "`compute_loss`."
+            "`(x, y)`; a model that learns without targets is compiled without `loss`, "
+            "and adds its losses or overrides `compute_loss`."
         )
 
 
