@@ -49,6 +49,20 @@ class AddingOfItsOwn(layers.Layer):
         return x + ops.sin(self.scale)
 
 
+class OfPositions(layers.Layer):
+    """A layer inside sees rows times positions, and regularizes what it makes of them."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.inner = layers.Dense(2, activity_regularizer=keras.regularizers.L2(0.3))
+        self.inner.trainable = options.get("trainable", True)
+
+    def call(self, x):
+        y = self.inner(ops.reshape(x, (-1, x.shape[-1])))
+        self.add_loss([ops.mean(y**2), ops.sum(y, axis=1)])
+        return ops.reshape(y, (-1, x.shape[1], 2))
+
+
 def model_with(*inner):
     return keras.Sequential([
         keras.Input((3,)),
@@ -124,7 +138,10 @@ def test_other_losses_are_of_each_unit_by_itself(name):
         chosen(problem, engine="bookkeeping")
 
 
-@pytest.mark.parametrize("name", ["divided by the rows", "not linear"])
+@pytest.mark.parametrize(
+    "name",
+    ["divided by the rows", pytest.param("not linear", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("engine", [ApartEngine(), engines.VectorizedEngine()])
 def test_each_unit_by_itself(name, engine):
     problem = adding(NOT_TAKEN_APART[name])
@@ -132,7 +149,9 @@ def test_each_unit_by_itself(name, engine):
 
 
 @pytest.mark.parametrize("name", ["activity", "bottleneck"])
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(
+    "mode", ["eager", pytest.param("graph", marks=pytest.mark.slow)]
+)
 def test_units_of_two_one_of_them_padded(name, mode):
     problem = PROBLEMS[name]
     all_of_them = [
@@ -156,6 +175,26 @@ def test_uphill_from_what_is_added_too(name, is_exact):
     problem, ascent = PROBLEMS[name], Uphill(0.3, 0.5, is_exact)
     both = [BookkeepingEngine(), engines.VectorizedEngine()]
     check(problem, runner(problem, both, ascent=ascent), OUTLIER, ascent=ascent)
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_rows_of_several_entries_have_their_mean(trainable):
+    """Keras divides by rows times positions."""
+    problem = Problem(
+        "positions",
+        lambda: keras.Sequential([
+            keras.Input((5, 3)),
+            layers.Dense(4),
+            OfPositions(trainable=trainable),
+            layers.GlobalAveragePooling1D(),
+        ]),
+        floats((5, 3), 2),
+        "mse",
+    )
+    # A rule wants the rows of the batch on the leading axis.
+    engine = ApartEngine() if trainable else BookkeepingEngine()
+    assert chosen(problem) == engine
+    check(problem, runner(problem, [engine]), OUTLIER)
 
 
 def test_a_static_number_of_rows_passes_for_no_other_number():
@@ -261,7 +300,9 @@ def gradient_of_rows(model, x):
 
 
 @pytest.mark.parametrize("make", [VAE, OwnLoss])
-@pytest.mark.parametrize("physical_batch_size", [None, 4])
+@pytest.mark.parametrize(
+    "physical_batch_size", [pytest.param(None, marks=pytest.mark.slow), 4]
+)
 def test_a_model_without_another_loss_trains(make, physical_batch_size):
     model, x = make(), rows()
     model.compile(None)
@@ -287,6 +328,26 @@ def test_a_model_without_another_loss_trains(make, physical_batch_size):
     assert_all_close(moved, expected, rtol=0, atol=1e-4 * clip)
     now = float(model.compute_loss(x, None, model(x)))
     np.testing.assert_allclose(private.evaluate(x, verbose=0), now, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "engine", ["auto", pytest.param("vectorized", marks=pytest.mark.slow)]
+)
+def test_the_logged_loss_is_that_of_first_views(engine):
+    model, x = PROBLEMS["activity"].build(), rows()
+    y = np.ones((ROWS, 2), "float32")
+    model.compile(None, "mse")
+    loss = float(model.compute_loss(x, y, model(x)))
+    private = tfdp.DPModel(
+        model,
+        engine=engine,
+        sampling="shuffle",
+        augmentation=layers.GaussianNoise(0.0),
+        augmentation_multiplicity=2,
+    )
+    private.compile(noiseless(expected_batch_size=ROWS), "mse")
+    history = private.fit(x, y, batch_size=ROWS, verbose=0)
+    np.testing.assert_allclose(history.history["loss"], [loss], rtol=1e-5)
 
 
 def test_a_loss_must_come_from_somewhere():

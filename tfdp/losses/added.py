@@ -135,7 +135,9 @@ def _part_of_rows(added: _Added, rows: int | Tensor, inputs: Nest) -> Tensor:
         # As Keras adds up losses that are no scalars.
         return tf.reshape(tf.reduce_sum(loss), [1])
     try:
-        return _RowsOf(rows, inputs).of(loss if added.total is None else added.total)
+        if added.total is None:
+            return _RowsOf(rows, inputs).of(loss)
+        return _RowsOf(rows, inputs, is_divided=True).of(added.total)
     except _NotOfRowsError as error:
         raise UnsupportedLayerError(
             "A loss that a layer adds must be a sum or a mean over the rows, or have a "
@@ -155,10 +157,14 @@ class _RowsOf:
     Args:
         rows: How many there are.
         inputs: What a model made the loss of.
+        is_divided: Whether Keras divides it by the length of the leading axis.
     """
 
-    def __init__(self, rows: int | Tensor, inputs: Nest) -> None:
+    def __init__(
+        self, rows: int | Tensor, inputs: Nest, *, is_divided: bool = False
+    ) -> None:
         self._rows = rows
+        self._is_divided = is_divided
         self._is_free = {
             each.op.name: False
             for each in _tree.tensors(inputs)
@@ -212,9 +218,19 @@ class _RowsOf:
         length = values.shape[0] if values.shape.rank else None
         known = self._rows if isinstance(self._rows, int) else None
         # An axis of a length that is known is none of rows whose number is not.
-        if values.shape.rank is None or (length is not None and length != known):
+        if values.shape.rank is None or (
+            length is not None and (known is None or length % known)
+        ):
             raise _NotOfRowsError(f"has the shape {values.shape} in place of (N, ...)")
-        return reduce(values, axis=list(range(1, values.shape.rank)))
+        parts = reduce(values, axis=list(range(1, values.shape.rank)))
+        if length is not None and length == known:
+            return parts
+        # Each row may have several entries, its positions for example.
+        parts = tf.reshape(parts, [self._rows, -1])
+        of_rows = reduce(parts, axis=1)
+        if self._is_divided:
+            of_rows /= tf.cast(tf.shape(parts)[1], of_rows.dtype)
+        return of_rows
 
     def _free(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is made of constants and variables, and no data."""

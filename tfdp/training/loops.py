@@ -47,7 +47,8 @@ def clipped_gradients(
     Args:
         model: A Keras model, called in training mode.
         loss: A Keras loss (name, object, list or dict, as in `compile`), a
-            `tfdp.losses.BAM` of one, or a function ``(y_true, y_pred) -> (N,)``.
+            `tfdp.losses.BAM` of one, or a function ``(y_true, y_pred) -> (N,)``; None
+            if layers add all of the loss.
         x: Inputs with leading axis N, nested as the model takes them.
         y: Targets likewise.
         sample_weight: None, or weights of the examples' losses.
