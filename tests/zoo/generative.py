@@ -136,6 +136,18 @@ class VQVAE(keras.Model):
         )
 
 
+class VectorQuantizerWithLoss(VectorQuantizer):
+    """Adds how far vectors are from what is found for them."""
+
+    def call(self, x):
+        found = super().call(x)
+        self.add_loss(
+            ops.mean(ops.square(ops.stop_gradient(found) - x)) / 4
+            + ops.mean(ops.square(found - ops.stop_gradient(x)))
+        )
+        return x + ops.stop_gradient(found - x)
+
+
 class Flow(keras.Model):
     """Invertible layers, whose loss is how unlikely what comes in is."""
 
@@ -190,6 +202,16 @@ def vq_vae(_):
     return VQVAE()
 
 
+def vq_vae_of_layers(_):
+    """No class of its own: the layer in the middle trains its vectors by what it adds."""
+    return keras.Sequential([
+        keras.Input((8, 8, 1)),
+        layers.Conv2D(3, 3, 2, padding="same"),
+        VectorQuantizerWithLoss(),
+        layers.Conv2DTranspose(1, 3, 2, padding="same"),
+    ])
+
+
 def flow(_):
     return Flow()
 
@@ -212,6 +234,7 @@ ENTRIES = [
     Entry("sparse_autoencoder", sparse_autoencoder, IMAGES, "mse", "bookkeeping"),
     Entry("diffusion", diffusion, IMAGES, None, "bookkeeping"),
     Entry("vq_vae", vq_vae, IMAGES, None, "bookkeeping"),
+    Entry("vq_vae_of_layers", vq_vae_of_layers, IMAGES, "mse", "apart"),
     Entry("flow", flow, images(2, classes=None), None, "bookkeeping"),
     Entry("monte_carlo_dropout", monte_carlo_dropout, numbers(6), "mse", "bookkeeping"),
 ]
