@@ -34,13 +34,3 @@ def test_a_signature_has_all_of_the_arrays_but_their_rows():
     spec = tf.TensorSpec([None, 2], tf.int32)
     assert _tree.signature_of(tree) == {"a": spec, "b": None}
     assert _tree.signature_of(tree, 3)["a"].shape == [3, 2]
-
-
-def test_the_number_of_rows_is_static_where_it_can_be():
-    assert _tree.number_of_rows({"a": None, "b": np.zeros([3, 2])}) == 3
-
-    @tf.function(input_signature=[tf.TensorSpec([None, 2])])
-    def count(x):
-        return _tree.number_of_rows((None, x))
-
-    assert int(count(tf.zeros([3, 2]))) == 3

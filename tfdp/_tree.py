@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from tfdp._types import Nest, Tensor
+from tfdp._types import Nest
 
 # Applies a function to every leaf but None.
 map_tensors = functools.partial(keras.tree.map_structure, none_is_leaf=False)
@@ -21,13 +21,6 @@ def pack(leaves: Iterable[Nest], like: Nest) -> Nest:
     """Put leaves in the places of the leaves of `like` that are not None."""
     remaining = iter(leaves)
     return map_tensors(lambda _: next(remaining), like)
-
-
-def number_of_rows(data: Nest) -> int | Tensor:
-    """Return the length of the leading axis, as an int where it is static."""
-    leaves = keras.tree.flatten(data)
-    first = next(leaf for leaf in leaves if leaf is not None)
-    return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
 
 
 def signature_of(tree: Nest, rows: int | None = None) -> Nest:

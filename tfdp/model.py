@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate, engines
-from tfdp._tree import number_of_rows
 from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, privacy_statement
 from tfdp.accounting.text import filled
@@ -34,7 +33,7 @@ from tfdp.engines import explanation
 from tfdp.errors import NotPrivateError, UnsupportedLayerError
 from tfdp.losses import regularizers
 from tfdp.losses.added import Predicted
-from tfdp.losses.objective import Batch
+from tfdp.losses.objective import Batch, number_of_rows
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.checkpoints import LedgerState
 from tfdp.runs.counter import UNDECLARED

@@ -10,11 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._tree import number_of_rows, signature_of
+from tfdp._tree import signature_of
 from tfdp._types import Nest
 from tfdp.checks.problems import Problem, layer_problems, raise_if
 from tfdp.checks.tracing import Trace
 from tfdp.losses.added import AddedLosses
+from tfdp.losses.objective import number_of_rows
 
 
 def validate_model(model: keras.Model, x: Nest) -> list[Problem]:

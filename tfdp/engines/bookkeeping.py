@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from tfdp import _keras, _validate
 from tfdp._tracing import part_of_trace
-from tfdp._tree import number_of_rows
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.clipping import (
     at_least_float32,
@@ -22,7 +21,7 @@ from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation, explained
 from tfdp.engines.uphill import Uphill, states_put_back
 from tfdp.losses.added import NotInGraphError
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.losses.regularizers import gradient_of
 from tfdp.rules.recording import Recording
 from tfdp.rules.terms import Kept, Term, Units

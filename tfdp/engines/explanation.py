@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._tree import number_of_rows
 from tfdp._types import Nest
+from tfdp.losses.objective import number_of_rows
 from tfdp.rules.recording import Recording, Watched
 from tfdp.rules.terms import Units
 

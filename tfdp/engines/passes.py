@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfdp import _tree
-from tfdp._tree import number_of_rows
 from tfdp._types import Nest, Tensor, Variable
-from tfdp.losses.objective import Batch
+from tfdp.losses.objective import Batch, number_of_rows
 
 # (batch) -> clipped sums, norms of the units, outputs of the model.
 ClipBatch = Callable[[Batch], tuple[list[Tensor], Tensor, Nest]]

@@ -17,7 +17,6 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree, _validate
-from tfdp._tree import number_of_rows
 from tfdp._types import Config, Loss, Nest, Variable
 from tfdp.accounting.local import (
     RELATIONS,
@@ -41,6 +40,7 @@ from tfdp.federated.run_folder import (
 )
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.virtual_clients import VirtualClients
+from tfdp.losses.objective import number_of_rows
 from tfdp.mechanisms.mechanism import Gaussian, noise_of_query
 from tfdp.optimizers.arguments import checked_clip
 from tfdp.training.loops import clipped_gradients

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfdp import _keras, _tree
 from tfdp._tracing import tracing
-from tfdp._tree import number_of_rows
 from tfdp._types import Loss, Nest, Padded, Tensor, Variable
 from tfdp._views_per_example import views_per_example
 from tfdp.ascent.losses import Ascent
@@ -48,6 +47,13 @@ class Batch(NamedTuple):
         if isinstance(data, Padded):
             return cls.of(data.rows)._replace(is_padding=data.is_padding)
         return cls(*keras.utils.unpack_x_y_sample_weight(data))
+
+
+def number_of_rows(data: Nest) -> int | Tensor:
+    """Return the length of the leading axis, as an int where it is static."""
+    leaves = keras.tree.flatten(data)
+    first = next(leaf for leaf in leaves if leaf is not None)
+    return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
 
 
 def check_takes_logits(model: keras.Model, loss: Loss) -> None:

@@ -9,12 +9,11 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree, _validate, engines
-from tfdp._tree import number_of_rows
 from tfdp._types import Loss, Nest, Tensor
 from tfdp.ascent.losses import BAM, SAT, check_plain
 from tfdp.checks.engine import check_objective, choose
 from tfdp.clipping import ClippedSum, clip_as_tensor
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.runs.histories import note_reads, recognise_copies
 from tfdp.runs.recorder import revoke_all
 from tfdp.training.checked_model import rows_to_check
