@@ -1,8 +1,8 @@
 """What every engine is compared with: one example at a time, in float64.
 
 Nothing here is vectorised and nothing is shared with tfdp. The loss of an example is
-what Keras's compiled loss gives for a batch that holds only that example; weight
-regularisers are no part of it.
+what Keras's compiled loss gives for a batch that holds only that example, with what
+layers add to that; weight regularisers are no part of it.
 """
 
 from typing import Any
@@ -217,8 +217,15 @@ def assert_all_close(actual: Any, expected: Any, **tolerances: float) -> None:
 
 
 def _loss(model, objective, batch: Batch, training: bool) -> Any:
-    return objective.compute_loss(
-        y=batch.y,
-        y_pred=model(batch.x, training=training),
-        sample_weight=batch.sample_weight,
+    y_pred = model(batch.x, training=training)
+    loss = objective.compute_loss(
+        y=batch.y, y_pred=y_pred, sample_weight=batch.sample_weight
     )
+    # Those of weights come last.
+    added = model.losses[: len(model.losses) - number_of_penalties(model)]
+    return tf.reduce_sum(loss) + sum(map(tf.reduce_sum, added)) if added else loss
+
+
+def number_of_penalties(model) -> int:
+    """How many variables have a regularizer."""
+    return sum(v.regularizer is not None for v in model.trainable_variables)

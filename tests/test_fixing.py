@@ -169,6 +169,61 @@ def a_function(norm):
     ])
 
 
+def blocks(norm):
+    """Layers with code of their own: as pointnet has, in a list, when they are built."""
+
+    class Convolved(layers.Layer):
+        def __init__(self, filters, name):
+            super().__init__(name=name)
+            self.filters = filters
+            self.convolved = layers.Conv1D(filters, 1, use_bias=False)
+            self.norm = norm("norm", epsilon=1e-2)
+
+        def call(self, x, training=None):
+            return ops.relu(self.norm(self.convolved(x), training=training))
+
+    class Stack(layers.Layer):
+        def __init__(self, name):
+            super().__init__(name=name)
+            self.parts = [layers.Dense(4), Convolved(8, "inside")]
+            self.inner = keras.Sequential([layers.Dense(16), norm("last")])
+
+        def build(self, shape):
+            self.late = norm("late")
+            self.late.build(shape)
+
+        def call(self, x):
+            x = self.late(x)
+            for part in self.parts:
+                x = part(x)
+            return self.inner(x)
+
+    inputs = keras.Input((4, 8))
+    x = Stack(name="stack")(Convolved(8, name="first")(inputs))
+    return keras.Model(inputs, layers.Dense(2)(layers.GlobalMaxPooling1D()(x)))
+
+
+def a_class(norm):
+    """A model whose whole code is its own."""
+
+    class Residual(keras.Model):
+        def __init__(self, width=16):
+            super().__init__(name="of_a_class")
+            self.width = width
+            self.hidden = layers.Dense(width, name="hidden")
+            self.norm = norm("norm")
+
+        def call(self, x):
+            return x + self.norm(self.hidden(x))
+
+        def get_config(self):
+            return {"width": self.width}
+
+    model = Residual()
+    model(np.zeros((1, 16)))
+    return model
+
+
 def ids():
     return np.random.default_rng(1).integers(0, 3, (5, 6)).astype("int32")
 
@@ -193,6 +248,12 @@ MODELS = {
     "channels first": (channels_first, lambda: numbers(5, 6, 4, 4), {"norm": 6}),
     "options": (options, lambda: numbers(5, 32), {"norm": 2, "plain": 2}),
     "function": (a_function, lambda: numbers(5, 16), {"norm": 1}),
+    "blocks": (
+        blocks,
+        lambda: numbers(5, 4, 8),
+        {"norm": 2, "late": 2, "last": 4},
+    ),
+    "class": (a_class, lambda: numbers(5, 16), {"norm": 1}),
 }
 every = pytest.mark.parametrize(
     ("make", "make_x", "groups"), MODELS.values(), ids=MODELS
@@ -534,20 +595,58 @@ class Block(layers.Layer):
         return self.still(self.norm(x))
 
 
+class CannotBeCopied(Block):
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+
+    def get_config(self):
+        return super().get_config()
+
+
 def test_all_that_is_out_of_reach_is_named_at_once():
-    inner = keras.Sequential([keras.Input((4,)), Block(name="block")], name="inner")
+    block = CannotBeCopied(len, name="block")
+    inner = keras.Sequential([keras.Input((4,)), block], name="inner")
     inputs = keras.Input((4,))
-    model = keras.Model(inputs, Block(name="other")(inner(inputs)), name="model")
+    other = CannotBeCopied(len, name="other")
+    model = keras.Model(inputs, other(inner(inputs)), name="model")
     with pytest.raises(UnsupportedLayerError, match="cannot be replaced") as raised:
         fix_model(model)
     lines = str(raised.value).splitlines()[1:]
     assert [line.split("`")[1] for line in lines] == ["inner/block/norm", "other/norm"]
     assert all("GroupNormalization(groups=...)` there" in line for line in lines)
+    assert all("'function'" in line for line in lines)
 
 
 def test_losses_and_steps_of_its_own_are_not_lost():
-    with pytest.raises(UnsupportedLayerError, match="code of its own"):
+    with pytest.raises(
+        UnsupportedLayerError, match=r"Weighted, which its `get_config`"
+    ):
         fix_model(Weighted(8))
+
+
+def test_what_is_frozen_inside_of_a_layer_stays():
+    model = keras.Sequential([keras.Input((32,)), Block(name="block")])
+    model.layers[0].still.moving_mean.assign(numbers(32))
+    fixed = fix_model(model).layers[0]
+    assert type(fixed.norm) is layers.GroupNormalization
+    assert type(fixed.still) is layers.BatchNormalization
+    np.testing.assert_array_equal(fixed.still.moving_mean, numbers(32))
+
+
+def test_layers_with_code_of_their_own_train_and_keep_their_weights(tmp_path):
+    """From a file that only has weights; the class makes batch normalization."""
+    model = blocks(batch_norm)
+    fixed, x = fix_model(model), numbers(5, 4, 8)
+    private = tfdp.DPModel(fixed)
+    private.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0), LOSS
+    )
+    private.fit(x, np.arange(5) % 2, batch_size=5, verbose=0)
+    fixed.save_weights(tmp_path / "fixed.weights.h5")
+    again = fix_model(model)
+    again.load_weights(tmp_path / "fixed.weights.h5")
+    assert_same(outputs(again, x), outputs(fixed, x))
 
 
 @pytest.mark.parametrize("groups", [0, -1, 1.5, float("nan")])

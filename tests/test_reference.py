@@ -22,6 +22,7 @@ from tests.problems import (
 from tests.reference import (
     assert_all_close,
     clipped_sum,
+    number_of_penalties,
     per_example_gradients,
     per_example_losses,
     problem_gradients,
@@ -60,7 +61,7 @@ def batch_gradients(problem, batch):
                 y=batch.y,
                 y_pred=model(batch.x, training=True),
                 sample_weight=batch.sample_weight,
-            ) - sum(model.losses)
+            ) - sum(model.losses[len(model.losses) - number_of_penalties(model) :])
         gradients = tape.gradient(loss, model.trainable_variables)
     return [
         np.zeros(variable.shape) if gradient is None else tf.convert_to_tensor(gradient)
@@ -273,7 +274,9 @@ def test_tags_are_true(problem):
     ]
     assert ("random" in problem.tags) != np.array_equal(*outputs)
     assert ("frozen" in problem.tags) == bool(model.non_trainable_weights)
-    assert ("regularized" in problem.tags) == bool(model.losses)
+    penalties = number_of_penalties(model)
+    assert ("regularized" in problem.tags) == bool(penalties)
+    assert ("added" in problem.tags) == (len(model.losses) > penalties)
     structured = any(map(keras.tree.is_nested, (batch.x, batch.y)))
     assert ("structure" in problem.tags) == structured
     gradients = problem_gradients(problem, batch)

@@ -26,6 +26,7 @@ from keras.src.trainers.data_adapters import tf_dataset_adapter
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record, tape
+from tensorflow.python.framework import function_def_to_graph
 from tensorflow.python.ops import control_flow_util, resource_variable_ops
 from tensorflow.python.ops.parallel_for import pfor
 from tensorflow.python.util import _pywrap_util_port
@@ -142,6 +143,11 @@ def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
     return list(model._flatten_layers())
 
 
+def layers_in(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """List the layers that a layer has itself, not those in them."""
+    return list(layer._layers)
+
+
 def layers_by_path(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
     """Return the model and all the layers in it, with the names that lead to them.
 
@@ -169,6 +175,23 @@ def is_only_its_layers(model: keras.layers.Layer) -> bool:
                 getattr(type(model), name) is getattr(kind, name) for name in names
             )
     return False
+
+
+def become(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
+    """Turn a layer into another one, wherever it is kept and whatever calls it.
+
+    Args:
+        layer: To be turned.
+        other: What it becomes; not to be used any more.
+    """
+    calls = {name: vars(layer)[name] for name in ("_inbound_nodes", "_outbound_nodes")}
+    taken = inspect.signature(other.call).parameters
+    for call in calls["_inbound_nodes"]:
+        for name in call.arguments.kwargs.keys() - taken:
+            del call.arguments.kwargs[name]
+    layer.__class__ = type(other)
+    vars(layer).clear()
+    vars(layer).update(vars(other) | calls)
 
 
 def trusted_configs() -> contextlib.AbstractContextManager[None]:
@@ -385,6 +408,18 @@ def without_regularizers(variables: list[Variable]) -> Iterator[None]:
         yield
 
 
+def clear_losses(model: keras.Model) -> None:
+    """Forget what the layers of a model have added to `Layer.losses`."""
+    model._clear_losses()
+
+
+def with_losses(
+    model: keras.Model, losses: list[Tensor]
+) -> contextlib.AbstractContextManager[None]:
+    """Let `Model.losses` be others."""
+    return attributes_replaced(model, _losses_override=losses)
+
+
 @contextlib.contextmanager
 def pfor_converters(converters: dict[str, _Converter]) -> Iterator[None]:
     """Replace conversions that `tf.vectorized_map` makes of operations.
@@ -545,17 +580,28 @@ def function_graph(graph: tf.Graph, name: str) -> tf.Graph:
         The graph of its body.
 
     Raises:
-        LookupError: If there is no such function, or none that keeps its graph.
+        LookupError: If there is no such function.
     """
     while graph is not None:
         function = graph._get_function(name)
         if function is not None:
-            # Those of TensorFlow 1, which its CTC loss is made of, keep none.
             own: tf.Graph | None = getattr(function, "graph", None)
             if own is not None:
                 return own
+            # Those of TensorFlow 1, which its CTC loss is made of, keep none.
+            with graph.as_default():
+                return function_def_to_graph.function_def_to_graph(function.definition)
         graph = getattr(graph, "outer_graph", None)
     raise LookupError(name)
+
+
+def is_function(graph: tf.Graph, name: str) -> bool:
+    """Tell whether a kind of operation is a function, as TensorFlow 1 calls them."""
+    while graph is not None:
+        if graph._get_function(name) is not None:
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def metrics_handles(model: keras.Model) -> list[Tensor]:

@@ -15,7 +15,11 @@ class Tracing(Protocol):
         """Note that the operations that are made inside belong to a layer, or loss."""
 
     def alone(
-        self, function: Callable[[list[Tensor]], Nest], rows: list[Tensor]
+        self,
+        function: Callable[[list[Tensor]], Nest],
+        rows: list[Tensor],
+        *,
+        in_loop: bool = False,
     ) -> Nest:
         """Look at what a function does to one row; used in place of a map over rows."""
 

@@ -1,5 +1,7 @@
 """Models without batch statistics, made from models that have them."""
 
+import contextlib
+import inspect
 import math
 import tempfile
 from collections.abc import Iterator
@@ -45,10 +47,13 @@ def fix_model(model: keras.Model, groups: int = 32) -> keras.Model:
     together, derived from Sequential or made of inputs and outputs, comes back as a
     plain model of that kind.
 
+    Layers and models with code of their own are copied by their `get_config`, and what
+    they keep as BatchNormalization is replaced in the copy. Their code still makes
+    BatchNormalization: a copy of theirs is not loaded from a ``.keras`` file, but made
+    again by `fix_model`, and given its weights by `load_weights`.
+
     Args:
-        model: A built model. Looked into are Sequential and functional models, nested
-            ones too, and TimeDistributed; the rest is copied by its `get_config`, for
-            which it must have no BatchNormalization that is not frozen.
+        model: A built model.
         groups: Most groups that the channels of a layer are split into.
 
     Returns:
@@ -57,8 +62,8 @@ def fix_model(model: keras.Model, groups: int = 32) -> keras.Model:
     Raises:
         TypeError: If `model` is no Keras model, or private already.
         ValueError: If `groups` is no whole number of at least 1, the model is not
-            built, or it has BatchNormalization that is out of reach or that has only
-            one value of each example.
+            built, or it has BatchNormalization in a layer that cannot be copied, or
+            that has only one value of each example.
 
     Example:
         >>> model = keras.Sequential([
@@ -74,21 +79,22 @@ def fix_model(model: keras.Model, groups: int = 32) -> keras.Model:
            https://arxiv.org/abs/1803.08494
     """
     groups = _validate.positive_int("groups", groups)
-    _check(model)
+    _check_type(model)
     classes = {type(each).__name__: type(each) for each in _keras.flatten_layers(model)}
     with (
         keras.saving.custom_object_scope(classes),
         _keras.trusted_configs(),
         _keras.own_global_seed(),
     ):
+        _check_layers(model)
         copies = _Copies(groups)
         fixed = copies.of(model)
         copies.fill()
     return fixed
 
 
-def _check(model: object) -> None:
-    """Refuse what cannot be fixed."""
+def _check_type(model: object) -> None:
+    """Refuse what is no model that can be fixed."""
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"`model` must be a Keras model. Received: model={model!r}. Use "
@@ -105,6 +111,10 @@ def _check(model: object) -> None:
             f"known. Received: model={model!r}. Use `model.build((None, 32, 32, 3))`, "
             "or begin with `keras.Input((32, 32, 3))`."
         )
+
+
+def _check_layers(model: keras.Model) -> None:
+    """Refuse layers that cannot be replaced."""
     problems = list(_problems(model))
     if problems:
         found = "".join(f"\n  * {problem}" for problem in problems)
@@ -115,13 +125,28 @@ def _check(model: object) -> None:
 
 
 def _problems(model: keras.Model) -> Iterator[Problem]:
-    within_reach = {id(layer) for layer in _within_reach(model)}
+    owners = {
+        id(layer): owner
+        for owner in _within_reach(model)
+        if not _parts(owner)
+        for layer in _keras.flatten_layers(owner)
+    }
+    obstacles: dict[int, str] = {}
     for path, layer in _keras.layers_by_path(model):
         if not _mixes(layer):
             continue
-        if id(layer) not in within_reach:
-            reason = "it belongs to a layer or model with code of its own"
-            fix = "Use `keras.layers.GroupNormalization(groups=...)` there"
+        owner = owners[id(layer)]
+        if owner is not layer and id(owner) not in obstacles:
+            obstacles[id(owner)] = _obstacle(owner)
+        if obstacles.get(id(owner)):
+            reason = (
+                f"it belongs to a {type(owner).__name__}, which its `get_config` does "
+                f"not copy ({obstacles[id(owner)]})"
+            )
+            fix = (
+                "Return all arguments of its `__init__` from `get_config`, use "
+                "`keras.layers.GroupNormalization(groups=...)` there"
+            )
         elif type(layer).call is not keras.layers.BatchNormalization.call:
             reason = "its class has code of its own, which would be lost"
             fix = "Use a class derived from `keras.layers.GroupNormalization`"
@@ -132,6 +157,29 @@ def _problems(model: keras.Model) -> Iterator[Problem]:
             continue
         fix += ", or freeze it: `layer.trainable = False`."
         yield Problem(path, type(layer).__name__, reason, fix)
+
+
+def _obstacle(layer: keras.layers.Layer) -> str:
+    """Say what keeps a layer with code of its own from being copied, if anything."""
+    try:
+        _copied(layer)
+    except Exception as error:  # noqa: BLE001 (whatever the layer's own code raises)
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return lines[0]
+    return ""
+
+
+def _copied(layer: _Operation) -> _Operation:
+    """Make a layer by the config of another one."""
+    config = layer.get_config()
+    try:
+        return type(layer).from_config(config)
+    except TypeError:
+        # Not every class takes the name, the dtype, and whether it is to be trained.
+        taken = inspect.signature(type(layer)).parameters
+        copy = type(layer)(**{k: v for k, v in config.items() if k in taken})
+    copy.name = layer.name
+    return copy
 
 
 def _within_reach(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
@@ -198,11 +246,8 @@ class _Copies:
             config = layer.get_config() | {"layer": self.of(layer.layer)}
             return keras.layers.TimeDistributed(**config)
         if _mixes(layer):
-            config = keras.layers.BatchNormalization.get_config(layer)
-            kept = {name: config[name] for name in _CARRIED_OVER if name in config}
-            groups = _number_of_groups(layer, self._groups)
-            return keras.layers.GroupNormalization(groups, **kept)
-        copy = type(layer).from_config(layer.get_config())
+            return _group_normalization(layer, self._groups)
+        copy = _copied(layer)
         if isinstance(layer, keras.layers.Lambda):
             # What Keras rebuilds does not know the globals of the user's module.
             copy.function = layer.function
@@ -217,11 +262,9 @@ class _Copies:
             if _parts(original):
                 copy.trainable = original.trainable
             elif _mixes(original):
-                for name in ("gamma", "beta"):
-                    if getattr(original, name) is not None:
-                        _assign(getattr(original, name), getattr(copy, name))
+                _assign_scales(original, copy)
             else:
-                _fill_alike(original, copy)
+                _fill_alike(original, copy, self._groups)
 
 
 def _call(layer: _Operation, *args: Nest, **kwargs: Nest) -> Nest:
@@ -231,12 +274,62 @@ def _call(layer: _Operation, *args: Nest, **kwargs: Nest) -> Nest:
     return layer(*args, **kwargs)
 
 
-def _fill_alike(original: keras.layers.Layer, copy: keras.layers.Layer) -> None:
-    """Fill a copy of the same class."""
-    if original.built and not copy.built:
+def _group_normalization(
+    layer: keras.layers.BatchNormalization, most: int
+) -> keras.layers.GroupNormalization:
+    config = keras.layers.BatchNormalization.get_config(layer)
+    kept = {name: config[name] for name in _CARRIED_OVER if name in config}
+    return keras.layers.GroupNormalization(_number_of_groups(layer, most), **kept)
+
+
+def _replace(
+    layer: keras.layers.BatchNormalization, copy: keras.layers.Layer, most: int
+) -> None:
+    """Turn the copy of a BatchNormalization into a GroupNormalization."""
+    other = _group_normalization(layer, most)
+    with contextlib.ExitStack() as scopes:
+        for name in layer.path.split("/")[:-1]:
+            scopes.enter_context(keras.name_scope(name))
+        other.build(layer.get_build_config()["input_shape"])
+    _keras.become(copy, other)
+    _assign_scales(layer, copy)
+
+
+def _assign_scales(
+    layer: keras.layers.BatchNormalization, copy: keras.layers.GroupNormalization
+) -> None:
+    for name in ("gamma", "beta"):
+        if getattr(layer, name) is not None:
+            _assign(getattr(layer, name), getattr(copy, name))
+
+
+def _build_alike(original: keras.layers.Layer, copy: keras.layers.Layer) -> None:
+    """Build what is built in the original."""
+    must_build = original.built and not copy.built
+    # These build what is in them, or make it only then.
+    if must_build and type(copy).build not in (
+        keras.layers.Layer.build,
+        keras.Model.build,
+    ):
         copy.build_from_config(original.get_build_config())
-    layers = (_keras.flatten_layers(each) for each in (original, copy))
-    for source, target in zip(*layers, strict=True):
+    for pair in zip(*map(_keras.layers_in, (original, copy)), strict=False):
+        _build_alike(*pair)
+    copy.built = original.built
+
+
+def _fill_alike(
+    original: keras.layers.Layer, copy: keras.layers.Layer, groups: int
+) -> None:
+    """Fill a copy of the same class, and replace what is in it."""
+    _build_alike(original, copy)
+    replaced = set()
+    for source, target in zip(
+        *map(_keras.flatten_layers, (original, copy)), strict=True
+    ):
+        if _mixes(source):
+            _replace(source, target, groups)
+            replaced |= {id(v) for v in [*source.variables, *target.variables]}
+            continue
         target.trainable = source.trainable
         # Lets layers derive what else they keep, such as Normalization.
         store: dict[str, Array] = {}
@@ -247,7 +340,11 @@ def _fill_alike(original: keras.layers.Layer, copy: keras.layers.Layer) -> None:
                 source.save_assets(folder)
                 target.load_assets(folder)
     # In what is saved LoRA is merged, and the seeds are missing.
-    for source, target in zip(original.variables, copy.variables, strict=True):
+    kept = (
+        [variable for variable in each.variables if id(variable) not in replaced]
+        for each in (original, copy)
+    )
+    for source, target in zip(*kept, strict=True):
         _assign(source, target)
 
 

@@ -30,10 +30,10 @@ from tfdp.distribute.workers import (
     replicas_of,
 )
 from tfdp.engines import explanation
-from tfdp.engines.passes import number_of_rows
 from tfdp.errors import NotPrivateError, UnsupportedLayerError
 from tfdp.losses import regularizers
-from tfdp.losses.objective import Batch
+from tfdp.losses.added import Predicted
+from tfdp.losses.objective import Batch, number_of_rows
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.checkpoints import LedgerState
 from tfdp.runs.counter import UNDECLARED
@@ -87,7 +87,8 @@ class DPModel(TrainingFunctions):
     Args:
         model: Any Keras 3 model. It must not mix examples in training
             (`tfdp.validate_model`) nor override `train_step`. A model that
-            overrides `compute_loss` has it evaluated for each example alone.
+            overrides `compute_loss` has it evaluated for each example alone. What layers
+            add (`add_loss`, `activity_regularizer`) is part of each example's loss.
         engine: How per-example gradients are clipped: `"bookkeeping"`, in about the
             time of an ordinary step; `"ghost"`, by a second backward pass in place of
             keeping what the first one found; `"vectorized"`, for any model; `"auto"`,
@@ -307,7 +308,7 @@ class DPModel(TrainingFunctions):
         Args:
             optimizer: A `tfdp.optimizers.DPOptimizer`.
             loss: As in Keras, or `tfdp.losses.BAM` or `SAT` of that; may be left out
-                if the wrapped model overrides `compute_loss`.
+                if the wrapped model overrides `compute_loss`, or its layers add losses.
             loss_weights: As in Keras.
             metrics: As in Keras. They are exact: what they show is not private.
             weighted_metrics: As in Keras.
@@ -681,20 +682,30 @@ class DPModel(TrainingFunctions):
         return dataclasses.replace(session, clipper=clipper)
 
     def _update_metrics(
-        self, has_room: Tensor, data: Nest, rows: Tensor, y_pred: Nest
+        self, has_room: Tensor, data: Nest, rows: Tensor, outputs: Nest
     ) -> None:
         """Log the ordinary loss and metrics of some rows."""
 
         def update() -> bool:
             x, y, sample_weight = data
-            loss = self.compute_loss(
-                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight
-            )
+            with self._losses_of(outputs):
+                loss = self.compute_loss(
+                    x=x, y=y, y_pred=y_pred, sample_weight=sample_weight
+                )
             _keras.loss_tracker(self).update_state(loss, sample_weight=rows)
             self.compute_metrics(x, y, y_pred, sample_weight)
             return True
 
+        y_pred = outputs.y_pred if isinstance(outputs, Predicted) else outputs
         tf.cond(has_room & (rows > 0), update, lambda: False)
+
+    def _losses_of(self, outputs: Nest) -> contextlib.AbstractContextManager[None]:
+        """Let the losses be those that layers add for rows, and those of weights."""
+        if not isinstance(outputs, Predicted):
+            return contextlib.nullcontext()
+        asked = self.model if self._checked.has_own_loss else self
+        added = tf.reduce_mean(outputs.added)
+        return _keras.with_losses(asked, [added, *asked.losses])
 
     def compute_loss(
         self,
@@ -791,7 +802,7 @@ class DPModel(TrainingFunctions):
             self._check_rows(data, data if has_sample else None, sizes)
 
     def _check_rows(self, data: Nest, sample: Nest, sizes: list[int | None]) -> None:
-        check_targets(data[1], has_own_loss=self._checked.has_own_loss)
+        check_targets(data[1], needs_them=self._checked.needs_targets)
         # A graph of several replicas is traced for what has been built before.
         is_in_graph = any(map(tf.is_symbolic_tensor, _tree.tensors(data)))
         if self._replicas.strategy is not None and not is_in_graph:

@@ -601,6 +601,56 @@ def test_graphs_may_take_sequences_of_any_length(engine):
         np.testing.assert_allclose(traced(x, y), norms(x, y), rtol=1e-5)
 
 
+class Reading(keras.Model):
+    """Compares whole words, by what TensorFlow 1 calls a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(5)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        return keras.losses.CTC()(y, y_pred)
+
+
+def test_a_loss_without_a_gradient_in_loops_is_of_each_unit_by_itself():
+    model = Reading()
+    x, y = np.ones((ROWS, 6, 3), "float32"), np.ones((ROWS, 2), "int32")
+    model(x)
+    model.compile()
+    objective = Objective.of_compute_loss(model)
+    with pytest.raises(UnsupportedLayerError, match="no gradient in a loop over rows"):
+        choose("bookkeeping", objective, (x, y, None))
+    check_objective(objective, (x, y, None))
+    # For a whole batch it counts the rows.
+    with pytest.raises(UnsupportedLossError, match=r"compute_loss\(self, x=None"):
+        check_objective(Objective.of(model, keras.losses.CTC()), (x, y, None))
+
+
+class Endpoint(layers.Layer):
+    """Takes what is to be read as an input, and adds the loss."""
+
+    def call(self, words, y_pred):
+        ones = ops.ones_like(words[:, 0])
+        lengths = ones * words.shape[1], ones * y_pred.shape[1]
+        self.add_loss(ops.ctc_loss(words, y_pred, *lengths))
+        return y_pred
+
+
+@pytest.mark.slow
+def test_an_endpoint_that_counts_rows_is_refused_with_what_to_write():
+    inputs = keras.Input((6, 3)), keras.Input((2,), dtype="int32")
+    outputs = Endpoint(name="end")(inputs[1], layers.Dense(5)(inputs[0]))
+    objective = Objective.of(keras.Model(inputs, outputs), None)
+    x = np.ones((ROWS, 6, 3), "float32"), np.ones((ROWS, 2), "int32")
+    with pytest.raises(
+        UnsupportedLayerError, match=r"`end`.*def compute_loss\(self, x="
+    ):
+        choose("auto", objective, (x, None, None))
+
+
 def test_other_variables_are_checked_anew():
     """What a model that is frozen may do, one that trains may not."""
     model = sequential((3,), layers.Dense(2), layers.BatchNormalization())

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.engines.passes import number_of_rows
 from tfdp.engines.passes import run as run_batch
 
 pytestmark = pytest.mark.keras_private
@@ -104,13 +103,3 @@ def test_padding_repeats_the_last_row():
     seen = []
     run_batch(sums_of_units(4, seen), rows(2), rows_per_unit=4)
     np.testing.assert_array_equal(seen[0].y, [0, 1, 1, 1])
-
-
-def test_the_number_of_rows_is_static_where_it_can_be():
-    assert number_of_rows(rows(3)) == 3
-
-    @tf.function(input_signature=[tf.TensorSpec([None, 2])])
-    def count(x):
-        return number_of_rows((None, x))
-
-    assert int(count(tf.zeros([3, 2]))) == 3

@@ -67,7 +67,7 @@ SPECIAL = {"coupled", "mask", "scalar", "structure", "sum"}
 
 def special_cases(**options):
     """Problems in which the loss is more than a mean."""
-    found = cases(lacking={"conv", "lora", "rnn"}, **options)
+    found = cases(lacking={"added", "conv", "lora", "rnn"}, **options)
     return [case for case in found if case.values[0].tags & SPECIAL]
 
 

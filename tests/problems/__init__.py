@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.problems import (
+    added,
     attention,
     convolutional,
     dense,
@@ -44,6 +45,7 @@ _FAMILIES = (
     attention,
     variables,
     outputs,
+    added,
 )
 # The simplest of each kind come first.
 PROBLEMS: dict[str, Problem] = {

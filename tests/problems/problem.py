@@ -121,6 +121,7 @@ def precision(dtype: str) -> Iterator[None]:
 
 
 TAGS = {
+    "added": "losses that layers add when they are called",
     "attention": "an attention layer",
     "conv": "a convolution",
     "coupled": "Keras's loss of a batch is neither mean nor sum over its examples",

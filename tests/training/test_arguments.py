@@ -1,5 +1,7 @@
 """What `DPModel` and its methods refuse to be given."""
 
+import textwrap
+
 import keras
 import numpy as np
 import pytest
@@ -7,7 +9,9 @@ import tensorflow as tf
 from keras import layers
 
 import tfdp
+from tests.reference import clipped_sum
 from tests.small import data, logits_loss, network, optimizer, private
+from tests.zoo.generative import Sampling
 
 
 def test_a_plain_optimizer_is_refused():
@@ -83,3 +87,96 @@ def test_targets_that_are_missing_are_asked_for(is_dataset):
     with pytest.raises(ValueError, match=r"`y` is missing.*private\.fit\(x, y"):
         model.fit(x, verbose=0)
     assert not model.ledger.segments
+
+
+def halves_of_a_vae():
+    inputs = keras.Input((4, 4, 1))
+    x = layers.Dense(6, "relu")(layers.Flatten()(inputs))
+    mean, log_variance = layers.Dense(2)(x), layers.Dense(2)(x)
+    code = Sampling(chance=0.0)([mean, log_variance])
+    decoder = [
+        keras.Input((2,)),
+        layers.Dense(16, "sigmoid"),
+        layers.Reshape((4, 4, 1)),
+    ]
+    return keras.Model(inputs, [mean, log_variance, code]), keras.Sequential(decoder)
+
+
+class Halves:
+    """What people make beside the step."""
+
+    def __init__(self, encoder, decoder):
+        super().__init__()
+        self.encoder, self.decoder = encoder, decoder
+        self.total_loss_tracker = keras.metrics.Mean(name="total_loss")
+
+    @property
+    def metrics(self):
+        return [self.total_loss_tracker]
+
+
+class VAE(Halves, keras.Model):
+    """As people write it, with a step of its own."""
+
+    def loss_of(self, data):
+        mean, log_variance, code = self.encoder(data)
+        away = keras.losses.binary_crossentropy(data, self.decoder(code))
+        kl = -0.5 * (1 + log_variance - tf.square(mean) - tf.exp(log_variance))
+        return tf.reduce_mean(tf.reduce_sum(away, axis=(1, 2))) + tf.reduce_mean(
+            tf.reduce_sum(kl, axis=1)
+        )
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(data)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_weights, strict=True)
+        )
+        self.total_loss_tracker.update_state(loss)
+        return {"loss": self.total_loss_tracker.result()}
+
+
+@pytest.mark.filterwarnings("ignore:Training without noise")
+def test_the_advice_for_a_step_of_its_own_trains():
+    keras.utils.set_random_seed(0)
+    given = VAE(*halves_of_a_vae())
+    with pytest.raises(
+        ValueError, match=r"overrides `train_step`.* Received: "
+    ) as raised:
+        tfdp.DPModel(given)
+    code = str(raised.value).partition("\n\n")[2].partition("    tfdp.DPModel")[0]
+    names = {"keras": keras}
+    exec(textwrap.dedent(code), names)
+
+    class Advised(Halves, names["VAE"]):
+        """As the error says."""
+
+    model = Advised(given.encoder, given.decoder)
+    x = np.random.default_rng(0).uniform(size=(6, 4, 4, 1)).astype("float32")
+    x[2] *= 30
+    gradients = []
+    for row in range(6):
+        with tf.GradientTape() as tape:
+            loss = given.loss_of(x[row : row + 1])
+        gradients.append(tape.gradient(loss, given.trainable_variables))
+    gradients = [np.stack(each) for each in zip(*gradients, strict=True)]
+    _, norms = clipped_sum(gradients, 1.0)
+    clip = float(np.median(norms))
+    expected, _ = clipped_sum(gradients, clip)
+    loss = float(given.loss_of(x))
+    before = [variable.numpy() for variable in given.trainable_variables]
+    private = tfdp.DPModel(model, sampling="shuffle")
+    private.compile(
+        tfdp.optimizers.DPOptimizer(
+            keras.optimizers.SGD(1.0), l2_norm_clip=clip, noise_multiplier=0.0
+        )
+    )
+    history = private.fit(x, batch_size=6, verbose=0)
+    np.testing.assert_allclose(history.history["loss"], [loss], rtol=1e-5)
+    for variable, start, total in zip(
+        given.trainable_variables, before, expected, strict=True
+    ):
+        moved = (start - variable.numpy()) * 6
+        np.testing.assert_allclose(moved, total, rtol=0, atol=1e-4 * clip)
+    assert np.isfinite(private.evaluate(x, verbose=0))

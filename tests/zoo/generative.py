@@ -55,6 +55,16 @@ class VAE(keras.Model):
         return ops.mean(ops.sum(away, (1, 2, 3)) + ops.sum(apart, 1))
 
 
+class SamplingWithLoss(Sampling):
+    """Adds how far the distribution is from a normal one."""
+
+    def call(self, inputs):
+        mean, log_variance = inputs
+        apart = 1 + log_variance - ops.square(mean) - ops.exp(log_variance)
+        self.add_loss(-0.5 * ops.mean(ops.sum(apart, axis=1)))
+        return super().call(inputs)
+
+
 class Diffusion(keras.Model):
     """Finds the noise in what it has made noisy, of as much as it draws."""
 
@@ -126,6 +136,18 @@ class VQVAE(keras.Model):
         )
 
 
+class VectorQuantizerWithLoss(VectorQuantizer):
+    """Adds how far vectors are from what is found for them."""
+
+    def call(self, x):
+        found = super().call(x)
+        self.add_loss(
+            ops.mean(ops.square(ops.stop_gradient(found) - x)) / 4
+            + ops.mean(ops.square(found - ops.stop_gradient(x)))
+        )
+        return x + ops.stop_gradient(found - x)
+
+
 class Flow(keras.Model):
     """Invertible layers, whose loss is how unlikely what comes in is."""
 
@@ -155,12 +177,39 @@ def vae(chance):
     return VAE(chance)
 
 
+def vae_of_layers(chance):
+    """No class of its own: a layer in the middle adds a loss."""
+    inputs = keras.Input((8, 8, 1))
+    x = layers.Dense(6, "relu")(layers.Flatten()(inputs))
+    code = SamplingWithLoss(chance)([layers.Dense(2)(x), layers.Dense(2)(x)])
+    outputs = layers.Dense(64)(layers.Dense(6, "relu")(code))
+    return keras.Model(inputs, layers.Reshape((8, 8, 1))(outputs))
+
+
+def sparse_autoencoder(_):
+    """Few units are to be active."""
+    inputs = keras.Input((8, 8, 1))
+    code = layers.Dense(12, "relu", activity_regularizer=keras.regularizers.L1(0.1))
+    outputs = layers.Dense(64)(code(layers.Flatten()(inputs)))
+    return keras.Model(inputs, layers.Reshape((8, 8, 1))(outputs))
+
+
 def diffusion(chance):
     return Diffusion(chance)
 
 
 def vq_vae(_):
     return VQVAE()
+
+
+def vq_vae_of_layers(_):
+    """No class of its own: the layer in the middle trains its vectors by what it adds."""
+    return keras.Sequential([
+        keras.Input((8, 8, 1)),
+        layers.Conv2D(3, 3, 2, padding="same"),
+        VectorQuantizerWithLoss(),
+        layers.Conv2DTranspose(1, 3, 2, padding="same"),
+    ])
 
 
 def flow(_):
@@ -181,8 +230,11 @@ IMAGES = images(8, 8, 1, classes=None)
 
 ENTRIES = [
     Entry("vae", vae, IMAGES, None, "bookkeeping"),
+    Entry("vae_of_layers", vae_of_layers, IMAGES, "mse", "bookkeeping"),
+    Entry("sparse_autoencoder", sparse_autoencoder, IMAGES, "mse", "bookkeeping"),
     Entry("diffusion", diffusion, IMAGES, None, "bookkeeping"),
     Entry("vq_vae", vq_vae, IMAGES, None, "bookkeeping"),
+    Entry("vq_vae_of_layers", vq_vae_of_layers, IMAGES, "mse", "apart"),
     Entry("flow", flow, images(2, classes=None), None, "bookkeeping"),
     Entry("monte_carlo_dropout", monte_carlo_dropout, numbers(6), "mse", "bookkeeping"),
 ]

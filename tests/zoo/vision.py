@@ -389,13 +389,20 @@ def bags(rng, rows):
     return [rng.normal(size=(rows, 6)) for _ in range(3)], rng.integers(2, size=rows)
 
 
+class Reader(keras.Model):
+    """Compares whole words, which are found in what it says of each place."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        return keras.losses.CTC()(y, y_pred)
+
+
 def handwriting(chance):
     inputs = keras.Input((12, 6, 1))
     x = layers.Conv2D(4, 3, activation="relu", padding="same")(inputs)
     x = layers.Reshape((6, 12))(layers.MaxPooling2D(2)(x))
     x = layers.Dropout(0.2 * chance)(layers.Dense(6, "relu")(x))
     x = layers.Bidirectional(layers.LSTM(3, return_sequences=True))(x)
-    return keras.Model(inputs, layers.Dense(5)(x))
+    return Reader(inputs, layers.Dense(5)(x))
 
 
 def writings(rng, rows):
@@ -435,12 +442,5 @@ ENTRIES = [
     Entry("perceiver", perceiver, IMAGES, CLASSES, "apart"),
     Entry("spatial_gating", spatial_gating, IMAGES, CLASSES, "bookkeeping"),
     Entry("bag_of_instances", bag_of_instances, bags, CLASSES, "bookkeeping"),
-    Entry(
-        "handwriting",
-        handwriting,
-        writings,
-        keras.losses.CTC,
-        "refused",
-        dtype="float32",
-    ),
+    Entry("handwriting", handwriting, writings, None, "apart", dtype="float32"),
 ]

@@ -74,7 +74,13 @@ def choose(
             goals.append(objective)
             passes = None
         for rows, of_pass in itertools.product(sizes, goals):
-            problems = _problems_of_pass(chosen, of_pass, data, rows, passes)
+            problems, adds_losses = _problems_of_pass(
+                chosen, of_pass, data, rows, passes
+            )
+            if adds_losses and not problems and None not in sizes:
+                # A divisor that is the number of rows passes for any other number, where
+                # that is static, and so does another axis of that length.
+                problems, _ = _problems_of_pass(chosen, of_pass, data, None)
             if problems:
                 raise UnsupportedLayerError(str(problems[0]))
         _compare_if_foreign(chosen, objective, data if sample is None else sample)
@@ -174,8 +180,8 @@ def check_objective(
 
 
 def _losses(objective: Objective, batch: Batch) -> Tensor:
-    y_pred = objective.predict(batch.x)
-    return objective.losses(batch.x, batch.y, y_pred, batch.sample_weight)
+    # What cannot be taken apart is that of each unit alone.
+    return objective.forward(batch, skips_unknown=True)[1]
 
 
 def _problems_of_pass(
@@ -183,9 +189,9 @@ def _problems_of_pass(
     objective: Objective,
     data: Nest,
     rows: int | None,
-    passes: dict[int | None, TracedPass] | None,
-) -> list[Problem]:
-    """Follow the rows through all that an engine reads."""
+    passes: dict[int | None, TracedPass] | None = None,
+) -> tuple[list[Problem], bool]:
+    """Follow the rows through all that an engine reads; tell if layers add losses."""
     if passes is not None and engine.notes_what_it_reads:
         trace, found, function = _followed_whole(engine, objective, data, rows)
         if function is not None:
@@ -198,7 +204,7 @@ def _problems_of_pass(
         names = {id(layer): path for path, layer in trace.layers}
         first = names.get(id(found[0].layer))
         problems.sort(key=lambda problem: problem.path != first)
-    return problems
+    return problems, bool(trace.adding_losses)
 
 
 def _followed(

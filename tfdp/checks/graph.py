@@ -11,6 +11,7 @@ from tfdp._types import Array, Tensor
 from tfdp.checks.node import (
     COUNTS,
     MEMORY,
+    RULES,
     Node,
     counting,
     has_effect,
@@ -119,6 +120,8 @@ class Analysis:
                 return self._branches(op, inputs)
             if kind in _LOOPS:
                 return self._loop(op, inputs)
+            if kind not in RULES and _keras.is_function(op.graph, kind):
+                return self._called(op, kind, inputs)
         except LookupError:
             # Whatever a function does that nobody can look into.
             self._note_effect(self._node(op, inputs))

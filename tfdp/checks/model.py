@@ -14,6 +14,8 @@ from tfdp._tree import signature_of
 from tfdp._types import Nest
 from tfdp.checks.problems import Problem, layer_problems, raise_if
 from tfdp.checks.tracing import Trace
+from tfdp.losses.added import AddedLosses
+from tfdp.losses.objective import number_of_rows
 
 
 def validate_model(model: keras.Model, x: Nest) -> list[Problem]:
@@ -59,12 +61,20 @@ def _problems_of(model: keras.Model, x: Nest, *, views: int = 1) -> list[Problem
     _build(model, signature)
     trace = Trace(model)
     found = trace.found(
-        lambda inputs: _keras.run_model(model, inputs, training=True),
+        lambda inputs: _outputs(model, inputs),
         (signature,),
         views=views,
         ends_in_rows=False,
     )
     return layer_problems(model, trace, found)
+
+
+def _outputs(model: keras.Model, inputs: Nest) -> Nest:
+    """Return what a model returns, and what its layers add for each row."""
+    added = AddedLosses(model, inputs)
+    with added.observing():
+        y_pred = _keras.run_model(model, added.inputs, training=True)
+        return y_pred, added.of_rows(number_of_rows(inputs), skips_unknown=True)
 
 
 def _check_rows(x: Nest) -> None:

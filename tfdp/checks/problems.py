@@ -7,7 +7,7 @@ from typing import NamedTuple
 import keras
 
 from tfdp.checks.node import MEMORY
-from tfdp.checks.tracing import LOSS, Found, Trace
+from tfdp.checks.tracing import LOSS, NO_GRADIENT, Found, Trace
 from tfdp.errors import UnsupportedLayerError
 
 
@@ -28,18 +28,15 @@ _SPECTRAL = _Flaw(
     "Use the layer that it wraps, with "
     "`kernel_constraint=keras.constraints.MaxNorm(...)`.",
 )
-_ACTIVITY = _Flaw(
-    "its `activity_regularizer` is a loss of the activations of the whole batch",
-    "Remove it, or regularize weights: `kernel_regularizer=...`.",
-)
-_ADDED_LOSS = _Flaw(
-    "it calls `add_loss`, which takes one number for the whole batch",
-    "Return what the loss needs as an output of the model, with a loss for it in "
-    "`compile`; if it needs weights only, use `kernel_regularizer=...`.",
-)
 _MIXING = _Flaw(
     "in it, rows of a batch meet: {}",
     "Compute every row from itself alone: reduce over `axis=-1`, never over axis 0.",
+)
+_LOSS_OF_ROWS = (
+    "Or let the model compute the loss, which is then asked for each example alone: "
+    "`class MyModel(keras.Model): def compute_loss(self, x=None, y=None, y_pred=None, "
+    "sample_weight=None, **_): return keras.losses.CTC()(y, y_pred)`, with "
+    "`MyModel(inputs, outputs)` for `keras.Model(inputs, outputs)`."
 )
 _UNKNOWN_STEPS = _Flaw(
     "where the number of time steps is unknown, Keras takes that of the rows for it",
@@ -124,10 +121,6 @@ def _flaws(
             return
         if isinstance(layer, keras.layers.SpectralNormalization):
             yield _SPECTRAL, True
-    if layer.activity_regularizer is not None:
-        yield _ACTIVITY, True
-    elif id(layer) in trace.adding_loss:
-        yield _ADDED_LOSS, True
     names = dict.fromkeys(each.cause.variable for each in found if each.cause.variable)
     others = [each for each in found if not each.cause.variable]
     if others:
@@ -139,6 +132,8 @@ def _flaws(
             flaw = _OUTSIDE
         if is_certain and isinstance(layer, keras.layers.TimeDistributed):
             flaw = _UNKNOWN_STEPS
+        if is_certain and id(layer) in trace.adding_losses:
+            flaw = flaw._replace(fix=f"{flaw.fix} {_LOSS_OF_ROWS}")
         what = f"{worst.operation} {worst.cause.why}"
         yield flaw._replace(reason=flaw.reason.format(what)), is_certain
     if names:
@@ -159,13 +154,19 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 f"changed `{cause.variable}` in {each.operation}. Use metrics "
                 "(`compile(metrics=...)`) to count things."
             )
+        elif cause.why == NO_GRADIENT:
+            reason = (
+                "A loss that is computed row after row must have a gradient there. "
+                f"Received: {each.operation}, which {cause.why}."
+            )
         else:
             reason = (
                 "The loss of an example must not depend on other examples. Received: "
                 f"{each.operation}, which {cause.why}. `keras.losses.Circle` compares "
                 "the rows of a batch, and a loss that is normalized over the batch "
                 "shares its divisor. Use a loss that compares each example with its "
-                "own target, e.g. `keras.losses.CategoricalCrossentropy()`."
+                "own target, e.g. `keras.losses.CategoricalCrossentropy()`. "
+                f"{_LOSS_OF_ROWS}"
             )
         problems.append(Problem(LOSS, "loss", reason, "", cause.is_certain))
     return problems

@@ -27,6 +27,11 @@ _LENGTHS = (11, 13)
 # In place of a layer: the loss.
 LOSS = "loss"
 
+# What is the matter with some loops inside of a loop over rows.
+NO_GRADIENT = "has no gradient in a loop over rows"
+
+_LOOPS = ("While", "StatelessWhile")
+
 _LIBRARIES = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (keras, tf))
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
@@ -65,14 +70,14 @@ class Trace:
     Attributes:
         layers: The model and all layers in it, with the paths that lead to them.
         training: `id`s of the layers that were called with ``training=True``.
-        adding_loss: `id`s of the layers that called `add_loss`.
+        adding_losses: `id`s of the layers that called `add_loss`.
     """
 
     def __init__(self, model: keras.Model | None) -> None:
         """Begin with nothing."""
         self.layers = [] if model is None else _keras.layers_by_path(model)
         self.training: set[int] = set()
-        self.adding_loss: set[int] = set()
+        self.adding_losses: set[int] = set()
         self._model = model
         # Where the operations of each call are: graph, first, past the last, layer.
         self._calls: list[tuple[tf.Graph, int, int, Owner]] = []
@@ -81,6 +86,8 @@ class Trace:
         self._owners: list[Owner] = [None]
         # What an engine reads, and how many operations there were by then.
         self._read: tuple[list[Tensor], int | None] | None = None
+        # What cannot be differentiated where rows are taken one after the other.
+        self._in_loops: list[Found] = []
 
     def found(
         self,
@@ -186,14 +193,18 @@ class Trace:
                     made = made.inputs[0].op
                 causes.add(Cause(made, made, False, why))
         order = {op.name: n for n, op in enumerate(graph.get_operations())}
-        return [
-            Found(self._layer_of(cause, order), cause)
-            for cause in sorted(causes, key=lambda c: order[c.outer.name])
-        ] + [
-            Found(owner, cause)
-            for alone, arguments, owner in self._alone
-            for cause in self._causes_alone(alone, arguments, by_tensor)
-        ]
+        return (
+            [
+                Found(self._layer_of(cause, order), cause)
+                for cause in sorted(causes, key=lambda c: order[c.outer.name])
+            ]
+            + [
+                Found(owner, cause)
+                for alone, arguments, owner in self._alone
+                for cause in self._causes_alone(alone, arguments, by_tensor)
+            ]
+            + self._in_loops
+        )
 
     def _captured(self, graph: tf.Graph) -> dict[str, Value]:
         """Name the variables that a graph reads."""
@@ -236,13 +247,18 @@ class Trace:
         return causes | analysis.effects
 
     def alone(
-        self, function: Callable[[list[Tensor]], Nest], rows: list[Tensor]
+        self,
+        function: Callable[[list[Tensor]], Nest],
+        rows: list[Tensor],
+        *,
+        in_loop: bool = False,
     ) -> Nest:
         """Look at what a function does to one row; used in place of a map over rows.
 
         Args:
             function: Takes a list with one row of each tensor.
             rows: The tensors.
+            in_loop: Whether the map is a loop over rows.
 
         Returns:
             For each output of the function, a tensor with as many rows, each of which
@@ -251,6 +267,8 @@ class Trace:
         specs = [tf.TensorSpec(tensor.shape[1:], tensor.dtype) for tensor in rows]
         traced = tf.function(function, autograph=False).get_concrete_function(specs)
         self._alone.append((traced.graph, len(rows), self._owners[-1]))
+        if in_loop and any(op.type in _LOOPS for op in traced.graph.get_operations()):
+            self._find_in_loop(function, rows, traced)
         numbers = [
             tf.reduce_sum(
                 tf.cast(each, tf.float32), axis=list(range(1, each.shape.rank))
@@ -266,6 +284,34 @@ class Trace:
 
         return keras.tree.map_structure(stand_in, traced.structured_outputs)
 
+    def _find_in_loop(
+        self,
+        function: Callable[[list[Tensor]], Nest],
+        rows: list[Tensor],
+        traced: Nest,
+    ) -> None:
+        """Note if what has a loop in it cannot be differentiated in a loop over rows."""
+        signature = tf.nest.map_structure(
+            lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype),
+            traced.structured_outputs,
+        )
+
+        def run(rows: list[Tensor]) -> Nest:
+            watched = [each for each in rows if each.dtype.is_floating]
+            # Recordings have more tapes than one, and each asks for a gradient.
+            with tf.GradientTape() as tape, tf.GradientTape() as other:
+                tape.watch(watched)
+                other.watch(watched)
+                return tf.map_fn(function, rows, fn_output_signature=signature)
+
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in rows]
+        try:
+            tf.function(run, autograph=False).get_concrete_function(specs)
+        except LookupError:
+            loops = [op for op in traced.graph.get_operations() if op.type in _LOOPS]
+            cause = Cause(loops[0], loops[0], False, NO_GRADIENT)
+            self._in_loops.append(Found(self._owners[-1], cause))
+
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:
         """Note what layers are called, and which operations they make."""
@@ -276,13 +322,18 @@ class Trace:
                     _keras.attributes_replaced(
                         layer,
                         call=functools.wraps(layer.call)(call),
-                        add_loss=functools.partial(self._add_loss, layer),
+                        add_loss=functools.partial(
+                            self._add_loss, id(layer), layer.add_loss
+                        ),
                     )
                 )
             yield
 
-    def _add_loss(self, layer: keras.layers.Layer, _: Nest) -> None:
-        self.adding_loss.add(id(layer))
+    def _add_loss(
+        self, layer: int, add_loss: Callable[[Nest], None], loss: Nest
+    ) -> None:
+        self.adding_losses.add(layer)
+        add_loss(loss)
 
     def _call(
         self,

@@ -19,9 +19,9 @@ from tfdp.clipping import (
 )
 from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation, explained
-from tfdp.engines.passes import number_of_rows
 from tfdp.engines.uphill import Uphill, states_put_back
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.added import NotInGraphError
+from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.losses.regularizers import gradient_of
 from tfdp.rules.recording import Recording
 from tfdp.rules.terms import Kept, Term, Units
@@ -65,9 +65,18 @@ class BookkeepingEngine(Engine):
         rows_per_unit: int | Tensor,
     ) -> Clipped:
         """Sum the clipped gradients from their factors."""
-        forward = RecordedForward(objective, batch, rows_per_unit, norms=self.norms)
-        norms, terms = self._norms_and_terms(forward)
-        return forward.clipped(terms, norms, l2_norm_clip)
+
+        def clip(batch: Batch, l2_norm_clip: Tensor) -> Clipped:
+            forward = RecordedForward(objective, batch, rows_per_unit, norms=self.norms)
+            norms, terms = self._norms_and_terms(forward)
+            return forward.clipped(terms, norms, l2_norm_clip)
+
+        try:
+            return clip(batch, l2_norm_clip)
+        except NotInGraphError:
+            in_graph = tf.function(clip, autograph=False)
+            clipped: Clipped = in_graph(batch, l2_norm_clip)
+            return clipped
 
     def _norms_and_terms(
         self, forward: "RecordedForward"
@@ -131,7 +140,7 @@ class RecordedForward:
     Attributes:
         units: How the rows are grouped.
         losses: One for each row.
-        y_pred: The model's outputs.
+        y_pred: The model's outputs; see `Objective.forward`.
 
     Raises:
         UnsupportedLayerError: If some layer's gradients are out of reach, or some unit
@@ -178,9 +187,8 @@ class RecordedForward:
                 objective.model, rows, moves, is_of_one_unit=is_of_one_unit
             )
             entered.enter_context(self._recording.observing())
-            self.y_pred = objective.predict(batch.x)
-            self.losses = objective.losses(
-                batch.x, batch.y, self.y_pred, batch.sample_weight
+            self.y_pred, self.losses = objective.forward(
+                batch, is_of_one_unit=is_of_one_unit
             )
         if self._here is not None:
             # Metrics are those of the model, not of weights uphill from it.

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp._types import Nest
-from tfdp.engines.passes import number_of_rows
+from tfdp.losses.objective import number_of_rows
 from tfdp.rules.recording import Recording, Watched
 from tfdp.rules.terms import Units
 

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-import keras
 import tensorflow as tf
 
 from tfdp import _tree
 from tfdp._types import Nest, Tensor, Variable
-from tfdp.losses.objective import Batch
+from tfdp.losses.objective import Batch, number_of_rows
 
 # (batch) -> clipped sums, norms of the units, outputs of the model.
 ClipBatch = Callable[[Batch], tuple[list[Tensor], Tensor, Nest]]
@@ -15,13 +14,6 @@ ClipBatch = Callable[[Batch], tuple[list[Tensor], Tensor, Nest]]
 # (rows of the data in the pass, their number, outputs of the model); rows that are
 # padding are left out.
 OnOutputs = Callable[[Nest, Tensor, Nest], None]
-
-
-def number_of_rows(data: Nest) -> int | Tensor:
-    """Return the length of the leading axis, as an int where it is static."""
-    leaves = keras.tree.flatten(data)
-    first = next(leaf for leaf in leaves if leaf is not None)
-    return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
 
 
 def run(

@@ -1,6 +1,7 @@
 """Runs a function on every unit of a batch, all units at once where TensorFlow can."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
@@ -19,7 +20,7 @@ def map_units(
     """Apply a function to every element, all at once where TensorFlow can."""
 
     def vectorized(elements: Nest) -> Nest:
-        with efficient_vectorization():
+        with efficient_vectorization(), _without_messages():
             return tf.vectorized_map(function, elements, warn=False)
 
     if not tf.executing_eagerly():
@@ -46,14 +47,27 @@ def map_units(
     of_first = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), elements
     )
-    outputs = tf.function(function).get_concrete_function(of_first).structured_outputs
+    traced = tf.function(function, autograph=False).get_concrete_function(of_first)
     signature = keras.tree.map_structure(
-        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), outputs
+        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype),
+        traced.structured_outputs,
     )
     in_turn: tuple[list[Tensor], Nest] = tf.map_fn(
         function, elements, fn_output_signature=signature
     )
     return in_turn
+
+
+@contextlib.contextmanager
+def _without_messages() -> Iterator[None]:
+    """Keep TensorFlow from logging pages about what it cannot vectorize: one line does."""
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel("CRITICAL")
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _rehearse(vectorized: Callable[[Nest], Nest], elements: Nest) -> bool:

@@ -180,8 +180,7 @@ def _gradients_at(
 ) -> tuple[list[Tensor | None], Nest]:
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(values)
-        y_pred = objective.predict(unit.x)
-        losses = objective.losses(unit.x, unit.y, y_pred, unit.sample_weight)
+        y_pred, losses = objective.forward(unit, is_of_one_unit=True)
         # By selection: the loss of padding may be NaN.
         losses = tf.where(unit.is_padding, tf.zeros_like(losses), losses)
         rows = tf.reduce_sum(tf.cast(~unit.is_padding, losses.dtype))

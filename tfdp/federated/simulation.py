@@ -28,7 +28,6 @@ from tfdp.callbacks.adaptive import AdaptiveClip
 from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.clipping import ClippedSum
 from tfdp.engines import Engine
-from tfdp.engines.passes import number_of_rows
 from tfdp.federated.client import checked_local_noise
 from tfdp.federated.noise_of_each import GaussianOfEach
 from tfdp.federated.run_folder import (
@@ -41,6 +40,7 @@ from tfdp.federated.run_folder import (
 )
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.virtual_clients import VirtualClients
+from tfdp.losses.objective import number_of_rows
 from tfdp.mechanisms.mechanism import Gaussian, noise_of_query
 from tfdp.optimizers.arguments import checked_clip
 from tfdp.training.loops import clipped_gradients

@@ -1,9 +1,10 @@
 """What an engine differentiates: a model, its losses per example, its variables."""
 
+import contextlib
 import dataclasses
 import inspect
+import operator
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple, Self
 
 import keras
@@ -14,7 +15,8 @@ from tfdp._tracing import tracing
 from tfdp._types import Loss, Nest, Padded, Tensor, Variable
 from tfdp._views_per_example import views_per_example
 from tfdp.ascent.losses import Ascent
-from tfdp.errors import UnsupportedLossError
+from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
+from tfdp.losses.added import AddedLosses, Predicted, added_now, adding
 
 # A public constant. The loss of one example is not divided by the batch size, so
 # it needs less scaling than the mean of a batch does.
@@ -45,6 +47,13 @@ class Batch(NamedTuple):
         if isinstance(data, Padded):
             return cls.of(data.rows)._replace(is_padding=data.is_padding)
         return cls(*keras.utils.unpack_x_y_sample_weight(data))
+
+
+def number_of_rows(data: Nest) -> int | Tensor:
+    """Return the length of the leading axis, as an int where it is static."""
+    leaves = keras.tree.flatten(data)
+    first = next(leaf for leaf in leaves if leaf is not None)
+    return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
 
 
 def check_takes_logits(model: keras.Model, loss: Loss) -> None:
@@ -86,6 +95,8 @@ class Objective:
         model: The Keras model, built.
         losses: ``(x, y, y_pred, sample_weight) -> (N,)``.
         variables: The trainable Keras variables, in the model's order.
+        has_own_loss: Whether the losses have in them what layers add, as far as they
+            are to.
         training: Whether the model runs in training mode.
         ascent: How far uphill from the weights gradients are taken; None for here.
         views: How many consecutive rows are views of one example.
@@ -94,6 +105,7 @@ class Objective:
     model: keras.Model
     losses: Callable[[Nest, Nest, Nest, Nest], Tensor]
     variables: list[Variable]
+    has_own_loss: bool = False
     training: bool = True
     ascent: Ascent | None = None
     views: int = 1
@@ -108,7 +120,8 @@ class Objective:
 
         Args:
             model: The Keras model, built.
-            loss: Name, object or function, or a list or dict of them.
+            loss: Name, object or function, or a list or dict of them; None for what
+                layers add alone.
             loss_weights: Weights of the outputs' losses.
 
         Returns:
@@ -119,6 +132,8 @@ class Objective:
                 logits for probabilities.
         """
         check_takes_logits(model, loss)
+        if loss is None:
+            return cls(model, _nothing_but_added, trainable_variables(model))
         per_example = PerExampleLoss(
             loss, loss_weights, getattr(model, "output_names", None)
         )
@@ -133,8 +148,9 @@ class Objective:
     def of_compute_loss(cls, model: keras.Model) -> Self:
         """Take the losses from the model's own `compute_loss`, row by row.
 
-        The model must have been compiled with what its `compute_loss` uses. Weight
-        regularizers are left out of it: their gradient is added after the noise.
+        The model must have been compiled with what its `compute_loss` uses. What its
+        `losses` are there is what layers add for the row. Weight regularizers are left
+        out of it: their gradient is added after the noise.
 
         Args:
             model: The Keras model, built.
@@ -147,19 +163,85 @@ class Objective:
         """
         variables = trainable_variables(model)
 
-        def loss_of_row(*row: Nest) -> Tensor:
-            with _keras.without_regularizers(variables):
+        def loss_of_row(added: Tensor | None, *row: Nest) -> Tensor:
+            with contextlib.ExitStack() as entered:
+                entered.enter_context(_keras.without_regularizers(variables))
+                if added is not None:
+                    of_row = [tf.reshape(added, [])]
+                    entered.enter_context(_keras.with_losses(model, of_row))
                 return tf.reduce_sum(_keras.compute_loss(model, *row))
 
         def losses(*rows: Nest) -> Tensor:
-            return each_row_alone(loss_of_row, rows)
+            return each_row_alone(loss_of_row, (added_now(), *rows))
 
-        return cls(model, losses, variables)
+        return cls(model, losses, variables, has_own_loss=True)
 
     def predict(self, x: Nest) -> Nest:
         """Run the model."""
-        with views_per_example(self.views) if self.views > 1 else nullcontext():
+        with (
+            views_per_example(self.views)
+            if self.views > 1
+            else contextlib.nullcontext()
+        ):
             return _keras.run_model(self.model, x, training=self.training)
+
+    def forward(
+        self, batch: Batch, *, is_of_one_unit: bool = False, skips_unknown: bool = False
+    ) -> tuple[Nest, Tensor]:
+        """Run the model, and compute the loss of each row, what layers add included.
+
+        Args:
+            batch: The rows.
+            is_of_one_unit: Whether the rows are those of one unit. Then, if layers add
+                losses, each row goes through the model by itself.
+            skips_unknown: Whether added losses that cannot be taken apart are left out.
+
+        Returns:
+            The outputs, as `Predicted` if layers add losses; and losses of shape
+            ``(N,)``.
+
+        Raises:
+            UnsupportedLayerError: If it is not known what a row has of an added loss.
+        """
+        rows = number_of_rows(tuple(batch))
+        noted = AddedLosses(self.model, batch.x)
+        with noted.observing():
+            y_pred = self.predict(noted.inputs)
+            if (
+                noted.found
+                and is_of_one_unit
+                and not (isinstance(rows, int) and rows == 1)
+            ):
+                return self._forward_of_each(batch, rows)
+            added = noted.of_rows(rows, skips_unknown=skips_unknown)
+            with adding(added):
+                losses = self.losses(batch.x, batch.y, y_pred, batch.sample_weight)
+        if added is None:
+            return y_pred, losses
+        if not self.has_own_loss:
+            losses += tf.cast(added, losses.dtype)
+        return Predicted(y_pred, added), losses
+
+    def _forward_of_each(self, batch: Batch, rows: int | Tensor) -> tuple[Nest, Tensor]:
+        """Let every row go through the model by itself."""
+        if not isinstance(rows, int):
+            raise UnsupportedLayerError(
+                "Units of several rows must have a number of rows that is known, if "
+                f"layers add losses. Received: model={self.model!r}, units of an "
+                "unknown number of rows. Give `x` a static number of rows, or leave "
+                "`num_microbatches` out."
+            )
+        alone = dataclasses.replace(self, views=1)
+        of_each = [
+            alone.forward(
+                _tree.map_tensors(operator.itemgetter(slice(row, row + 1)), batch)
+            )
+            for row in range(rows)
+        ]
+        joined: tuple[Nest, Tensor] = keras.tree.map_structure(
+            lambda *parts: tf.concat(parts, 0), *of_each
+        )
+        return joined
 
     def penalties(self) -> list[tuple[Variable, Callable[[Variable], Tensor]]]:
         """List what is part of each example's loss beside `losses`.
@@ -181,6 +263,18 @@ class Objective:
             for layer in _keras.flatten_layers(self.model)
         )
         return _FLOAT16_LOSS_SCALE if uses_float16 else 1.0
+
+
+def _nothing_but_added(x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest) -> Tensor:
+    """Return the losses of rows for which nothing was compiled."""
+    del x, y, y_pred, sample_weight
+    added = added_now()
+    if added is None:
+        raise ValueError(
+            "`loss` is missing, and no layer adds one. Received: loss=None. Use "
+            "`private.compile(optimizer, loss='mse')`."
+        )
+    return tf.zeros_like(added)
 
 
 def trainable_variables(model: keras.Model) -> list[Variable]:
@@ -289,7 +383,7 @@ def each_row_alone(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> T
         return tf.reshape(tf.cast(function(*row), keras.config.floatx()), [])
 
     if trace is not None:
-        losses: Tensor = trace.alone(of_one, leaves)
+        losses: Tensor = trace.alone(of_one, leaves, in_loop=True)
         return losses
     return tf.map_fn(
         of_one, leaves, fn_output_signature=tf.as_dtype(keras.config.floatx())

@@ -160,6 +160,8 @@ class Recording:
         # in the tensor, numbers that there should be for each row of the batch.
         self._sizes: list[tuple[str, Tensor, int | Tensor]] = []
         self._place = _place()
+        # Whether a rule calls a layer now.
+        self._is_by_rule = False
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -175,6 +177,10 @@ class Recording:
                 self.tape.watch([v.value for v in self._model.trainable_variables])
             outside = entered.enter_context(self._tape_of_variables())
             for path, layer in _keras.layers_by_path(self._model):
+                add_loss = functools.partial(self._add_loss, path, layer.add_loss)
+                entered.enter_context(
+                    _keras.attributes_replaced(layer, add_loss=add_loss)
+                )
                 rule = find(layer) if layer.trainable_variables else None
                 # The rule of all others takes the leading axis for one of rows.
                 if rule is None or (self._is_of_one_unit and rule is RULES[None]):
@@ -209,7 +215,8 @@ class Recording:
                         f"Received: `{path}` ({type(layer).__name__}), called in a "
                         "graph of its own."
                     )
-                outputs = rule(call)
+                with self._by_a_rule():
+                    outputs = rule(call)
             except UnsupportedLayerError as error:
                 # The pass goes on, to find whatever else cannot be recorded.
                 if not self._is_of_one_unit:
@@ -219,6 +226,25 @@ class Recording:
                 self._refuse_foreign(used.watched_variables(), [])
         self._refuse_foreign(used.watched_variables(), own_variables(layer))
         return outputs
+
+    @contextlib.contextmanager
+    def _by_a_rule(self) -> Iterator[None]:
+        was, self._is_by_rule = self._is_by_rule, True
+        try:
+            yield
+        finally:
+            self._is_by_rule = was
+
+    def _add_loss(
+        self, path: str, add_loss: Callable[[Nest], None], loss: Nest
+    ) -> None:
+        """Let a layer add a loss, unless its rule would not see what it comes from."""
+        if self._is_by_rule:
+            raise UnsupportedLayerError(
+                "A rule only sees what a layer returns. Received: "
+                f"`{path}`, which calls `add_loss` inside."
+            )
+        add_loss(loss)
 
     @contextlib.contextmanager
     def _tape_of_variables(self) -> Iterator[tf.GradientTape]:

@@ -15,6 +15,22 @@ from tfdp.losses.objective import check_takes_logits
 from tfdp.optimizers import DPOptimizer
 from tfdp.sampling import Scheme
 
+# What the most frequent `train_step` becomes.
+_WITHOUT_TRAIN_STEP = """\
+    class VAE(keras.Model):  # `__init__` stays as it is.
+        def call(self, x, training=None):
+            mean, log_variance, code = self.encoder(x)
+            image = self.decoder(code)
+            return {"mean": mean, "log_variance": log_variance, "image": image}
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+            mean, log_variance = y_pred["mean"], y_pred["log_variance"]
+            kl = keras.ops.square(mean) + keras.ops.exp(log_variance) - log_variance - 1
+            away = keras.losses.binary_crossentropy(x, y_pred["image"])
+            away = keras.ops.sum(away, axis=(1, 2))
+            return keras.ops.mean(away + 0.5 * keras.ops.sum(kl, axis=1))
+"""
+
 
 def check_wrapped(model: object) -> None:
     """Refuse to wrap what is no ordinary Keras model.
@@ -40,10 +56,15 @@ def check_wrapped(model: object) -> None:
     ]
     if overridden:
         names = ", ".join(f"`{name}`" for name in overridden)
+        kind = type(model).__name__
         raise ValueError(
             f"Model `{model.name}` overrides {names}, which DPModel replaces. Received: "
-            f"model of type {type(model).__name__}. Override `compute_loss` instead: "
-            "it is evaluated for each example alone."
+            f"model of type {kind}. Use `compile(metrics=...)` for what is to be "
+            "logged, return from `call` all that the loss is made of, and compute it in "
+            "`compute_loss`, which is asked for each example alone. In place of the "
+            "`train_step` of a variational autoencoder:\n\n"
+            f"{_WITHOUT_TRAIN_STEP.replace('VAE', kind)}\n"
+            "    tfdp.DPModel(model).compile(optimizer)"
         )
 
 
@@ -99,12 +120,21 @@ def check_loss(model: keras.Model, loss: Loss, *, has_own_loss: bool) -> None:
         ValueError: If there is none, or it takes logits for probabilities.
     """
     check_plain(loss)
-    if loss is None and not has_own_loss:
+    if loss is None and not has_own_loss and not _may_add_losses(model):
         raise ValueError(
             "`loss` is missing. Received: loss=None. Use "
             "`private.compile(optimizer, loss='mse')`."
         )
     check_takes_logits(model, loss)
+
+
+def _may_add_losses(model: keras.Model) -> bool:
+    """Tell whether layers have code of their own, or regularize what they return."""
+    return any(
+        layer.activity_regularizer is not None
+        or not type(layer).__module__.startswith("keras.")
+        for layer in _keras.flatten_layers(model)
+    )
 
 
 def check_inputs(x: Nest) -> None:
@@ -115,22 +145,22 @@ def check_inputs(x: Nest) -> None:
         )
 
 
-def check_targets(y: Nest, *, has_own_loss: bool) -> None:
+def check_targets(y: Nest, *, needs_them: bool) -> None:
     """Refuse data without targets, which most losses need.
 
     Args:
         y: Of some rows, or None.
-        has_own_loss: Whether the model computes its loss itself.
+        needs_them: Whether the loss is one of `compile`.
 
     Raises:
         ValueError: If they are missing.
     """
-    if y is None and not has_own_loss:
+    if y is None and needs_them:
         raise ValueError(
             "`y` is missing: the loss compares what the model predicts with it. "
             "Received: y=None. Use `private.fit(x, y, ...)`, or a dataset of "
-            "`(x, y)`; a model that learns without targets overrides "
-            "`compute_loss`."
+            "`(x, y)`; a model that learns without targets is compiled without `loss`, "
+            "and adds its losses or overrides `compute_loss`."
         )
 
 

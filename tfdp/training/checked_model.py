@@ -96,6 +96,11 @@ class CheckedModel:
         self.traced: TracedPass | None = None
         self._trainable: tuple[bool, ...] = ()
 
+    @property
+    def needs_targets(self) -> bool:
+        """Whether the loss compares what the model predicts."""
+        return self._loss is not None and not self.has_own_loss
+
     def objective(self) -> Objective:
         """Return the plain loss of each example, the same while nothing changes."""
         # By their ids: Keras's variables compare their values. Equal sessions share a

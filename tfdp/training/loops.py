@@ -13,8 +13,7 @@ from tfdp._types import Loss, Nest, Tensor
 from tfdp.ascent.losses import BAM, SAT, check_plain
 from tfdp.checks.engine import check_objective, choose
 from tfdp.clipping import ClippedSum, clip_as_tensor
-from tfdp.engines.passes import number_of_rows
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.runs.histories import note_reads, recognise_copies
 from tfdp.runs.recorder import revoke_all
 from tfdp.training.checked_model import rows_to_check
@@ -47,7 +46,8 @@ def clipped_gradients(
     Args:
         model: A Keras model, called in training mode.
         loss: A Keras loss (name, object, list or dict, as in `compile`), a
-            `tfdp.losses.BAM` of one, or a function ``(y_true, y_pred) -> (N,)``.
+            `tfdp.losses.BAM` of one, or a function ``(y_true, y_pred) -> (N,)``; None
+            if layers add all of the loss.
         x: Inputs with leading axis N, nested as the model takes them.
         y: Targets likewise.
         sample_weight: None, or weights of the examples' losses.

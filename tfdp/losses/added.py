@@ -1,0 +1,294 @@
+"""Losses that layers add while a model is called: what each row has of them."""
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdp import _keras, _tree
+from tfdp._tracing import part_of_trace
+from tfdp._types import Nest, Tensor
+from tfdp.errors import UnsupportedLayerError
+
+
+class Predicted(NamedTuple):
+    """What a model whose layers add losses makes of some rows.
+
+    Attributes:
+        y_pred: Its outputs.
+        added: What the layers add for each row, shape ``(N,)``.
+    """
+
+    y_pred: Nest
+    added: Tensor
+
+
+class NotInGraphError(UnsupportedLayerError):
+    """What each row has of a loss can only be read from a graph, and there is none."""
+
+
+class _Added(NamedTuple):
+    path: str
+    layer: keras.layers.Layer
+    loss: Tensor
+    # Of an `activity_regularizer`: before Keras divides it by the leading axis.
+    total: Tensor | None
+
+
+class AddedLosses:
+    """Notes the losses that the layers of a model add, by themselves or by `add_loss`.
+
+    What a row has of a loss is what a batch of that row alone would have.
+
+    Args:
+        model: The model.
+        inputs: What it is going to be given.
+
+    Attributes:
+        inputs: What to give it instead: the same, known as data.
+        found: The losses, in the order of the calls.
+    """
+
+    def __init__(self, model: keras.Model, inputs: Nest) -> None:
+        """Note nothing yet."""
+        # In a graph rows may be constants, like weights of a loss.
+        self.inputs: Nest = _tree.map_tensors(tf.identity, inputs)
+        self.found: list[_Added] = []
+        self._model = model
+        self._totals: dict[int, Tensor] = {}
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Note what is added; in the end Keras forgets it."""
+        with contextlib.ExitStack() as replaced:
+            replaced.callback(_keras.clear_losses, self._model)
+            for path, layer in _keras.layers_by_path(self._model):
+                add = functools.partial(self._add, path, layer, layer.add_loss)
+                attributes: dict[str, Callable[..., Nest]] = {"add_loss": add}
+                if layer.activity_regularizer is not None:
+                    attributes["activity_regularizer"] = functools.partial(
+                        self._regularize, layer, layer.activity_regularizer
+                    )
+                replaced.enter_context(_keras.attributes_replaced(layer, **attributes))
+            yield
+
+    def _regularize(
+        self,
+        layer: keras.layers.Layer,
+        regularizer: Callable[[Tensor], Tensor],
+        output: Tensor,
+    ) -> Tensor:
+        total = regularizer(output)
+        self._totals[id(layer)] = total
+        return total
+
+    def _add(
+        self,
+        path: str,
+        layer: keras.layers.Layer,
+        add_loss: Callable[[Nest], None],
+        losses: Nest,
+    ) -> None:
+        add_loss(losses)
+        total = self._totals.pop(id(layer), None)
+        for loss in keras.tree.flatten(losses):
+            self.found.append(_Added(path, layer, loss, total))
+
+    def of_rows(
+        self, rows: int | Tensor, *, skips_unknown: bool = False
+    ) -> Tensor | None:
+        """Add up what each row has of all losses.
+
+        Args:
+            rows: How many there are.
+            skips_unknown: Whether what cannot be taken apart is left out.
+
+        Returns:
+            Shape ``(N,)``; None if nothing was added. Whether each entry depends on its
+            row alone remains to be proven, if there are several.
+
+        Raises:
+            UnsupportedLayerError: If a loss is no sum or mean over the rows.
+        """
+        if not self.found:
+            return None
+        parts = [tf.zeros([rows], tf.as_dtype(keras.config.floatx()))]
+        for each in self.found:
+            with part_of_trace(each.layer):
+                try:
+                    part = _part_of_rows(each, rows, self.inputs)
+                except UnsupportedLayerError:
+                    if not skips_unknown:
+                        raise
+                    continue
+                parts.append(tf.cast(part, parts[0].dtype))
+        return tf.add_n(parts)
+
+
+def _part_of_rows(added: _Added, rows: int | Tensor, inputs: Nest) -> Tensor:
+    loss = tf.convert_to_tensor(added.loss)
+    if isinstance(rows, int) and rows == 1:
+        # As Keras adds up losses that are no scalars.
+        return tf.reshape(tf.reduce_sum(loss), [1])
+    try:
+        if added.total is None:
+            return _RowsOf(rows, inputs).of(loss)
+        return _RowsOf(rows, inputs, is_divided=True).of(added.total)
+    except _NotOfRowsError as error:
+        raise UnsupportedLayerError(
+            "A loss that a layer adds must be a sum or a mean over the rows, or have a "
+            f"value for each. Received: `{added.path}` ({type(added.layer).__name__}), "
+            f"which adds what {error}. Use `self.add_loss(...)` of a tensor of shape "
+            "(N,), e.g. `ops.mean(values, axis=-1)`."
+        ) from error
+
+
+class _NotOfRowsError(Exception):
+    """A loss is not made of a part for each row."""
+
+
+class _RowsOf:
+    """Finds what rows have of a loss, on the graph that it was made in.
+
+    Args:
+        rows: How many there are.
+        inputs: What a model made the loss of.
+        is_divided: Whether Keras divides it by the length of the leading axis.
+    """
+
+    def __init__(
+        self, rows: int | Tensor, inputs: Nest, *, is_divided: bool = False
+    ) -> None:
+        self._rows = rows
+        self._is_divided = is_divided
+        self._is_free = {
+            each.op.name: False
+            for each in _tree.tensors(inputs)
+            if tf.is_symbolic_tensor(each)
+        }
+
+    def of(self, loss: Tensor) -> Tensor:
+        """Return a tensor of shape ``(N,)``, of which `loss` is the sum or the mean.
+
+        Only what is linear may follow the sum over the rows. So each row has the loss
+        that it would have alone, if it has the values alone which are added up.
+
+        Args:
+            loss: Scalar, or with the rows on its leading axis.
+
+        Raises:
+            NotInGraphError: If nobody knows how a scalar was made.
+            _NotOfRowsError: If it is not made so.
+        """
+        if loss.shape.rank != 0:
+            return self._reduced(loss, tf.reduce_sum)
+        if not tf.is_symbolic_tensor(loss):
+            raise NotInGraphError(
+                "A scalar that a layer adds was made without a graph."
+            )
+        if loss.graph is not tf.compat.v1.get_default_graph():
+            raise _NotOfRowsError("was made inside of a loop or a branch")
+        if self._free(loss):
+            return tf.broadcast_to(loss, [self._rows])
+        return self._made_by(loss.op)
+
+    def _made_by(self, op: tf.Operation) -> Tensor:
+        """Return the parts of what an operation makes, a scalar."""
+        inputs = list(op.inputs)
+        if op.type in _REDUCTIONS:
+            if inputs[0].shape.rank == 0:
+                return self.of(inputs[0])
+            return self._reduced(inputs[0], _REDUCTIONS[op.type])
+        if op.type == "Mul" and self._free(inputs[0]):
+            inputs.reverse()
+        if op.type in _PRODUCTS and self._free(inputs[1]):
+            return _PRODUCTS[op.type](self.of(inputs[0]), inputs[1])
+        if op.type in _LINEAR:
+            return _LINEAR[op.type](*map(self.of, inputs))
+        if op.type == "Cast":
+            return tf.cast(self.of(inputs[0]), op.outputs[0].dtype)
+        raise _NotOfRowsError(f"operation {op.type} `{op.name}` makes of all rows")
+
+    def _reduced(self, values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
+        """Reduce each row by itself."""
+        length = values.shape[0] if values.shape.rank else None
+        known = self._rows if isinstance(self._rows, int) else None
+        # An axis of a length that is known is none of rows whose number is not.
+        if values.shape.rank is None or (
+            length is not None and (known is None or length % known)
+        ):
+            raise _NotOfRowsError(f"has the shape {values.shape} in place of (N, ...)")
+        parts = reduce(values, axis=list(range(1, values.shape.rank)))
+        if length is not None and length == known:
+            return parts
+        # Each row may have several entries, its positions for example.
+        parts = tf.reshape(parts, [self._rows, -1])
+        of_rows = reduce(parts, axis=1)
+        if self._is_divided:
+            of_rows /= tf.cast(tf.shape(parts)[1], of_rows.dtype)
+        return of_rows
+
+    def _free(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is made of constants and variables, and no data."""
+        stack = [(tensor.op, False)]
+        while stack:
+            op, is_ready = stack.pop()
+            if op.name in self._is_free:
+                continue
+            if is_ready:
+                self._is_free[op.name] = all(
+                    self._is_free[each.op.name] for each in op.inputs
+                )
+            elif any(each.dtype == tf.resource for each in op.inputs):
+                # Other resources bring data, such as iterators.
+                self._is_free[op.name] = op.type == "ReadVariableOp"
+            elif not op.inputs:
+                self._is_free[op.name] = op.type == "Const"
+            else:
+                stack.append((op, True))
+                stack.extend((each.op, False) for each in op.inputs)
+        return self._is_free[tensor.op.name]
+
+
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "Sum": tf.reduce_sum,
+    "Mean": tf.reduce_mean,
+}
+_PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "Mul": tf.multiply,
+    "RealDiv": tf.divide,
+    "DivNoNan": tf.math.divide_no_nan,
+}
+_LINEAR: dict[str, Callable[..., Tensor]] = {
+    "Add": tf.add,
+    "AddV2": tf.add,
+    "AddN": lambda *parts: tf.add_n(parts),
+    "Sub": tf.subtract,
+    "Neg": tf.negative,
+    "Identity": tf.identity,
+    "StopGradient": tf.stop_gradient,
+}
+
+
+_added_now: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar(
+    "added_now", default=None
+)
+
+
+def added_now() -> Tensor | None:
+    """Return what layers have added for each row, while their losses are computed."""
+    return _added_now.get()
+
+
+@contextlib.contextmanager
+def adding(added: Tensor | None) -> Iterator[None]:
+    """Let `added_now` return this inside."""
+    token = _added_now.set(added)
+    try:
+        yield
+    finally:
+        _added_now.reset(token)
