@@ -269,11 +269,12 @@ def test_noise_of_balls_in_bins_is_the_least_that_is_enough(target):
         return epsilon([Segment(BallsInBins(60_000, 256), 60, noise)], 1e-5)
 
     assert cost(noise) <= target < cost(noise * (1 - 2e-5))
-    assert noise < calibrate_noise_multiplier(target, **MNIST)
+    # A little less than Poisson draws need: `test_known_value`.
+    assert 0.97 < noise / (0.9697 if target == 3.0 else 3.647) < 1
 
 
 def test_a_begun_epoch_of_balls_in_bins_counts_whole():
-    setting = SMALL | {"sampling": "balls_in_bins"}
+    setting = SMALL | {"sampling": "balls_in_bins", "accountant": "RDP"}
     whole = calibrate_noise_multiplier(3.0, **setting)
     assert calibrate_noise_multiplier(3.0, **(setting | {"epochs": 2.1})) == whole
 
