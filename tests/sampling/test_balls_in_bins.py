@@ -10,7 +10,7 @@ from tfdp.accounting import Ledger, compose, privacy_statement
 from tfdp.accounting.accountant import epsilon
 from tfdp.accounting.segments import Segment, segment_from_dict, segment_to_dict
 from tfdp.accounting.users import user_epsilon
-from tfdp.sampling import BallsInBins, FixedBins, samplings
+from tfdp.sampling import BallsInBins, FixedBins, Shuffled, samplings
 from tfdp.sampling.balls_in_bins import RandomAllocationDpEvent
 
 N, B, BINS = 1000, 50, 20
@@ -127,6 +127,12 @@ def test_fixed_bins_count_as_one_allocation_with_less_noise():
     alone = epsilon([Segment(BallsInBins(N, B), 1, 1.0)], 1e-5)
     assert whole == pytest.approx(alone, rel=1e-9)
     assert whole > 1.2 * epsilon([Segment(BallsInBins(N, B), 9, 3.0)], 1e-5)
+
+
+def test_bins_that_are_read_very_often_hide_nothing():
+    """As shuffled passes, which always count in full."""
+    found = epsilon([Segment(FIXED, 400, 3.0)], 1e-5)
+    assert found == epsilon([Segment(Shuffled(N, B), 400, 3.0)], 1e-5) < math.inf
 
 
 def test_trainings_on_the_same_bins_are_one():

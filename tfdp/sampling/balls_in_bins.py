@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from tfdp.sampling.poisson import second_generator
 from tfdp.sampling.scheme import Scheme
 
+# With less a release tells which batch has an example, and whole ones stand in.
+_LEAST_NOISE = 0.2
+
 
 @dataclasses.dataclass(frozen=True)
 class RandomAllocationDpEvent(dp_accounting.DpEvent):
@@ -243,8 +246,11 @@ def _allocations(
     noise_multiplier = releases.event.noise_multiplier
     if together:
         noise_multiplier /= math.sqrt(releases.count)
-        return RandomAllocationDpEvent(batches, noise_multiplier)
+    if noise_multiplier < _LEAST_NOISE:
+        return releases
     allocation = RandomAllocationDpEvent(batches, noise_multiplier)
+    if together:
+        return allocation
     return dp_accounting.SelfComposedDpEvent(allocation, releases.count)
 
 

@@ -37,7 +37,7 @@ class CyclicPoisson(Scheme):
         >>> scheme = CyclicPoisson(60_000, 256)
         >>> round(scheme.sampling_probability, 4)
         0.0085
-        >>> scheme.draw(key=7, epoch=1, index=1)[0] % 2
+        >>> int(scheme.draw(key=7, epoch=1, index=1)[0]) % 2
         1
 
     References:
