@@ -208,7 +208,8 @@ class Scheme(abc.ABC):
             noise_multiplier: Standard deviation of the noise over the l2 sensitivity.
 
         Returns:
-            An event of dp_accounting.
+            An event of dp_accounting: Gaussian releases, Poisson draws of them, or
+            `RandomAllocationDpEvent`, composed.
         """
         if count == 0:
             return dp_accounting.NoOpDpEvent()
