@@ -285,7 +285,11 @@ def test_a_sampling_that_nobody_knows_is_refused():
 
 
 @pytest.mark.parametrize(
-    "scheme", [BallsInBins(6000, 60), FixedBins(6000, 60, 100, bins=7)]
+    "scheme",
+    [
+        BallsInBins(6000, 60),
+        pytest.param(FixedBins(6000, 60, 100, bins=7), marks=pytest.mark.slow),
+    ],
 )
 def test_affordable_epochs_are_as_many_as_the_target_allows(scheme):
     epoch = Segment(scheme, 1, 4.0)

@@ -131,6 +131,7 @@ def test_files_that_are_written_again_are_other_bins(tmp_path):
     assert model.epsilon(1e-4) < same.epsilon(1e-4)
 
 
+@pytest.mark.slow
 def test_the_ledger_is_saved_and_a_budget_ends_training(tmp_path):
     data = write(tmp_path / "shards")
     model = private()

@@ -154,6 +154,7 @@ def test_another_number_of_batches_is_refused(steps):
         private().fit(X, X / N, batch_size=B, steps_per_epoch=steps)
 
 
+@pytest.mark.slow
 def test_seeded_epochs_are_not_drawn_again(trained):
     with pytest.warns(UserWarning, match="without secrecy"):
         first, second = drawn(seed=3), drawn(seed=3)

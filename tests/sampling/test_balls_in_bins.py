@@ -168,6 +168,13 @@ def test_other_bins_add_up():
     assert two > max(apart)
 
 
+def test_trainings_on_the_same_bins_are_one_for_users_too():
+    parts = (Segment(FIXED, 4, 4.0), Segment(FIXED, 5, 3.0))
+    text = privacy_statement(Ledger(parts), 1e-5, max_examples_per_user=1)
+    figure = f"({epsilon(parts, 1e-5):.3f}, 1e-05)"
+    assert f"all of them together, it is {figure}" in " ".join(text.split())
+
+
 @pytest.mark.parametrize("scheme", [SCHEME, FIXED])
 def test_users_with_several_rows_count_as_if_all_were_in_one_batch(scheme):
     segment = Segment(scheme, 2, 9.0)
