@@ -15,6 +15,7 @@ from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, privacy_statement
 from tfdp.accounting.text import filled
 from tfdp.ascent.losses import AscentLoss
+from tfdp.data.passes import in_passes
 from tfdp.data.training_data import (
     TrainingData,
     number_of_examples,
@@ -97,8 +98,10 @@ class DPModel(TrainingFunctions):
         physical_batch_size: Rows that go through the model at once, on each replica.
             A batch of any size runs in passes of this size, within their memory, as
             one step. By default a batch runs whole.
-        sampling: For arrays given to `fit`: `"poisson"`; `"shuffle"`, whose epsilon is
-            larger; or the `sampling` name of a `tfdp.sampling.Scheme` of your own.
+        sampling: For arrays given to `fit`: `"poisson"`; `"balls_in_bins"`, every row
+            once an epoch, in a batch that a coin of its own decides; `"shuffle"`, whose
+            epsilon is larger; `"cyclic_poisson"`, for noise that steps share; or the
+            `sampling` name of a `tfdp.sampling.Scheme` of your own.
         unit: What is protected: `"example"`, a row of `x`; or `"user"`, all rows that
             `fit(..., user_ids=)` gives one user. Each step then draws users by
             independent coin flips, and clips the mean gradient of a user's rows.
@@ -545,6 +548,8 @@ class DPModel(TrainingFunctions):
                         rows_per_unit=session.clipper.rows_per_unit,
                         class_weight=class_weight,
                     )
+                elif data.drawn is not None and data.scheme.counts_passes:
+                    data = dataclasses.replace(data, x=in_passes(data.drawn))
                 self.__dict__["_acting"] = session.callbacks
                 try:
                     yield data, [first, *callbacks, *kept]

@@ -19,13 +19,18 @@ from sklearn.datasets import load_digits
 
 import tfdp
 from tfdp.accounting import Ledger, PoissonSteps, ShuffledPasses, UnamplifiedSteps
-from tfdp.sampling import Poisson, Shuffled
+from tfdp.sampling import BallsInBins, Poisson, Shuffled
 
 FOLDER = Path(__file__).resolve().parent
 BLUE, GREY, GREEN = "#1f5fa8", "#7a7a7a", "#2a8f5b"
 ORANGE, PURPLE, RED = "#d9822b", "#7b4fa3", "#b5483a"
 # Ways of drawing batches: Poisson is what tfdp does by itself.
-SCHEMES = {"Poisson": BLUE, "shuffled": "#a0682a", "unknown": "#222222"}
+SCHEMES = {
+    "Poisson": BLUE,
+    "balls-in-bins": GREEN,
+    "shuffled": "#a0682a",
+    "unknown": "#222222",
+}
 mpl.rcParams.update({
     "figure.facecolor": "white",
     "axes.spines.top": False,
@@ -100,12 +105,14 @@ def sampling() -> None:
     """Which rows are in which batch."""
     rows, batch_size, steps = 24, 6, 12
     poisson, shuffled = Poisson(rows, batch_size), Shuffled(rows, batch_size)
+    bins = BallsInBins(rows, batch_size)
     drawn = {
         "Poisson": [poisson.draw(5, 0, step) for step in range(steps)],
+        "balls-in-bins": [bins.draw(5, *divmod(step, 4)) for step in range(steps)],
         "shuffled": [shuffled.draw(5, *divmod(step, 4)) for step in range(steps)],
         "unknown": [range(0)] * steps,
     }
-    figure, both = plt.subplots(1, 3, figsize=(10.5, 4.0), layout="constrained")
+    figure, both = plt.subplots(1, 4, figsize=(14.0, 4.0), layout="constrained")
     for axes, (name, batches) in zip(both, drawn.items(), strict=True):
         for step, batch in enumerate(batches, 1):
             axes.plot([step] * len(batch), batch, "s", color=SCHEMES[name], ms=5)
@@ -117,18 +124,16 @@ def sampling() -> None:
             yticks=[0, 5, 10, 15, 20],
             xticks=[1, 4, 8, 12],
         )
-        if name == "shuffled":
+        axes.set_ylim(26.6, -0.7)
+        if name in {"balls-in-bins", "shuffled"}:
             for end in (4.5, 8.5):
                 axes.axvline(end, color=GREY, linewidth=0.8, linestyle=":")
             for number in range(3):
-                axes.text(2.5 + 4 * number, 24.6, f"pass {number + 1}", ha="center")
-            axes.set_ylim(25.4, -0.7)
-        elif name == "Poisson":
-            axes.set_ylim(25.4, -0.7)
+                axes.text(2.5 + 4 * number, 26.1, f"pass {number + 1}", ha="center")
+        if name != "unknown":
             for step, batch in enumerate(batches, 1):
                 axes.text(step, 24.6, len(batch), ha="center", color=GREY, size=8)
         else:
-            axes.set_ylim(25.4, -0.7)
             axes.axhspan(9.5, 10.5, color=SCHEMES[name], alpha=0.8)
             axes.text(6.5, 8.9, "a row may be in every batch", ha="center", va="bottom")
     both[0].set_ylabel("row")

@@ -13,7 +13,13 @@ from tfdp.accounting.calibration import (
     calibrate_noise_multiplier,
 )
 from tfdp.accounting.ledger import Ledger
-from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.accounting.segments import (
+    PoissonSteps,
+    Segment,
+    ShuffledPasses,
+    UnamplifiedSteps,
+)
+from tfdp.sampling import BallsInBins, FixedBins
 
 MNIST = {"n": 60_000, "batch_size": 256, "epochs": 60, "delta": 1e-5}
 SMALL = {"n": 1000, "batch_size": 30, "epochs": 3, "delta": 1e-4}
@@ -253,3 +259,41 @@ def test_steps_and_parts_of_epochs():
     assert calibrate_noise_multiplier(2.0, epochs=2.99, **options) == by_epochs
     halves = calibrate_noise_multiplier(2.0, epochs=1.5, **options)
     assert halves == calibrate_noise_multiplier(2.0, steps=51, **options) < by_epochs
+
+
+@pytest.mark.parametrize("target", [3.0, pytest.param(0.5, marks=pytest.mark.slow)])
+def test_noise_of_balls_in_bins_is_the_least_that_is_enough(target):
+    noise = calibrate_noise_multiplier(target, **MNIST, sampling="balls_in_bins")
+
+    def cost(noise):
+        return epsilon([Segment(BallsInBins(60_000, 256), 60, noise)], 1e-5)
+
+    assert cost(noise) <= target < cost(noise * (1 - 2e-5))
+    # A little less than Poisson draws need: `test_known_value`.
+    assert 0.97 < noise / (0.9697 if target == 3.0 else 3.647) < 1
+
+
+def test_a_begun_epoch_of_balls_in_bins_counts_whole():
+    setting = SMALL | {"sampling": "balls_in_bins", "accountant": "RDP"}
+    whole = calibrate_noise_multiplier(3.0, **setting)
+    assert calibrate_noise_multiplier(3.0, **(setting | {"epochs": 2.1})) == whole
+
+
+def test_a_sampling_that_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match="`sampling` must be one of"):
+        calibrate_noise_multiplier(3.0, **SMALL, sampling="unknown")
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        BallsInBins(6000, 60),
+        pytest.param(FixedBins(6000, 60, 100, bins=7), marks=pytest.mark.slow),
+    ],
+)
+def test_affordable_epochs_are_as_many_as_the_target_allows(scheme):
+    epoch = Segment(scheme, 1, 4.0)
+    ledger = Ledger((epoch.with_count(2),))
+    count = affordable_count(ledger, epoch, 0.4, 1e-5)
+    assert ledger.add(epoch.with_count(count)).epsilon(1e-5) <= 0.4
+    assert ledger.add(epoch.with_count(count + 1)).epsilon(1e-5) > 0.4

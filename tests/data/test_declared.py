@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfdp.data import DeclaredDataset, PoissonDataset, declare
+from tfdp.sampling import BallsInBins
 
 N, B = 100, 8
 
@@ -194,3 +195,45 @@ def test_numbers_out_of_range_are_refused(name, value):
 def test_batch_larger_than_the_data_is_refused():
     with pytest.raises(ValueError, match="Use `expected_batch_size=100`"):
         shuffled(rows().batch(256), size=256)
+
+
+BINNED = {"number_of_examples": 600, "sampling": "balls_in_bins"}
+
+
+def in_bins(x, batches):
+    """A fresh allocation in every iteration."""
+
+    def batches_of_an_epoch():
+        bins = np.random.default_rng().integers(batches, size=len(x))
+        for index in range(batches):
+            yield x[bins == index]
+
+    spec = tf.TensorSpec([None, *x.shape[1:]], x.dtype)
+    dataset = tf.data.Dataset.from_generator(batches_of_an_epoch, output_signature=spec)
+    return dataset.apply(tf.data.experimental.assert_cardinality(batches))
+
+
+def test_bins_that_vary_are_balls_in_bins():
+    dataset = in_bins(np.ones((600, 2), "float32"), 10)
+    declared = declare(dataset, expected_batch_size=60, **BINNED)
+    assert declared.scheme == BallsInBins(600, 60, 10)
+    assert declared.batches_per_pass == 10
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_cuts_of_an_order_are_no_balls_in_bins(drop):
+    cut = tf.data.Dataset.range(600).shuffle(600).batch(60, drop_remainder=drop)
+    with pytest.raises(ValueError, match=r"batches of 60.*Use `sampling='shuffle'`"):
+        declare(cut, expected_batch_size=60, **BINNED)
+
+
+def test_bins_must_say_how_many_they_are():
+    dataset = in_bins(np.ones((600, 2), "float32"), 10).filter(lambda _: True)
+    with pytest.raises(ValueError, match=r"must be known.*assert_cardinality"):
+        declare(dataset, expected_batch_size=60, **BINNED)
+
+
+def test_bins_must_have_the_expected_size():
+    dataset = in_bins(np.ones((600, 2), "float32"), 10)
+    with pytest.raises(ValueError, match="every row once"):
+        declare(dataset, expected_batch_size=30, **BINNED)

@@ -128,9 +128,10 @@ def test_a_budget_counts_shared_noise_as_it_costs():
     assert model.ledger.passes == 2
 
 
-@pytest.mark.parametrize("sampling", ["poisson", "unknown"])
+@pytest.mark.parametrize("sampling", ["poisson", "balls_in_bins", "unknown"])
 def test_shared_noise_needs_passes(sampling):
-    if sampling == "poisson":
+    """Of which each counts in full: amplification needs noise of each step."""
+    if sampling != "unknown":
         model = private(Banded(), sampling)
         with pytest.raises(
             ValueError, match=r"`Banded` shares noise.*sampling='shuffle'"

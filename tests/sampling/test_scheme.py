@@ -13,20 +13,28 @@ import pytest
 import tfdp
 from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.segments import segment_from_dict, segment_to_dict
-from tfdp.sampling import Poisson, Scheme, Shuffled, Unknown, poisson_indices, samplings
+from tfdp.sampling import (
+    BallsInBins,
+    Poisson,
+    Scheme,
+    Shuffled,
+    Unknown,
+    poisson_indices,
+    samplings,
+)
 
 ROWS, BATCH = 60, 6
 
 
 @dataclasses.dataclass(frozen=True)
-class CyclicPoisson(Scheme):
+class InTurn(Scheme):
     """Poisson draws from one fixed part of the examples after the other.
 
     Every epoch begins with the first part, so epochs are what counts, each as whole.
     """
 
-    kind: ClassVar[str] = "cyclic_poisson_passes"
-    sampling: ClassVar[str] = "cyclic_poisson"
+    kind: ClassVar[str] = "in_turn_passes"
+    sampling: ClassVar[str] = "in_turn"
     counts: ClassVar[str] = "passes"
 
     number_of_examples: int
@@ -55,7 +63,7 @@ class CyclicPoisson(Scheme):
         return f"{count} passes, {noise}, Poisson draws from {self.parts} parts in turn"
 
 
-def private(sampling="cyclic_poisson", noise_multiplier=2.0):
+def private(sampling="in_turn", noise_multiplier=2.0):
     inner = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model = tfdp.DPModel(inner, sampling=sampling)
     model.compile(
@@ -73,7 +81,7 @@ def fit(model, **options):
 def test_a_new_scheme_trains_is_counted_saved_told_and_bounded(tmp_path):
     model = private()
     fit(model, epochs=2)
-    expected = Segment(CyclicPoisson(ROWS, BATCH), 2, 2.0)
+    expected = Segment(InTurn(ROWS, BATCH), 2, 2.0)
     assert model.ledger.segments == (expected,)
     # A row can take part in four of the ten steps of an epoch.
     eight = dp_accounting.pld.PLDAccountant().compose(
@@ -97,7 +105,7 @@ def test_no_row_can_be_in_more_steps_than_are_counted(steps):
     model = private()
     for epochs in (1, 2):
         fit(model, epochs=epochs, steps_per_epoch=steps)
-    scheme = CyclicPoisson(ROWS, BATCH)
+    scheme = InTurn(ROWS, BATCH)
     # Epochs begin anew with the part of the first rows.
     in_epoch = [index % scheme.parts for index in range(steps or 10)]
     most = 3 * max(in_epoch.count(part) for part in range(scheme.parts))
@@ -106,7 +114,7 @@ def test_no_row_can_be_in_more_steps_than_are_counted(steps):
 
 
 def test_its_draws_are_those_of_its_scheme():
-    scheme = CyclicPoisson(ROWS, BATCH)
+    scheme = InTurn(ROWS, BATCH)
     batches = [scheme.draw(5, 1, index) for index in range(300)]
     for index, batch in enumerate(batches):
         assert set(batch % 3) <= {index % 3}
@@ -114,7 +122,7 @@ def test_its_draws_are_those_of_its_scheme():
 
 
 def test_a_composed_event_costs_what_its_parts_cost():
-    class InTwoHalves(CyclicPoisson):
+    class InTwoHalves(InTurn):
         kind = "two_halves"
         sampling = None
 
@@ -123,7 +131,7 @@ def test_a_composed_event_costs_what_its_parts_cost():
             return dp_accounting.ComposedDpEvent([half, half])
 
     halves = Ledger((Segment(InTwoHalves(ROWS, BATCH), 12, 2.0),))
-    whole = Ledger((Segment(CyclicPoisson(ROWS, BATCH), 12, 2.0),))
+    whole = Ledger((Segment(InTurn(ROWS, BATCH), 12, 2.0),))
     for accountant in ("PLD", "RDP"):
         assert halves.epsilon(1e-5, accountant) == pytest.approx(
             whole.epsilon(1e-5, accountant), rel=1e-3
@@ -149,6 +157,7 @@ def test_tables_compare_with_what_draws_as_many_examples():
         "shuffled": (Shuffled(100, 8), 2),
     }
     assert list(Shuffled(100, 8, 4).redrawn(2)) == ["shuffled"]
+    assert BallsInBins(100, 8).redrawn(2) == Shuffled(100, 8).redrawn(2)
     assert Unknown().redrawn(2) == {}
 
 

@@ -16,16 +16,20 @@ from dp_accounting import rdp
 from dp_accounting.pld import privacy_loss_distribution
 
 from tfdp._validate import one_of, probability
+from tfdp.accounting.allocation import loss_of_allocation
 from tfdp.accounting.segments import Segment
+from tfdp.sampling import RandomAllocationDpEvent, Scheme
 
 ACCOUNTANTS = ("PLD", "RDP")
+# RDP of what costs nearly the same: no bound, and never reported.
+_ROUGHLY = "nearly RDP"
 
 # Privacy loss distributions are computed up to these limits. Their memory grows with
 # epsilon and with 1 / noise_multiplier**2, to tens of gigabytes, and their time with
 # the count. Beyond them the RDP figure stands in, which is an upper bound too.
 _PLD_MOST_EPSILON = 200.0
 _PLD_MOST_COUNT = 1_000_000
-_PLD_LEAST_POISSON_NOISE = 0.2
+_PLD_LEAST_AMPLIFIED_NOISE = 0.2
 
 # Grid on which privacy loss is rounded up; the coarser one where many segments would
 # take long. It costs up to a percent, or more where RDP has the smaller bound anyway.
@@ -45,8 +49,8 @@ def epsilon(
     Guarantees:
         The result is an upper bound that is never negative: ``0`` where nothing ran
         and ``inf`` where something ran without noise. Where privacy loss
-        distributions would need too much memory (epsilon above 200, Poisson sampling
-        with a noise multiplier below 0.2, more than a million steps), ``"PLD"``
+        distributions would need too much memory (epsilon above 200, Poisson sampling or
+        balls in bins with a noise multiplier below 0.2, more than a million steps), ``"PLD"``
         returns the bound of ``"RDP"``, and of more than four segments the smaller of
         both.
 
@@ -73,7 +77,7 @@ def epsilon(
     """
     delta = probability("delta", delta)
     accountant = one_of("accountant", accountant, ACCOUNTANTS)
-    return _epsilon(tuple(s for s in segments if s.count), delta, accountant)
+    return _epsilon(_counted(segments), delta, accountant)
 
 
 def reported_epsilon(segments: Iterable[Segment], delta: float) -> float:
@@ -95,15 +99,62 @@ def reported_epsilon(segments: Iterable[Segment], delta: float) -> float:
     return min(epsilon(segments, delta, name) for name in ACCOUNTANTS)
 
 
+def rough_epsilon(segments: Iterable[Segment], delta: float) -> float:
+    """Return about the epsilon of segments, quickly: to begin a search with.
+
+    Args:
+        segments: What was run.
+        delta: Probability with which the bound may fail, between 0 and 1.
+
+    Returns:
+        No bound: the figure of RDP for draws that cost about as much.
+    """
+    return _rough_epsilon(_counted(segments), delta)
+
+
+def joined(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Return segments whose costs add up.
+
+    Args:
+        segments: What was run.
+
+    Returns:
+        The same; of those that go by the same draws one alone, of one release with the
+        noise that all of them have together, where the last of them stood.
+    """
+    found: dict[Scheme | int, list[Segment]] = {}
+    for place, segment in enumerate(segments):
+        key = place if segment.scheme.adds_up else segment.scheme
+        found[key] = [*found.pop(key, []), segment]
+    return tuple(map(_together, found.values()))
+
+
+def _together(parts: list[Segment]) -> Segment:
+    """Return releases of different noise on the same draws as a single one."""
+    if parts[0].scheme.adds_up:
+        return parts[0]
+    least = min(part.noise_multiplier for part in parts)
+    if least == 0:
+        return Segment(parts[0].scheme, 1, 0.0)
+    shares = (math.sqrt(part.count) * least / part.noise_multiplier for part in parts)
+    return Segment(parts[0].scheme, 1, least / math.hypot(*shares))
+
+
+def _counted(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    return joined(s for s in segments if s.count)
+
+
 @functools.lru_cache(maxsize=4096)
 def _epsilon(segments: tuple[Segment, ...], delta: float, accountant: str) -> float:
-    if accountant == "RDP":
+    if accountant in {"RDP", _ROUGHLY}:
         with _absl_warnings_off():
-            return max(0.0, float(_composed_rdp(segments).get_epsilon(delta)))
+            return max(
+                0.0, float(_composed_rdp(segments, accountant).get_epsilon(delta))
+            )
     few = len(segments) <= _PLD_FEW_SEGMENTS
     if not (few and _pld_is_affordable(segments, _rough_bound(segments, delta))):
         bound_of_rdp = _epsilon(segments, delta, "RDP")
-        if not _pld_is_affordable(segments, _epsilon(_nearly(segments), delta, "RDP")):
+        if not _pld_is_affordable(segments, _rough_epsilon(segments, delta)):
             return bound_of_rdp
     interval = _PLD_INTERVAL if few else _PLD_COARSE_INTERVAL
     loss = _composed_loss(segments, interval)
@@ -117,39 +168,51 @@ def _rough_bound(segments: tuple[Segment, ...], delta: float) -> float:
     The counts are rounded up to powers of two, so that it mostly comes out of the
     cache.
     """
-    longer = (s.with_count(1 << (s.count - 1).bit_length()) for s in segments)
-    return _epsilon(_nearly(longer), delta, "RDP")
+    longer = tuple(s.with_count(1 << (s.count - 1).bit_length()) for s in segments)
+    return _rough_epsilon(longer, delta)
 
 
-def _nearly(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Return segments that tell whether PLD is affordable, and nothing else."""
-    return tuple(
-        Segment(each.scheme.nearly, each.count, each.noise_multiplier)
-        for each in segments
-    )
+def _rough_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
+    knows_all = all(map(_is_known_to_rdp, segments))
+    return _epsilon(segments, delta, "RDP" if knows_all else _ROUGHLY)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_known_to_rdp(segment: Segment) -> bool:
+    scheme, count, noise = segment.scheme, segment.count, segment.noise_multiplier
+    return bool(scheme.nearly(count, noise) == scheme.rdp_event(count, noise))
 
 
 def _pld_is_affordable(segments: tuple[Segment, ...], upper_bound: float) -> bool:
     return upper_bound <= _PLD_MOST_EPSILON and all(
         segment.count <= _PLD_MOST_COUNT
-        and not (
-            segment.scheme.sampling_probability < 1
-            and segment.noise_multiplier < _PLD_LEAST_POISSON_NOISE
-        )
+        and segment.noise_multiplier >= _least_noise(segment)
         for segment in segments
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def _least_noise(segment: Segment) -> float:
+    """Return the noise multiplier from which on PLD takes the segment."""
+    event = segment.event()
+    release = getattr(event, "event", event)
+    is_gaussian = isinstance(release, dp_accounting.GaussianDpEvent)
+    return 0.0 if is_gaussian else _PLD_LEAST_AMPLIFIED_NOISE
+
+
 @functools.lru_cache(maxsize=64)
-def _composed_rdp(segments: tuple[Segment, ...]) -> rdp.RdpAccountant:
+def _composed_rdp(
+    segments: tuple[Segment, ...], accountant: str = "RDP"
+) -> rdp.RdpAccountant:
     """Return an accountant that has composed the segments; callers do not change it."""
     if not segments:
         return rdp.RdpAccountant()
     known = _known_part(segments)
-    result = copy.deepcopy(_composed_rdp(known))
+    result = copy.deepcopy(_composed_rdp(known, accountant))
     for segment in segments[len(known) :]:
-        scheme, noise_multiplier = segment.scheme, segment.noise_multiplier
-        result.compose(scheme.rdp_event(segment.count, noise_multiplier))
+        scheme = segment.scheme
+        event = scheme.nearly if accountant == _ROUGHLY else scheme.rdp_event
+        result.compose(event(segment.count, segment.noise_multiplier))
     return result
 
 
@@ -196,11 +259,13 @@ def _loss(
             return _loss(event.event, interval).self_compose(event.count)
         case dp_accounting.PoissonSampledDpEvent():
             return _loss_of_a_draw(event, interval)
+        case RandomAllocationDpEvent():
+            return _loss_of_an_allocation(event, interval)
     if type(event).__name__ == "TruncatedSubsampledGaussianDpEvent":
         return _loss_of_a_truncated_draw(event, interval)
     raise TypeError(
-        "A scheme's `event` must be composed of Gaussian releases and Poisson draws of "
-        f"them. Received: {event!r}."
+        "A scheme's `event` must be composed of Gaussian releases, Poisson draws of them "
+        f"and random allocations. Received: {event!r}."
     )
 
 
@@ -231,6 +296,14 @@ def _loss_of_a_truncated_draw(
         release.noise_multiplier,
         value_discretization_interval=interval,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _loss_of_an_allocation(
+    event: RandomAllocationDpEvent, interval: float
+) -> privacy_loss_distribution.PrivacyLossDistribution:
+    """Return the distribution of the privacy loss of an epoch of balls in bins."""
+    return loss_of_allocation(event.batches, event.noise_multiplier, interval)
 
 
 @contextlib.contextmanager

@@ -1,23 +1,32 @@
 """From a target epsilon back to the noise, or to the number of steps."""
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from dp_accounting.pld import accountant as pld_accountant
 from dp_accounting.pld import common
 
 from tfdp._validate import one_of, positive, positive_int, probability
-from tfdp.accounting.accountant import ACCOUNTANTS, epsilon
+from tfdp.accounting.accountant import ACCOUNTANTS, epsilon, rough_epsilon
 from tfdp.accounting.ledger import Ledger
 from tfdp.accounting.segments import Segment
-from tfdp.sampling import Poisson
+from tfdp.sampling import samplings
 
 # Noise multipliers are searched among the multiples of 1 / _PER_UNIT, and steps and
 # passes among the whole numbers, up to these ends.
 _PER_UNIT = 1_000_000
+# So many of which are a step of a search that another one begins with.
+_PER_GUESS = 1000
 _MOST_NOISE = 100_000 * _PER_UNIT
 MOST_COUNT = 1_000_000_000
+
+# Segments and delta -> epsilon.
+_Cost = Callable[[Iterable[Segment], float], float]
+_COSTS: dict[str, _Cost] = {
+    name: functools.partial(epsilon, accountant=name) for name in ACCOUNTANTS
+}
 
 
 def calibrate_noise_multiplier(
@@ -29,11 +38,13 @@ def calibrate_noise_multiplier(
     steps: int | None = None,
     delta: float,
     accountant: str = "PLD",
+    sampling: str = "poisson",
 ) -> float:
     """Find the least noise multiplier that keeps a training within an epsilon.
 
-    The training is ``epochs * ceil(n / batch_size)`` steps, rounded up, on
-    Poisson-sampled batches, which is what `fit` takes; or `steps` of them.
+    The training is ``epochs * ceil(n / batch_size)`` steps, rounded up, on batches that
+    are drawn as `sampling` says, which is what `fit` takes; or `steps` of them. Where
+    passes are what counts, each counts as soon as it has begun.
 
     Guarantees:
         The epsilon of that training with the returned noise multiplier, by the same
@@ -49,6 +60,7 @@ def calibrate_noise_multiplier(
         steps: Number of steps, in place of epochs.
         delta: Probability with which the bound may fail, between 0 and 1.
         accountant: ``"PLD"`` or ``"RDP"``: the one that the budget is kept by.
+        sampling: As in `DPModel`: ``"poisson"``, ``"balls_in_bins"``, ``"shuffle"``.
 
     Returns:
         The noise multiplier, with six decimals.
@@ -77,19 +89,29 @@ def calibrate_noise_multiplier(
         steps = math.ceil(positive("epochs", epochs) * -(-n // batch_size))
     steps = positive_int("steps", steps)
     delta = probability("delta", delta)
+    one_of("sampling", sampling, tuple(samplings()))
+    scheme = samplings()[sampling](n, batch_size)
+    count = steps
+    if scheme.counts_passes:
+        count = -(-steps // (scheme.steps_per_epoch or 1))
 
-    def excess(noise: int, by: str) -> float:
+    def excess(noise: int, cost: _Cost) -> float:
         multiplier = noise / _PER_UNIT
         least = min(multiplier, float(np.float32(multiplier)))
-        run = Segment(Poisson(n, batch_size), steps, least)
-        return epsilon([run], delta, by) - target_epsilon
+        return cost([Segment(scheme, count, least)], delta) - target_epsilon
 
-    noise = _least_noise(lambda k: excess(k, "RDP"), _PER_UNIT // 2, _PER_UNIT)
+    exact, rough, per_guess = _COSTS[accountant], _COSTS[accountant], 1
+    if accountant == "PLD":
+        rough, per_guess = rough_epsilon, _PER_GUESS
+    guess = _PER_UNIT // per_guess
+    noise = per_guess * _least_noise(
+        lambda k: excess(k * per_guess, rough), guess // 2, guess
+    )
     if accountant == "PLD":
         noise = _least_noise(
-            lambda k: excess(k, "PLD"), noise * 4 // 5, noise + noise // 100 + 1
+            lambda k: excess(k, exact), noise * 4 // 5, noise + noise // 100 + 1
         )
-    if excess(noise, accountant) > 0:
+    if excess(noise, exact) > 0:
         raise ValueError(
             f"`target_epsilon` is too small for {steps} steps by {accountant} "
             f"accounting, whatever the noise. Received: "
@@ -174,14 +196,17 @@ def affordable_count(
     if noise_multipliers is not None:
         noise = np.asarray(noise_multipliers)
 
-    def excess(count: int, by: str) -> float:
+    def excess(count: int, cost: _Cost) -> float:
         longer = ledger.add(*_with_noise(segment, noise, count))
-        return longer.epsilon(delta, by) - target_epsilon
+        return cost(longer.merged().segments, delta) - target_epsilon
 
-    count = _greatest_count(lambda k: excess(k, "RDP"), 0, 1, most)
+    count = _greatest_count(lambda k: excess(k, _COSTS["RDP"]), 0, 1, most)
     if accountant == "PLD" and count < most:
+        near = _greatest_count(
+            lambda k: excess(k, rough_epsilon), count, count + 1, most
+        )
         count = _greatest_count(
-            lambda k: excess(k, "PLD"), count, count + count // 4 + 1, most
+            lambda k: excess(k, _COSTS["PLD"]), near, near + near // 4 + 1, most
         )
     return count
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 from tfdp._validate import positive_int, probability
-from tfdp.accounting.accountant import epsilon, reported_epsilon
+from tfdp.accounting.accountant import epsilon, joined, reported_epsilon
 from tfdp.accounting.ledger import Ledger
 from tfdp.accounting.segments import Segment, segment_to_dict
 from tfdp.accounting.text import filled
@@ -243,6 +243,7 @@ def _users(segments: _Segments, delta: float, examples: int | None) -> Iterator[
     if examples is None:
         return
     examples = positive_int("max_examples_per_user", examples)
+    segments = joined(segments)
     # Segments are composed by adding up what each costs at its part of delta.
     part = delta / max(1, len(segments))
     figure = sum(

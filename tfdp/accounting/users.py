@@ -61,7 +61,8 @@ def user_epsilon(
     )
     noise_multiplier = segment.noise_multiplier / max_examples_per_user
     # As if all were in every batch.
-    together = Segment(Unknown(), segment.count, noise_multiplier)
+    releases = segment.count * segment.scheme.appearances
+    together = Segment(Unknown(), releases, noise_multiplier)
     if max_examples_per_user == 1 or segment.scheme.unit == "user":
         return of_one
     log_chances = tuple(segment.scheme.log_chances(max_examples_per_user).tolist())

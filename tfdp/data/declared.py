@@ -11,6 +11,11 @@ from tfdp._types import Data
 from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.sampling import Scheme, poisson_probability, samplings
 
+# Batches whose sizes are compared. Those of coins agree in so many with a probability
+# below a millionth, unless they are tiny.
+_BATCHES_LOOKED_AT = 8
+_BATCHES_THAT_TELL = 4
+
 _TENSOR_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
 
@@ -33,8 +38,13 @@ class DeclaredDataset:
     @property
     def scheme(self) -> Scheme:
         """How the batches are drawn, as declared."""
-        scheme = samplings()[self.sampling]
-        return scheme(self.number_of_examples, self.expected_batch_size)
+        scheme = samplings()[self.sampling](
+            self.number_of_examples, self.expected_batch_size
+        )
+        batches = self.number_of_batches
+        if batches is not None and _goes_by_coins(scheme) and scheme.counts_passes:
+            return scheme.in_epochs_of(batches)
+        return scheme
 
     @property
     def number_of_batches(self) -> int | None:
@@ -79,6 +89,12 @@ def declare(
       probability `expected_batch_size / number_of_examples`, independently of the
       other records and of the other batches. Nothing is cached after the draw, the
       random state is secret, and no two worker processes have copies of it.
+    * `"balls_in_bins"`: every time the dataset is iterated, each record is put into one
+      of its batches, uniformly at random and independently of the other records and of
+      the other iterations; the random state is secret. Files that were grouped once
+      have the same batches every time, which is another mechanism
+      (`tfdp.data.BallsInBins`). Equal cuts of a shuffled order are `"shuffle"`, and
+      refused here: the first batches are read to see whether they have one size.
 
     Args:
         dataset: A `tf.data.Dataset` that yields batches, or a
@@ -87,7 +103,8 @@ def declare(
         expected_batch_size: Mean number of records in a batch, at most
             `number_of_examples`. With `"shuffle"` the last batch of a pass does not
             count and may be smaller.
-        sampling: `"shuffle"` or `"poisson"`.
+        sampling: `"shuffle"`, `"poisson"`, `"balls_in_bins"`, or the `sampling` of a
+            scheme of your own.
 
     Returns:
         The dataset and its description. Under `"poisson"`, batches of constant size
@@ -118,9 +135,12 @@ def declare(
         dataset, int(number_of_examples), int(expected_batch_size), sampling
     )
     static_size = _static_batch_size(dataset)
-    if declared.scheme.counts_passes:
+    scheme = samplings()[sampling](number_of_examples, expected_batch_size)
+    if scheme.counts_passes and _goes_by_coins(scheme):
+        _check_bins(declared, static_size)
+    elif scheme.counts_passes:
         _check_shuffle(declared, static_size)
-    elif static_size is not None and not declared.scheme.allows_units:
+    elif static_size is not None and _goes_by_coins(scheme):
         warnings.warn(
             f"`sampling={sampling!r}` was declared for batches of constant size, but "
             f"{sampling.capitalize()} batches vary in size: shuffled batches have a larger epsilon. "
@@ -181,6 +201,46 @@ def _check_shuffle(declared: DeclaredDataset, static_size: int | None) -> None:
             "`.repeat()` (`fit(epochs=...)` iterates the dataset again for every "
             "epoch), or declare what the batches are."
         )
+
+
+def _goes_by_coins(scheme: Scheme) -> bool:
+    """Whether batches vary in size: nothing ties their examples together."""
+    return not scheme.allows_units
+
+
+def _check_bins(declared: DeclaredDataset, static_size: int | None) -> None:
+    """Raise a ValueError if batches are not those of coins, or nobody knows how many."""
+    sampling, batches = declared.sampling, declared.number_of_batches
+    if batches is None:
+        raise ValueError(
+            f"`sampling={sampling!r}` costs the less the more batches there are, so their "
+            "number must be known. Received: a dataset that does not tell it. Use "
+            "`dataset.apply(tf.data.experimental.assert_cardinality(234))`, or give a "
+            "`PyDataset` its `__len__`."
+        )
+    _ = declared.scheme  # Refuses a wrong number of batches.
+    size = static_size or _equal_size(declared.dataset, batches)
+    if size is not None:
+        raise ValueError(
+            f"`sampling={sampling!r}` means that a coin of its own decides the batch of "
+            "each record, so batches vary in size. Received: batches of "
+            f"{size}, which are cut from an order of the records. Use "
+            "`sampling='shuffle'`, or `tfdp.data.BallsInBins.write(...)`."
+        )
+
+
+def _equal_size(dataset: Data, batches: int) -> int | None:
+    """Return the number of rows of the first batches, if all of some have the same."""
+    # The last one may be what is left of an order that was cut.
+    looked_at = min(_BATCHES_LOOKED_AT, batches - 1)
+    if looked_at < _BATCHES_THAT_TELL:
+        return None
+    if isinstance(dataset, tf.data.Dataset):
+        first = iter(dataset.take(looked_at))
+    else:
+        first = (dataset[index] for index in range(looked_at))
+    sizes = {len(tf.nest.flatten(batch)[0]) for batch in first}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _static_batch_size(dataset: Data) -> int | None:

@@ -29,8 +29,8 @@ class DrawnDataset(keras.utils.PyDataset):
     Args:
         rows: ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, from `rows_of`.
         scheme: Draws the batches, and says what they cost.
-        steps_per_epoch: Number of batches in an epoch. Defaults to the number of
-            examples over the expected batch size, rounded up.
+        steps_per_epoch: Number of batches in an epoch. Defaults to that of the scheme,
+            or else to the number of examples over the expected batch size, rounded up.
         seed: Makes the draws predictable, for tests only: a warning says so.
         users: Whose rows they are, if the scheme draws users.
 
@@ -48,15 +48,14 @@ class DrawnDataset(keras.utils.PyDataset):
         users: Users | None = None,
     ) -> None:
         super().__init__()
+        if steps_per_epoch is not None:
+            steps_per_epoch = _validate.positive_int("steps_per_epoch", steps_per_epoch)
+            scheme = scheme.in_epochs_of(steps_per_epoch)
         self._rows = rows
         self._scheme = scheme
         self._number_of_examples = len(keras.tree.flatten(rows)[0])
         self._users = users
-        if steps_per_epoch is None:
-            examples = self._number_of_examples if users is None else len(users)
-            size = scheme.expected_batch_size or examples
-            steps_per_epoch = -(-examples // size)
-        self._steps = _validate.positive_int("steps_per_epoch", steps_per_epoch)
+        self._steps = steps_per_epoch or scheme.steps_per_epoch or 1
         self._seeded = seed is not None
         self._key = fresh_key() if seed is None else seeded_key(seed)
         if self._seeded:
@@ -268,14 +267,38 @@ class DrawnDataset(keras.utils.PyDataset):
 
         return draw
 
-    def _next_draw(self, index: int) -> tuple[int, int, int]:
-        """Return the name of a draw that was never made: epoch, index, repetition."""
+    def draws_of_an_epoch(self) -> Iterator[NDArray[np.int64]]:
+        """Draw all batches of an epoch that nobody has asked for, each once.
+
+        Where an epoch is one draw that is cut into batches, this keeps them together,
+        whoever else asks for batches meanwhile.
+
+        Yields:
+            The indices of the rows of a batch, with -1 for padding.
+
+        Raises:
+            NotPrivateError: As `self[0]`.
+        """
+        self._check_process()
+        with self._lock:
+            epoch = self._epoch + bool(self._requests)
+            self._epoch = epoch + 1
+            self._requests.clear()
+        for index in range(self._steps):
+            yield self._draw(self._key, epoch, index, 0)
+
+    def _check_process(self) -> None:
+        """Refuse to draw in another process than the one that made the dataset."""
         if os.getpid() != self._process:
             raise NotPrivateError(
                 f"A `{type(self).__name__}` draws only in the process that made it: copies "
                 "of it would repeat its draws. Use threads to read ahead, "
                 "`dataset.workers = 4`."
             )
+
+    def _next_draw(self, index: int) -> tuple[int, int, int]:
+        """Return the name of a draw that was never made: epoch, index, repetition."""
+        self._check_process()
         if not 0 <= index < self._steps:
             raise IndexError(
                 f"`index` must be in [0, {self._steps}). Received: index={index}."

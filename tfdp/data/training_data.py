@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdp import _tree, _validate
 from tfdp._types import Nest
+from tfdp.data.balls_in_bins import BallsInBins
 from tfdp.data.declared import DeclaredDataset
 from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.data.pipeline import pipeline_of
@@ -211,7 +212,7 @@ def training_data(
             steps_per_epoch=steps_per_epoch,
         )
         return _sampled(of_users, None)
-    knows_sampling = isinstance(x, (DeclaredDataset, DrawnDataset))
+    knows_sampling = isinstance(x, (BallsInBins, DeclaredDataset, DrawnDataset))
     if knows_sampling and not (y is None and sample_weight is None):
         raise ValueError(
             "`y` and `sample_weight` belong into the dataset. Received: x of type "
@@ -301,12 +302,12 @@ def number_of_examples(x: Nest) -> int:
 
 
 def _sampled(
-    data: DeclaredDataset | DrawnDataset, steps_per_epoch: int | None
+    data: BallsInBins | DeclaredDataset | DrawnDataset, steps_per_epoch: int | None
 ) -> TrainingData:
     """Account data that say themselves how they are sampled."""
     counts_passes = data.scheme.counts_passes
     # `fit` begins a pass where it begins an epoch, but for an iterator that goes on.
-    if isinstance(data, DeclaredDataset):
+    if not isinstance(data, DrawnDataset):
         batches, x = data.number_of_batches, data.dataset
         # Keras goes on with the same iterator only if it knows where it ends.
         begins_pass_each_epoch = steps_per_epoch is None or batches is None
@@ -333,7 +334,9 @@ def _sampled(
 def _comes_in_batches(x: Nest) -> bool:
     """Whether Keras takes whole batches from `x`, not rows."""
     return (
-        isinstance(x, (tf.data.Dataset, keras.utils.PyDataset, DeclaredDataset))
+        isinstance(
+            x, (tf.data.Dataset, keras.utils.PyDataset, BallsInBins, DeclaredDataset)
+        )
         or hasattr(x, "__next__")
         or (hasattr(x, "__iter__") and not hasattr(x, "__len__"))
         or type(x).__module__.startswith(("torch.utils.data", "grain."))

@@ -148,12 +148,12 @@ class Mechanism(abc.ABC):
             scheme: How the batches are drawn.
 
         Raises:
-            ValueError: If steps share noise and the batches make no passes.
+            ValueError: If steps share noise and the batches make no such passes.
         """
-        if self.correlates_steps and not scheme.counts_passes:
+        if self.correlates_steps and not scheme.allows_shared_noise:
             raise ValueError(
                 f"`{type(self).__name__}` shares noise between the steps of a pass, so an "
-                "example must occur at most once in a pass. Received: "
+                "example must occur at most once in a pass, which counts in full. Received: "
                 f"{scheme}. Use `DPModel(model, sampling='shuffle')`."
             )
 

@@ -1,5 +1,11 @@
 """How batches are drawn, and what that costs: NumPy and dp_accounting only."""
 
+from tfdp.sampling.balls_in_bins import BallsInBins as BallsInBins
+from tfdp.sampling.balls_in_bins import FixedBins as FixedBins
+from tfdp.sampling.balls_in_bins import (
+    RandomAllocationDpEvent as RandomAllocationDpEvent,
+)
+from tfdp.sampling.cyclic_poisson import CyclicPoisson as CyclicPoisson
 from tfdp.sampling.poisson import Poisson as Poisson
 from tfdp.sampling.poisson import fresh_key as fresh_key
 from tfdp.sampling.poisson import poisson_indices as poisson_indices

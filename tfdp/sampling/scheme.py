@@ -43,6 +43,11 @@ class Scheme(abc.ABC):
         is_shuffled_by_keras: Whether Keras's own shuffling of arrays draws it.
         most_change_in_clips: By how many clip norms a batch changes, at most, with
             each of its examples that goes: 2 where another one may take its place.
+        adds_up: Whether releases of one training and of another are independent, so
+            that what they cost adds up. Where all go by the same draws they do not,
+            and count as one segment, with as much noise as they have together.
+        allows_shared_noise: Whether a pass costs what it costs also where its steps
+            share noise.
         number_of_examples: Size of the data set, which is public; None if unknown.
         expected_batch_size: Expected number of examples in a batch, likewise.
         examples_per_unit: Examples that share one clipped gradient.
@@ -58,6 +63,8 @@ class Scheme(abc.ABC):
     allows_units: ClassVar[bool] = False
     is_shuffled_by_keras: ClassVar[bool] = False
     most_change_in_clips: ClassVar[int] = 1
+    adds_up: ClassVar[bool] = True
+    allows_shared_noise: ClassVar[bool] = False
 
     number_of_examples: int | None
     expected_batch_size: int | None
@@ -96,6 +103,38 @@ class Scheme(abc.ABC):
     def counts_passes(self) -> bool:
         """Whether passes over the data are counted, not steps."""
         return self.counts == "passes"
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps in an epoch, if nobody asks for another number; None if unknown."""
+        n, size = self.number_of_examples, self.expected_batch_size
+        return -(-n // size) if n and size else None
+
+    @property
+    def appearances(self) -> int:
+        """Noised sums that an example can be in, for each step or pass that counts."""
+        return 1
+
+    def in_epochs_of(self, batches: int) -> "Scheme":
+        """Return the scheme for epochs of so many batches.
+
+        Args:
+            batches: How many. Fewer than `steps_per_epoch` end a pass early, which
+                costs as much as all of it.
+
+        Returns:
+            A scheme that may be the same.
+
+        Raises:
+            ValueError: If a pass has not so many.
+        """
+        most = self.steps_per_epoch
+        if self.counts_passes and most is not None and batches > most:
+            raise ValueError(
+                "`steps_per_epoch` must be at most the batches of a pass. Received: "
+                f"steps_per_epoch={batches}, {most} batches in a pass. Leave it out."
+            )
+        return self
 
     @property
     def sensitivity_in_clips(self) -> int:
@@ -169,7 +208,8 @@ class Scheme(abc.ABC):
             noise_multiplier: Standard deviation of the noise over the l2 sensitivity.
 
         Returns:
-            An event of dp_accounting.
+            An event of dp_accounting: Gaussian releases, Poisson draws of them, or
+            `RandomAllocationDpEvent`, composed.
         """
         if count == 0:
             return dp_accounting.NoOpDpEvent()
@@ -186,10 +226,9 @@ class Scheme(abc.ABC):
         """Return what RDP takes them for: `event`, or an upper bound that it knows."""
         return self.event(count, noise_multiplier)
 
-    @property
-    def nearly(self) -> "Scheme":
-        """A scheme of about the same cost, of which RDP knows more; never reported."""
-        return self
+    def nearly(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
+        """Return about what `event` costs, in terms that RDP knows; never reported."""
+        return self.rdp_event(count, noise_multiplier)
 
     @abc.abstractmethod
     def words(self, count: int, noise: str) -> str:

@@ -33,6 +33,7 @@ class Shuffled(Scheme):
     counts: ClassVar[str] = "passes"
     allows_units: ClassVar[bool] = True
     is_shuffled_by_keras: ClassVar[bool] = True
+    allows_shared_noise: ClassVar[bool] = True
 
     number_of_examples: int
     expected_batch_size: int

@@ -110,12 +110,11 @@ class TruncatedPoisson(Poisson):
         """
         return super().event(count, noise_multiplier / self.most_change_in_clips)
 
-    @property
-    def nearly(self) -> Scheme:
-        """Draws that are not cut, where hardly any is."""
+    def nearly(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
+        """Return draws that are not cut, where hardly any is."""
         if self.max_batch_size < self.free_bound:
-            return self
-        return Poisson(self.number_of_examples, self.expected_batch_size)
+            return self.rdp_event(count, noise_multiplier)
+        return super().event(count, noise_multiplier)
 
     def words(self, count: int, noise: str) -> str:
         """Say how many draws there were."""
