@@ -15,7 +15,6 @@ from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, privacy_statement
 from tfdp.accounting.text import filled
 from tfdp.ascent.losses import AscentLoss
-from tfdp.data.passes import in_passes
 from tfdp.data.training_data import (
     TrainingData,
     number_of_examples,
@@ -548,8 +547,6 @@ class DPModel(TrainingFunctions):
                         rows_per_unit=session.clipper.rows_per_unit,
                         class_weight=class_weight,
                     )
-                elif data.drawn is not None and data.scheme.counts_passes:
-                    data = dataclasses.replace(data, x=in_passes(data.drawn))
                 self.__dict__["_acting"] = session.callbacks
                 try:
                     yield data, [first, *callbacks, *kept]

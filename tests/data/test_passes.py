@@ -10,7 +10,7 @@ import pytest
 import tfdp
 from tfdp.accounting import Segment
 from tfdp.data.drawn_dataset import DrawnDataset
-from tfdp.data.passes import in_passes
+from tfdp.data.pipeline import pipeline_of
 from tfdp.data.rows import rows_of
 from tfdp.sampling import BallsInBins
 
@@ -58,7 +58,7 @@ def epochs_of(trained):
 
 
 def test_each_iteration_is_an_epoch_of_its_own():
-    stream = in_passes(drawn())
+    stream = pipeline_of(drawn())
     passes = [list(map(rows, stream)) for _ in range(3)]
     for batches in passes:
         assert_once_each(batches)
@@ -68,7 +68,7 @@ def test_each_iteration_is_an_epoch_of_its_own():
 
 
 def test_iterators_side_by_side_do_not_mix():
-    stream = in_passes(drawn())
+    stream = pipeline_of(drawn())
     pairs = list(zip(stream, stream, strict=True))
     one, other = ([rows(pair[i]) for pair in pairs] for i in (0, 1))
     assert_once_each(one)
@@ -79,7 +79,7 @@ def test_iterators_side_by_side_do_not_mix():
 def test_requests_between_do_not_mix():
     data = drawn()
     asked = [rows(data[3])]
-    stream = iter(in_passes(data))
+    stream = iter(pipeline_of(data))
     batches = [rows(next(stream))]
     thread = threading.Thread(
         target=lambda: asked.extend(rows(data[i]) for i in (0, 3))
@@ -93,8 +93,8 @@ def test_requests_between_do_not_mix():
 
 def test_an_iterator_that_is_dropped_is_not_gone_on_with():
     data = drawn()
-    dropped = [rows(batch) for batch in in_passes(data).take(4)]
-    batches = list(map(rows, in_passes(data)))
+    dropped = [rows(batch) for batch in pipeline_of(data).take(4)]
+    batches = list(map(rows, pipeline_of(data)))
     assert_once_each(batches)
     assert not [each for each in dropped if each in batches]
 

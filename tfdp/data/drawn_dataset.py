@@ -139,19 +139,6 @@ class DrawnDataset(keras.utils.PyDataset):
             self._epoch += 1
             self._requests.clear()
 
-    def draws_of_next_epoch(self) -> Iterator[NDArray[np.int64]]:
-        """Go on to the next epoch, and draw its batches in order.
-
-        Yields:
-            The rows of a draw, with -1 for padding.
-
-        Raises:
-            NotPrivateError: See `__getitem__`.
-        """
-        self.on_epoch_end()
-        for index in range(self._steps):
-            yield self._draw(self._key, *self._next_draw(index))
-
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
         return self._steps
@@ -257,8 +244,7 @@ class DrawnDataset(keras.utils.PyDataset):
             with -1 for padding.
         """
         key = self._key if self._seeded else key
-        # Keras ends an epoch before it trains.
-        first = self._epoch + 1
+        first = self._epoch + bool(self._requests)
         self.advance_to(first + -(-number_of_draws // self._steps))
 
         def draw(number: int) -> NDArray[np.int64]:

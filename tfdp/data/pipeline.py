@@ -21,24 +21,41 @@ if TYPE_CHECKING:
 _MOST_DRAWS, _MOST_BYTES = 64, 1 << 18
 
 
-def pipeline_of(data: DrawnDataset) -> tf.data.Dataset | None:
-    """Return the batches of an epoch for TensorFlow to read ahead.
-
-    A `keras.utils.PyDataset` costs a third of a millisecond for each batch, whatever is
-    in it: each one comes from Python by itself. Here some draws come together, and
-    TensorFlow takes them apart. Every iteration has draws that none had before.
+def is_read_by_one_thread(data: DrawnDataset) -> bool:
+    """Tell whether nothing is lost if batches are read one after the other.
 
     Args:
         data: What is drawn from.
 
     Returns:
-        Batches as `data[0]`, of any size; as many as an epoch has. None where rows are
-        read from files, by several threads, or by `__getitem__` of a subclass.
+        False where rows are read from files, which takes several threads, or by
+        `__getitem__` of a subclass.
     """
-    is_plain = type(data).__getitem__ is DrawnDataset.__getitem__
-    sources = keras.tree.flatten(data.rows)
-    if not is_plain or data.workers > 1 or not all(s.is_in_memory for s in sources):
-        return None
+    return (
+        type(data).__getitem__ is DrawnDataset.__getitem__
+        and data.workers <= 1
+        and all(rows.is_in_memory for rows in keras.tree.flatten(data.rows))
+    )
+
+
+def pipeline_of(data: DrawnDataset) -> tf.data.Dataset:
+    """Return the batches of an epoch as one stream, which TensorFlow reads ahead.
+
+    Keras asks a `keras.utils.PyDataset` for single batches: ahead, in threads, twice
+    for the first ones, and again for those of an epoch that has ended early. Where the
+    batches of an epoch are parts of one draw, it must not mix those of two. And each of
+    them costs a third of a millisecond, whatever is in it: here some come together, and
+    TensorFlow takes them apart.
+
+    Guarantees:
+        Each iterator has the batches of an epoch of its own, in order and each once.
+
+    Args:
+        data: What is drawn from.
+
+    Returns:
+        Batches as `data[0]`, of any size; as many as an epoch has.
+    """
     nothing = data.batch_of(np.array([], np.int64))
     leaves = keras.tree.flatten(nothing)
     draws = _draws_at_once(data, leaves)
@@ -46,9 +63,13 @@ def pipeline_of(data: DrawnDataset) -> tf.data.Dataset | None:
     dtypes = [tf.int64, *(tf.as_dtype(leaf.dtype) for leaf in leaves)]
     shapes = [[None], *([None, *leaf.shape[1:]] for leaf in leaves)]
 
-    def block(number: Tensor) -> list[Tensor]:
-        read = tf.numpy_function(reader.read, [number], dtypes)
-        return [tf.ensure_shape(*pair) for pair in zip(read, shapes, strict=True)]
+    def blocks(epoch: Tensor) -> tf.data.Dataset:
+        def block(number: Tensor) -> list[Tensor]:
+            read = tf.numpy_function(reader.read, [epoch, number], dtypes)
+            return [tf.ensure_shape(*pair) for pair in zip(read, shapes, strict=True)]
+
+        # One after the other: they are in order.
+        return tf.data.Dataset.range(-(-len(data) // draws)).map(block)
 
     def batches(ends: Tensor, *rows: Tensor) -> tf.data.Dataset:
         def batch(place: Tensor) -> Nest:
@@ -57,18 +78,21 @@ def pipeline_of(data: DrawnDataset) -> tf.data.Dataset | None:
 
         return tf.data.Dataset.range(tf.size(ends, tf.int64) - 1).map(batch)
 
-    numbers = tf.data.Dataset.range(-(-len(data) // draws))
-    # One after the other: the first block of an iteration begins an epoch.
-    blocks = numbers.map(block)
+    # An iterator gets the number of its epoch first.
+    begun = tf.data.Dataset.range(1).map(
+        lambda _: tf.ensure_shape(tf.numpy_function(reader.begin, [], tf.int64), [])
+    )
+    stream = begun.flat_map(blocks)
     if draws == 1:
-        alone = blocks.map(lambda _, *rows: keras.tree.pack_sequence_as(nothing, rows))
-        return alone.prefetch(tf.data.AUTOTUNE)
-    known = tf.data.experimental.assert_cardinality(len(data))
-    return blocks.flat_map(batches).apply(known).prefetch(tf.data.AUTOTUNE)
+        stream = stream.map(lambda _, *rows: keras.tree.pack_sequence_as(nothing, rows))
+    else:
+        stream = stream.flat_map(batches)
+    length = tf.data.experimental.assert_cardinality(len(data))
+    return stream.apply(length).prefetch(tf.data.AUTOTUNE)
 
 
 class _Blocks:
-    """Reads the draws of an epoch, some at a time.
+    """Reads the draws of epochs, some at a time.
 
     Args:
         data: What is drawn from.
@@ -78,18 +102,38 @@ class _Blocks:
     def __init__(self, data: DrawnDataset, draws: int) -> None:
         self._data = data
         self._draws = draws
-        self._remaining: Iterator[NDArray[np.int64]] = iter(())
         self._lock = threading.Lock()
+        self._begun = itertools.count()
+        # What is left of the epoch of each iterator, that of the last ones alone: who
+        # has dropped an iterator does not say so.
+        self._remaining: dict[int, Iterator[NDArray[np.int64]]] = {}
 
-    def read(self, number: Array) -> list[Array]:
-        """Return where each draw of a block ends, from 0 on, and the rows of all."""
+    def begin(self) -> Array:
+        """Begin an epoch, and return a number for it."""
         with self._lock:
-            if number == 0:
-                self._remaining = self._data.draws_of_next_epoch()
-            draws = list(itertools.islice(self._remaining, self._draws))
+            number = next(self._begun)
+            self._remaining[number] = self._data.draws_of_an_epoch()
+            self._remaining.pop(number - _MOST_ITERATORS, None)
+        return np.asarray(number)
+
+    def read(self, epoch: Array, number: Array) -> list[Array]:
+        """Return where each draw of a block ends, from 0 on, and the rows of all."""
+        del number  # They come in order.
+        with self._lock:
+            draws = list(itertools.islice(self._remaining[int(epoch)], self._draws))
         ends = np.cumsum([0, *map(len, draws)], dtype=np.int64)
-        rows = self._data.batch_of(np.concatenate([np.array([], np.int64), *draws]))
-        return [ends, *map(np.asarray, keras.tree.flatten(rows))]
+        rows = [self._data.batch_of(indices) for indices in draws]
+        leaves = zip(*map(keras.tree.flatten, rows), strict=True)
+        return [ends, *(_joined(each) for each in leaves)]
+
+
+# Iterators of one pipeline that are read at the same time.
+_MOST_ITERATORS = 64
+
+
+def _joined(parts: tuple[Array, ...]) -> Array:
+    arrays = [np.asarray(part) for part in parts]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _draws_at_once(data: DrawnDataset, leaves: list[Array]) -> int:

@@ -16,7 +16,7 @@ from tfdp._types import Nest
 from tfdp.data.balls_in_bins import BallsInBins
 from tfdp.data.declared import DeclaredDataset
 from tfdp.data.drawn_dataset import DrawnDataset
-from tfdp.data.pipeline import pipeline_of
+from tfdp.data.pipeline import is_read_by_one_thread, pipeline_of
 from tfdp.data.poisson_dataset import PoissonDataset
 from tfdp.data.rows import rows_of
 from tfdp.sampling import Scheme, Unknown, samplings
@@ -65,8 +65,11 @@ class TrainingData:
     @property
     def batches(self) -> Nest:
         """What Keras gets as `x`."""
-        pipeline = None if self.drawn is None else pipeline_of(self.drawn)
-        return self.x if pipeline is None else pipeline
+        if self.drawn is None or not (
+            self.scheme.counts_passes or is_read_by_one_thread(self.drawn)
+        ):
+            return self.x
+        return pipeline_of(self.drawn)
 
     @property
     def static_batch_size(self) -> int | None:

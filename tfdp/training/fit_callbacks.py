@@ -57,8 +57,7 @@ class LedgerCallback(StepCallback):
         if self._data.begins_pass_each_epoch:
             self._recorder.counter.begin_release()
         if self._data.drawn is not None:
-            # The draws of this one may have begun, or not.
-            self._recorder.sampled_epochs = self._data.drawn.epoch + 1
+            self._recorder.sampled_epochs = self._data.drawn.epoch
         # What a backup restored may have spent the budget.
         self._model_ledger.limit(1)
 
