@@ -315,7 +315,9 @@ def _run_step(
     cell = make(x)
     inner = cell.matrix.times(h)
     watched = [x, inner[:, None]] if cell.inner_differs else [x]
-    x, *others = _watch(call, cell, inputs, watched, [h[:, None]])
+    # States that are zeros at first do not say whose rows they are: nothing is moved.
+    seen = [h[:, None]]
+    x, *others = _watch(call, cell, inputs, watched, seen, is_moved=False)
     inner = others[0][:, 0] if others else inner
     new = cell.step(x[:, 0], inner, states)
     return new[0], keras.tree.pack_sequence_as(of_before, new)
@@ -328,7 +330,13 @@ def _projected(call: Call, bias: Variable | Tensor | None, inputs: Tensor) -> Te
 
 
 def _watch(
-    call: Call, cell: _Cell, inputs: Tensor, tensors: list[Tensor], seen: list[Tensor]
+    call: Call,
+    cell: _Cell,
+    inputs: Tensor,
+    tensors: list[Tensor],
+    seen: list[Tensor],
+    *,
+    is_moved: bool = True,
 ) -> list[Tensor]:
     """Watch the projected inputs, and the inner products if their gradients differ.
 
@@ -338,6 +346,7 @@ def _watch(
         inputs: What was projected.
         tensors: The projected inputs, and perhaps what the inner products are sums of.
         seen: Will hold h before each step, shape ``(R, T, units)``.
+        is_moved: Whether units may have weights of their own here.
 
     Returns:
         The tensors.
@@ -353,7 +362,8 @@ def _watch(
         of_matrix = cell.terms(gradients[0], other, *seen)
         return [*of_matrix, *linear_terms(*gradients)]
 
-    watched += call.watch_all(tensors, terms, linear_terms=linear_terms)
+    moved = linear_terms if is_moved else None
+    watched += call.watch_all(tensors, terms, linear_terms=moved)
     return watched
 
 
