@@ -260,6 +260,36 @@ class TestTrainDigits:
         check_refusal("train_digits", f"--output_dir={tmp_path}", flag, message=message)
 
 
+class TestGanDigits:
+    @pytest.mark.slow
+    def test_few_steps(self, tmp_path):
+        text = run("gan_digits", "--epochs=10", f"--output_dir={tmp_path}")
+        percentages("only samples: % private, % without privacy", text)
+        assert 2.9 < number(r"Epsilon: ([\d.]+) at delta 0.0001", text) <= 3
+        assert re.search(r"30 steps, noise multiplier [\d.]+, Poisson-sampled", text)
+        assert (tmp_path / "samples.png").read_bytes().startswith(PNG)
+        # Nobody needs tfdp to draw from it.
+        program = (
+            "import sys, keras, numpy as np\n"
+            "sys.modules['tfdp'] = None\n"
+            f"model = keras.saving.load_model({str(tmp_path / 'generator.keras')!r})\n"
+            "images = model.predict([np.zeros((3, 8)), np.arange(3)], verbose=0)\n"
+            "assert images.shape == (3, 8, 8, 1)\n"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+
+    @pytest.mark.parametrize(
+        ("flag", "message"),
+        [
+            ("--target_epsilon=-1", "`target_epsilon` must be positive"),
+            ("--l2_norm_clip=0", "`l2_norm_clip` must be positive"),
+            ("surplus", "everything is a flag"),
+        ],
+    )
+    def test_wrong_flag_is_explained(self, tmp_path, flag, message):
+        check_refusal("gan_digits", f"--output_dir={tmp_path}", flag, message=message)
+
+
 class TestFromScratch:
     def check(self, text):
         differences = re.findall(r"after \d+ steps?: ([\d.e+-]+)", text)

@@ -3,7 +3,7 @@
 import functools
 
 import keras
-from keras import layers
+from keras import layers, ops
 
 from tests.problems.building import (
     floats,
@@ -14,7 +14,7 @@ from tests.problems.building import (
     sequential,
     with_ids,
 )
-from tests.problems.problem import problem
+from tests.problems.problem import problem, register
 
 
 def with_states(make_layer, states):
@@ -25,6 +25,48 @@ def with_states(make_layer, states):
     outputs, *ends = layer(sequence, initial_state=initial)
     pooled = layers.GlobalAveragePooling1D()(outputs)
     return keras.Model([sequence, *initial], layers.concatenate([pooled, *ends]))
+
+
+@register
+class Leaf(layers.Layer):
+    """A recurrent cell of one's own, with two matrices."""
+
+    state_size = 3
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 3), name="kernel")
+        self.recurrent_kernel = self.add_weight(shape=(3, 3), name="recurrent_kernel")
+
+    def call(self, x, states):
+        h = ops.matmul(states[0], self.recurrent_kernel)
+        h = ops.tanh(ops.matmul(x, self.kernel) + h)
+        return h, [h]
+
+
+@register
+class OfLayers(layers.Layer):
+    """A recurrent cell of one's own, made of layers."""
+
+    state_size = 3
+
+    def build(self, shape):
+        self.new, self.kept = layers.Dense(3), layers.Dense(3, use_bias=False)
+        self.new.build(shape)
+        self.kept.build((None, 3))
+
+    def call(self, x, states):
+        h = ops.tanh(self.new(x) + self.kept(states[0]))
+        return h, [h]
+
+
+def conv_lstm_masked():
+    """Frames of which some do not count, forwards and backwards."""
+    ids = keras.Input((4,), dtype="int32")
+    frames = layers.Reshape((4, 3, 2))(layers.Embedding(6, 6)(ids))
+    is_there = ops.not_equal(ids, 0)
+    x = layers.ConvLSTM1D(2, 2, return_sequences=True)(frames, mask=is_there)
+    x = layers.ConvLSTM1D(2, 2, go_backwards=True)(x, mask=is_there)
+    return keras.Model(ids, x)
 
 
 def time_distributed_shared():
@@ -224,5 +266,77 @@ PROBLEMS = (
         floats_of((3, 2), 2, targets=(3, 2)),
         "mse",
         tags="rnn shared structure",
+    ),
+    problem(
+        "rnn_of_cells",
+        lambda: sequential(
+            (4, 2),
+            layers.Bidirectional(
+                layers.RNN(layers.LSTMCell(2), return_sequences=True), "sum"
+            ),
+            layers.Bidirectional(layers.RNN(layers.GRUCell(3))),
+        ),
+        floats((4, 2), 6),
+        "mse",
+        tags="rnn",
+    ),
+    problem(
+        "rnn_stacked_masked",
+        lambda: sequential(
+            (4,),
+            layers.Embedding(6, 3, mask_zero=True),
+            layers.RNN([layers.LSTMCell(2), layers.GRUCell(3)], return_sequences=True),
+            layers.RNN([
+                layers.GRUCell(2, reset_after=False),
+                layers.SimpleRNNCell(3, use_bias=False),
+            ]),
+            dtype="int32",
+        ),
+        lambda rng: (padded(rng, length=4), rng.normal(size=3)),
+        "mse",
+        tags="embedding mask rnn",
+    ),
+    problem(
+        "rnn_own_cells",
+        lambda: sequential(
+            (3, 2),
+            layers.RNN(Leaf(), return_sequences=True),
+            layers.Bidirectional(layers.RNN(OfLayers(), return_sequences=True)),
+            layers.RNN([OfLayers(), Leaf()], go_backwards=True),
+        ),
+        floats((3, 2), 3),
+        "mse",
+        tags="custom rnn",
+    ),
+    problem(
+        "conv_lstm",
+        lambda: sequential(
+            (3, 5, 4, 2),
+            layers.ConvLSTM2D(2, 3, padding="same", return_sequences=True),
+            layers.Bidirectional(layers.ConvLSTM2D(2, (3, 2), strides=2)),
+            layers.GlobalAveragePooling2D(),
+        ),
+        floats((3, 5, 4, 2), 4),
+        "mse",
+        tags="conv rnn",
+    ),
+    problem(
+        "conv_lstm_masked",
+        conv_lstm_masked,
+        lambda rng: (padded(rng, length=4), rng.normal(size=(1, 2))),
+        "mse",
+        tags="conv embedding mask rnn",
+    ),
+    problem(
+        "conv_lstm_other_axes",
+        lambda: sequential(
+            (2, 3, 3, 3, 1),
+            layers.ConvLSTM3D(2, 2, use_bias=False, return_sequences=True),
+            layers.Reshape((2, 4, 4)),
+            layers.ConvLSTM1D(2, 2, dilation_rate=2),
+        ),
+        floats((2, 3, 3, 3, 1), (2, 2)),
+        "mse",
+        tags="conv rnn",
     ),
 )

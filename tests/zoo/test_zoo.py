@@ -20,7 +20,9 @@ CASES = [
 ]
 
 
-def single_rows(model: keras.Model, loss, x, y, weights) -> list[np.ndarray]:
+def single_rows(
+    model: keras.Model, loss, x, y, weights, rows: int = ROWS
+) -> list[np.ndarray]:
     """Return the gradient of each row by itself, in a loop."""
     if loss is not None:
         model.compile(None, loss)
@@ -34,8 +36,8 @@ def single_rows(model: keras.Model, loss, x, y, weights) -> list[np.ndarray]:
         found = tape.gradient(value, variables, unconnected_gradients="zero")
         return [tf.convert_to_tensor(gradient) for gradient in found]
 
-    rows = [gradients(*_row((x, y, weights), row)) for row in range(ROWS)]
-    return [np.stack(of_variable) for of_variable in zip(*rows, strict=True)]
+    found = [gradients(*_row((x, y, weights), row)) for row in range(rows)]
+    return [np.stack(of_variable) for of_variable in zip(*found, strict=True)]
 
 
 def _row(batch, row):

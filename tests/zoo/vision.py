@@ -433,7 +433,9 @@ ENTRIES = [
     Entry(
         "autoencoder", autoencoder, images(8, 8, 1, classes=None), "mse", "bookkeeping"
     ),
-    Entry("conv_lstm", conv_lstm, images(3, 6, 6, 1, classes=None), "mse", "apart"),
+    Entry(
+        "conv_lstm", conv_lstm, images(3, 6, 6, 1, classes=None), "mse", "bookkeeping"
+    ),
     Entry("video", video, images(3, 6, 6, 1), CLASSES, "bookkeeping"),
     Entry(
         "squeeze_and_excitation", squeeze_and_excitation, IMAGES, CLASSES, "bookkeeping"

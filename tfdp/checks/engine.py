@@ -264,8 +264,12 @@ def _has_only_own_rules(model: keras.Model) -> bool:
 
 def _log_layers_without_rule(model: keras.Model) -> None:
     layers = _keras.layers_by_path(model)
-    # The rule of a recurrent layer is that of its cell.
-    cells = [layer.cell for _, layer in layers if isinstance(layer, keras.layers.RNN)]
+    # The rules of layers with a cell of their own are those of their cells.
+    cells = [
+        layer.cell
+        for _, layer in layers
+        if isinstance(layer, keras.layers.RNN) and type(layer) is not keras.layers.RNN
+    ]
     found = [
         (path, layer)
         for path, layer in layers

@@ -156,10 +156,12 @@ class Analysis:
             return
         if names:
             why = "keeps what depends on the data"
-            self.effects.add(node.cause(why, variable=names[0]))
+            cause = node.cause(why, variable=names[0])
         else:
             # Rows that run one by one would still read what others left there.
-            self.effects.add(node.cause(MEMORY))
+            cause = node.cause(MEMORY)
+        # Wherever the rows are: something of them is kept.
+        self.effects.add(cause._replace(is_certain=True))
 
     def _called(
         self,

@@ -73,6 +73,8 @@ class Node:
         self, why: str, *, is_certain: bool = True, variable: str | None = None
     ) -> Cause:
         """Say what is the matter with this operation."""
+        # Where rows are after an operation of which nothing is known is a guess.
+        is_certain = is_certain and all(each.is_certain for each in self.causes)
         return Cause(self.op, self.outer, is_certain, why, variable)
 
     def mixed(

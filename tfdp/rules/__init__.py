@@ -27,6 +27,7 @@ Example:
     >>> tfdp.rules.register(Squared, squared_rule)
 """
 
+from tfdp.rules import conv_lstm as conv_lstm
 from tfdp.rules import convolutional as convolutional
 from tfdp.rules import dense as dense
 from tfdp.rules import embedding as embedding

@@ -25,7 +25,7 @@ def conv(call: Call) -> Nest:
     x = _causal(layer, x)
 
     def terms(g: Tensor) -> list[Term]:
-        g = _channels_last(layer, g)
+        g = channels_last(layer, g)
         if not layer.lora_enabled:
             return [kernel_term(layer.kernel, x, g, geometry), *_bias(layer, g)]
         scaled, low = lora_factors(layer, g)
@@ -55,7 +55,7 @@ def conv_transpose(call: Call) -> Nest:
     x, geometry = inputs_of(call), geometry_of(layer)
 
     def terms(g: Tensor) -> list[Term]:
-        g = _channels_last(layer, g)
+        g = channels_last(layer, g)
         return [Convolution(layer.kernel, g, x, geometry), *_bias(layer, g)]
 
     return watch_preactivation(call, terms)
@@ -68,7 +68,7 @@ def depthwise_conv(call: Call) -> Nest:
     x, geometry = inputs_of(call), geometry_of(layer)
 
     def terms(g: Tensor) -> list[Term]:
-        g = _channels_last(layer, g)
+        g = channels_last(layer, g)
         return [depthwise_term(layer.kernel, x, g, geometry), *_bias(layer, g)]
 
     return watch_preactivation(call, terms)
@@ -150,7 +150,7 @@ def inputs_of(call: Call) -> Tensor:
     Raises:
         UnsupportedLayerError: If a spatial axis is not static.
     """
-    x = _channels_last(call.layer, call.inputs)
+    x = channels_last(call.layer, call.inputs)
     if not x.shape[1:].is_fully_defined():
         raise UnsupportedLayerError(
             "A convolution needs inputs of a known shape. Received: "
@@ -168,7 +168,8 @@ def _causal(layer: keras.layers.Layer, x: Tensor) -> Tensor:
     return tf.pad(x, [(0, 0), (left, 0), (0, 0)])
 
 
-def _channels_last(layer: keras.layers.Layer, tensor: Tensor) -> Tensor:
+def channels_last(layer: keras.layers.Layer, tensor: Tensor) -> Tensor:
+    """Put the channels of a layer's inputs or outputs behind the other axes."""
     if layer.data_format == "channels_last":
         return tensor
     return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])

@@ -17,8 +17,11 @@ from tfdp import _keras
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.moves import Move
-from tfdp.rules.recording import Call, rule
+from tfdp.rules.recording import Call, find, own_variables, rule
 from tfdp.rules.terms import OuterProducts, PerRow, Term
+
+# Each takes a cell's operations once more in the graph.
+_MOST_UNROLLED = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,7 @@ class _Matrix:
     @classmethod
     def recurrent(cls, call: Call, like: Tensor) -> Self:
         """Return the recurrent matrix of a layer, in the dtype of a tensor."""
-        matrix = call.layer.cell.recurrent_kernel
+        matrix = _cell_of(call).recurrent_kernel
         return cls(tf.cast(matrix, like.dtype), call.move(matrix))
 
     def split(self, column: int) -> tuple["_Matrix", "_Matrix"]:
@@ -89,10 +92,46 @@ class _Matrix:
         return products
 
 
-@rule(keras.layers.SimpleRNN)
+@rule(keras.layers.RNN)
+def rnn(call: Call) -> Nest:
+    """Rule of `keras.layers.RNN`: that of its cell, at once or step by step.
+
+    Args:
+        call: The call.
+
+    Returns:
+        The layer's outputs.
+
+    Raises:
+        UnsupportedLayerError: If a cell that is not one of Keras's would take too many
+            steps.
+    """
+    of_cell = find(call.layer.cell)
+    if of_cell in (simple_rnn, lstm, gru):
+        return of_cell(call)
+    steps = call.inputs.shape[1]
+    if steps is None or steps > _MOST_UNROLLED:
+        raise UnsupportedLayerError(
+            f"Cells of one's own can be taken step by step up to {_MOST_UNROLLED} steps. "
+            f"Received: `{call.path}` with inputs of shape {call.inputs.shape}. Use "
+            "`keras.Input((steps, features))` with fewer, or one of Keras's layers for "
+            "each cell, such as `keras.layers.LSTM(8)`."
+        )
+    if of_cell is None and own_variables(call.layer.cell):
+        raise UnsupportedLayerError(
+            "A cell with layers in it must have no variables of its own. Received: "
+            f"`{call.path}` with cell={call.layer.cell!r}. Put its variables into a "
+            "layer of the cell."
+        )
+    # Each step is a call of the cell, outside of loops: the cell's rule takes it, or
+    # those of the layers in it.
+    return call.run_with(unroll=True)
+
+
+@rule(keras.layers.SimpleRNN, keras.layers.SimpleRNNCell)
 def simple_rnn(call: Call) -> Nest:
-    """Rule of `keras.layers.SimpleRNN`."""
-    cell = call.layer.cell
+    """Rule of `keras.layers.SimpleRNN` and its cell."""
+    cell = _cell_of(call)
 
     def make(like: Tensor) -> _Cell:
         def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
@@ -104,10 +143,10 @@ def simple_rnn(call: Call) -> Nest:
     return _run(call, make, cell.bias)
 
 
-@rule(keras.layers.LSTM)
+@rule(keras.layers.LSTM, keras.layers.LSTMCell)
 def lstm(call: Call) -> Nest:
-    """Rule of `keras.layers.LSTM`."""
-    cell = call.layer.cell
+    """Rule of `keras.layers.LSTM` and its cell."""
+    cell = _cell_of(call)
 
     def make(like: Tensor) -> _Cell:
         def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
@@ -121,10 +160,10 @@ def lstm(call: Call) -> Nest:
     return _run(call, make, cell.bias)
 
 
-@rule(keras.layers.GRU)
+@rule(keras.layers.GRU, keras.layers.GRUCell)
 def gru(call: Call) -> Nest:
-    """Rule of `keras.layers.GRU`, with the reset gate before or after the matrix."""
-    cell = call.layer.cell
+    """Rule of `keras.layers.GRU` and its cell, the reset gate before or after."""
+    cell = _cell_of(call)
     make = _reset_after if cell.reset_after else _reset_before
     bias = cell.bias
     if bias is not None and cell.reset_after:
@@ -133,7 +172,7 @@ def gru(call: Call) -> Nest:
 
 
 def _reset_after(call: Call, like: Tensor) -> _Cell:
-    cell = call.layer.cell
+    cell = _cell_of(call)
     offset = 0.0 if cell.bias is None else tf.cast(cell.bias[1], like.dtype)
 
     def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
@@ -159,7 +198,7 @@ def _reset_after(call: Call, like: Tensor) -> _Cell:
 
 
 def _reset_before(call: Call, like: Tensor) -> _Cell:
-    cell = call.layer.cell
+    cell = _cell_of(call)
     of_gates, of_candidate = _Matrix.recurrent(call, like).split(2 * cell.units)
 
     def gates(x: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,36 +252,28 @@ def _terms(
 def _run(
     call: Call, make: Callable[[Tensor], _Cell], bias: Variable | Tensor | None
 ) -> Nest:
-    """Run the layer's own code around a loop over projected inputs."""
+    """Run a layer, or one step of a cell."""
     layer = call.layer
-    if len(_keras.flatten_layers(layer.cell)) > 1:
+    if len(_keras.flatten_layers(_cell_of(call))) > 1:
         raise UnsupportedLayerError(
             "A recurrent layer needs activations without variables. Received: "
             f"`{call.path}` with a layer in its cell. Use a function, "
             "`activation='relu'`."
         )
+    if not isinstance(layer, keras.layers.RNN):
+        return _run_step(call, make, bias)
 
     def loop(
         sequences: Tensor, initial_state: Nest, mask: Nest, training: bool = False
     ) -> Nest:
         mask = mask[0] if keras.tree.is_nested(mask) else mask
         states = keras.tree.flatten(initial_state)
-        dropped, kept = _dropout_masks(call, sequences, states[0], training)
+        first = sequences[:, 0]
+        dropped, kept = _dropout_masks(call, first, states[0], training)
         inputs = sequences if dropped is None else sequences * dropped[:, None]
-        x = tf.matmul(inputs, tf.cast(layer.cell.kernel, inputs.dtype))
-        if bias is not None:
-            x += tf.cast(bias, x.dtype)
+        x = _projected(call, bias, inputs)
         cell = make(x)
         seen: list[Tensor] = []
-
-        def linear_terms(*gradients: Tensor) -> list[Term]:
-            of_inputs = OuterProducts(layer.cell.kernel, inputs, gradients[0])
-            return [of_inputs, *cell.bias_terms(gradients[0], gradients[-1])]
-
-        def terms(*gradients: Tensor) -> list[Term]:
-            other = gradients[1] if cell.inner_differs else x
-            of_matrix = cell.terms(gradients[0], other, *seen)
-            return [*of_matrix, *linear_terms(*gradients)]
 
         # Zeros are added to the inner products where these have gradients of their own:
         # what is watched must be a tensor of all time steps, outside of the loop.
@@ -250,30 +281,96 @@ def _run(
         if cell.inner_differs:
             shape = [*tf.unstack(tf.shape(x)[:2]), cell.matrix.value.shape[1]]
             watched.append(tf.zeros(shape, x.dtype))
-        watched = call.watch_all(watched, terms, linear_terms=linear_terms)
-        x = watched[0]
+        watched = _watch(call, cell, inputs, watched, seen)
         in_order = tf.reverse if layer.go_backwards else lambda tensor, axes: tensor
-        over_time = [in_order(_swapped(tensor), [0]) for tensor in watched]
+        over_time = [in_order(swapped(tensor), [0]) for tensor in watched]
         if mask is not None:
             mask = in_order(tf.transpose(tf.cast(mask, tf.bool))[..., None], [0])
         # The custom gradient of a scan has none itself.
         scan = _Scan(cell, mask, kept)
         run = scan.run_plainly if call.differentiates_twice else scan.run
         before, outputs, states = run(over_time, states)
-        if mask is not None and layer.zero_output_for_mask:
-            outputs = tf.where(mask, outputs, tf.zeros_like(outputs))
-        elif mask is not None:
-            # Before the first step that counts there is no output.
-            started = tf.cumsum(tf.cast(mask, tf.int32)) > 0
-            outputs = tf.where(started, outputs, tf.zeros_like(outputs))
+        outputs = outputs_where_unmasked(layer, outputs, mask)
         # In the order of the inputs again, as the gradients of x are.
-        h = _swapped(in_order(before, [0]), sequences.shape[1])
+        h = swapped(in_order(before, [0]), sequences.shape[1])
         seen.append(h if kept is None else h * kept[:, None])
         # As Keras's own loop does: the layers that follow may need the length.
         outputs = tf.ensure_shape(outputs, [sequences.shape[1], None, None])
-        return outputs[-1], _swapped(outputs), states
+        return outputs[-1], swapped(outputs), states
 
     return call.run_with(inner_loop=loop)
+
+
+def _run_step(
+    call: Call, make: Callable[[Tensor], _Cell], bias: Variable | Tensor | None
+) -> Nest:
+    """Run a cell as a loop over one step."""
+    arguments = call.bound()
+    x, of_before = call.inputs, arguments["states"]
+    states = keras.tree.flatten(of_before)
+    dropped, kept = _dropout_masks(call, x, states[0], arguments["training"])
+    inputs = (x if dropped is None else x * dropped)[:, None]
+    h = states[0] if kept is None else states[0] * kept
+    x = _projected(call, bias, inputs)
+    cell = make(x)
+    inner = cell.matrix.times(h)
+    watched = [x, inner[:, None]] if cell.inner_differs else [x]
+    # States that are zeros at first do not say whose rows they are: nothing is moved.
+    seen = [h[:, None]]
+    x, *others = _watch(call, cell, inputs, watched, seen, is_moved=False)
+    inner = others[0][:, 0] if others else inner
+    new = cell.step(x[:, 0], inner, states)
+    return new[0], keras.tree.pack_sequence_as(of_before, new)
+
+
+def _projected(call: Call, bias: Variable | Tensor | None, inputs: Tensor) -> Tensor:
+    """Multiply the inputs of all steps, shape ``(R, T, d)``, by their matrix."""
+    x = tf.matmul(inputs, tf.cast(_cell_of(call).kernel, inputs.dtype))
+    return x if bias is None else x + tf.cast(bias, x.dtype)
+
+
+def _watch(
+    call: Call,
+    cell: _Cell,
+    inputs: Tensor,
+    tensors: list[Tensor],
+    seen: list[Tensor],
+    *,
+    is_moved: bool = True,
+) -> list[Tensor]:
+    """Watch the projected inputs, and the inner products if their gradients differ.
+
+    Args:
+        call: The call.
+        cell: The cell.
+        inputs: What was projected.
+        tensors: The projected inputs, and perhaps what the inner products are sums of.
+        seen: Will hold h before each step, shape ``(R, T, units)``.
+        is_moved: Whether units may have weights of their own here.
+
+    Returns:
+        The tensors.
+    """
+    watched: list[Tensor] = []
+
+    def linear_terms(*gradients: Tensor) -> list[Term]:
+        of_inputs = OuterProducts(_cell_of(call).kernel, inputs, gradients[0])
+        return [of_inputs, *cell.bias_terms(gradients[0], gradients[-1])]
+
+    def terms(*gradients: Tensor) -> list[Term]:
+        other = gradients[1] if cell.inner_differs else watched[0]
+        of_matrix = cell.terms(gradients[0], other, *seen)
+        return [*of_matrix, *linear_terms(*gradients)]
+
+    moved = linear_terms if is_moved else None
+    watched += call.watch_all(tensors, terms, linear_terms=moved)
+    return watched
+
+
+def _cell_of(call: Call) -> keras.layers.Layer:
+    """Return the cell of a recurrent layer, or the one that is called by itself."""
+    layer = call.layer
+    return layer.cell if isinstance(layer, keras.layers.RNN) else layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -443,17 +540,17 @@ def _write(
 
 
 def _dropout_masks(
-    call: Call, sequences: Tensor, h: Tensor, training: bool
+    call: Call, x: Tensor, h: Tensor, training: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the masks of the inputs and of the states, None where there is none.
 
     Raises:
         UnsupportedLayerError: If the gates have masks of their own.
     """
-    cell = call.layer.cell
+    cell = _cell_of(call)
     if not training:
         return None, None
-    masks = (cell.get_dropout_mask(sequences[:, 0]), cell.get_recurrent_dropout_mask(h))
+    masks = cell.get_dropout_mask(x), cell.get_recurrent_dropout_mask(h)
     if any(isinstance(mask, list) for mask in masks):
         raise UnsupportedLayerError(
             "A recurrent layer needs one dropout mask for all of its gates. Received: "
@@ -470,7 +567,19 @@ def _over_time(function: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
     return tf.reshape(flat, [rows, steps, flat.shape[-1]])
 
 
-def _swapped(tensor: Tensor, steps: int | None = None) -> Tensor:
+def outputs_where_unmasked(
+    layer: keras.layers.RNN, outputs: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """Return what a layer puts out, of what its cell does: ``(T, R, ...)``."""
+    if mask is None:
+        return outputs
+    if not layer.zero_output_for_mask:
+        # Before the first step that counts there is no output.
+        mask = tf.cumsum(tf.cast(mask, tf.int32)) > 0
+    return tf.where(mask, outputs, tf.zeros_like(outputs))
+
+
+def swapped(tensor: Tensor, steps: int | None = None) -> Tensor:
     """Swap the axes of rows and of time; loops forget how many steps they take."""
     swapped = tf.transpose(tensor, [1, 0, *range(2, tensor.shape.rank)])
     return tf.ensure_shape(swapped, [None, steps, *[None] * (tensor.shape.rank - 2)])

@@ -25,11 +25,11 @@ def time_distributed(call: Call) -> Nest:
     layer = call.layer.layer
     taken, options = inspect.signature(layer.call).parameters, {}
     if mask is not None and "mask" in taken:
-        options["mask"] = _joined(mask, steps)
+        options["mask"] = joined(mask, steps)
     if "training" in taken:
         options["training"] = arguments["training"]
     with call.repeated(steps):
-        outputs = layer.call(_joined(inputs, steps), **options)
+        outputs = layer.call(joined(inputs, steps), **options)
     rows = tf.shape(inputs)[0]
     shape = tf.concat([[rows, steps], tf.shape(outputs)[1:]], 0)
     return tf.ensure_shape(
@@ -37,7 +37,7 @@ def time_distributed(call: Call) -> Nest:
     )
 
 
-def _joined(tensor: Tensor, steps: int) -> Tensor:
+def joined(tensor: Tensor, steps: int) -> Tensor:
     """``(R, steps, ...)`` -> ``(R * steps, ...)``."""
     joined = tf.reshape(tensor, tf.concat([[-1], tf.shape(tensor)[2:]], 0))
     rows = tensor.shape[0]
