@@ -1,12 +1,14 @@
 """Families of KerasHub, built from their options, and what else is done with BERT and GPT-2."""
 
 import logging
+import re
 
 import keras
 import numpy as np
 import pytest
 
 import tfdp
+from tests.pages import ROOT
 from tests.zoo.entry import engine_of
 from tests.zoo.hub import HUB
 from tests.zoo.single_rows import check_single_rows, trained
@@ -179,6 +181,18 @@ def test_families_are_clipped_as_single_rows(entry, caplog):
     with caplog.at_level(logging.WARNING, "absl"):
         check_single_rows(entry)
     assert "tfdp" not in caplog.text
+
+
+def test_the_guide_has_the_table():
+    page = (ROOT / "docs" / "guides" / "language_models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([\w-]+) \| ([\w-]+) \|", page, re.M)
+    found = {}
+    for name, *engines in rows:
+        for line, engine in zip((name, f"{name}_lora"), engines, strict=True):
+            found[line] = engine.replace("-", "")
+    assert {name: engine for name, engine in found.items() if engine != "none"} == {
+        name: entry.engine for name, entry in HUB.items()
+    }
 
 
 @pytest.mark.slow
