@@ -6,6 +6,7 @@ import re
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.pages import ROOT
@@ -13,6 +14,9 @@ from tests.zoo.entry import engine_of
 from tests.zoo.hub import HUB
 from tests.zoo.single_rows import check_single_rows, trained
 from tfdp import _keras, rules
+from tfdp.checks.engine import choose
+from tfdp.engines.bookkeeping import BookkeepingEngine
+from tfdp.losses.objective import Objective
 from tfdp.rules import hub
 from tfdp.rules.generic import generic
 
@@ -181,6 +185,23 @@ def test_families_are_clipped_as_single_rows(entry, caplog):
     with caplog.at_level(logging.WARNING, "absl"):
         check_single_rows(entry)
     assert "tfdp" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["bert", "gpt2", "llama", "gemma", "gemma3", "mistral", "phi3", "qwen"],
+)
+def test_sequences_of_any_length(name):
+    """Of whatever length the sentences of a batch are."""
+    keras_hub()
+    entry = HUB[name]
+    x, y, _ = entry.batch()
+    x, y = keras.tree.map_structure(
+        lambda array: tf.TensorSpec([None] * array.ndim, array.dtype), (x, y)
+    )
+    objective = Objective.of(entry.build(1.0), entry.make_loss())
+    assert isinstance(choose("auto", objective, (x, y, None)), BookkeepingEngine)
 
 
 def test_the_guide_has_the_table():
