@@ -1,22 +1,31 @@
-"""Backbones of KerasHub, built from their options, under the book-keeping engine."""
+"""Families of KerasHub, built from their options, and what else is done with BERT and GPT-2."""
 
 import logging
+import re
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
-from tests.problems import precision
+from tests.pages import ROOT
+from tests.zoo.entry import engine_of
+from tests.zoo.hub import HUB
+from tests.zoo.single_rows import check_single_rows, trained
 from tfdp import _keras, rules
+from tfdp.checks.engine import choose
+from tfdp.engines.bookkeeping import BookkeepingEngine
+from tfdp.losses.objective import Objective
 from tfdp.rules import hub
 from tfdp.rules.generic import generic
 
 pytestmark = [
-    pytest.mark.slow,
     # Of its own dependencies.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    # Of masks that stop, and of training without noise.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
 ROWS, LENGTH, IDS = 8, 12, 50
@@ -81,9 +90,7 @@ def trained_in(model, *names):
 
 
 MODELS = {
-    "bert": lambda: classifier(bert()),
     "bert_own_head": lambda: own_head(bert()),
-    "bert_lora": lambda: classifier(adapted(bert())),
     "bert_lora_everywhere": lambda: classifier(
         adapted(
             bert(),
@@ -103,9 +110,7 @@ MODELS = {
     ),
     "bert_head": lambda: trained_in(classifier(bert())),
     "bert_positions": lambda: trained_in(classifier(bert()), "position_embedding"),
-    "gpt2": lambda: language_model(gpt2()),
     "gpt2_token_head": lambda: token_head(gpt2()),
-    "gpt2_lora": lambda: language_model(adapted(gpt2())),
     "gpt2_lora_embedding": lambda: language_model(
         adapted(gpt2(), "query", "value", "token_embedding")
     ),
@@ -167,6 +172,61 @@ def assert_engines_agree(model, tolerance, *engines):
             assert np.linalg.norm(one - other) <= tolerance * clip * ROWS
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(entry, id=name, marks=[] if entry.is_quick else pytest.mark.slow)
+        for name, entry in HUB.items()
+    ],
+)
+def test_families_are_clipped_as_single_rows(entry, caplog):
+    """Without a word about layers that are run twice, or about whole gradients."""
+    keras_hub()
+    with caplog.at_level(logging.WARNING, "absl"):
+        check_single_rows(entry)
+    assert "tfdp" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["bert", "gpt2", "llama", "gemma", "gemma3", "mistral", "phi3", "qwen"],
+)
+def test_sequences_of_any_length(name):
+    """Of whatever length the sentences of a batch are."""
+    keras_hub()
+    entry = HUB[name]
+    x, y, _ = entry.batch()
+    x, y = keras.tree.map_structure(
+        lambda array: tf.TensorSpec([None] * array.ndim, array.dtype), (x, y)
+    )
+    objective = Objective.of(entry.build(1.0), entry.make_loss())
+    assert isinstance(choose("auto", objective, (x, y, None)), BookkeepingEngine)
+
+
+def test_the_guide_has_the_table():
+    page = (ROOT / "docs" / "guides" / "language_models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([\w-]+) \| ([\w-]+) \|", page, re.M)
+    found = {}
+    for name, *engines in rows:
+        for line, engine in zip((name, f"{name}_lora"), engines, strict=True):
+            found[line] = engine.replace("-", "")
+    assert {name: engine for name, engine in found.items() if engine != "none"} == {
+        name: entry.engine for name, entry in HUB.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", HUB.values(), ids=HUB)
+def test_families_with_chance(entry):
+    """What a family draws does not change which engine clips it."""
+    keras_hub()
+    private = trained(entry, entry.build(1.0), entry.batch(), 1.0)
+    assert engine_of(private) == entry.engine
+    assert all(np.isfinite(v).all() for v in private.model.get_weights())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_engines_agree(name):
     model = away_from_zero(MODELS[name]())
@@ -179,13 +239,7 @@ def test_engines_agree(name):
     assert_engines_agree(model, 1e-4, "bookkeeping")
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_engines_agree_in_float64(name):
-    with precision("float64"):
-        model = away_from_zero(MODELS[name]())
-        assert_engines_agree(model, 1e-9, "bookkeeping", "ghost")
-
-
+@pytest.mark.slow
 def test_masked_words_are_taken_row_by_row(caplog):
     """The gradient of what picks positions goes to flat places.
 
@@ -208,6 +262,7 @@ def test_masked_words_are_taken_row_by_row(caplog):
     assert "by itself" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_adapted", [False, True])
 @pytest.mark.parametrize(
     ("backbone", "task"), [(bert, classifier), (gpt2, language_model)]
@@ -237,6 +292,7 @@ def test_training(backbone, task, is_adapted, caplog):
                 np.testing.assert_array_equal(variable, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["start_index", "positions", "neither"])
 def test_positions(mode):
     """The layer by itself, called as nobody calls it in training."""

@@ -391,12 +391,16 @@ def keras_mask(tensor: Tensor) -> Tensor | None:
     return getattr(tensor, "_keras_mask", None)
 
 
+def with_mask(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Attach a mask to `tensor`, as Keras does."""
+    tensor._keras_mask = mask
+    return tensor
+
+
 def with_mask_of(tensor: Tensor, other: Tensor) -> Tensor:
     """Attach to `tensor` the mask that Keras attached to `other`, if any."""
     mask = keras_mask(other)
-    if mask is not None:
-        tensor._keras_mask = mask
-    return tensor
+    return tensor if mask is None else with_mask(tensor, mask)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from tests.applications import APPLICATIONS, trained_head, trained_whole
 from tests.problems import precision
 from tests.reference import clipped_sum
 from tests.zoo.entry import engine_of
-from tests.zoo.test_zoo import single_rows
+from tests.zoo.single_rows import single_rows
 from tfdp import _keras
 
 pytestmark = [

@@ -520,6 +520,23 @@ def test_examples_without_weight_are_no_reason_to_refuse():
 # ------------------------------------------------------------- axes of unknown length
 
 
+class Angles(layers.Layer):
+    """Turns pairs of numbers by an angle that grows along the sequence."""
+
+    def call(self, x):
+        places = ops.arange(ops.shape(x)[1], dtype="float32")
+        angles = ops.einsum("bi,j->bij", places[None], ops.ones((1,)))
+        angles = ops.reshape(angles, (*ops.shape(angles)[:-1], 1))
+        return x * ops.cos(angles) + ops.flip(x, -1) * ops.sin(angles)
+
+
+def test_angles_along_sequences_of_any_length():
+    model = sequential((None, 2), layers.Dense(2), Angles(), layers.Dense(1))
+    data = tf.TensorSpec([None, None, 2]), tf.TensorSpec([None, None, 1]), None
+    objective = Objective.of(model, "mse")
+    assert choose("bookkeeping", objective, data) == BookkeepingEngine()
+
+
 def batches_of_lengths(*lengths):
     """Batches of four sequences, one length for each batch."""
     rng = np.random.default_rng(0)

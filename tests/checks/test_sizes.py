@@ -22,6 +22,8 @@ UNARY = {
     "product": lambda a: tf.stack([tf.reduce_prod(a), a[0], tf.reduce_sum(a)]),
     "extremes": lambda a: tf.stack([tf.reduce_max(a), tf.reduce_min(a), a[1]]),
     "wide": lambda a: tf.cast(tf.cast(a, tf.int64), tf.int32),
+    "float": lambda a: tf.cast(tf.cast(a, tf.float32), tf.int32),
+    "range of floats": lambda a: a + tf.cast(tf.range(3.0), tf.int32),
     "truth": lambda a: tf.cast(tf.cast(a, tf.bool), tf.int32),
     "square": lambda a: tf.reduce_sum(tf.transpose(tf.stack([a, a])), 1),
     "reshaped": lambda a: tf.reshape(tf.reshape(a, [1, 3]), [-1]),

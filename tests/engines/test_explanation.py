@@ -148,3 +148,12 @@ def test_explaining_changes_nothing():
     explained(model)
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable, value)
+
+
+def test_half_precision():
+    """Gradients come back in float32, to rules that multiply them with inputs."""
+    half, single = (
+        [row[1:] for row in explained(PROBLEMS["einsum_mixed_kernel"].build(dtype))]
+        for dtype in ("mixed_bfloat16", "float32")
+    )
+    assert half == single

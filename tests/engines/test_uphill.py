@@ -212,7 +212,7 @@ def test_a_gradient_of_zero_goes_nowhere(engine, ascent):
     assert all(np.isfinite(total).all() for total in sums)
 
 
-@pytest.mark.parametrize("name", ["custom_layer", "lora_embedding"])
+@pytest.mark.parametrize("name", ["dense_subclass", "lora_embedding"])
 def test_layers_that_are_not_linear_are_named(name):
     problem = PROBLEMS[name]
     run = runner(problem, [BookkeepingEngine()], "eager", ascent=SAM)

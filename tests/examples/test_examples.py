@@ -304,6 +304,64 @@ class TestFromScratch:
         self.check(run("from_scratch", "--textbook_steps=2", "--epochs=1"))
 
 
+class TestFinetuneLlm:
+    small = (
+        *("--epochs=1", "--pretrain_steps=4", "--sequences=60", "--batch_size=16"),
+        *("--length=8", "--delta=1e-3"),
+    )
+
+    def check(self, folder, *flags):
+        pytest.importorskip("keras_hub")
+        text = run("finetune_llm", *self.small, f"--output_dir={folder}", *flags)
+        assert re.search(
+            r"docstrings: [\d.]+ before, [\d.]+ private, [\d.]+ without privacy", text
+        )
+        assert 2.9 < number(r"Epsilon: ([\d.]+) at delta 0.001", text) <= 3
+        assert "(3.000, 0.001)-differentially private" in text
+        assert (folder / "perplexity.png").read_bytes().startswith(PNG)
+        assert (folder / "adapters.lora.h5").is_file()
+        (row,) = history(folder / "history.csv")
+        assert float(row["epsilon"]) <= 3
+
+    @pytest.mark.slow
+    def test_from_nothing(self, tmp_path):
+        self.check(tmp_path)
+
+    @pytest.mark.slow
+    def test_a_preset(self, tmp_path):
+        """A folder stands in for weights that would be downloaded."""
+        hub = pytest.importorskip("keras_hub")
+        tokens = ["<|endoftext|>", *bytes_as_characters()]
+        tokenizer = hub.models.GPT2Tokenizer(
+            {token: number for number, token in enumerate(tokens)}, ["t h"]
+        )
+        backbone = hub.models.GPT2Backbone(len(tokens), 1, 2, 8, 16)
+        packer = hub.models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=9)
+        model = hub.models.GPT2CausalLM(backbone=backbone, preprocessor=packer)
+        model.save_to_preset(str(tmp_path / "preset"))
+        self.check(tmp_path, f"--preset={tmp_path / 'preset'}")
+
+    @pytest.mark.parametrize(
+        ("flag", "message"),
+        [
+            ("surplus", "everything is a flag"),
+            ("--target_epsilon=0", "`target_epsilon` must be positive"),
+            ("--l2_norm_clip=0", "`l2_norm_clip` must be"),
+            ("--rank=0", "rank"),
+            ("--length=1", "length"),
+        ],
+    )
+    def test_wrong_flag_is_explained(self, flag, message, tmp_path):
+        folder = f"--output_dir={tmp_path}"
+        check_refusal("finetune_llm", flag, folder, message=message)
+
+
+def bytes_as_characters():
+    """What the tokenizer of GPT-2 makes of each byte, but for the merged ones."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return ["th", *map(chr, shown), *(chr(256 + n) for n in range(256 - len(shown)))]
+
+
 class TestFinetuneText:
     small = ("--pretrain_steps=4", "--epochs=1", "--width=8", "--blocks=2")
 

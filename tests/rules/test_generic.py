@@ -9,11 +9,17 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfdp
-from tests.problems import Problem, floats, register, sequential
+from tests.engine_checks import OUTLIER, Uphill, runner
+from tests.engine_checks import check as check_engines
+from tests.problems import Problem, floats, logits, register, sequential
+from tests.problems.building import labelled
 from tests.reference import assert_all_close, clipped_sum, problem_gradients
+from tfdp import rules
 from tfdp.checks.engine import choose
+from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Objective
+from tfdp.rules.generic import vectors
 
 pytestmark = pytest.mark.keras_private
 
@@ -161,3 +167,161 @@ def test_other_leaves_are_refused_by_name_or_vectorized(leaf, rule_broken, caplo
     with caplog.at_level(logging.INFO, "absl"):
         check(problem, "auto")
     assert "tfdp takes" in caplog.text
+
+
+class Vectors(layers.Layer):
+    """A layer with nothing but two vectors, for those below."""
+
+    def build(self, *_, **__):
+        self.scale = self.add_weight(shape=(2,), initializer="ones")
+        self.offset = self.add_weight(shape=(1, 1, 2))
+
+
+@register
+class RootMeanSquare(Vectors):
+    """Normalizes, as the layers of many language models do."""
+
+    def call(self, x):
+        x /= ops.sqrt(ops.mean(ops.square(x), axis=-1, keepdims=True) + 1e-3)
+        return x * ops.exp(self.scale) + self.offset
+
+
+@register
+class ReadsItsMask(Vectors):
+    """Sees a mask which nobody gives it."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.supports_masking = True
+
+    def call(self, x):
+        mask = getattr(x, "_keras_mask", None)
+        kept = 1 if mask is None else ops.cast(mask, x.dtype)[..., None]
+        return x * self.scale + self.offset * kept
+
+
+@register
+class SeveralOutputs(Vectors):
+    """Takes two tensors, and returns numbers of two kinds."""
+
+    def call(self, inputs):
+        x, y = inputs
+        z = x * self.scale + y * self.offset
+        return {"best": ops.argmax(z, -1), "all": [z, ops.sum(z, axis=1)]}
+
+
+@register
+class Centred(Vectors):
+    """Subtracts the mean of a batch."""
+
+    def call(self, x):
+        return (x - ops.mean(x, axis=0)) * self.scale + self.offset
+
+
+@register
+class Hidden(Vectors):
+    """Reads a variable in a way that nothing can stand in for."""
+
+    def call(self, x):
+        return x * tf.identity(self.scale._value) + self.offset
+
+
+# Of no layer, whose state it would be.
+SEEDS = keras.random.SeedGenerator(0)
+
+
+@register
+class Noisy(Vectors):
+    """Draws."""
+
+    def call(self, x):
+        noise = keras.random.normal(ops.shape(x), seed=SEEDS)
+        return (x + noise) * self.scale + self.offset
+
+
+def called_twice():
+    x = keras.Input((3, 2))
+    layer = RootMeanSquare()
+    z = layers.Dense(2)(layer(layers.Dense(2)(layer(x))))
+    return keras.Model(x, layers.Dense(2)(layers.Flatten()(z)))
+
+
+def several_outputs():
+    x = keras.Input((3, 2))
+    z = SeveralOutputs()([x, layers.Dense(2)(x)])["all"]
+    return keras.Model(x, layers.Dense(2)(layers.Flatten()(z[0]) + 0 * z[1][:, :1]))
+
+
+def reads_a_mask():
+    return sequential((3, 2), layers.Masking(0.0), ReadsItsMask())
+
+
+def masked_floats(rng):
+    x, y = floats((3, 2), (3, 2))(rng)
+    x[1 + rng.integers(2)] = 0
+    return x, y
+
+
+OF_VECTORS = [
+    Problem("called_twice", called_twice, labelled((3, 2), 2), logits),
+    Problem("several_outputs", several_outputs, labelled((3, 2), 2), logits),
+    Problem("mask", reads_a_mask, masked_floats, "mse"),
+]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param(
+            problem,
+            id=problem.name,
+            marks=[] if problem.name == "called_twice" else pytest.mark.slow,
+        )
+        for problem in OF_VECTORS
+    ],
+)
+def test_vectors_run_once_with_copies(problem):
+    engines = [BookkeepingEngine(), GhostEngine()]
+    check_engines(problem, runner(problem, engines, "eager"), OUTLIER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+def test_vectors_in_a_graph(mode):
+    check_engines(
+        OF_VECTORS[0], runner(OF_VECTORS[0], [BookkeepingEngine()], mode), OUTLIER
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_units_can_have_vectors_of_their_own(is_exact):
+    """As `tfdp.losses.BAM` needs, whatever the layer does with them."""
+    ascent = Uphill(0.3, 0.7, is_exact=is_exact)
+    run = runner(OF_VECTORS[0], [BookkeepingEngine()], ascent=ascent)
+    check_engines(OF_VECTORS[0], run, OUTLIER, ascent=ascent)
+
+
+def test_vectors_say_nothing(caplog):
+    model = OF_VECTORS[0].build()
+    assert rules.find(model.layers[1]) is vectors
+    objective = Objective.of(model, OF_VECTORS[0].loss())
+    data = tuple(OF_VECTORS[0].batch(ROWS))
+    with caplog.at_level(logging.INFO, "absl"):
+        assert isinstance(choose("auto", objective, data), BookkeepingEngine)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("leaf", "refusal"),
+    [
+        (Centred, "rows of a batch meet"),
+        (Hidden, "must read its variables by their `value`"),
+        pytest.param(Noisy, "must not be random", marks=pytest.mark.slow),
+    ],
+)
+def test_vectors_that_are_refused(leaf, refusal):
+    problem = problem_of(lambda: sequential((3, 2), leaf(), layers.Dense(2)))
+    objective = Objective.of(problem.build(), problem.loss())
+    with pytest.raises(UnsupportedLayerError, match=refusal):
+        choose("bookkeeping", objective, tuple(problem.batch(ROWS)))

@@ -1,6 +1,7 @@
 """Prints the table of the zoo: engines, and what a private training costs.
 
-``python -m tests.zoo [names]``, alone on a machine. Seconds of CPU from the call of
+``python -m tests.zoo [names]``, alone on a machine, or ``python -m tests.zoo hub``, for
+the families of KerasHub. Seconds of CPU from the call of
 `fit` to the end of the first step, and of a later step; of private and of ordinary
 training, and what the one is to the other.
 """
@@ -17,6 +18,7 @@ import tensorflow as tf
 import tfdp
 from tests.zoo import ZOO, Entry
 from tests.zoo.entry import engine_of
+from tests.zoo.hub import HUB
 
 BATCH, STEPS = 32, 12
 
@@ -90,9 +92,9 @@ def main(names: list[str]) -> None:
     # What the first of all trainings pays is none of the models' business.
     _ordinary(ZOO["imbalanced"])
     _private(ZOO["imbalanced"])
-    for name in names or ZOO:
+    for name in HUB if names == ["hub"] else names or ZOO:
         keras.utils.clear_session(free_memory=False)
-        print(_line(ZOO[name]), flush=True)
+        print(_line((ZOO | HUB)[name]), flush=True)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ _MOST_NUMBERS = 256
 
 # What numbers are worked out for: narrower ones wrap around.
 _WIDE = (tf.int32, tf.int64, tf.bool)
+# Positions are whole numbers, also where they are floats that angles are made of.
+_FLOATS, _OF_POSITIONS, _MOST_EXACT = (tf.float32, tf.float64), ("Cast", "Range"), 2**24
 
 _MOST_ROUNDS = 12
 
@@ -352,9 +354,9 @@ def _constant(op: tf.Operation) -> Value:
     tensor = op.outputs[0]
     lengths = static_lengths(tensor) or []
     numbers = None
-    if tensor.dtype.is_integer or tensor.dtype.is_bool:
+    if tensor.dtype.is_integer or tensor.dtype.is_bool or tensor.dtype in _FLOATS:
         values = tf.make_ndarray(op.get_attr("value"))
-        if values.size <= _MOST_NUMBERS:
+        if values.size <= _MOST_NUMBERS and _are_whole(values):
             numbers = constant(values)
     return Value(None, PLAIN, tuple(lengths), numbers)
 
@@ -362,7 +364,9 @@ def _constant(op: tf.Operation) -> Value:
 def _evaluated(node: Node, evaluate: Evaluate) -> Value | None:
     """Compute a small tensor of sizes; None if its numbers are not known."""
     arrays = [each.numbers for each in node.inputs]
-    if any(each is None for each in arrays) or node.tensor.dtype not in _WIDE:
+    dtype = node.tensor.dtype
+    is_float = dtype in _FLOATS and node.op.type in _OF_POSITIONS
+    if any(each is None for each in arrays) or not (is_float or dtype in _WIDE):
         return None
     try:
         result = evaluate(node.op, *arrays)
@@ -373,7 +377,16 @@ def _evaluated(node: Node, evaluate: Evaluate) -> Value | None:
     result = np.asarray(result, object)
     if result.size > _MOST_NUMBERS or _may_overflow(result):
         return None
+    if is_float and not (is_fixed(result) and _are_whole(result)):
+        return None
     return of_numbers(node, result)
+
+
+def _are_whole(values: Array) -> bool:
+    """Tell whether there are only whole numbers that floats have, too, if any are."""
+    if values.dtype.kind in "iub":
+        return True
+    return all(abs(n) <= _MOST_EXACT and n == int(n) for n in values.ravel())
 
 
 def _may_overflow(numbers: Array) -> bool:

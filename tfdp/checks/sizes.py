@@ -317,7 +317,10 @@ def _stitched(op: tf.Operation, *arrays: Array) -> Array | None:
 
 def _cast(op: tf.Operation, values: Array) -> Array | None:
     # Other numbers come out of narrower ones, and of truths.
-    return values if op.outputs[0].dtype.name in {"int32", "int64"} else None
+    return values if op.outputs[0].dtype.name in _CAST_TO else None
+
+
+_CAST_TO = {"int32", "int64", "float32", "float64"}
 
 
 def _one_hot(

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp._types import Nest
+from tfdp.clipping import at_least_float32
 from tfdp.losses.objective import number_of_rows
 from tfdp.rules.recording import Recording, Watched
 from tfdp.rules.terms import Units
@@ -86,7 +87,8 @@ def _explained(
 ) -> list[Explanation]:
     units = Units(number=1, rows=1)
     numbers: dict[str, float] = {}
-    for term in watched.terms_of([tf.zeros_like(each) for each in watched.tensors]):
+    gradients = [at_least_float32(tf.zeros_like(each)) for each in watched.tensors]
+    for term in watched.terms_of(gradients):
         if term.variable.trainable and id(term.variable) not in leaves_out:
             how = term.how(norms, units)
             known = term.numbers(how, units)

@@ -1,19 +1,20 @@
-"""The rule of layers that have none: the gradients of each row, by vectorizing."""
+"""The rules of layers that have none: each row by itself, by vectorizing."""
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import keras
 import tensorflow as tf
 
-from tfdp import _seeds
+from tfdp import _keras, _seeds
 from tfdp._tracing import tracing
 from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.recording import Call, rule
+from tfdp.rules.recording import Call, Leaves, rule
 from tfdp.rules.terms import PerRow, Term
 
 
-@rule(None)
+@rule(Leaves.OTHERS)
 def generic(call: Call) -> Nest:
     """Rule of any layer that is deterministic and treats rows separately.
 
@@ -34,71 +35,26 @@ def generic(call: Call) -> Nest:
         .. [1] Yousefpour et al., "Opacus: User-Friendly Differential Privacy Library
            in PyTorch", 2021. https://arxiv.org/abs/2109.12298
     """
-    layer = call.layer
-    advice = (
-        f"Received: `{call.path}` ({type(layer).__name__}). Register a rule for it: "
-        f"`tfdp.rules.register({type(layer).__name__}, rule)`."
-    )
-    if layer.non_trainable_variables:
-        raise UnsupportedLayerError(
-            f"A layer without a rule must keep no state. {advice}"
-        )
-    try:
-        # Run once more for the gradients, it would draw other numbers.
-        with _seeds.without_chance():
-            outputs = call.run(*call.args, **call.kwargs)
-    except _seeds.RandomError as error:
-        raise UnsupportedLayerError(
-            f"A layer without a rule must not be random. {advice}"
-        ) from error
-    arguments = (call.args, call.kwargs)
-    rows = keras.tree.flatten(call.inputs)[0].shape[0]
-
-    def has_rows(leaf: Nest) -> bool:
-        is_tensor: bool = tf.is_tensor(leaf)
-        return is_tensor and bool(leaf.shape.rank)
-
-    inputs = [leaf for leaf in keras.tree.flatten(arguments) if has_rows(leaf)]
-    # With as many rows as another axis has numbers, nobody could tell them apart.
-    if any(leaf.shape[0] != rows for leaf in inputs):
-        raise UnsupportedLayerError(
-            f"A layer without a rule must take tensors of which each row is one "
-            f"example's. {advice}"
-        )
-    variables = layer.trainable_variables
+    variables = call.layer.trainable_variables
+    rows = _Rows(call)
+    # Run once more for the gradients, it would draw other numbers.
+    outputs = rows.without_chance(*call.args, **call.kwargs)
 
     def of_row(row: list[Tensor]) -> list[Tensor]:
-        row_gradients = row[len(inputs) :]
-        remaining = iter(row)
-        args, kwargs = keras.tree.map_structure(
-            lambda leaf: next(remaining)[None] if has_rows(leaf) else leaf, arguments
-        )
         values = [variable.value for variable in variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(values)
-            results = keras.tree.flatten(call.run(*args, **kwargs))
+            results = keras.tree.flatten(rows.run(row))
         found = tape.gradient(
             results,
             values,
-            output_gradients=[g[None] for g in row_gradients],
+            output_gradients=[g[None] for g in row[len(rows.tensors) :]],
             unconnected_gradients=tf.UnconnectedGradients.ZERO,
         )
         return [tf.convert_to_tensor(gradient) for gradient in found]
 
     def terms(*gradients: Tensor) -> list[Term]:
-        trace = tracing()
-        rows = [*inputs, *gradients]
-        try:
-            if trace is not None:
-                _check_that_it_can_be_vectorized(of_row, rows)
-                of_rows = trace.alone(of_row, rows)
-            else:
-                of_rows = tf.vectorized_map(of_row, rows, warn=False)
-        # Whatever stops the tracing: an error of the layer itself came before.
-        except Exception as error:
-            raise UnsupportedLayerError(
-                f"A layer without a rule must be one that can be vectorized. {advice}"
-            ) from error
+        of_rows = rows.mapped(of_row, *gradients)
         return [
             PerRow(variable, gradient)
             for variable, gradient in zip(variables, of_rows, strict=True)
@@ -106,6 +62,157 @@ def generic(call: Call) -> Nest:
 
     watched = call.watch_all(keras.tree.flatten(outputs), terms, linear_terms=None)
     return keras.tree.pack_sequence_as(outputs, watched)
+
+
+@rule(Leaves.VECTORS)
+def vectors(call: Call) -> Nest:
+    """Rule of any such layer whose variables are vectors: scales and offsets.
+
+    Each row goes through the layer's own code by itself, with copies of the variables
+    that are its own: the ordinary backward pass leaves the gradients of the rows apart.
+
+    Args:
+        call: The call.
+
+    Returns:
+        The layer's outputs.
+
+    Raises:
+        UnsupportedLayerError: See `generic`; also if it takes variables from where
+            copies cannot stand in for them.
+    """
+    variables = call.layer.trainable_variables
+    known = {id(v) for each in variables for v in _keras.tensorflow_variables(each)}
+    rows = _Rows(call)
+    copies = [call.per_row(variable) for variable in variables]
+    structure: list[Nest] = []
+
+    def of_row(row: list[Tensor]) -> list[Tensor]:
+        own = list(zip(variables, row[len(rows.tensors) :], strict=True))
+        with tf.GradientTape() as tape, keras.StatelessScope(state_mapping=own):
+            outputs = rows.run(row)
+        if any(id(variable) in known for variable in tape.watched_variables()):
+            rows.refuse("must read its variables by their `value`")
+        structure[:] = [outputs]
+        return [tf.ensure_shape(t, [1, *t.shape[1:]])[0] for t in _with_masks(outputs)]
+
+    if tracing() is None:
+        return _packed(rows.mapped(of_row, *copies), structure[0])
+    # Of one row alone nothing tells what the layer does to the rows of a batch.
+    outputs = rows.without_chance(*call.args, **call.kwargs)
+    (sums,) = rows.mapped(lambda row: [_sum(of_row(row))], *copies)
+    return keras.tree.map_structure(lambda each: _plus_rows(each, sums), outputs)
+
+
+def _with_masks(outputs: Nest) -> list[Tensor]:
+    """List the tensors that a layer returns, and then the masks that it attached."""
+    results: list[Tensor] = keras.tree.flatten(outputs)
+    masks = [_keras.keras_mask(result) for result in results]
+    return results + [mask for mask in masks if mask is not None]
+
+
+def _packed(tensors: list[Tensor], outputs: Nest) -> Nest:
+    """Undo `_with_masks`, with other tensors in place of those of `outputs`."""
+    remaining = iter(tensors)
+    packed = keras.tree.map_structure(lambda _: next(remaining), outputs)
+    for tensor, output in zip(
+        keras.tree.flatten(packed), keras.tree.flatten(outputs), strict=True
+    ):
+        if _keras.keras_mask(output) is not None:
+            _keras.with_mask(tensor, next(remaining))
+    return packed
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    return tf.add_n([tf.reduce_sum(tf.cast(each, tf.float32)) for each in tensors])
+
+
+def _plus_rows(tensor: Tensor, of_rows: Tensor) -> Tensor:
+    """Add a number of each row to a tensor, if it can have gradients."""
+    if not tensor.dtype.is_floating:
+        return tensor
+    shape = [-1] + [1] * (tensor.shape.rank - 1)
+    total = tensor + tf.cast(tf.reshape(of_rows, shape), tensor.dtype)
+    return _keras.with_mask_of(total, tensor)
+
+
+class _Rows:
+    """The rows of a call of a layer without a rule, which may neither keep nor draw.
+
+    Args:
+        call: The call.
+
+    Attributes:
+        tensors: What has a row for each example: arguments, and masks of theirs.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        if call.layer.non_trainable_variables:
+            self.refuse("must keep no state")
+        self.tensors: list[Tensor] = []
+        for leaf in keras.tree.flatten((call.args, call.kwargs)):
+            if _has_rows(leaf):
+                mask = _keras.keras_mask(leaf)
+                self.tensors += [leaf] if mask is None else [leaf, mask]
+        # With as many rows as another axis has numbers, nobody could tell them apart.
+        rows = keras.tree.flatten(call.inputs)[0].shape[0]
+        if any(tensor.shape[0] != rows for tensor in self.tensors):
+            self.refuse("must take tensors of which each row is one example's")
+
+    def refuse(self, rule_broken: str, error: Exception | None = None) -> NoReturn:
+        """Raise, with what the layer does and what to do about it."""
+        name = type(self._call.layer).__name__
+        raise UnsupportedLayerError(
+            f"A layer without a rule {rule_broken}. Received: `{self._call.path}` "
+            f"({name}). Register a rule for it: `tfdp.rules.register({name}, rule)`."
+        ) from error
+
+    def run(self, row: list[Tensor]) -> Nest:
+        """Run the layer's own code on one row of `tensors`."""
+        remaining = iter(row)
+
+        def of_row(leaf: Nest) -> Nest:
+            if not _has_rows(leaf):
+                return leaf
+            tensor = next(remaining)[None]
+            if _keras.keras_mask(leaf) is None:
+                return tensor
+            return _keras.with_mask(tensor, next(remaining)[None])
+
+        arguments = (self._call.args, self._call.kwargs)
+        args, kwargs = keras.tree.map_structure(of_row, arguments)
+        return self.without_chance(*args, **kwargs)
+
+    def without_chance(self, *args: Nest, **kwargs: Nest) -> Nest:
+        """Run the layer's own code on these arguments."""
+        try:
+            with _seeds.without_chance():
+                return self._call.run(*args, **kwargs)
+        except _seeds.RandomError as error:
+            self.refuse("must not be random", error)
+
+    def mapped(
+        self, function: Callable[[list[Tensor]], Nest], *more: Tensor
+    ) -> list[Tensor]:
+        """Apply a function to each row of `tensors` and of others."""
+        trace = tracing()
+        rows = [*self.tensors, *more]
+        try:
+            if trace is None:
+                of_rows: list[Tensor] = tf.vectorized_map(function, rows, warn=False)
+                return of_rows
+            _check_that_it_can_be_vectorized(function, rows)
+            return list(trace.alone(function, rows))
+        except UnsupportedLayerError:
+            raise
+        # Whatever stops the tracing: an error of the layer itself came before.
+        except Exception as error:  # noqa: BLE001
+            self.refuse("must be one that can be vectorized", error)
+
+
+def _has_rows(leaf: Nest) -> bool:
+    return bool(tf.is_tensor(leaf) and leaf.shape.rank)
 
 
 def _check_that_it_can_be_vectorized(

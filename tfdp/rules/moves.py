@@ -137,6 +137,8 @@ def _along(
     """Compute ``tensor + step shift`` for a step of 0."""
 
     def gradient(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # Slices, where rows are taken out of the tensor.
+        g = tf.convert_to_tensor(g)
         by_step = tf.cast(tf.reduce_sum(g * shift), step.dtype)
         return g, _nothing(g, step), by_step
 

@@ -5,6 +5,7 @@ Which class of layers has which rule is here too, and what a rule is given: a `C
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import inspect
 import operator
@@ -27,13 +28,21 @@ Rule: TypeAlias = Callable[["Call"], Nest]
 # From the gradients of what is watched to the terms of the variables' gradients.
 Terms: TypeAlias = Callable[..., list[Term]]
 
-# By the class; by its name, where the installed packages may lack it; and one for all
-# others that have variables and no layers in them, which stands at None.
-RULES: dict[type[keras.layers.Layer] | str | None, Rule] = {}
+
+class Leaves(enum.Enum):
+    """Layers whose class has no rule, with variables and no layers in them."""
+
+    VECTORS = "each variable has one axis at most that is longer than 1"
+    OTHERS = "some have several"
+
+
+# By the class; by its name, where the installed packages may lack it; and two for all
+# others without layers in them.
+RULES: dict[type[keras.layers.Layer] | str | Leaves, Rule] = {}
 
 
 def rule(
-    *layer_classes: type[keras.layers.Layer] | str | None,
+    *layer_classes: type[keras.layers.Layer] | str | Leaves,
 ) -> Callable[[Rule], Rule]:
     """Make a function the rule of classes of layers, of no others.
 
@@ -55,7 +64,7 @@ def find(layer: keras.layers.Layer) -> Rule | None:
     """Return the rule of a layer; None if it is only looked into.
 
     A layer without a rule that has variables of its own, and no layers in it, gets
-    the generic one.
+    one of those for `Leaves`.
     """
     layer_class = type(layer)
     if layer_class in RULES:
@@ -63,8 +72,11 @@ def find(layer: keras.layers.Layer) -> Rule | None:
     for name, function in RULES.items():
         if isinstance(name, str) and imported(name) is layer_class:
             return function
-    is_leaf = len(_keras.flatten_layers(layer)) == 1
-    return RULES[None] if is_leaf else None
+    if len(_keras.flatten_layers(layer)) > 1:
+        return None
+    shapes = [variable.shape for variable in layer.trainable_variables]
+    are_vectors = all(sum(length > 1 for length in shape) <= 1 for shape in shapes)
+    return RULES[Leaves.VECTORS if are_vectors else Leaves.OTHERS]
 
 
 def imported(name: str) -> object:
@@ -182,8 +194,9 @@ class Recording:
                     _keras.attributes_replaced(layer, add_loss=add_loss)
                 )
                 rule = find(layer) if layer.trainable_variables else None
-                # The rule of all others takes the leading axis for one of rows.
-                if rule is None or (self._is_of_one_unit and rule is RULES[None]):
+                # The rules of all others take the leading axis for one of rows.
+                is_for_rows = any(rule is RULES[leaves] for leaves in Leaves)
+                if rule is None or (self._is_of_one_unit and is_for_rows):
                     continue
                 run = functools.partial(self._run, rule, path, layer, layer.call)
                 call = functools.wraps(layer.call)(run)
@@ -474,8 +487,9 @@ class Call:
         value = tf.convert_to_tensor(variable)
         if shape != list(variable.shape):
             value = tf.reshape(value, shape)
-        rows = self.inputs.shape[0]
-        rows = tf.shape(self.inputs)[0] if rows is None else rows
+        of_rows = keras.tree.flatten(self.inputs)[0]
+        rows = of_rows.shape[0]
+        rows = tf.shape(of_rows)[0] if rows is None else rows
         copies = tf.broadcast_to(value, [rows, *shape])
 
         def terms(g: Tensor) -> list[Term]:
