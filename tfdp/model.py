@@ -49,6 +49,7 @@ from tfdp.training.arguments import (
     check_targets,
     check_trainable,
     check_unit,
+    check_validation_data,
     check_wrapped,
 )
 from tfdp.training.augmentation import Augmentation
@@ -443,6 +444,7 @@ class DPModel(TrainingFunctions):
         """
         self._get_ready()
         check_inputs(x)
+        check_validation_data(validation_data)
         check_class_weight(class_weight, sample_weight, y, self.model)
         if user_ids is not None and validation_split:
             raise ValueError(
