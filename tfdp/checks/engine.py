@@ -71,7 +71,9 @@ def choose(
             if problems:
                 raise UnsupportedLayerError(str(problems[0]))
         _compare_if_foreign(chosen, objective, data if sample is None else sample)
-    except UnsupportedLayerError as error:
+    except Exception as failure:  # noqa: BLE001
+        error = _as_unsupported(failure)
+        # An error of the model itself, or of the losses, comes again here.
         check_objective(objective, data, sizes)
         if engine != "auto":
             raise UnsupportedLayerError(
@@ -95,6 +97,12 @@ def choose(
         return VectorizedEngine()
     _log_layers_without_rule(objective.model)
     return chosen
+
+
+def _as_unsupported(error: Exception) -> UnsupportedLayerError:
+    if isinstance(error, UnsupportedLayerError):
+        return error
+    return UnsupportedLayerError(f"A rule fails for a call of its layer: {error!r}.")
 
 
 def _compare_if_foreign(

@@ -296,13 +296,14 @@ class Recording:
         if self._is_of_one_unit:
             return tensor
         leading = tensor.shape[0] if tensor.shape.rank else 0
-        if isinstance(self._rows, int) and leading is not None:
-            if leading == self._rows * self.repeats:
+        rows = self._rows if isinstance(self._rows, int) else None
+        if leading is not None:
+            if rows is not None and leading == rows * self.repeats:
                 return tensor
             raise UnsupportedLayerError(
                 "The leading axis of what a layer computes must be that of the batch. "
                 f"Received: `{path}` with leading axis {leading} in a batch of "
-                f"{self._rows} rows."
+                f"{'any number of' if rows is None else rows} rows."
             )
         numbers = tensor.shape[1:].num_elements()
         if numbers is None:
