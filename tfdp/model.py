@@ -90,9 +90,10 @@ class DPModel(TrainingFunctions):
             overrides `compute_loss` has it evaluated for each example alone.
         engine: How per-example gradients are clipped: `"bookkeeping"`, in about the
             time of an ordinary step; `"ghost"`, by a second backward pass in place of
-            keeping what the first one found; `"vectorized"`, for any model; `"auto"`,
-            book-keeping where it can, with each example by itself where rows are not
-            proven to stay apart; or an engine object.
+            keeping what the first one found; `"apart"`, with each example by itself;
+            `"vectorized"`, for any model; `"auto"`, book-keeping where it can, with each
+            example by itself where rows are not proven to stay apart; or an engine
+            object.
         physical_batch_size: Rows that go through the model at once, on each replica.
             A batch of any size runs in passes of this size, within their memory, as
             one step. By default a batch runs whole.

@@ -290,3 +290,11 @@ def test_a_model_trains_with_it_and_is_explained():
     # Of the layer with a layer in it, nothing but its own variable.
     (line,) = [row for row in table.splitlines() if "vectorized" in row]
     assert "/token" in line
+
+
+@pytest.mark.parametrize("engine", ["apart", ApartEngine()], ids=["named", "object"])
+def test_it_is_saved_as_what_it_is(engine):
+    private = tfdp.DPModel(text_model(), engine=engine)
+    config = private.get_config()
+    assert config["engine"] == "apart"
+    assert tfdp.engines.get(config["engine"]) == ApartEngine()

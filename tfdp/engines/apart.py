@@ -40,6 +40,8 @@ class ApartEngine(BookkeepingEngine):
         norms: See `BookkeepingEngine`.
     """
 
+    name = "apart"
+
     def clip_and_sum(
         self,
         objective: Objective,
