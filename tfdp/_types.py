@@ -3,7 +3,7 @@
 Neither ships types, so to a type checker each of these is `Any`. They are for readers.
 """
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import keras
 import numpy as np
@@ -40,3 +40,20 @@ class Padded(NamedTuple):
 
     rows: Nest
     is_padding: Nest
+
+    def __getitem__(self, index: Nest) -> NoReturn:
+        """Refuse to be taken for ``(x, y)``, as Keras would in its own steps.
+
+        Args:
+            index: Of a part.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "A batch with padding is no `(x, y)`: only private training knows what is "
+            f"padding. Received: part {index!r} of a batch of a "
+            "`tfdp.data.PoissonDataset` with `max_batch_size` or `user_ids`. Use the "
+            "arrays themselves, `private.evaluate(x, y)`, `private.predict(x)` or "
+            "`validation_data=(x, y)`; or unpack it, `rows, is_padding = dataset[0]`."
+        )

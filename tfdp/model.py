@@ -49,6 +49,7 @@ from tfdp.training.arguments import (
     check_targets,
     check_trainable,
     check_unit,
+    check_validation_data,
     check_wrapped,
     note_slow_cpu,
 )
@@ -91,9 +92,10 @@ class DPModel(TrainingFunctions):
             add (`add_loss`, `activity_regularizer`) is part of each example's loss.
         engine: How per-example gradients are clipped: `"bookkeeping"`, in about the
             time of an ordinary step; `"ghost"`, by a second backward pass in place of
-            keeping what the first one found; `"vectorized"`, for any model; `"auto"`,
-            book-keeping where it can, with each example by itself where rows are not
-            proven to stay apart; or an engine object.
+            keeping what the first one found; `"apart"`, with each example by itself;
+            `"vectorized"`, for any model; `"auto"`, book-keeping where it can, with each
+            example by itself where rows are not proven to stay apart; or an engine
+            object.
         physical_batch_size: Rows that go through the model at once, on each replica.
             A batch of any size runs in passes of this size, within their memory, as
             one step. By default a batch runs whole.
@@ -448,6 +450,7 @@ class DPModel(TrainingFunctions):
         self._get_ready()
         note_slow_cpu()
         check_inputs(x)
+        check_validation_data(validation_data)
         check_class_weight(class_weight, sample_weight, y, self.model)
         if user_ids is not None and validation_split:
             raise ValueError(

@@ -407,6 +407,80 @@ def test_positions_in_place_of_examples_do_not_hide_behind_a_head_of_zeros():
 # ------------------------------------------------------------------ other ways around
 
 
+class ForAllRows(layers.Layer):
+    """Uses layers on something else than rows."""
+
+    def __init__(self, function, inner=None):
+        super().__init__()
+        self.function = function
+        self.embedding = layers.Embedding(4, 6)
+        self.inner = inner
+
+    def call(self, x):
+        return self.function(x, self.embedding, self.inner)
+
+
+@pytest.mark.parametrize(
+    ("function", "inner"),
+    [
+        (lambda x, embed, _: x + embed(ops.convert_to_tensor(2)), None),
+        (
+            lambda x, embed, norm: x + norm(embed(ops.arange(4))),
+            lambda: layers.LayerNormalization(axis=0),
+        ),
+        (
+            lambda x, embed, dense: (
+                dense(x) + ops.stop_gradient(dense(embed(ops.arange(4))))
+            ),
+            lambda: layers.Dense(6),
+        ),
+    ],
+    ids=["scalar", "axis_of_positions", "stopped"],
+)
+def test_calls_that_a_rule_was_not_written_for_are_no_error(function, inner):
+    model = keras.Sequential([
+        keras.Input((4, 6)),
+        ForAllRows(function, inner and inner()),
+        layers.Flatten(),
+        layers.Dense(1),
+    ])
+    x = np.random.default_rng(0).normal(size=(5, 4, 6)).astype("float32")
+    y = np.ones((5, 1), "float32")
+    objective = Objective.of(model, "mse")
+    assert choose("auto", objective, (x, y, None)) != BookkeepingEngine()
+    with pytest.raises(UnsupportedLayerError, match=r"Or use `engine='vectorized'`"):
+        choose("bookkeeping", objective, (x, y, None))
+
+    @tf.function(
+        input_signature=[tf.TensorSpec([None, 4, 6]), tf.TensorSpec([None, 1])]
+    )
+    def norms(x, y):
+        return tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0).norms
+
+    expected = tfdp.clipped_gradients(
+        model, "mse", x, y, l2_norm_clip=1.0, engine="vectorized"
+    )
+    np.testing.assert_allclose(norms(x, y), expected.norms, rtol=1e-4)
+
+
+def test_errors_of_a_model_stay_what_they_are():
+    is_broken = False
+
+    def may_break(x):
+        if is_broken:
+            raise KeyError("own")
+        return x
+
+    model = keras.Sequential([
+        keras.Input((4, 6)),
+        layers.Lambda(may_break),
+        layers.Dense(1),
+    ])
+    is_broken, x = True, np.ones((5, 4, 6), "float32")
+    with pytest.raises(KeyError, match="own"):
+        choose("auto", Objective.of(model, "mse"), (x, x[..., :1], None))
+
+
 def test_a_loss_that_uses_weights_is_of_each_unit_by_itself():
     model = OwnLoss()
     x, y = np.ones((ROWS, 3), "float32"), np.ones((ROWS, 2), "float32")

@@ -110,3 +110,34 @@ def test_a_bound_out_of_range_is_refused(bound):
 def test_weights_of_classes_are_refused():
     with pytest.raises(ValueError, match=r"sample_weight=weight_of_class\[y\]"):
         private().fit(dataset(30), class_weight={0: 1.0, 1: 2.0}, verbose=0)
+
+
+def plain(model):
+    model.compile("sgd", logits_loss())
+    return model
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda batches: private().evaluate(batches, verbose=0),
+        lambda batches: private().predict(batches, verbose=0),
+        lambda batches: private().fit(
+            *data(ROWS), batch_size=6, validation_data=batches, verbose=0
+        ),
+        lambda batches: plain(network()).evaluate(batches, verbose=0),
+        lambda batches: plain(network()).predict(batches, verbose=0),
+        lambda batches: plain(keras.Sequential([network()])).fit(batches, verbose=0),
+        lambda batches: batches[0][0],
+    ],
+)
+def test_padding_is_never_taken_for_targets(use):
+    with pytest.raises((TypeError, ValueError), match=r"padding.*[(]x, y[)]`"):
+        use(dataset(30))
+
+
+def test_validation_with_padding_is_refused_before_a_step():
+    model = private()
+    with pytest.raises(ValueError, match="padding"):
+        model.fit(dataset(30), validation_data=dataset(30), verbose=0)
+    assert not model.ledger.segments

@@ -1,5 +1,7 @@
 """Book-keeping with each unit by itself against one example at a time in float64."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -67,6 +69,30 @@ class Tied(layers.Layer):
         return ops.matmul(self.inner(x), ops.transpose(self.inner.kernel))
 
 
+class OfVector(layers.Layer):
+    """Calls a layer on a vector, which has no axis of rows."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.positions = layers.Embedding(LENGTH, WIDTH)
+        self.inner = inner
+
+    def call(self, x):
+        first = self.positions(ops.arange(LENGTH))[0]
+        return x * ops.sum(self.inner(first) ** 2)
+
+
+class TiedOverTime(layers.Layer):
+    """Multiplies with a matrix of a recurrent layer inside."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x):
+        return self.inner(x) + ops.matmul(x, self.inner.cell.recurrent_kernel[:, :2])
+
+
 class Noisy(layers.Layer):
     """Has a variable and no rule, and draws in training."""
 
@@ -117,10 +143,32 @@ MODELS = {
         floats((3, LENGTH, 2), 1),
         "mse",
     ),
+    "layer_norm_of_vector": Problem(
+        "layer_norm_of_vector",
+        lambda: text_model(OfVector(layers.LayerNormalization())),
+        tokens_and_targets,
+        "mse",
+    ),
+    "rms_norm_of_vector": Problem(
+        "rms_norm_of_vector",
+        lambda: text_model(OfVector(layers.RMSNormalization())),
+        tokens_and_targets,
+        "mse",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, id=name) for name in MODELS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            id=name,
+            marks=[pytest.mark.slow] if name == "layer_norm_of_vector" else [],
+        )
+        for name in MODELS
+    ],
+)
 def test_what_stops_book_keeping_over_the_batch(name):
     problem = MODELS[name]
     objective = Objective.of(problem.build(), problem.loss())
@@ -128,6 +176,36 @@ def test_what_stops_book_keeping_over_the_batch(name):
     run = runner(problem, ENGINES)
     for rows in (OUTLIER, (0,)):
         check(problem, run, rows)
+
+
+@pytest.mark.parametrize(
+    "recurrent",
+    [
+        layers.GRU,
+        pytest.param(layers.LSTM, marks=pytest.mark.slow),
+        pytest.param(layers.SimpleRNN, marks=pytest.mark.slow),
+    ],
+)
+def test_a_recurrent_matrix_that_is_used_elsewhere(recurrent):
+    problem = Problem(
+        recurrent.__name__,
+        lambda: keras.Sequential([
+            keras.Input((LENGTH, 2)),
+            TiedOverTime(recurrent(2, return_sequences=True)),
+            layers.Flatten(),
+            layers.Dense(1),
+        ]),
+        floats((LENGTH, 2), 1),
+        "mse",
+    )
+    objective = Objective.of(problem.build(), problem.loss())
+    # The loop over time has a gradient of its own, which knows nothing of the matrix.
+    batch = problem.batch(3)
+    run = functools.partial(tfdp.clipped_gradients, problem.build(), "mse")
+    # Inside of a map TensorFlow may wrap the `UnsupportedLayerError`.
+    with pytest.raises(Exception, match="used elsewhere"):
+        run(*batch[:2], l2_norm_clip=1.0, engine=ApartEngine())
+    assert choose("auto", objective, tuple(batch)).name == "vectorized"
 
 
 @pytest.mark.slow
@@ -212,3 +290,11 @@ def test_a_model_trains_with_it_and_is_explained():
     # Of the layer with a layer in it, nothing but its own variable.
     (line,) = [row for row in table.splitlines() if "vectorized" in row]
     assert "/token" in line
+
+
+@pytest.mark.parametrize("engine", ["apart", ApartEngine()], ids=["named", "object"])
+def test_it_is_saved_as_what_it_is(engine):
+    private = tfdp.DPModel(text_model(), engine=engine)
+    config = private.get_config()
+    assert config["engine"] == "apart"
+    assert tfdp.engines.get(config["engine"]) == ApartEngine()

@@ -33,6 +33,38 @@ def test_a_free_bound_costs_less_than_a_percent(n, batch_size, z):
     assert 1 - 1e-6 < ratio < 1.01
 
 
+@pytest.mark.parametrize(
+    ("n", "batch_size", "z", "steps", "delta"),
+    [
+        (1000, 10, 1.0, 128, 1e-6),
+        pytest.param(60_000, 256, 0.6, 5000, 1e-5, marks=pytest.mark.slow),
+    ],
+)
+def test_what_draws_no_warning_costs_less_than_a_percent(
+    n, batch_size, z, steps, delta
+):
+    bound = next(
+        bound
+        for bound in range(batch_size, n)
+        if not TruncatedPoisson(n, batch_size, bound).cuts_often
+    )
+    assert bound < TruncatedPoisson(n, batch_size, n).free_bound
+    cut = Segment(TruncatedPoisson(n, batch_size, bound), steps, z)
+    free = Segment(Poisson(n, batch_size), steps, z)
+    assert Ledger((cut,)).epsilon(delta) < 1.01 * Ledger((free,)).epsilon(delta)
+
+
+@pytest.mark.parametrize(
+    ("n", "batch_size", "is_near"),
+    # Of one example, six standard deviations cost 3 %.
+    [(1000, 10, False), (60_000, 256, False), (1000, 50, False), (1000, 1, True)],
+)
+def test_six_standard_deviations_above_the_mean_are_enough(n, batch_size, is_near):
+    q = batch_size / n
+    bound = math.ceil(batch_size + 6 * math.sqrt(n * q * (1 - q)))
+    assert TruncatedPoisson(n, batch_size, bound).cuts_often == is_near
+
+
 def test_rdp_has_an_upper_bound():
     run = Segment(CUT, 128, 1.0)
     twice = dp_accounting.PoissonSampledDpEvent(

@@ -262,6 +262,91 @@ def test_a_bad_example_takes_its_microbatch_with_it():
     np.testing.assert_array_equal(np.isfinite(result.norms), [True, False, True])
 
 
+# ---------------------------------------------------------------- padding and users
+
+
+def padded(scheme_options):
+    """A drawn batch with padding, which is large, and the rows that it is of."""
+    x, y, _ = PROBLEM.batch(7)
+    x[2] *= 1e6
+    drawn = tfdp.data.PoissonDataset(x, y, expected_batch_size=4, **scheme_options)
+    (x, y), is_padding = drawn.batch_of(
+        np.array([3, 5, -1, 2, -1, -1, 0, -1, -1, -1, -1, -1])
+    )
+    x[is_padding], y[is_padding] = 1e3, -1e3
+    return x, y, is_padding
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("passes", [None, 6])
+@pytest.mark.parametrize("users", [None, 3])
+def test_padding_is_no_example(mode, passes, users):
+    bound = {"max_batch_size": 7}
+    of_users = {"user_ids": np.arange(7) % 5, "examples_per_user": users}
+    x, y, is_padding = padded(of_users if users else bound)
+    gradients = problem_gradients(PROBLEM, Batch(x[~is_padding], y[~is_padding], None))
+    if users:  # Two rows of the first, one each of two others.
+        gradients = [
+            np.stack([each[:2].mean(0), each[2], each[3]]) for each in gradients
+        ]
+    clip = active_clip(gradients)
+    expected, norms = clipped_sum(gradients, clip)
+    assert (norms > clip).any()
+    model = model_of(PROBLEM)
+
+    def clipped(x, y, is_padding):
+        return tfdp.clipped_gradients(
+            model,
+            "mse",
+            x,
+            y,
+            l2_norm_clip=clip,
+            physical_batch_size=passes,
+            is_padding=is_padding,
+            examples_per_user=users,
+        )
+
+    if mode == "graph":
+        specs = [tf.TensorSpec([None, *each.shape[1:]], each.dtype) for each in (x, y)]
+        specs.append(tf.TensorSpec([None], tf.bool))
+        clipped = tf.function(clipped, input_signature=specs, autograph=False)
+    result = clipped(x, y, is_padding)
+    assert_all_close(result.gradients, expected, rtol=0, atol=1e-4 * clip)
+    np.testing.assert_allclose(result.norms, norms, rtol=5e-5)
+    assert float(result.l2_sensitivity) == pytest.approx(clip)
+    # Without a row it is an empty batch.
+    nothing = clipped(x[:0], y[:0], is_padding[:0])
+    assert not any(np.any(each) for each in nothing.gradients)
+    # A user, or an example, that goes takes as much as it may.
+    without = clipped(x, y, is_padding | (np.arange(12) < 3))
+    moved = [a - b for a, b in zip(result.gradients, without.gradients, strict=True)]
+    moved = np.linalg.norm(np.concatenate([np.ravel(each) for each in moved]))
+    assert moved <= clip * (1 if users else 2) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_padding": np.zeros(3, bool)}, "is_padding with 3 rows"),
+        ({"examples_per_user": 2}, "examples_per_user=2, 5 rows"),
+        ({"examples_per_user": 0}, "`examples_per_user` must be a whole"),
+        (
+            {"examples_per_user": 5, "physical_batch_size": 3},
+            "whole microbatches, or users",
+        ),
+        (
+            {"is_padding": np.zeros(5, bool), "num_microbatches": 5},
+            "beside `is_padding`",
+        ),
+        ({"examples_per_user": 5, "num_microbatches": 1}, "beside `examples_per_user`"),
+    ],
+    ids=str,
+)
+def test_padding_and_users_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        refused(**changes)()
+
+
 # ------------------------------------------------------------------ what it accepts
 
 

@@ -35,13 +35,13 @@ def users(model=None, **wrap):
     return private(model, wrap=wrap, jit_compile=jit_compile)
 
 
-def clipped(rows, ids, most, l2_norm_clip=CLIP, **wrap):
+def clipped(rows, ids, most, l2_norm_clip=CLIP, model=None, **wrap):
     """Clip a batch of all users; return the sum as one vector, and the norms."""
     everyone = len(set(ids.tolist()))
     drawn = PoissonDataset(
         *rows, expected_batch_size=everyone, user_ids=ids, examples_per_user=most
     )
-    model = users(**wrap)
+    model = users(model, **wrap)
     batch = Batch.of(tf.nest.map_structure(tf.convert_to_tensor, drawn[0]))
     clipper = model._clipper(drawn.scheme)
     objective = Objective.of(model.model, logits_loss())
@@ -51,9 +51,9 @@ def clipped(rows, ids, most, l2_norm_clip=CLIP, **wrap):
     return np.concatenate(flat), found.norms.numpy(), batch
 
 
-def one_by_one(batch, most, l2_norm_clip=CLIP):
+def one_by_one(batch, most, l2_norm_clip=CLIP, model=None):
     """Do the same with a loop over users."""
-    model = network()
+    model = model or network()
     total, norms = 0.0, []
     for user in range(len(batch.is_padding) // most):
         rows = slice(user * most, (user + 1) * most)
@@ -78,6 +78,28 @@ def test_sums_and_norms_are_those_of_single_users(wrap):
     expected, of_users = one_by_one(batch, MOST)
     assert (of_users > CLIP).any()
     assert (of_users < CLIP).any()
+    np.testing.assert_allclose(norms, of_users, rtol=1e-9)
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-12)
+
+
+def cosine_network():
+    """Like `network`, but no number at all for a row of zeros."""
+    keras.utils.set_random_seed(3)
+    return keras.Sequential([
+        keras.Input((3,)),
+        keras.layers.Lambda(lambda x: x / tf.norm(x, axis=-1, keepdims=True)),
+        keras.layers.Dense(4, activation="tanh"),
+        keras.layers.Dense(2),
+    ])
+
+
+@pytest.mark.parametrize("wrap", WAYS, ids=str)
+def test_rows_that_a_user_lacks_make_nothing_of_those_that_it_has(wrap):
+    keras.config.set_floatx("float64")
+    found, norms, batch = clipped(data(), IDS, MOST, model=cosine_network(), **wrap)
+    assert batch.is_padding.numpy().any()
+    expected, of_users = one_by_one(batch, MOST, model=cosine_network())
+    assert (of_users > 0.8 * CLIP).any()
     np.testing.assert_allclose(norms, of_users, rtol=1e-9)
     np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-12)
 

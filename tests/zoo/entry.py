@@ -9,7 +9,6 @@ import keras
 import numpy as np
 
 import tfdp
-from tfdp.engines.apart import ApartEngine
 
 ROWS = 6
 # The row that is scaled until nothing but its clipped gradient is left of it.
@@ -61,8 +60,7 @@ class Entry:
 
 def engine_of(private: tfdp.DPModel) -> str:
     """Tell how the examples of a model in training are clipped, as an `Entry` does."""
-    engine = private._checked.engine
-    return "apart" if isinstance(engine, ApartEngine) else engine.name
+    return private._checked.engine.name
 
 
 def _shape_of_losses(y: np.ndarray) -> tuple[int, ...]:

@@ -84,8 +84,10 @@ def choose(
             if problems:
                 raise UnsupportedLayerError(str(problems[0]))
         _compare_if_foreign(chosen, objective, data if sample is None else sample)
-    except UnsupportedLayerError as error:
-        # What is refused for any number of rows is not tried row by row.
+    except Exception as failure:  # noqa: BLE001
+        error = _as_unsupported(failure)
+        # An error of the model itself, or of the losses, comes again here.
+        # What is refused for any number of rows is not tried row by row, either.
         check_objective(objective, data, list({*sizes, None}))
         if engine != "auto":
             raise UnsupportedLayerError(
@@ -109,6 +111,12 @@ def choose(
         return VectorizedEngine()
     _log_layers_without_rule(objective.model)
     return chosen
+
+
+def _as_unsupported(error: Exception) -> UnsupportedLayerError:
+    if isinstance(error, UnsupportedLayerError):
+        return error
+    return UnsupportedLayerError(f"A rule fails for a call of its layer: {error!r}.")
 
 
 def _compare_if_foreign(

@@ -57,8 +57,8 @@ class PoissonDataset(DrawnDataset):
             come from the data. A draw above it loses a uniformly random part, and every
             batch is padded to it: `data[0]` is then the batch and a bool array that
             marks the padding, which takes part in no gradient and in no metric. A bound
-            near `expected_batch_size` costs much epsilon: a warning says so, and which
-            one costs less than a percent.
+            near `expected_batch_size` costs much epsilon: where more than a draw in a
+            million is cut a warning says so, and which bound costs less than a percent.
         user_ids: For `DPModel(unit="user")`: the user of each row, whole numbers or
             strings, shape ``(n,)``. Users are drawn then, and `expected_batch_size` is
             their mean number. A batch has `examples_per_user` rows for each, padded as
@@ -159,13 +159,13 @@ def truncated(scheme: Poisson, max_batch_size: int) -> TruncatedPoisson:
     bounded = TruncatedPoisson(
         scheme.number_of_examples, scheme.expected_batch_size, max_batch_size
     )
-    if bounded.max_batch_size < bounded.free_bound:
+    if bounded.cuts_often:
         warnings.warn(
             "`max_batch_size` is near the expected batch size: draws that it cuts cost "
             "far more epsilon than others, up to several times as much in all. Received: "
             f"max_batch_size={max_batch_size}, expected_batch_size="
             f"{scheme.expected_batch_size}. Use `max_batch_size={bounded.free_bound}`, "
-            "which costs less than a percent.",
+            "which costs less than a percent at a delta of 1e-10 or more.",
             stacklevel=3,
         )
     return bounded

@@ -13,7 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from tfdp import _keras, _tree
-from tfdp._types import Nest, Tensor
+from tfdp._types import Nest, Padded, Tensor
 from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.data.rows import Rows, rows_of
 from tfdp.data.training_data import TrainingData
@@ -36,10 +36,19 @@ class Share(NamedTuple):
         fingerprint: Of the whole batch, a scalar int64 within 32 bits.
         rows: Nested tensors, `(x,)`, `(x, y)` or `(x, y, sample_weight)`; there may
             be no rows.
+        is_padding: Marks the rows that are none; an empty tuple if there are no marks.
     """
 
     fingerprint: Tensor
     rows: Nest
+    is_padding: Nest = ()
+
+    def batch(self) -> Nest:
+        """Return the rows, with the marks if there are some."""
+        # TensorFlow takes values of replicas apart by index, which `Padded` refuses.
+        if isinstance(self.is_padding, tuple):
+            return self.rows
+        return Padded(self.rows, self.is_padding)
 
 
 # number of the step -> indices of the rows of its batch, in ascending order.
@@ -295,7 +304,8 @@ def _shares_of_rows(data: DrawnDataset, draw: _Draw, part: _Part) -> tf.data.Dat
             tf.ensure_shape(each, [None, *leaf.shape[1:]])
             for each, leaf in zip(taken, leaves, strict=True)
         ]
-        return Share(fingerprint, keras.tree.pack_sequence_as(nothing, taken))
+        batch = keras.tree.pack_sequence_as(nothing, taken)
+        return Share(fingerprint, *(batch if data.is_padded else [batch]))
 
     elements = tf.data.Dataset.counter()
     workers = max(data.workers, 1)

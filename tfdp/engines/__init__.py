@@ -10,6 +10,7 @@ _BY_NAME: dict[str, type[Engine]] = {
     "auto": BookkeepingEngine,
     "bookkeeping": BookkeepingEngine,
     "ghost": GhostEngine,
+    "apart": ApartEngine,
     "vectorized": VectorizedEngine,
 }
 
@@ -18,7 +19,8 @@ def get(engine: object) -> Engine:
     """Return an engine by its name, or the engine object itself.
 
     Args:
-        engine: `"auto"`, `"bookkeeping"`, `"ghost"`, `"vectorized"` or an engine.
+        engine: `"auto"`, `"bookkeeping"`, `"ghost"`, `"apart"`, `"vectorized"` or an
+            engine.
 
     Raises:
         ValueError: If there is no engine of that name.

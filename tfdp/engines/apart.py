@@ -40,6 +40,7 @@ class ApartEngine(BookkeepingEngine):
         norms: See `BookkeepingEngine`.
     """
 
+    name = "apart"
     notes_what_it_reads = False
 
     def clip_and_sum(

@@ -61,7 +61,7 @@ def run(
             batch = _whole(data, rows, rows_per_unit)
         else:
             first = number * size
-            batch = _fill(data, first + tf.range(size), rows)
+            batch = _fill(data, first + tf.range(size), rows, rows_per_unit)
             batch = _tree.map_tensors(
                 lambda tensor: tf.ensure_shape(tensor, [size, *tensor.shape[1:]]), batch
             )
@@ -121,14 +121,10 @@ def _show(on_outputs: OnOutputs, data: Batch, rows: Tensor, outputs: Nest) -> No
     on_outputs(tuple(shown[:3]), rows, shown[3])
 
 
-def _zeros_where(is_padding: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that empties rows."""
-
-    def emptied(tensor: Tensor) -> Tensor:
-        marks = tf.reshape(is_padding, [-1] + [1] * (tensor.shape.rank - 1))
-        return tf.where(marks, tf.zeros_like(tensor), tensor)
-
-    return emptied
+def _emptied(tensor: Tensor, marks: Tensor) -> Tensor:
+    """Return a tensor with zeros, or empty strings, in the rows that are marked."""
+    marks = tf.reshape(marks, [-1] + [1] * (tensor.shape.rank - 1))
+    return tf.where(marks, tf.zeros_like(tensor), tensor)
 
 
 def _whole(data: Batch, rows: int | Tensor, rows_per_unit: int | Tensor) -> Batch:
@@ -144,7 +140,8 @@ def _whole(data: Batch, rows: int | Tensor, rows_per_unit: int | Tensor) -> Batc
             )
             return filled._replace(is_padding=tf.fill([rows + missing], missing > 0))
     units = (rows + rows_per_unit - 1) // rows_per_unit
-    return _fill(data, tf.range(tf.maximum(units, 1) * rows_per_unit), rows)
+    indices = tf.range(tf.maximum(units, 1) * rows_per_unit)
+    return _fill(data, indices, rows, rows_per_unit)
 
 
 def _zeros(rows: Tensor, like: Tensor) -> Tensor:
@@ -152,9 +149,10 @@ def _zeros(rows: Tensor, like: Tensor) -> Tensor:
     return tf.zeros(tf.concat([[rows], tf.shape(like)[1:]], 0), like.dtype)
 
 
-def _fill(data: Batch, indices: Tensor, rows: int | Tensor) -> Batch:
-    """Take rows by index; what lies past the last row repeats it, as padding."""
-    # So the padding of a unit that is not full is a row of that unit.
+def _fill(
+    data: Batch, indices: Tensor, rows: int | Tensor, rows_per_unit: int | Tensor
+) -> Batch:
+    """Take rows of whole units by index; what lies past the last row repeats it."""
     # An empty batch has no row to repeat: it gets one of zeros.
     is_empty = tf.cast(tf.equal(rows, 0), tf.int32)
     existing = tf.minimum(indices, tf.maximum(rows, 1) - 1)
@@ -163,10 +161,18 @@ def _fill(data: Batch, indices: Tensor, rows: int | Tensor) -> Batch:
         filled = tf.concat([tensor, _zeros(is_empty, tensor)], 0)
         return tf.gather(filled, existing)
 
-    filled: Batch = _tree.map_tensors(take, data)
     is_padding = indices >= rows
-    if filled.is_padding is not None:
-        is_padding |= filled.is_padding
-        # Whatever is in padding, NaN for example, must not reach the rows beside it.
-        filled = Batch(*_tree.map_tensors(_zeros_where(is_padding), tuple(filled)))
+    if data.is_padding is None:
+        filled: Batch = _tree.map_tensors(take, data)
+        return filled._replace(is_padding=is_padding)
+    is_padding |= take(data.is_padding)
+    # Whatever is in padding, NaN for example, must not reach the rows beside it: it
+    # becomes a row of its unit. Of zeros a model may make NaN, too.
+    of_units = tf.reshape(is_padding, [-1, rows_per_unit])
+    places = tf.reshape(tf.range(tf.size(indices)), [-1, rows_per_unit])
+    first_real = tf.argmin(of_units, axis=1, output_type=tf.int32)[:, tf.newaxis]
+    own = tf.where(of_units, places[:, :1] + first_real, places)
+    existing = tf.gather(existing, tf.reshape(own, [-1]))
+    nobodys = tf.reshape(of_units & tf.reduce_all(of_units, 1, keepdims=True), [-1])
+    filled = _tree.map_tensors(lambda tensor: _emptied(take(tensor), nobodys), data)
     return filled._replace(is_padding=is_padding)

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._types import Nest
+from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call, rule
 
 
@@ -65,8 +66,15 @@ def group_normalization(call: Call) -> Nest:
 
 def _run_with_copies(call: Call, shapes: dict[str, Sequence[int]]) -> Nest:
     """Run the layer's own code with copies of its variables for each row."""
-    return call.run_with(**{
+    outputs = call.run_with(**{
         name: call.per_row(getattr(call.layer, name), shape)
         for name, shape in shapes.items()
         if getattr(call.layer, name) is not None
     })
+    if not call.inputs.shape.is_compatible_with(outputs.shape):
+        raise UnsupportedLayerError(
+            "A copy of a variable for each row must not change what a layer computes. "
+            f"Received: `{call.path}`, outputs of shape {outputs.shape} for inputs of "
+            f"shape {call.inputs.shape}."
+        )
+    return outputs

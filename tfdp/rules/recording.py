@@ -157,6 +157,7 @@ class Recording:
         self.repeats = 1
         self.moves = moves
         self.elsewhere: dict[int, Variable] = {}
+        self._out_of_reach: dict[int, str] = {}
         self._is_of_one_unit = is_of_one_unit
         self._model = model
         self._rows = rows
@@ -203,6 +204,7 @@ class Recording:
                 entered.enter_context(_keras.attributes_replaced(layer, call=call))
             yield
         self._refuse_foreign(outside.watched_variables(), [])
+        self._refuse_out_of_reach()
         if self._refusals:
             raise UnsupportedLayerError(" ".join(dict.fromkeys(self._refusals)))
 
@@ -283,6 +285,19 @@ class Recording:
                 f"that has no others. Received: {names}, used elsewhere."
             )
 
+    def hide(self, path: str, variable: Variable) -> None:
+        """Note that the tape does not see a variable; see `Call.hide`."""
+        self._out_of_reach[id(variable)] = path
+
+    def _refuse_out_of_reach(self) -> None:
+        """Refuse variables whose whole gradient is asked for, and would lack a part."""
+        for number in self._out_of_reach.keys() & self.elsewhere.keys():
+            self._refusals.append(
+                "A variable of a loop over time must be used by its own layer alone. "
+                f"Received: `{self.elsewhere[number].path}` of "
+                f"`{self._out_of_reach[number]}`, used elsewhere."
+            )
+
     def watch(
         self,
         path: str,
@@ -320,13 +335,14 @@ class Recording:
         if self._is_of_one_unit:
             return tensor
         leading = tensor.shape[0] if tensor.shape.rank else 0
-        if isinstance(self._rows, int) and leading is not None:
-            if leading == self._rows * self.repeats:
+        rows = self._rows if isinstance(self._rows, int) else None
+        if leading is not None:
+            if rows is not None and leading == rows * self.repeats:
                 return tensor
             raise UnsupportedLayerError(
                 "The leading axis of what a layer computes must be that of the batch. "
                 f"Received: `{path}` with leading axis {leading} in a batch of "
-                f"{self._rows} rows."
+                f"{'any number of' if rows is None else rows} rows."
             )
         numbers = tensor.shape[1:].num_elements()
         if numbers is None:
@@ -465,6 +481,15 @@ class Call:
         moves = self._recording.moves
         return None if moves is None else moves.of(variable)
 
+    def hide(self, variable: Variable) -> None:
+        """Say that nothing but terms of this call tells a variable's gradient in it.
+
+        Args:
+            variable: That the rule uses where the ordinary backward pass does not see
+                it.
+        """
+        self._recording.hide(self.path, variable)
+
     @property
     def differentiates_twice(self) -> bool:
         """Whether gradients of the call's gradients will be taken."""
@@ -482,7 +507,18 @@ class Call:
 
         Returns:
             Shape ``(R, *shape)``.
+
+        Raises:
+            UnsupportedLayerError: If the inputs have no axis of rows.
         """
+        if self.inputs.shape.rank <= len(variable.shape):
+            # The first of them would be taken for rows.
+            raise UnsupportedLayerError(
+                "A layer must be called on rows, which have the axes of its variables "
+                f"and one before these. Received: `{self.path}` with inputs of shape "
+                f"{self.inputs.shape} and `{variable.path}` of shape "
+                f"{tuple(variable.shape)}."
+            )
         shape = list(variable.shape if shape is None else shape)
         value = tf.convert_to_tensor(variable)
         if shape != list(variable.shape):

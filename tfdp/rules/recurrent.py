@@ -65,6 +65,7 @@ class _Matrix:
     def recurrent(cls, call: Call, like: Tensor) -> Self:
         """Return the recurrent matrix of a layer, in the dtype of a tensor."""
         matrix = _cell_of(call).recurrent_kernel
+        call.hide(matrix)
         return cls(tf.cast(matrix, like.dtype), call.move(matrix))
 
     def split(self, column: int) -> tuple["_Matrix", "_Matrix"]:
@@ -173,7 +174,10 @@ def gru(call: Call) -> Nest:
 
 def _reset_after(call: Call, like: Tensor) -> _Cell:
     cell = _cell_of(call)
-    offset = 0.0 if cell.bias is None else tf.cast(cell.bias[1], like.dtype)
+    offset = 0.0
+    if cell.bias is not None:
+        call.hide(cell.bias)
+        offset = tf.cast(cell.bias[1], like.dtype)
 
     def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
         x_z, x_r, x_h = tf.split(x, 3, axis=-1)

@@ -7,6 +7,7 @@ from typing import ClassVar
 import dp_accounting
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import binom
 
 from tfdp.sampling.poisson import Poisson, second_generator
 from tfdp.sampling.scheme import Scheme
@@ -15,8 +16,11 @@ from tfdp.sampling.scheme import Scheme
 _EVENT = getattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent", None)
 
 # A bound that is so many standard deviations above the mean, and a little more where
-# batches are small, costs less than a percent of epsilon.
+# batches are small, costs less than a percent of epsilon at deltas of 1e-10 or more.
 _DEVIATIONS = 6
+
+# Where draws are cut less often, that costs less than a percent at deltas of 1e-6 or more.
+_RARELY = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +68,24 @@ class TruncatedPoisson(Poisson):
 
     @property
     def free_bound(self) -> int:
-        """A bound that costs less than a percent of epsilon; all examples at most."""
+        """A bound that costs less than a percent of epsilon at deltas of 1e-10 or more.
+
+        It is the number of all examples at most. At smaller deltas it may cost several
+        times as much.
+        """
         n, q = self.number_of_examples, self.sampling_probability
         # By Bernstein's inequality, as small draws have longer tails than the normal
         # distribution: a draw is above it with a probability below exp(-6^2 / 2).
         deviation = math.sqrt(1 + n * q * (1 - q))
         return min(n, math.ceil(n * q + _DEVIATIONS * (1 + deviation)))
+
+    @property
+    def cuts_often(self) -> bool:
+        """Whether more than a draw in a million is above the bound."""
+        chance = binom.sf(
+            self.max_batch_size, self.number_of_examples, self.sampling_probability
+        )
+        return bool(chance > _RARELY)
 
     @property
     def slots(self) -> int:

@@ -10,6 +10,7 @@ from tfdp import _keras
 from tfdp._types import Loss, Nest
 from tfdp._validate import one_of
 from tfdp.ascent.losses import check_plain
+from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.errors import NotPrivateError
 from tfdp.losses.objective import check_takes_logits
 from tfdp.optimizers import DPOptimizer
@@ -142,6 +143,24 @@ def check_inputs(x: Nest) -> None:
     if x is None:
         raise ValueError(
             "`x` is missing. Received: x=None. Use `private.fit(x, y, batch_size=256)`."
+        )
+
+
+def check_validation_data(validation_data: Nest) -> None:
+    """Refuse, before a step is spent, what `evaluate` refuses after an epoch.
+
+    Args:
+        validation_data: What `fit` got.
+
+    Raises:
+        ValueError: If its batches have padding.
+    """
+    if isinstance(validation_data, DrawnDataset) and validation_data.is_padded:
+        raise ValueError(
+            "Batches with padding cannot be evaluated: only private training knows what "
+            "is padding. Received: validation_data="
+            f"{type(validation_data).__name__}(...) with `max_batch_size` or "
+            "`user_ids`. Use the arrays themselves, `validation_data=(x, y)`."
         )
 
 

@@ -67,7 +67,7 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
         if not isinstance(share, Share):  # From `train_on_batch`.
             logs: dict[str, Tensor] = self.train_step(share)
             return logs
-        return self._take_step(share.rows, share.fingerprint)
+        return self._take_step(share.batch(), share.fingerprint)
 
     def make_test_function(self, force: bool = False) -> Callable[[Nest], Logs]:
         """Make the function that evaluates; its metrics are those of all replicas."""

@@ -33,6 +33,8 @@ def clipped_gradients(
     num_microbatches: int | None = None,
     engine: str | engines.Engine = "auto",
     physical_batch_size: int | None = None,
+    is_padding: Tensor | None = None,
+    examples_per_user: int | None = None,
 ) -> ClippedSum:
     """Sum the clipped gradients of the examples of a batch.
 
@@ -59,7 +61,13 @@ def clipped_gradients(
             examples in a group comes from the batch.
         engine: See `tfdp.DPModel`.
         physical_batch_size: None to run all rows at once, or how many to run at a
-            time, in the memory of so many; whole microbatches.
+            time, in the memory of so many; whole microbatches, or users.
+        is_padding: None, or bools of shape ``(N,)`` that mark rows which are nobody's:
+            those that come with batches of a `tfdp.data.PoissonDataset` which have a
+            bound or are of users.
+        examples_per_user: None to clip each example's gradient; k to clip the mean
+            gradient of each user, whose rows are k consecutive ones, padding too: that
+            of the `PoissonDataset` which drew the batch.
 
     Returns:
         The clipped sums in the order of ``model.trainable_variables``, with the
@@ -68,8 +76,9 @@ def clipped_gradients(
     Raises:
         ValueError: If `l2_norm_clip` is not positive and finite, the loss is a
             `tfdp.losses.SAT`, or a `BAM` whose radius is a schedule, `physical_batch_size` holds no
-            whole microbatches, or the model has no trainable variable or has layers
-            that break per-example privacy.
+            whole microbatches or users, the batch is none of whole users, padding or
+            users meet microbatches, or the model has no trainable variable or has
+            layers that break per-example privacy.
 
     Example:
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -85,7 +94,9 @@ def clipped_gradients(
     """
     engines.get(engine)
     data = _tree.map_tensors(tf.convert_to_tensor, (x, y, sample_weight))
-    _check_lengths(data)
+    if is_padding is not None:
+        is_padding = tf.ensure_shape(tf.convert_to_tensor(is_padding, tf.bool), [None])
+    _check_lengths((*data, is_padding))
     if not model.built:
         model(data[0])
     ascent = None
@@ -101,13 +112,19 @@ def clipped_gradients(
     objective = dataclasses.replace(Objective.of(model, loss), ascent=ascent)
     clip = clip_as_tensor(l2_norm_clip, objective.variables)
     rows = number_of_rows(data)
-    rows_per_unit: int | Tensor = 1
+    examples_per_unit: int | Tensor = 1
     if num_microbatches is not None:
+        _check_no_padding(is_padding, examples_per_user)
         groups = _validate.positive_int("num_microbatches", num_microbatches)
-        rows_per_unit = (rows + groups - 1) // groups
+        examples_per_unit = (rows + groups - 1) // groups
         # A batch without rows has a microbatch without rows, not of none.
         maximum = max if isinstance(rows, int) else tf.maximum
-        rows_per_unit = maximum(rows_per_unit, 1)
+        examples_per_unit = maximum(examples_per_unit, 1)
+    rows_per_user = 1
+    if examples_per_user is not None:
+        rows_per_user = _validate.positive_int("examples_per_user", examples_per_user)
+        _check_whole_users(rows, rows_per_user)
+    rows_per_unit = examples_per_unit * rows_per_user
     if physical_batch_size is not None:
         physical_batch_size = _whole_units(physical_batch_size, rows_per_unit)
         rows = physical_batch_size
@@ -119,15 +136,17 @@ def clipped_gradients(
     clipper = BatchClipper(
         model,
         chosen,
-        examples_per_unit=rows_per_unit,
+        examples_per_unit=examples_per_unit,
+        rows_per_example=rows_per_user,
         physical_batch_size=physical_batch_size,
     )
-    return clipper.clip(Batch(*data), clip, objective)
+    batch = Batch(*data)._replace(is_padding=is_padding)
+    return clipper.clip(batch, clip, objective)
 
 
 def _check_lengths(data: Nest) -> None:
     """Refuse inputs, targets and weights of different numbers of rows."""
-    names = ("x", "y", "sample_weight")
+    names = ("x", "y", "sample_weight", "is_padding")
     lengths = {
         name: {tensor.shape[0] for tensor in _tree.tensors(tree)}
         for name, tree in zip(names, data, strict=True)
@@ -143,6 +162,32 @@ def _check_lengths(data: Nest) -> None:
         raise ValueError(
             "`x`, `y` and `sample_weight` must have the same number of rows, one for "
             f"each example. Received: {received}. Use `y[:len(x)]`."
+        )
+
+
+def _check_no_padding(is_padding: Tensor | None, examples_per_user: int | None) -> None:
+    """Refuse microbatches of examples that are not always as many."""
+    if is_padding is not None or examples_per_user is not None:
+        raise ValueError(
+            "Microbatches of several examples need batches of fixed size, without "
+            "padding: one example more would shift all groups behind it, and no "
+            "clipping bounds that. Received: `num_microbatches` beside "
+            f"{'`is_padding`' if examples_per_user is None else '`examples_per_user`'}. "
+            "Use `num_microbatches=None`."
+        )
+
+
+def _check_whole_users(rows: int | Tensor, rows_per_user: int) -> None:
+    """Refuse batches whose rows are not those of whole users."""
+    if not isinstance(rows, int):
+        tf.debugging.assert_equal(
+            rows % rows_per_user, 0, "The batch is none of whole users."
+        )
+    elif rows % rows_per_user:
+        raise ValueError(
+            "A batch of users must have `examples_per_user` rows for each of them. "
+            f"Received: examples_per_user={rows_per_user}, {rows} rows. Use the "
+            "`examples_per_user` of the `tfdp.data.PoissonDataset` that drew the batch."
         )
 
 
