@@ -13,7 +13,13 @@ from tfdp.accounting.calibration import (
     calibrate_noise_multiplier,
 )
 from tfdp.accounting.ledger import Ledger
-from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.accounting.segments import (
+    PoissonSteps,
+    Segment,
+    ShuffledPasses,
+    UnamplifiedSteps,
+)
+from tfdp.sampling import TruncatedPoisson
 
 MNIST = {"n": 60_000, "batch_size": 256, "epochs": 60, "delta": 1e-5}
 SMALL = {"n": 1000, "batch_size": 30, "epochs": 3, "delta": 1e-4}
@@ -208,6 +214,25 @@ def test_steps_with_noise_of_their_own(name, shape, accountant):
 
     assert count
     assert cost(count) <= target < cost(count + 1)
+
+
+def test_bounded_draws_are_looked_for_among_those_that_are_not_cut(monkeypatch):
+    step = Segment(TruncatedPoisson(500, 5, 30), 1, 1.0)
+    counted, event = [], TruncatedPoisson.event
+
+    def slow(scheme, count, noise_multiplier):
+        counted.append(count)
+        return event(scheme, count, noise_multiplier)
+
+    monkeypatch.setattr(TruncatedPoisson, "event", slow)
+    found = affordable_count(Ledger(), step, 1.5, 1e-5, most=2000)
+    assert len(set(counted)) <= 4
+
+    def cost(count):
+        return Ledger((step.with_count(count),)).epsilon(1e-5)
+
+    assert cost(found) <= 1.5 < cost(found + 1)
+    assert affordable_count(Ledger(), step, 1.5, 1e-5, most=found) == found
 
 
 @pytest.mark.parametrize(

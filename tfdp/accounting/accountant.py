@@ -103,7 +103,7 @@ def _epsilon(segments: tuple[Segment, ...], delta: float, accountant: str) -> fl
     few = len(segments) <= _PLD_FEW_SEGMENTS
     if not (few and _pld_is_affordable(segments, _rough_bound(segments, delta))):
         bound_of_rdp = _epsilon(segments, delta, "RDP")
-        if not _pld_is_affordable(segments, _epsilon(_nearly(segments), delta, "RDP")):
+        if not _pld_is_affordable(segments, _epsilon(nearly(segments), delta, "RDP")):
             return bound_of_rdp
     interval = _PLD_INTERVAL if few else _PLD_COARSE_INTERVAL
     loss = _composed_loss(segments, interval)
@@ -118,11 +118,11 @@ def _rough_bound(segments: tuple[Segment, ...], delta: float) -> float:
     cache.
     """
     longer = (s.with_count(1 << (s.count - 1).bit_length()) for s in segments)
-    return _epsilon(_nearly(longer), delta, "RDP")
+    return _epsilon(nearly(longer), delta, "RDP")
 
 
-def _nearly(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Return segments that tell whether PLD is affordable, and nothing else."""
+def nearly(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Return segments of about the same cost that are quick to count; never reported."""
     return tuple(
         Segment(each.scheme.nearly, each.count, each.noise_multiplier)
         for each in segments

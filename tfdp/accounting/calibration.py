@@ -1,5 +1,6 @@
 """From a target epsilon back to the noise, or to the number of steps."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ from dp_accounting.pld import accountant as pld_accountant
 from dp_accounting.pld import common
 
 from tfdp._validate import one_of, positive, positive_int, probability
-from tfdp.accounting.accountant import ACCOUNTANTS, epsilon
+from tfdp.accounting.accountant import ACCOUNTANTS, epsilon, nearly
 from tfdp.accounting.ledger import Ledger
 from tfdp.accounting.segments import Segment
 from tfdp.sampling import Poisson
@@ -174,16 +175,32 @@ def affordable_count(
     if noise_multipliers is not None:
         noise = np.asarray(noise_multipliers)
 
-    def excess(count: int, by: str) -> float:
-        longer = ledger.add(*_with_noise(segment, noise, count))
+    def excess(count: int, by: str, before: Ledger, of: Segment) -> float:
+        longer = before.add(*_with_noise(of, noise, count))
         return longer.epsilon(delta, by) - target_epsilon
 
-    count = _greatest_count(lambda k: excess(k, "RDP"), 0, 1, most)
-    if accountant == "PLD" and count < most:
+    if accountant == "RDP":
+        return _greatest_count(lambda k: excess(k, "RDP", ledger, segment), 0, 1, most)
+    # What is quick to count shows where to look.
+    near_ledger = dataclasses.replace(ledger, segments=nearly(ledger.segments))
+    [near] = nearly([segment])
+    count = _greatest_count(lambda k: excess(k, "RDP", near_ledger, near), 0, 1, most)
+    if count < most:
         count = _greatest_count(
-            lambda k: excess(k, "PLD"), count, count + count // 4 + 1, most
+            lambda k: excess(k, "PLD", near_ledger, near),
+            count,
+            count + count // 4 + 1,
+            most,
         )
-    return count
+    if (near, near_ledger) == (segment, ledger):
+        return count
+    found = _greatest_count(
+        lambda k: excess(k, "PLD", ledger, segment),
+        count - count // 50,
+        min(count + 1, most),
+        most if count == most else MOST_COUNT,
+    )
+    return min(found, most)
 
 
 def _with_noise(segment: Segment, noise: np.ndarray, count: int) -> list[Segment]:
