@@ -193,6 +193,13 @@ def test_the_ledger_and_the_statement_speak_of_users(tmp_path):
     assert again.ledger == model.ledger
 
 
+def test_without_a_batch_size_a_few_users_are_all_in_a_batch():
+    model = users()
+    model.fit(*data(), user_ids=IDS, examples_per_user=3, verbose=0)
+    [segment] = model.ledger.segments
+    assert segment.scheme == PoissonUsers(5, 5, 3)
+
+
 @pytest.mark.slow
 def test_a_budget_is_one_of_users():
     model = users()
