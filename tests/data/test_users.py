@@ -52,6 +52,16 @@ def test_ids_that_may_not_tell_users_apart_are_refused(ids):
         bound_contributions(ids, max_per_user=1)
 
 
+def test_masked_ids_are_refused_and_the_advice_works():
+    ids = np.ma.masked_array([1, 1, 7, 9], mask=[0, 0, 1, 1])
+    x = np.arange(4)
+    with pytest.raises(TypeError, match=r"with 2 masked of 4.*`x\[~ids.mask\]`"):
+        bound_contributions(ids, max_per_user=1)
+    assert x[~ids.mask].tolist() == [0, 1]
+    assert len(bound_contributions(ids.compressed(), max_per_user=2)) == 2
+    assert len(bound_contributions(np.ma.masked_array([1, 2]), max_per_user=1)) == 2
+
+
 @pytest.mark.parametrize("ids", [np.array([], int), [[1], [2]], 3])
 def test_ids_of_another_shape_are_refused(ids):
     with pytest.raises(ValueError, match=r"`ids` must be one id for each row"):

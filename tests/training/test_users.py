@@ -180,12 +180,24 @@ def test_the_ledger_and_the_statement_speak_of_users(tmp_path):
     assert "Protected is one user, that is all rows" in statement
     assert "2 of 5 users expected, with at most 3 examples each" in statement
     assert "would hold for" not in statement
+    assert "Public are the number of users," in statement
+    # That holds for any number of rows, and nothing is taken on trust.
+    assert model.privacy_statement(1e-2, max_examples_per_user=7).split() == (
+        statement.split()
+    )
     report = tfdp.accounting.privacy_report(model.ledger, 1e-2)
     assert "Protected is one user" in report["unit"]
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     assert again.unit == "user"
     assert again.ledger == model.ledger
+
+
+def test_without_a_batch_size_a_few_users_are_all_in_a_batch():
+    model = users()
+    model.fit(*data(), user_ids=IDS, examples_per_user=3, verbose=0)
+    [segment] = model.ledger.segments
+    assert segment.scheme == PoissonUsers(5, 5, 3)
 
 
 @pytest.mark.slow
@@ -206,7 +218,8 @@ def test_a_statement_of_both_units_says_for_whom_it_holds():
     of_users = users(inner)
     of_users.fit(*data(), batch_size=2, user_ids=IDS, examples_per_user=3, verbose=0)
     statement = " ".join(of_users.privacy_statement(1e-2).split())
-    assert "all figures hold only for users who have one row" in statement
+    assert "figures of one example hold only for users who have no other" in statement
+    assert "Public are the number of examples and that of users," in statement
 
 
 def test_metrics_are_those_of_real_rows():

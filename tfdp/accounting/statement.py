@@ -20,7 +20,7 @@ _ACCOUNTANTS = ("RDP", "PLD")
 _ADJACENCY = (
     "Neighbouring data sets: one record is replaced by an empty one that contributes "
     "nothing (zero-out); the figures are those of adding or removing a record. Public "
-    "are the number of examples, the sampling probability, the number of steps, and "
+    "are the number of {records}, the sampling probability, the number of steps, and "
     "the constant that clipped sums are divided by. All weights seen during training "
     "are covered, not only the last."
 )
@@ -88,7 +88,7 @@ def privacy_statement(
         *_cautions(ledger, planned, delta),
         filled(_unit(planned)),
         *_users(planned, delta, max_examples_per_user),
-        filled(_ADJACENCY),
+        filled(_adjacency(planned)),
         *_lists(run, planned),
         _table(run, planned, delta),
         "Not covered:\n" + _items(_NOT_COVERED),
@@ -148,7 +148,7 @@ def privacy_report(ledger: Ledger, delta: float) -> dict[str, Any]:
         "delta": delta,
         "accountant": accountant,
         "bounds": bounds,
-        "neighbouring_relation": _ADJACENCY,
+        "neighbouring_relation": _adjacency(planned),
         "unit": _unit(planned),
         "sampling": sorted({segment.scheme.kind for segment in planned}),
         "segments": [segment_to_dict(segment) for segment in run],
@@ -207,6 +207,12 @@ def _delta_message(segments: _Segments, delta: float) -> str:
     )
 
 
+def _adjacency(segments: _Segments) -> str:
+    units = {segment.scheme.unit for segment in segments} or {"example"}
+    records = " and that of ".join(f"{unit}s" for unit in sorted(units))
+    return _ADJACENCY.format(records=records)
+
+
 def _unit(segments: _Segments) -> str:
     units = {segment.scheme.unit for segment in segments}
     if units == {"user"}:
@@ -223,8 +229,8 @@ def _unit(segments: _Segments) -> str:
     if len(units) > 1:
         # The mean gradient of the others in a unit moves with one row.
         text += (
-            " Some of the steps had users as units: all figures hold only for users who "
-            "have one row."
+            " Some of the steps had users as units: figures of one example hold only for "
+            "users who have no other."
         )
     sizes = {s.scheme.examples_per_unit for s in segments} - {1}
     if sizes:
@@ -243,6 +249,8 @@ def _users(segments: _Segments, delta: float, examples: int | None) -> Iterator[
     if examples is None:
         return
     examples = positive_int("max_examples_per_user", examples)
+    if segments and all(segment.scheme.unit == "user" for segment in segments):
+        return  # What is said of one user holds for any number of rows.
     segments = joined(segments)
     # Segments are composed by adding up what each costs at its part of delta.
     part = delta / max(1, len(segments))

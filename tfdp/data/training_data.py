@@ -19,6 +19,7 @@ from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.data.pipeline import is_read_by_one_thread, pipeline_of
 from tfdp.data.poisson_dataset import PoissonDataset
 from tfdp.data.rows import rows_of
+from tfdp.data.users import users_of
 from tfdp.sampling import Scheme, Unknown, samplings
 
 _DEFAULT_BATCH_SIZE = 32  # as in keras.Model.fit
@@ -207,7 +208,7 @@ def training_data(
             x,
             y,
             sample_weight,
-            expected_batch_size=_DEFAULT_BATCH_SIZE
+            expected_batch_size=_of_default_size(x, user_ids, examples_per_user)
             if batch_size is None
             else batch_size,
             user_ids=user_ids,
@@ -269,6 +270,14 @@ def training_data(
         begins_pass_each_epoch=steps_per_epoch is None,
         shuffle=True,
         batch_size=batch_size,
+    )
+
+
+def _of_default_size(x: Nest, user_ids: Nest, examples_per_user: int | None) -> int:
+    """Return how many users are in a batch if nobody says so; all of a few."""
+    users = users_of(user_ids, examples_per_user, number_of_examples(x))
+    return (
+        _DEFAULT_BATCH_SIZE if users is None else min(_DEFAULT_BATCH_SIZE, len(users))
     )
 
 

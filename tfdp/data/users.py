@@ -152,6 +152,13 @@ def users_of(user_ids: Nest, examples_per_user: int | None, rows: int) -> Users 
 
 
 def _id_array(name: str, ids: Nest) -> NDArray[np.generic]:
+    if np.ma.is_masked(ids):
+        raise TypeError(
+            f"`{name}` must be known for all rows: rows of unknown users cannot be kept "
+            f"together. Received: {name} with {np.ma.count_masked(ids)} masked of "
+            f"{np.size(ids)}. Leave these rows out, `x[~{name}.mask]` and "
+            f"`{name}.compressed()`."
+        )
     values = np.asarray(ids)
     if values.dtype.kind == "O":
         for kind in (str, bytes):
