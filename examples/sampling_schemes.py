@@ -282,6 +282,10 @@ def plot(
     )
     right.set_xticks(KEPT_ROWS, map(str, KEPT_ROWS))
     right.set_xticks([], minor=True)
+    low, high = right.get_ylim()
+    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100) if low < tick < high]
+    right.set_yticks(ticks, map(str, ticks))
+    right.set_yticks([], minor=True)
     for axes in (left, right):
         plots.name_curves(axes)
     plots.save(figure, path)
