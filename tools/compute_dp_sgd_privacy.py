@@ -8,13 +8,25 @@ The flags are those of TensorFlow Privacy's script of the same name, and
     python tools/compute_dp_sgd_privacy.py --N=60000 --batch_size=256 \
         --target_epsilon=3 --epochs=60 --delta=1e-5
 
+With --sampling, every way of drawing batches stands beside the others, and --plot draws
+epsilon over the epochs:
+
+    python tools/compute_dp_sgd_privacy.py --N=60000 --batch_size=256 \
+        --noise_multiplier=1.1 --epochs=60 --delta=1e-5 --sampling=all --plot=plot.png
+    python tools/compute_dp_sgd_privacy.py --N=60000 --batch_size=256 \
+        --noise_multiplier=1.1 --epochs=60 --sampling=poisson,balls_in_bins
+
 With --compare, TensorFlow Privacy's own figures stand below, beside tfdp's. That takes
 Python 3.11 and `pip install 'tfdp[tensorflow-privacy]'`.
 """
 
+import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from absl import app, flags
 
@@ -64,9 +76,32 @@ _ACCOUNTANT_TYPE = flags.DEFINE_enum(
 _COMPARE = flags.DEFINE_bool(
     "compare", False, "Print what TensorFlow Privacy computes beside tfdp's figures."
 )
+_SAMPLING = flags.DEFINE_list(
+    "sampling",
+    None,
+    "Ways of drawing batches to compare, or all; every example clipped alone.",
+)
+_PLOT = flags.DEFINE_string(
+    "plot", None, "PNG file for epsilon over the epochs; takes --sampling."
+)
 flags.mark_flags_as_mutual_exclusive(
     ["noise_multiplier", "target_epsilon"], required=True
 )
+
+# What each way of drawing does, from what its segment knows.
+_HOW = {
+    "poisson": "each row in each step with chance {0.sampling_probability:.3g}",
+    "truncated_poisson": "the same, and batches cut to {0.max_batch_size} rows",
+    "balls_in_bins": "each row once an epoch, by a fresh coin in 1 of "
+    "{0.steps_per_epoch} batches",
+    "fixed_bins": "the same {0.steps_per_epoch} batches in every epoch, drawn once",
+    "shuffle": "each row once an epoch; each epoch in full",
+    "cyclic_poisson": "from {0.parts} parts in turn, with chance "
+    "{0.sampling_probability:.3g}",
+    "unknown": "a row may be in every step; each step in full",
+}
+# Epochs for which a plot computes epsilon, at most.
+_POINTS = 8
 
 
 def main(argv: Sequence[str]) -> None:
@@ -74,13 +109,20 @@ def main(argv: Sequence[str]) -> None:
     try:
         if len(argv) > 1:
             raise ValueError(f"Everything is a flag. Received: {' '.join(argv[1:])}.")
-        if _NOISE_MULTIPLIER.value is not None:
+        if _SAMPLING.value is not None:
+            _compare_sampling()
+        elif _PLOT.value is not None:
+            raise ValueError(
+                "`plot` is of ways of drawing batches. Received: "
+                f"plot={_PLOT.value}. Use `--sampling=all` with it."
+            )
+        elif _NOISE_MULTIPLIER.value is not None:
             print(_statement(_NOISE_MULTIPLIER.value))
             if _COMPARE.value:
                 print(_comparison(_NOISE_MULTIPLIER.value))
-        if _TARGET_EPSILON.value is not None:
+        else:
             print(_noise(_TARGET_EPSILON.value))
-    except (ImportError, TypeError, ValueError) as error:
+    except (ImportError, OSError, TypeError, ValueError) as error:
         sys.exit(f"compute_dp_sgd_privacy: {error}")
 
 
@@ -135,6 +177,107 @@ def _noise(target_epsilon: float) -> str:
         f"alone, cost at most\nepsilon = {target_epsilon:g} at delta = "
         f"{_DELTA.value:g} by {_ACCOUNTANT_TYPE.value} accounting."
     )
+
+
+def _compare_sampling() -> None:
+    """Print a line for each way of drawing batches, as it is computed; plot them."""
+    for flag in (
+        _TARGET_EPSILON,
+        _USED_MICROBATCHING,
+        _MAX_EXAMPLES_PER_USER,
+        _ACCOUNTANT_TYPE,
+        _COMPARE,
+    ):
+        if flag.present and flag.value:
+            raise ValueError(
+                "`sampling` compares epsilons of single examples, each clipped alone, "
+                "with a noise multiplier, and takes the smaller one of both accountants. "
+                f"Received: {flag.name}={flag.value}. Leave it out."
+            )
+    planned = _planned(_EPOCHS.value)
+    print(
+        f"{_EXAMPLES.value} examples, {_EPOCHS.value:g} epochs = "
+        f"{planned['unknown'].count} steps, noise multiplier "
+        f"{_NOISE_MULTIPLIER.value:g}, delta = {_DELTA.value:g}\n\n"
+        f"{'epsilon':>10}  {'counted':<14}{'divisor':<9}sampling"
+    )
+    for name in _chosen(planned):
+        segment = planned[name]
+        counted = f"{segment.count} {segment.scheme.counts}"
+        print(
+            f"{_epsilon(segment):10.3f}  {counted:<14}"
+            f"{segment.scheme.expected_batch_size or 'yours':<9}"
+            f"{name}: {_HOW[name].format(segment)}",
+            flush=True,
+        )
+    print(
+        "\nThe noised sum of a step is divided by the divisor, never by how many rows were "
+        "drawn;\n`yours` is the `expected_batch_size` that you state. Only the line of the "
+        "way that\nbatches are really drawn holds."
+    )
+    if _PLOT.value is not None:
+        _plot(_chosen(planned), Path(_PLOT.value))
+        print(f"Plot: {_PLOT.value}")
+
+
+def _planned(epochs: float) -> dict[str, Any]:
+    planned: dict[str, Any] = accounting.segments_by_sampling(
+        n=_EXAMPLES.value,
+        batch_size=_BATCH_SIZE.value,
+        epochs=epochs,
+        noise_multiplier=_NOISE_MULTIPLIER.value,
+    )
+    return planned
+
+
+def _chosen(planned: dict[str, Any]) -> list[str]:
+    """Return the names that `sampling` asks for."""
+    names = list(planned) if _SAMPLING.value == ["all"] else _SAMPLING.value
+    if not names or set(names) - set(planned):
+        raise ValueError(
+            f"`sampling` must be all, or some of {','.join(planned)}. Received: "
+            f"sampling={','.join(names)}."
+        )
+    return list(dict.fromkeys(names))
+
+
+def _epsilon(segment: Any) -> float:
+    return float(accounting.reported_epsilon([segment], _DELTA.value))
+
+
+def _plot(names: Sequence[str], path: Path) -> None:
+    """Plot epsilon over whole epochs, in the style of all pictures."""
+    sys.path.append(str(Path(__file__).parents[1] / "examples"))
+    try:
+        plots = importlib.import_module("plots")
+    except ImportError as error:
+        raise ImportError(
+            f"`plot` needs matplotlib. Received: plot={path}. Use `pip install "
+            "matplotlib`, or leave it out."
+        ) from error
+    last = math.ceil(_EPOCHS.value)
+    epochs = sorted({round(last ** (i / (_POINTS - 1))) for i in range(_POINTS)})
+    figure, [[axes]] = plots.panels(1, 1, size=(7.0, 4.0))
+    planned = [_planned(epoch) for epoch in epochs]
+    for number, name in enumerate(names):
+        print(
+            f"plot: {name}, {number + 1} of {len(names)}", file=sys.stderr, flush=True
+        )
+        curve = [_epsilon(each[name]) for each in planned]
+        style = {"marker": "o", "markersize": 3}
+        plots.curve(
+            axes, epochs, curve, f"{name}: {curve[-1]:.3g}", f"C{number}", **style
+        )
+    axes.set_yscale("log")
+    axes.set_ylabel(f"epsilon at delta {_DELTA.value:g}")
+    axes.set_title(
+        f"{_EXAMPLES.value} examples, batches of {_BATCH_SIZE.value}, noise multiplier "
+        f"{_NOISE_MULTIPLIER.value:g}",
+        fontsize="medium",
+    )
+    plots.over_epochs(axes, last)
+    plots.name_curves(axes)
+    plots.save(figure, path)
 
 
 if __name__ == "__main__":

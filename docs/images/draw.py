@@ -19,7 +19,15 @@ from sklearn.datasets import load_digits
 
 import tfdp
 from tfdp.accounting import Ledger, PoissonSteps, ShuffledPasses, UnamplifiedSteps
-from tfdp.sampling import BallsInBins, Poisson, Shuffled
+from tfdp.sampling import (
+    BallsInBins,
+    CyclicPoisson,
+    Poisson,
+    PoissonUsers,
+    Scheme,
+    Shuffled,
+    TruncatedPoisson,
+)
 
 FOLDER = Path(__file__).resolve().parent
 BLUE, GREY, GREEN = "#1f5fa8", "#7a7a7a", "#2a8f5b"
@@ -27,7 +35,11 @@ ORANGE, PURPLE, RED = "#d9822b", "#7b4fa3", "#b5483a"
 # Ways of drawing batches: Poisson is what tfdp does by itself.
 SCHEMES = {
     "Poisson": BLUE,
+    "bounded Poisson": "#5b93cf",
+    "Poisson, users": PURPLE,
+    "cyclic Poisson": ORANGE,
     "balls-in-bins": GREEN,
+    "bins in files": "#6b8f2a",
     "shuffled": "#a0682a",
     "unknown": "#222222",
 }
@@ -103,41 +115,70 @@ def most_hits(alarms: np.ndarray, pairs: list[tuple[float, float]]) -> np.ndarra
 
 def sampling() -> None:
     """Which rows are in which batch."""
-    rows, batch_size, steps = 24, 6, 12
-    poisson, shuffled = Poisson(rows, batch_size), Shuffled(rows, batch_size)
-    bins = BallsInBins(rows, batch_size)
+    rows, size, steps = 24, 6, 12
+    bound = 8
+    poisson = draws(Poisson(rows, size), steps)
+    bounded = draws(TruncatedPoisson(rows, size, max_batch_size=bound), steps)
+    # In the picture a part is a block of rows.
+    cyclic = [
+        np.sort(batch % 2 * rows // 2 + batch // 2)
+        for batch in draws(CyclicPoisson(rows, size), steps)
+    ]
+    owners = np.repeat(np.arange(8), [1, 5, 2, 3, 1, 6, 2, 4])
+    of_users = draws(PoissonUsers(8, 2, examples_per_user=6), steps)
+    bins = draws(BallsInBins(rows, size), steps)
     drawn = {
-        "Poisson": [poisson.draw(5, 0, step) for step in range(steps)],
-        "balls-in-bins": [bins.draw(5, *divmod(step, 4)) for step in range(steps)],
-        "shuffled": [shuffled.draw(5, *divmod(step, 4)) for step in range(steps)],
+        "Poisson": poisson,
+        "bounded Poisson": bounded,
+        "Poisson, users": [np.flatnonzero(np.isin(owners, each)) for each in of_users],
+        "cyclic Poisson": cyclic,
+        "balls-in-bins": bins,
+        "bins in files": 3 * bins[:4],
+        "shuffled": draws(Shuffled(rows, size), steps),
         "unknown": [range(0)] * steps,
     }
-    figure, both = plt.subplots(1, 4, figsize=(14.0, 4.0), layout="constrained")
-    for axes, (name, batches) in zip(both, drawn.items(), strict=True):
+    figure, both = plt.subplots(2, 4, figsize=(14.0, 8.0), layout="constrained")
+    for axes, (name, batches) in zip(both.flat, drawn.items(), strict=True):
         for step, batch in enumerate(batches, 1):
             axes.plot([step] * len(batch), batch, "s", color=SCHEMES[name], ms=5)
+            if name != "unknown":
+                axes.text(step, 24.6, len(batch), ha="center", color=GREY, size=8)
         axes.set(
             xlabel="step",
             xlim=(0.3, steps + 0.7),
-            ylim=(rows - 0.3, -0.7),
+            ylim=(26.6, -0.7),
             title=name,
             yticks=[0, 5, 10, 15, 20],
             xticks=[1, 4, 8, 12],
         )
-        axes.set_ylim(26.6, -0.7)
-        if name in {"balls-in-bins", "shuffled"}:
+        if name in {"balls-in-bins", "bins in files", "shuffled"}:
             for end in (4.5, 8.5):
                 axes.axvline(end, color=GREY, linewidth=0.8, linestyle=":")
             for number in range(3):
                 axes.text(2.5 + 4 * number, 26.1, f"pass {number + 1}", ha="center")
-        if name != "unknown":
-            for step, batch in enumerate(batches, 1):
-                axes.text(step, 24.6, len(batch), ha="center", color=GREY, size=8)
-        else:
-            axes.axhspan(9.5, 10.5, color=SCHEMES[name], alpha=0.8)
-            axes.text(6.5, 8.9, "a row may be in every batch", ha="center", va="bottom")
-    both[0].set_ylabel("row")
+    first, second, third, fourth = both[0]
+    for step, (whole, kept) in enumerate(zip(poisson, bounded, strict=True), 1):
+        cut = np.setdiff1d(whole, kept)
+        color = SCHEMES["bounded Poisson"]
+        second.plot([step] * len(cut), cut, "s", color=color, mfc="white", ms=5)
+    second.text(6.5, 26.1, f"hollow: cut, as {bound} is the bound", ha="center")
+    first.text(6.5, 26.1, "by a coin for each row and step", ha="center")
+    for end in np.flatnonzero(np.diff(owners)) + 0.5:
+        third.axhline(end, color=GREY, linewidth=0.6)
+    third.text(6.5, 26.1, "all rows of a user between two lines", ha="center")
+    fourth.axhline(11.5, color=GREY, linewidth=0.6)
+    fourth.text(6.5, 26.1, "from one part, then from the other", ha="center")
+    unknown = both[1, 3]
+    unknown.axhspan(9.5, 10.5, color=SCHEMES["unknown"], alpha=0.8)
+    unknown.text(6.5, 8.9, "a row may be in every batch", ha="center", va="bottom")
+    for axes in both[:, 0]:
+        axes.set_ylabel("row")
     save(figure, "sampling")
+
+
+def draws(scheme: Scheme, steps: int) -> list[np.ndarray]:
+    """Draw some batches, in passes of four."""
+    return [scheme.draw(5, *divmod(step, 4)) for step in range(steps)]
 
 
 def epsilon_of_sampling() -> None:

@@ -126,3 +126,9 @@ def test_more_examples_cost_more_and_no_noise_everything():
     assert cost(whole, 1e-5, 3) == epsilon(
         [ShuffledPasses(5, 3.0, 100, 100)], 1e-5, "RDP"
     )
+
+
+@pytest.mark.parametrize("size", [0, 1.5])
+def test_a_user_has_a_whole_number_of_examples(size):
+    with pytest.raises(ValueError, match=f"max_examples_per_user={size}"):
+        cost(PoissonSteps(100, 1.0, 1000, 10), 1e-5, size)

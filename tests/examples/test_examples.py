@@ -290,6 +290,37 @@ class TestGanDigits:
         check_refusal("gan_digits", f"--output_dir={tmp_path}", flag, message=message)
 
 
+class TestSamplingSchemes:
+    @pytest.mark.slow
+    def test_small(self, tmp_path):
+        text = run(
+            "sampling_schemes", "--seeds=1", "--epochs=2", f"--output_dir={tmp_path}"
+        )
+        found = re.findall(r"^ +(\w+) +([\d.]+) +([\d.]+) +[\d.]+ ± 0.0 %$", text, re.M)
+        assert [name for name, _, _ in found] == ["poisson", "balls_in_bins", "shuffle"]
+        noise = {name: float(multiplier) for name, multiplier, _ in found}
+        assert max(noise["poisson"], noise["balls_in_bins"]) < noise["shuffle"]
+        assert all(3.45 < float(epsilon) <= 3.5 for _, _, epsilon in found)
+        users = re.findall(r"^ +(\d+) rows of a user.* ([\d.]+) +([\d.]+)$", text, re.M)
+        assert [int(most) for most, _, _ in users] == [1, 2, 5, 10, 20, 50]
+        assert all(float(bound) <= float(group) for _, bound, group in users)
+        # All of a user's rows, at the price of one row each.
+        assert number(r"users as units.* ([\d.]+)\n", text) == float(users[0][1])
+        assert (tmp_path / "sampling_schemes.png").read_bytes().startswith(PNG)
+
+    @pytest.mark.parametrize(
+        ("flag", "message"),
+        [
+            ("--target_epsilon=0", "`target_epsilon` must be positive"),
+            ("--delta=1", "Received: delta=1"),
+            ("surplus", "everything is a flag"),
+        ],
+    )
+    def test_wrong_flag_is_explained(self, flag, message, tmp_path):
+        folder = f"--output_dir={tmp_path}"
+        check_refusal("sampling_schemes", flag, folder, message=message)
+
+
 class TestFromScratch:
     def check(self, text):
         differences = re.findall(r"after \d+ steps?: ([\d.e+-]+)", text)

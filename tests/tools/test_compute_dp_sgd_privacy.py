@@ -1,5 +1,6 @@
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -43,6 +44,66 @@ def test_the_noise_for_an_epsilon(run, accountant):
     output = run(*MNIST, "--target_epsilon=0.2", f"--accountant_type={accountant}")
     assert output.startswith(f"Noise multiplier: {noise}\n")
     assert f"epsilon = 0.2 at delta = 1e-05 by {accountant} accounting" in output
+
+
+SMALL = ["--N=500", "--batch_size=50", "--noise_multiplier=2", "--delta=1e-4"]
+
+
+def test_all_ways_of_drawing_stand_beside_each_other(run):
+    planned = accounting.segments_by_sampling(
+        n=500, batch_size=50, epochs=2, noise_multiplier=2.0
+    )
+    output = run(*SMALL, "--epochs=2", "--sampling=all")
+    lines = re.findall(r"^ +([\d.]+)  (\d+ \w+) +(\w+) +(\w+): .+$", output, re.M)
+    assert lines == [
+        (
+            f"{accounting.reported_epsilon([segment], 1e-4):.3f}",
+            f"{segment.count} {segment.scheme.counts}",
+            "yours" if name == "unknown" else "50",
+            name,
+        )
+        for name, segment in planned.items()
+    ]
+    assert "{" not in output
+    assert "Poisson-sampled batches:" not in output
+
+
+def test_some_ways_over_the_epochs(run, tmp_path):
+    path = tmp_path / "new" / "plot.png"
+    sampling = "--sampling=shuffle,poisson"
+    output = run(*SMALL, "--epochs=2.5", sampling, f"--plot={path}")
+    assert re.findall(r"(\w+): ", output) == ["shuffle", "poisson", "Plot"]
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_needs_matplotlib(run, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "plots", None)
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
+        run(*SMALL, "--epochs=1", "--sampling=unknown", f"--plot={tmp_path / 'p'}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sampling=coins"], "must be all, or some of poisson,"),
+        (["--sampling="], "must be all, or some of poisson,"),
+        (["--sampling=all,poisson"], "must be all, or some of poisson,"),
+        (["--sampling=all", "--compare"], "Received: compare=True"),
+        (["--sampling=all", "--accountant_type=PLD"], "accountant_type=PLD"),
+        (["--sampling=all", "--used_microbatching"], "used_microbatching=True"),
+        (["--sampling=all", "--batch_size=501"], "Use `batch_size=500`"),
+        (["--sampling=all", "--delta=0"], "Received: delta=0"),
+        (["--plot=plot.png"], "Use `--sampling=all` with it"),
+    ],
+)
+def test_a_comparison_of_something_else(run, arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        run(*SMALL, "--epochs=1", *arguments)
+
+
+def test_ways_of_drawing_take_a_noise_multiplier(run):
+    with pytest.raises(SystemExit, match="Received: target_epsilon=1"):
+        run(*MNIST, "--target_epsilon=1", "--sampling=all")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +184,7 @@ def test_it_starts_without_tensorflow():
     code = """
 import sys, compute_dp_sgd_privacy as tool
 assert not {"keras", "tensorflow"} & set(sys.modules)
+assert not {"matplotlib", "plots"} & set(sys.modules)
 assert tool.accounting.Ledger().epsilon(1e-5) == 0
 """
     subprocess.run(

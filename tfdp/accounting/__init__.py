@@ -7,6 +7,7 @@ from tfdp.accounting.calibration import calibrate_gaussian as calibrate_gaussian
 from tfdp.accounting.calibration import (
     calibrate_noise_multiplier as calibrate_noise_multiplier,
 )
+from tfdp.accounting.comparison import segments_by_sampling as segments_by_sampling
 from tfdp.accounting.ledger import Ledger as Ledger
 from tfdp.accounting.ledger import compose as compose
 from tfdp.accounting.local import (
@@ -20,6 +21,7 @@ from tfdp.accounting.segments import ShuffledPasses as ShuffledPasses
 from tfdp.accounting.segments import UnamplifiedSteps as UnamplifiedSteps
 from tfdp.accounting.statement import privacy_report as privacy_report
 from tfdp.accounting.statement import privacy_statement as privacy_statement
+from tfdp.accounting.users import user_epsilon as user_epsilon
 from tfdp.compat.tf_privacy_accounting import (
     compute_dp_sgd_privacy as compute_dp_sgd_privacy,
 )

@@ -8,6 +8,7 @@ import numpy as np
 from dp_accounting import rdp
 from dp_accounting.pld import privacy_loss_distribution
 
+from tfdp._validate import positive_int
 from tfdp.accounting.accountant import epsilon
 from tfdp.accounting.segments import Segment
 from tfdp.sampling import Unknown
@@ -31,7 +32,11 @@ _PLD_MOST_EXAMPLES = 20.0
 
 
 def user_epsilon(
-    segment: Segment, delta: float, *, max_examples_per_user: int, accountant: str
+    segment: Segment,
+    delta: float,
+    *,
+    max_examples_per_user: int,
+    accountant: str = "PLD",
 ) -> float:
     """Compute the epsilon of all the examples of one user.
 
@@ -49,10 +54,24 @@ def user_epsilon(
     Returns:
         An upper bound; ``inf`` where there was no noise.
 
+    Raises:
+        TypeError: If an argument is no number.
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> from tfdp.accounting import PoissonSteps
+        >>> run = PoissonSteps(200, 2.0, 10_000, 100)
+        >>> for rows in (1, 3):
+        ...     figure = user_epsilon(run, 1e-5, max_examples_per_user=rows)
+        ...     print(f"{rows}: {figure:.2f}")
+        1: 0.27
+        3: 0.90
+
     References:
         .. [1] Choquette-Choo et al., "Privacy Amplification for Matrix Mechanisms",
            2023, section 3. https://arxiv.org/abs/2310.15526
     """
+    max_examples_per_user = positive_int("max_examples_per_user", max_examples_per_user)
     of_one = epsilon([segment], delta, accountant)
     # Each example of the user that is drawn may have made room for another one.
     change = segment.scheme.most_change_in_clips

@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import functools
 import inspect
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -511,19 +512,20 @@ class Call:
         Raises:
             UnsupportedLayerError: If the inputs have no axis of rows.
         """
-        if self.inputs.shape.rank <= len(variable.shape):
+        of_rows = keras.tree.flatten(self.inputs)[0]
+        own_axes = list(itertools.dropwhile(lambda n: n == 1, variable.shape))
+        if of_rows.shape.rank <= len(own_axes):
             # The first of them would be taken for rows.
             raise UnsupportedLayerError(
                 "A layer must be called on rows, which have the axes of its variables "
                 f"and one before these. Received: `{self.path}` with inputs of shape "
-                f"{self.inputs.shape} and `{variable.path}` of shape "
+                f"{of_rows.shape} and `{variable.path}` of shape "
                 f"{tuple(variable.shape)}."
             )
         shape = list(variable.shape if shape is None else shape)
         value = tf.convert_to_tensor(variable)
         if shape != list(variable.shape):
             value = tf.reshape(value, shape)
-        of_rows = keras.tree.flatten(self.inputs)[0]
         rows = of_rows.shape[0]
         rows = tf.shape(of_rows)[0] if rows is None else rows
         copies = tf.broadcast_to(value, [rows, *shape])
