@@ -101,8 +101,8 @@ class DPModel(TrainingFunctions):
             one step. By default a batch runs whole.
         sampling: For arrays given to `fit`: `"poisson"`; `"balls_in_bins"`, every row
             once an epoch, in a batch that a coin of its own decides; `"shuffle"`, whose
-            epsilon is larger; `"cyclic_poisson"`, for noise that steps share; or the
-            `sampling` name of a `tfdp.sampling.Scheme` of your own.
+            epsilon is larger; `"cyclic_poisson"`, by coins from one half of the rows and
+            then from the other; or the `sampling` name of a `tfdp.sampling.Scheme` of your own.
         unit: What is protected: `"example"`, a row of `x`; or `"user"`, all rows that
             `fit(..., user_ids=)` gives one user. Each step then draws users by
             independent coin flips, and clips the mean gradient of a user's rows.

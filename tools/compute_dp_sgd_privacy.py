@@ -189,10 +189,12 @@ def _compare_sampling() -> None:
         _COMPARE,
     ):
         if flag.present and flag.value:
+            is_target = flag is _TARGET_EPSILON
             raise ValueError(
                 "`sampling` compares epsilons of single examples, each clipped alone, "
                 "with a noise multiplier, and takes the smaller one of both accountants. "
-                f"Received: {flag.name}={flag.value}. Leave it out."
+                f"Received: {flag.name}={flag.value}. "
+                + ("Use `--noise_multiplier=1.1`." if is_target else "Leave it out.")
             )
     planned = _planned(_EPOCHS.value)
     print(

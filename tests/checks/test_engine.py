@@ -289,7 +289,7 @@ def test_what_rules_do_not_reach_is_refused_by_name(name):
         choose(engine, objective, tuple(problem.batch(ROWS)))
     text = str(refusal.value)
     assert f"Engine '{engine}' cannot" in text
-    assert text.endswith("`engine='vectorized'`.")
+    assert text.endswith("`engine='auto'`.")
     assert all(named in text for named in UNSUPPORTED[name][3]), text
     assert "\n" not in text
 
@@ -448,7 +448,7 @@ def test_calls_that_a_rule_was_not_written_for_are_no_error(function, inner):
     y = np.ones((5, 1), "float32")
     objective = Objective.of(model, "mse")
     assert choose("auto", objective, (x, y, None)) != BookkeepingEngine()
-    with pytest.raises(UnsupportedLayerError, match=r"Or use `engine='vectorized'`"):
+    with pytest.raises(UnsupportedLayerError, match=r"Or use `engine='auto'`"):
         choose("bookkeeping", objective, (x, y, None))
 
     @tf.function(

@@ -1,4 +1,4 @@
-"""What was run and what it cost: NumPy and dp_accounting, without TensorFlow."""
+"""What was run and what it cost: NumPy, SciPy and dp_accounting, no TensorFlow."""
 
 from tfdp.accounting.accountant import epsilon as epsilon
 from tfdp.accounting.accountant import reported_epsilon as reported_epsilon

@@ -60,7 +60,8 @@ def calibrate_noise_multiplier(
         steps: Number of steps, in place of epochs.
         delta: Probability with which the bound may fail, between 0 and 1.
         accountant: ``"PLD"`` or ``"RDP"``: the one that the budget is kept by.
-        sampling: As in `DPModel`: ``"poisson"``, ``"balls_in_bins"``, ``"shuffle"``.
+        sampling: As in `DPModel`: ``"poisson"``, ``"balls_in_bins"``, ``"shuffle"``,
+            ``"cyclic_poisson"``, or that of a scheme of your own.
 
     Returns:
         The noise multiplier, with six decimals.

@@ -22,7 +22,8 @@ def segments_by_sampling(
 
     The training is ``epochs * ceil(n / batch_size)`` steps, rounded up. Where passes
     are what counts, each counts as soon as it has begun. What each costs says
-    `reported_epsilon`; the noise that each needs, `calibrate_noise_multiplier`.
+    `reported_epsilon`; the noise that those need which `DPModel(sampling=)` knows,
+    `calibrate_noise_multiplier`.
 
     Args:
         n: Number of examples in the training data.

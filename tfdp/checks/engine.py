@@ -92,7 +92,7 @@ def choose(
         if engine != "auto":
             raise UnsupportedLayerError(
                 f"Engine '{chosen.name}' cannot clip the gradients of model "
-                f"`{objective.model.name}`. {error} Or use `engine='vectorized'`."
+                f"`{objective.model.name}`. {error} Or use `engine='auto'`."
             ) from error
         apart = engines.ApartEngine()
         if _can_take_apart(apart, objective, data, sample):

@@ -56,7 +56,7 @@ _OUTSIDE = _Flaw(
 )
 _UNPROVEN = _Flaw(
     "nobody knows whether rows of a batch meet in it: {}",
-    "`engine='vectorized'`, which `'auto'` takes then, runs every row by itself.",
+    "`engine='auto'` runs every row by itself.",
 )
 
 

@@ -42,7 +42,7 @@ class DeclaredDataset:
             self.number_of_examples, self.expected_batch_size
         )
         batches = self.number_of_batches
-        if batches is not None and _goes_by_coins(scheme) and scheme.counts_passes:
+        if batches is not None and scheme.batches_are_bins:
             return scheme.in_epochs_of(batches)
         return scheme
 
@@ -136,11 +136,11 @@ def declare(
     )
     static_size = _static_batch_size(dataset)
     scheme = samplings()[sampling](number_of_examples, expected_batch_size)
-    if scheme.counts_passes and _goes_by_coins(scheme):
+    if scheme.batches_are_bins:
         _check_bins(declared, static_size)
     elif scheme.counts_passes:
         _check_shuffle(declared, static_size)
-    elif static_size is not None and _goes_by_coins(scheme):
+    elif static_size is not None and not scheme.allows_units:
         warnings.warn(
             f"`sampling={sampling!r}` was declared for batches of constant size, but "
             f"{sampling.capitalize()} batches vary in size: shuffled batches have a larger epsilon. "
@@ -201,11 +201,6 @@ def _check_shuffle(declared: DeclaredDataset, static_size: int | None) -> None:
             "`.repeat()` (`fit(epochs=...)` iterates the dataset again for every "
             "epoch), or declare what the batches are."
         )
-
-
-def _goes_by_coins(scheme: Scheme) -> bool:
-    """Whether batches vary in size: nothing ties their examples together."""
-    return not scheme.allows_units
 
 
 def _check_bins(declared: DeclaredDataset, static_size: int | None) -> None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 # copy more takes longer than the call.
 _MOST_DRAWS, _MOST_BYTES = 64, 1 << 18
 
+# Iterators of one pipeline that are read at the same time.
+_MOST_ITERATORS = 64
+
 
 def is_read_by_one_thread(data: DrawnDataset) -> bool:
     """Tell whether nothing is lost if batches are read one after the other.
@@ -125,10 +128,6 @@ class _Blocks:
         rows = [self._data.batch_of(indices) for indices in draws]
         leaves = zip(*map(keras.tree.flatten, rows), strict=True)
         return [ends, *(_joined(each) for each in leaves)]
-
-
-# Iterators of one pipeline that are read at the same time.
-_MOST_ITERATORS = 64
 
 
 def _joined(parts: tuple[Array, ...]) -> Array:

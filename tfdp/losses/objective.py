@@ -271,8 +271,8 @@ def _nothing_but_added(x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest) -> T
     added = added_now()
     if added is None:
         raise ValueError(
-            "`loss` is missing, and no layer adds one. Received: loss=None. Use "
-            "`private.compile(optimizer, loss='mse')`."
+            "`loss` is missing, and no layer adds one. Received: loss=None. Give a "
+            "loss, `'mse'`, or let a layer call `self.add_loss`."
         )
     return tf.zeros_like(added)
 

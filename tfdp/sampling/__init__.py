@@ -1,4 +1,4 @@
-"""How batches are drawn, and what that costs: NumPy and dp_accounting only."""
+"""How batches are drawn, and what that costs: NumPy, SciPy and dp_accounting only."""
 
 from tfdp.sampling.balls_in_bins import BallsInBins as BallsInBins
 from tfdp.sampling.balls_in_bins import FixedBins as FixedBins

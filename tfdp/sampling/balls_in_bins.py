@@ -62,6 +62,7 @@ class BallsInBins(Scheme):
     kind: ClassVar[str] = "balls_in_bins_passes"
     sampling: ClassVar[str | None] = "balls_in_bins"
     counts: ClassVar[str] = "passes"
+    batches_are_bins: ClassVar[bool] = True
 
     number_of_examples: int
     expected_batch_size: int

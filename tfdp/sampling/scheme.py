@@ -48,6 +48,8 @@ class Scheme(abc.ABC):
             and count as one segment, with as much noise as they have together.
         allows_shared_noise: Whether a pass costs what it costs also where its steps
             share noise.
+        batches_are_bins: Whether each example tosses a coin for its batch of the pass:
+            batches then vary in size, and what they cost depends on their number.
         number_of_examples: Size of the data set, which is public; None if unknown.
         expected_batch_size: Expected number of examples in a batch, likewise.
         examples_per_unit: Examples that share one clipped gradient.
@@ -65,6 +67,7 @@ class Scheme(abc.ABC):
     most_change_in_clips: ClassVar[int] = 1
     adds_up: ClassVar[bool] = True
     allows_shared_noise: ClassVar[bool] = False
+    batches_are_bins: ClassVar[bool] = False
 
     number_of_examples: int | None
     expected_batch_size: int | None

@@ -5,8 +5,8 @@ optimizer and metrics included.
 """
 
 import argparse
+import copy
 import itertools
-import math
 import os
 import time
 from typing import Any
@@ -100,7 +100,7 @@ def epochs_of_fit(options: argparse.Namespace, way: str) -> steps.Step:
         options: Of the command line.
         way: How `fit` gets the rows: a name in `_WAYS`.
     """
-    is_private, model_options, given = _WAYS[way]
+    is_private, model_options, given = copy.deepcopy(_WAYS[way])
     model = build(options.model)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.SGD(steps.LEARNING_RATE)
     if is_private:
@@ -161,9 +161,9 @@ def _declared(x: Any, y: Any, batch_size: int) -> dict[str, Any]:
 
 
 def _bounded(x: Any, y: Any, batch_size: int) -> dict[str, Any]:
-    bound = math.ceil(batch_size + 6 * math.sqrt(batch_size))
+    scheme = tfdp.sampling.TruncatedPoisson(len(x), batch_size, len(x))
     data = tfdp.data.PoissonDataset(
-        x, y, expected_batch_size=batch_size, max_batch_size=min(bound, len(x))
+        x, y, expected_batch_size=batch_size, max_batch_size=scheme.free_bound
     )
     return {"x": data}
 
