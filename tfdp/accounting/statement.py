@@ -18,8 +18,8 @@ _Segments: TypeAlias = tuple[Segment, ...]
 _ACCOUNTANTS = ("RDP", "PLD")
 
 _ADJACENCY = (
-    "Neighbouring data sets: one record is replaced by an empty one that contributes "
-    "nothing (zero-out); the figures are those of adding or removing a record. Public "
+    "Neighbouring data sets: {one} replaced by an empty one that contributes "
+    "nothing (zero-out); the figures are those of adding or removing {it}. Public "
     "are the number of {records}, the sampling probability, the number of steps, and "
     "the constant that clipped sums are divided by. All weights seen during training "
     "are covered, not only the last."
@@ -210,7 +210,11 @@ def _delta_message(segments: _Segments, delta: float) -> str:
 def _adjacency(segments: _Segments) -> str:
     units = {segment.scheme.unit for segment in segments} or {"example"}
     records = " and that of ".join(f"{unit}s" for unit in sorted(units))
-    return _ADJACENCY.format(records=records)
+    if units == {"user"}:
+        one, it = "each record of one user is", "a user"
+    else:
+        one, it = "one record is", "a record"
+    return _ADJACENCY.format(records=records, one=one, it=it)
 
 
 def _unit(segments: _Segments) -> str:

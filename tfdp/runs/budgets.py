@@ -36,7 +36,7 @@ def set_budget(recorder: LedgerRecorder, budget: Budget | None) -> None:
             each.counter.revoke()
 
 
-def lifted_if_free(recorder: LedgerRecorder) -> bool:
+def lift_if_free(recorder: LedgerRecorder) -> bool:
     """Tell whether no budget binds a training, which then has no limit.
 
     Args:
@@ -71,7 +71,7 @@ def enforce_budget(
     Raises:
         PrivacyBudgetError: If there is no room for a single one.
     """
-    if lifted_if_free(recorder):
+    if lift_if_free(recorder):
         return
     counter, limit = recorder.counter, recorder.counter.limit
     binding = _binding(recorder)

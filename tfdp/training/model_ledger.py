@@ -17,7 +17,7 @@ from tfdp.runs.budgets import (
     enforce_budget,
     enforce_budget_of_step,
     enforce_budgets_of_loops,
-    lifted_if_free,
+    lift_if_free,
     room_in_graph,
 )
 from tfdp.runs.counter import UNDECLARED
@@ -151,7 +151,7 @@ class ModelLedger:
             PrivacyBudgetError: If there is no room for a single one.
         """
         # Before each step and after it: what nobody asks for is not worked out.
-        if lifted_if_free(self.recorder):
+        if lift_if_free(self.recorder):
             return
         enforce_budget(
             self.recorder,
