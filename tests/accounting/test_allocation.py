@@ -10,7 +10,7 @@ from tfdp.accounting import accountant
 from tfdp.accounting.accountant import epsilon
 from tfdp.accounting.allocation import loss_of_allocation
 from tfdp.accounting.segments import Segment
-from tfdp.sampling import BallsInBins, Poisson
+from tfdp.sampling import BallsInBins, Poisson, Shuffled
 
 INTERVAL = 1e-4
 
@@ -144,3 +144,8 @@ def test_little_noise_and_a_fallback_are_bounds():
     )
     assert 0 < little < less < math.inf
     assert epsilon([Segment(BallsInBins(1000, 10), 1, 0.0)], 1e-5) == math.inf
+
+
+def test_a_tiny_delta_costs_what_whole_releases_cost_at_most():
+    found = epsilon([Segment(BallsInBins(50, 10), 1, 0.9)], 1e-12)
+    assert found <= epsilon([Segment(Shuffled(50, 10), 1, 0.9)], 1e-12, "RDP")

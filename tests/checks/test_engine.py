@@ -891,3 +891,33 @@ def test_python_that_may_remember_rows_is_refused(engine):
     with pytest.raises(UnsupportedLayerError, match=r"not known: .*stateful=False"):
         calling(remember, engine, stateful=True)
     assert calling(np.tanh, "auto", stateful=False).ledger.steps
+
+
+# ------------------------------------------------- engines that take each unit by itself
+
+
+class Kept(layers.Layer):
+    """Keeps the sum of the rows, which nobody noises."""
+
+    def build(self, shape):
+        self.sum = self.add_weight(
+            shape=shape[-1:], trainable=False, initializer="zeros"
+        )
+
+    def call(self, x):
+        self.sum.assign(self.sum + ops.sum(x, axis=0))
+        return x
+
+
+class OwnVectorized(tfdp.engines.VectorizedEngine):
+    """An engine of somebody's own."""
+
+
+@pytest.mark.parametrize(
+    "engine", ["apart", "vectorized", tfdp.engines.ApartEngine(), OwnVectorized()]
+)
+@pytest.mark.parametrize("keeping", [Kept, layers.BatchNormalization])
+def test_what_keeps_rows_is_refused_where_units_are_alone(engine, keeping):
+    model = sequential((3,), keeping(), layers.Dense(1))
+    with pytest.raises(UnsupportedLayerError):
+        choose(engine, Objective.of(model, "mse"), linear_data())

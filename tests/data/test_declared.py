@@ -227,6 +227,15 @@ def test_cuts_of_an_order_are_no_balls_in_bins(drop):
         declare(cut, expected_batch_size=60, **BINNED)
 
 
+@pytest.mark.parametrize("size", [300, 150, 200])
+def test_few_cuts_of_an_order_are_no_balls_in_bins_either(size):
+    cut = tf.data.Dataset.range(600).shuffle(600).batch(size)
+    with pytest.raises(
+        ValueError, match=rf"batches of {size}.*Use `sampling='shuffle'`"
+    ):
+        declare(cut, expected_batch_size=size, **BINNED)
+
+
 def test_bins_must_say_how_many_they_are():
     dataset = in_bins(np.ones((600, 2), "float32"), 10).filter(lambda _: True)
     with pytest.raises(ValueError, match=r"must be known.*assert_cardinality"):

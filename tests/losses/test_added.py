@@ -130,6 +130,33 @@ def test_sums_over_rows_are_taken_apart(name):
         assert model.losses == []
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda layer, x: 0.01 * layer.activity_regularizer(x),
+        lambda layer, x: ops.mean(x) + 0 * layer.activity_regularizer(x),
+    ],
+)
+def test_a_layer_may_ask_its_regularizer_itself(function):
+    """What it adds then is that, and not what Keras will ask the regularizer for."""
+
+    def build():
+        return model_with(Adding(function, activity_regularizer="l2"))
+
+    problem = Problem("asked", build, floats(3, 2), "mse")
+    with precision("float64"):
+        model = problem.build("float64")
+        objective = Objective.of(model, problem.loss("float64"))
+        x, y, _ = problem.batch(4, "float64")
+        forward = tf.function(lambda *row: objective.forward(Batch(*row))[1])
+        losses = forward(x, y)
+        for row in range(4):
+            one = x[row : row + 1]
+            y_pred = model(one)
+            expected = sum(model.losses) + ops.mean((y_pred - y[row : row + 1]) ** 2)
+            np.testing.assert_allclose(losses[row], expected, rtol=1e-12)
+
+
 @pytest.mark.parametrize("name", NOT_TAKEN_APART)
 def test_other_losses_are_of_each_unit_by_itself(name):
     problem = adding(NOT_TAKEN_APART[name])

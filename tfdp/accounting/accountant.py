@@ -152,14 +152,19 @@ def _epsilon(segments: tuple[Segment, ...], delta: float, accountant: str) -> fl
                 0.0, float(_composed_rdp(segments, accountant).get_epsilon(delta))
             )
     few = len(segments) <= _PLD_FEW_SEGMENTS
-    if not (few and _pld_is_affordable(segments, _rough_bound(segments, delta))):
-        bound_of_rdp = _epsilon(segments, delta, "RDP")
-        if not _pld_is_affordable(segments, _rough_epsilon(segments, delta)):
-            return bound_of_rdp
+    is_cheap = few and _pld_is_affordable(segments, _rough_bound(segments, delta))
+    # The rough bound mostly comes out of the cache; a closer one takes longer.
+    if not is_cheap and not _pld_is_affordable(
+        segments, _rough_epsilon(segments, delta)
+    ):
+        return _epsilon(segments, delta, "RDP")
     interval = _PLD_INTERVAL if few else _PLD_COARSE_INTERVAL
     loss = _composed_loss(segments, interval)
     result = max(0.0, float(loss.get_epsilon_for_delta(delta)))
-    return result if few else min(result, bound_of_rdp)
+    if few and math.isfinite(result):
+        return result
+    # What a loss distribution cuts off may be more than a tiny delta.
+    return min(result, _epsilon(segments, delta, "RDP"))
 
 
 def _rough_bound(segments: tuple[Segment, ...], delta: float) -> float:

@@ -64,8 +64,11 @@ def choose(
         UnsupportedLossError: If the losses do so.
     """
     chosen = engines.get(engine)
-    if type(chosen) is VectorizedEngine:
+    if not chosen.notes_what_it_reads:
+        # It may prove nothing, as it does whose units are each evaluated alone. What is
+        # kept of the data outlives them all the same.
         check_objective(objective, data, sizes)
+    if type(chosen) is VectorizedEngine:
         return chosen
     try:
         # Where losses look uphill, their first pass runs from the weights themselves.

@@ -227,14 +227,15 @@ def _check_bins(declared: DeclaredDataset, static_size: int | None) -> None:
 def _equal_size(dataset: Data, batches: int) -> int | None:
     """Return the number of rows of the first batches, if all of some have the same."""
     # The last one may be what is left of an order that was cut.
-    looked_at = min(_BATCHES_LOOKED_AT, batches - 1)
-    if looked_at < _BATCHES_THAT_TELL:
-        return None
-    if isinstance(dataset, tf.data.Dataset):
-        first = iter(dataset.take(looked_at))
-    else:
-        first = (dataset[index] for index in range(looked_at))
-    sizes = {len(tf.nest.flatten(batch)[0]) for batch in first}
+    looked_at = min(_BATCHES_LOOKED_AT, max(batches - 1, 1))
+    # Of few batches, those of several passes: coins seldom make them all alike.
+    sizes = set()
+    for _ in range(-(-_BATCHES_THAT_TELL // looked_at)):
+        if isinstance(dataset, tf.data.Dataset):
+            first = iter(dataset.take(looked_at))
+        else:
+            first = (dataset[index] for index in range(looked_at))
+        sizes |= {len(tf.nest.flatten(batch)[0]) for batch in first}
     return sizes.pop() if len(sizes) == 1 else None
 
 

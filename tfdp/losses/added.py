@@ -60,6 +60,8 @@ class AddedLosses:
         self.found: list[_Added] = []
         self._model = model
         self._totals: dict[int, Tensor] = {}
+        # Whose own code runs: what it asks its regularizer for is its own affair.
+        self._running: list[int] = []
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -70,6 +72,8 @@ class AddedLosses:
                 add = functools.partial(self._add, path, layer, layer.add_loss)
                 attributes: dict[str, Callable[..., Nest]] = {"add_loss": add}
                 if layer.activity_regularizer is not None:
+                    call = functools.partial(self._call, layer, layer.call)
+                    attributes["call"] = functools.wraps(layer.call)(call)
                     attributes["activity_regularizer"] = functools.partial(
                         self._regularize, layer, layer.activity_regularizer
                     )
@@ -83,8 +87,22 @@ class AddedLosses:
         output: Tensor,
     ) -> Tensor:
         total = regularizer(output)
-        self._totals[id(layer)] = total
+        if id(layer) not in self._running:
+            self._totals[id(layer)] = total
         return total
+
+    def _call(
+        self,
+        layer: keras.layers.Layer,
+        function: Callable[..., Nest],
+        *args: Nest,
+        **kwargs: Nest,
+    ) -> Nest:
+        self._running.append(id(layer))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._running.pop()
 
     def _add(
         self,
