@@ -143,19 +143,19 @@ class Result:
 
     Attributes:
         milliseconds: All times that a step of a row took.
-        first_cpu_seconds: What the first step of each row took, with all before it.
         peak_mib: Peak of the memory.
         before_mib: What was resident before the steps.
         problem: What went wrong.
         about: The versions that matter.
+        first_cpu_seconds: What the first step of each row took, with all before it.
     """
 
     milliseconds: Mapping[str, list[float]] = dataclasses.field(default_factory=dict)
-    first_cpu_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     peak_mib: float | None = None
     before_mib: float = 0.0
     problem: str = ""
     about: str = ""
+    first_cpu_seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def median(self, row: str) -> float | None:
         """Return the median time of a row."""

@@ -425,10 +425,10 @@ def test_bams_ascent_cosine_is_the_mean_over_the_examples():
 def test_what_is_not_linear_is_vectorized_with_one_line(caplog):
     class Doubled(layers.Layer):
         def build(self, shape):
-            self.factor = self.add_weight(shape=(shape[-1],), initializer="ones")
+            self.factor = self.add_weight(shape=(shape[-1], 5), initializer="ones")
 
         def call(self, x):
-            return x * self.factor**2
+            return keras.ops.matmul(x, self.factor**2)
 
     model = tfdp.DPModel(keras.Sequential([keras.Input((5,)), Doubled()]))
     model.compile(

@@ -298,3 +298,18 @@ def test_noise_set_by_a_callback_is_planned_for():
     )
     assert model.ledger.steps == 20
     assert model.epsilon(1e-3) <= target
+
+
+@pytest.mark.parametrize("units", [0, 1, 3])
+def test_a_graph_for_any_number_of_units_asks_of_few(units):
+    """Poisson draws may be empty."""
+    query = AdaptiveMedianClip(
+        [0.0, 0.5, 1.0, 2.0], histogram_noise_multiplier=10.0
+    ).query
+
+    @tf.function(input_signature=[tf.TensorSpec([None])], autograph=False)
+    def answer(norms):
+        one, no_noise = tf.constant(1.0, tf.float64), tf.zeros(query.shape)
+        return query.answer(norms, one, no_noise)
+
+    np.testing.assert_array_equal(answer(tf.ones([units])), [0, 0, units])

@@ -141,7 +141,7 @@ ENTRIES = [
         mel_spectrogram,
         images(64),
         CLASSES,
-        "refused",
+        "apart",
         dtype="float32",
     ),
     Entry(

@@ -85,9 +85,10 @@ class Query:
             vector = tf.where(length > limit, vector * (limit / length), vector)
             return tf.where(tf.math.is_finite(length), vector, tf.zeros_like(vector))
 
-        # One row more, which is left out: TensorFlow maps over no empty axes.
-        filled = tf.concat([norms, tf.zeros([1], norms.dtype)], 0)
-        of_units = tf.vectorized_map(bounded, filled)[:-1]
+        # Two rows more, which are left out: TensorFlow maps over no empty axes, and of a
+        # single row it forgets the axis.
+        filled = tf.concat([norms, tf.zeros([2], norms.dtype)], 0)
+        of_units = tf.vectorized_map(bounded, filled)[:-2]
         stddev = self.sensitivity * self.noise_multiplier
         return tf.reduce_sum(of_units, 0) + stddev * tf.cast(noise, tf.float64)
 
