@@ -114,7 +114,9 @@ class AddedLosses:
         add_loss(losses)
         total = self._totals.pop(id(layer), None)
         for loss in keras.tree.flatten(losses):
-            self.found.append(_Added(path, layer, loss, total))
+            # Older Keras does not divide it.
+            divided = None if loss is total else total
+            self.found.append(_Added(path, layer, loss, divided))
 
     def of_rows(
         self, rows: int | Tensor, *, skips_unknown: bool = False
