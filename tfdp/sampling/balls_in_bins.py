@@ -30,8 +30,29 @@ class RandomAllocationDpEvent(dp_accounting.DpEvent):
     noise_multiplier: float
 
 
+class _Bins(Scheme):
+    """Every example is in one batch of each pass: what that costs is in `event`."""
+
+    counts: ClassVar[str] = "passes"
+
+    number_of_examples: int
+
+    def rdp_event(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
+        """Return a whole release for each epoch: it costs at most that."""
+        return Scheme.event(self, count, noise_multiplier)
+
+    def nearly(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
+        """Return Poisson draws as large as the bins."""
+        return _as_draws(self.event(count, noise_multiplier))
+
+    @property
+    def examples_per_release(self) -> int:
+        """Examples in a pass."""
+        return self.number_of_examples
+
+
 @dataclasses.dataclass(frozen=True)
-class BallsInBins(Scheme):
+class BallsInBins(_Bins):
     """Each example draws, by a coin of its own, its batch of this epoch.
 
     Every example is used once an epoch, as in shuffled passes, and an epoch costs much
@@ -61,7 +82,6 @@ class BallsInBins(Scheme):
 
     kind: ClassVar[str] = "balls_in_bins_passes"
     sampling: ClassVar[str | None] = "balls_in_bins"
-    counts: ClassVar[str] = "passes"
     batches_are_bins: ClassVar[bool] = True
 
     number_of_examples: int
@@ -118,14 +138,6 @@ class BallsInBins(Scheme):
             super().event(count, noise_multiplier), self.steps_per_epoch, together=False
         )
 
-    def rdp_event(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
-        """Return a whole release for each epoch: it costs at most that."""
-        return super().event(count, noise_multiplier)
-
-    def nearly(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
-        """Return Poisson draws as large as the batches."""
-        return _as_draws(self.event(count, noise_multiplier))
-
     def words(self, count: int, noise: str) -> str:
         """Say how many epochs there were."""
         return (
@@ -134,14 +146,9 @@ class BallsInBins(Scheme):
             "a fresh coin of its own in every pass"
         )
 
-    @property
-    def examples_per_release(self) -> int:
-        """Examples in a pass."""
-        return self.number_of_examples
-
 
 @dataclasses.dataclass(frozen=True)
-class FixedBins(Scheme):
+class FixedBins(_Bins):
     """Bins that were drawn once, when files were written, and are read every epoch.
 
     An example is in the same batch of every epoch, so epochs do not hide each other:
@@ -162,7 +169,6 @@ class FixedBins(Scheme):
     """
 
     kind: ClassVar[str] = "fixed_bins_passes"
-    counts: ClassVar[str] = "passes"
     adds_up: ClassVar[bool] = False
 
     number_of_examples: int
@@ -184,14 +190,6 @@ class FixedBins(Scheme):
             together=True,
         )
 
-    def rdp_event(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
-        """Return a whole release for each epoch: it costs at most that."""
-        return super().event(count, noise_multiplier)
-
-    def nearly(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
-        """Return Poisson draws as large as the bins."""
-        return _as_draws(self.event(count, noise_multiplier))
-
     def words(self, count: int, noise: str) -> str:
         """Say how many epochs there were, and that the bins are the same in all."""
         return (
@@ -200,11 +198,6 @@ class FixedBins(Scheme):
             "examples is in the same batch of every pass, and all passes together "
             "count as one, with their noise over the square root of their number"
         )
-
-    @property
-    def examples_per_release(self) -> int:
-        """Examples in a pass."""
-        return self.number_of_examples
 
 
 @functools.lru_cache(maxsize=2)  # All batches of an epoch are of the same coins.
