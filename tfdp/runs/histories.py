@@ -1,10 +1,10 @@
 """Where the values of variables come from: which trainings made them, read live."""
 
 import dataclasses
-import hashlib
 import itertools
 import weakref
-from collections.abc import Iterable
+import zlib
+from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
 import keras
@@ -176,14 +176,14 @@ def note_copy(original: Variable, copy: Variable) -> None:
 # What made values that variables once had, by a digest of the values: a copy may be
 # made at the end of an epoch and wrapped when the original is gone. Trainings with
 # the same seeds make the same values. The oldest are forgotten first.
-_known_values: dict[bytes, list[dict[str, Run]]] = {}
+_known_values: dict[Hashable, list[dict[str, Run]]] = {}
 _MOST_VALUES = 100_000
 
 # Names of all trainings of which something is known here.
 _names: set[str] = set()
 
 # Values that variables began with: others may begin with them, too.
-_starts: dict[bytes, None] = {}
+_starts: dict[Hashable, None] = {}
 
 
 def _note_start(variable: Variable) -> None:
@@ -191,7 +191,7 @@ def _note_start(variable: Variable) -> None:
     _forget_oldest(_starts)
 
 
-def _forget_oldest(values: dict[bytes, Any]) -> None:
+def _forget_oldest(values: dict[Hashable, Any]) -> None:
     while len(values) > _MOST_VALUES:
         del values[next(iter(values))]
 
@@ -299,6 +299,10 @@ def _value(variable: Variable) -> np.ndarray:
     return value
 
 
-def _digest(value: np.ndarray) -> bytes:
-    shape = f"{value.dtype} {value.shape}".encode()
-    return hashlib.blake2b(shape + value.tobytes(), digest_size=16).digest()
+def _digest(value: np.ndarray) -> tuple[str, int, int]:
+    """Tell values from others, at the speed of memory: nobody here is an adversary."""
+    octets = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    words = octets[: octets.size - octets.size % 8].view(np.uint64)
+    # The sum wraps around. Neither of the two alone has bits enough for many values.
+    total = int(np.add.reduce(words, dtype=np.uint64))
+    return f"{value.dtype} {value.shape}", zlib.crc32(octets.data), total
