@@ -1,5 +1,6 @@
 """Models that book-keeping must not be trusted with go to the vectorized engine."""
 
+import dataclasses
 import logging
 
 import keras
@@ -19,6 +20,7 @@ from tests.problems import (
 )
 from tests.reference import assert_all_close, clipped_sum, problem_gradients
 from tfdp import engines, rules
+from tfdp.ascent.losses import Ascent
 from tfdp.checks.engine import check_objective, choose
 from tfdp.engines.apart import ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine
@@ -538,6 +540,46 @@ def test_a_model_that_rules_reach_keeps_its_engine(engine, hidden, caplog):
         chosen = choose(engine, Objective.of(model, "mse"), linear_data())
     assert chosen == engines.get(engine)
     assert not caplog.messages
+
+
+UPHILL = {
+    "sam": Ascent(tf.constant(0.02, tf.float64), mix=0.8, is_exact=False),
+    "exact": Ascent(tf.constant(0.02, tf.float64), mix=0.8, is_exact=True),
+}
+
+
+def objective_uphill(ascent, model, loss):
+    return dataclasses.replace(Objective.of(model, loss), ascent=UPHILL[ascent])
+
+
+def convolved_in_a_loop():
+    """A kernel whose gradients of single examples are taken one by one."""
+    convolution = layers.Conv2D(2, 3, padding="same")
+    model = sequential((32, 32, 8), convolution, layers.Flatten(), layers.Dense(1))
+    return objective_uphill("sam", model, "mse"), np.ones((ROWS, 32, 32, 8))
+
+
+def looked_up():
+    model = sequential((3,), layers.Embedding(9, 2), layers.Flatten(), layers.Dense(1))
+    return objective_uphill("exact", model, "mse"), np.arange(3 * ROWS).reshape(-1, 3)
+
+
+@pytest.mark.parametrize("build", [convolved_in_a_loop, looked_up])
+def test_rows_are_followed_uphill(build):
+    objective, x = build()
+    chosen = choose("bookkeeping", objective, (x, np.ones((ROWS, 1)), None))
+    assert chosen == BookkeepingEngine()
+
+
+@pytest.mark.parametrize("ascent", UPHILL)
+@pytest.mark.parametrize("first", [True, False])
+def test_what_lets_rows_meet_is_found_uphill(ascent, first):
+    mixing = layers.Lambda(lambda x: x - ops.mean(x, 0, keepdims=True))
+    hidden = layers.Dense(3, activation="tanh")
+    ordered = [mixing, hidden] if first else [hidden, mixing]
+    model = sequential((3,), *ordered, layers.Dense(1))
+    with pytest.raises(UnsupportedLayerError, match="rows of a batch meet"):
+        choose("auto", objective_uphill(ascent, model, "mse"), linear_data())
 
 
 class DropConnect(layers.Layer):

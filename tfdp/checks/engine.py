@@ -1,7 +1,6 @@
 """Proves that rows do not meet in a model, and chooses the engine that clips for it."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -71,19 +70,17 @@ def choose(
     if type(chosen) is VectorizedEngine:
         return chosen
     try:
-        # Where losses look uphill, their first pass runs from the weights themselves.
-        goals = [dataclasses.replace(objective, ascent=None)]
         if objective.ascent is not None:
-            goals.append(objective)
+            # What is followed then is not what runs.
             passes = None
-        for rows, of_pass in itertools.product(sizes, goals):
+        for rows in sizes:
             problems, adds_losses = _problems_of_pass(
-                chosen, of_pass, data, rows, passes
+                chosen, objective, data, rows, passes
             )
             if adds_losses and not problems and None not in sizes:
                 # A divisor that is the number of rows passes for any other number, where
                 # that is static, and so does another axis of that length.
-                problems, _ = _problems_of_pass(chosen, of_pass, data, None)
+                problems, _ = _problems_of_pass(chosen, objective, data, None)
             if problems:
                 raise UnsupportedLayerError(str(problems[0]))
         _compare_if_foreign(chosen, objective, data if sample is None else sample)
