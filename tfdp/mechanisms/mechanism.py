@@ -350,7 +350,8 @@ def _standard_normals(numbers: Tensor, seed: Tensor) -> Tensor:
     first, second = tf.unstack(bits)
     coarse = tf.cast(first & 0x7FFFFFFF, tf.float32) * 2.0**-31
     fine = tf.cast((second & 255) + 1, tf.float32) * 2.0**-39
-    radius = tf.sqrt(-2.0 * tf.math.log(tf.minimum(coarse + fine, 1.0)))
+    # No logarithm of more than 1: rounding leaves 1 + 2^-31 at 1.
+    radius = tf.sqrt(-2.0 * tf.math.log(coarse + fine))
     angle = tf.cast(second & ~255, tf.float32) * (math.pi * 2.0**-31)
     return box_muller(radius, angle)[:numbers]
 
