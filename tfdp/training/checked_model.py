@@ -24,6 +24,7 @@ from tfdp.runs.recorder import LedgerRecorder
 from tfdp.sampling import Scheme
 from tfdp.training.augmentation import Augmentation
 from tfdp.training.callback import StepCallback, acts_in_steps
+from tfdp.training.python_state import python_state
 from tfdp.training.step import BatchClipper, Session, objective_uphill
 from tfdp.training.units import filled_up
 
@@ -94,7 +95,7 @@ class CheckedModel:
         self._engines: dict[tuple[_Rows, int | None], engines.Engine] = {}
         self._passes: dict[tuple[_Rows, int | None], TracedPass] = {}
         self.traced: TracedPass | None = None
-        self._trainable: tuple[bool, ...] = ()
+        self._python_state: tuple[Hashable, ...] = ()
 
     @property
     def needs_targets(self) -> bool:
@@ -212,8 +213,7 @@ class CheckedModel:
                 "give the batch static shapes."
             )
         # Unfrozen layers may do what frozen ones did not: nothing is known any more.
-        trainable = self._trainable_now()
-        if trainable != self._trainable:
+        if not self._is_as_checked():
             self._engines, self._passes = {}, {}
         with self._replicas.only_first(), _keras.losses_of_one_replica():
             rows = None if sample is None else rows_to_check(sample)
@@ -229,7 +229,7 @@ class CheckedModel:
             chosen = choose(
                 self._asked, noting, data, missing, sample=rows, passes=passes
             )
-        self._trainable = trainable
+        self._python_state = python_state(self._model)
         self._engines |= {(like, size): chosen for size in missing}
         self._passes |= {
             (like, size): dataclasses.replace(traced, objective=objective)
@@ -276,11 +276,7 @@ class CheckedModel:
         )
 
     def _is_as_checked(self) -> bool:
-        return self._trainable == self._trainable_now()
-
-    def _trainable_now(self) -> tuple[bool, ...]:
-        """Return what decides whether layers such as BatchNormalization keep data."""
-        return tuple(layer.trainable for layer in _keras.flatten_layers(self._model))
+        return self._python_state == python_state(self._model)
 
 
 def _rows_like(data: Nest) -> _Rows:

@@ -17,6 +17,7 @@ from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.runs.histories import note_reads, recognise_copies
 from tfdp.runs.recorder import revoke_all
 from tfdp.training.checked_model import rows_to_check
+from tfdp.training.python_state import python_state
 from tfdp.training.step import BatchClipper
 from tfdp.training.units import check_whole_units, filled_up
 
@@ -239,6 +240,7 @@ def _checked_once(
         None if ascent is None else ascent.is_exact,
         _names_of_leaves(loss),
         tuple(map(id, objective.variables)),
+        python_state(model),
         # Shapes of unknown rank are all alike.
         tuple(
             (leaf.dtype, tuple(leaf.shape[1:].as_list()) if leaf.shape.rank else ())
