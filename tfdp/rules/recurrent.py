@@ -2,13 +2,10 @@
 
 The inputs are multiplied by their matrix for all time steps at once, before the loop
 over time. What the gradient of that product says about a step is what both matrices
-of a step see. The loop has a gradient of its own, which needs nothing of the loop but
-the states, and multiplies by the recurrent matrix once in each step.
+of a step see.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import Self
 
 import keras
 import tensorflow as tf
@@ -16,81 +13,12 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.moves import Move
 from tfdp.rules.recording import Call, find, own_variables, rule
+from tfdp.rules.scan import Cell, Matrix, Scan
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 # Each takes a cell's operations once more in the graph.
 _MOST_UNROLLED = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cell:
-    """A recurrent cell, its products with the matrices taken out.
-
-    Attributes:
-        matrix: What the state h is multiplied by.
-        step: ``(x, inner, states) -> new states`` for x of the projected inputs and
-            ``inner = h matrix``; states are a list that h is the first of.
-        terms: ``(g, g_inner, h) -> terms`` of the recurrent matrix, all of shape
-            ``(R, T, ...)``.
-        bias_terms: ``(g, g_inner) -> terms`` of the bias.
-        inner_differs: Whether `inner` has other gradients than x.
-    """
-
-    matrix: "_Matrix"
-    step: Callable[..., list[Tensor]]
-    terms: Callable[..., list[Term]]
-    bias_terms: Callable[..., list[Term]]
-    inner_differs: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class _Matrix:
-    """Some columns of a matrix, and what each unit has added to them.
-
-    Attributes:
-        value: The columns, shape ``(units, K)``.
-        added: What products with the whole matrix gain, or None.
-        before: Columns of the whole matrix before these.
-        behind: Columns behind them.
-    """
-
-    value: Tensor
-    added: Move | None
-    before: int = 0
-    behind: int = 0
-
-    @classmethod
-    def recurrent(cls, call: Call, like: Tensor) -> Self:
-        """Return the recurrent matrix of a layer, in the dtype of a tensor."""
-        matrix = _cell_of(call).recurrent_kernel
-        call.hide(matrix)
-        return cls(tf.cast(matrix, like.dtype), call.move(matrix))
-
-    def split(self, column: int) -> tuple["_Matrix", "_Matrix"]:
-        """Return the columns before one, and the others."""
-        left, right = self.value[:, :column], self.value[:, column:]
-        return (
-            _Matrix(left, self.added, 0, right.shape[1]),
-            _Matrix(right, self.added, left.shape[1], 0),
-        )
-
-    def times(self, rows: Tensor) -> Tensor:
-        """``(R, units) -> (R, K)``."""
-        products = tf.matmul(rows, self.value)
-        if self.added is not None:
-            gained = self.added.times(rows)
-            products += gained[:, self.before : self.before + self.value.shape[1]]
-        return products
-
-    def times_transposed(self, rows: Tensor) -> Tensor:
-        """``(R, K) -> (R, units)``."""
-        products = tf.matmul(rows, self.value, transpose_b=True)
-        if self.added is not None:
-            whole = tf.pad(rows, [(0, 0), (self.before, self.behind)])
-            products += self.added.times_transposed(whole)
-        return products
 
 
 @rule(keras.layers.RNN)
@@ -134,12 +62,12 @@ def simple_rnn(call: Call) -> Nest:
     """Rule of `keras.layers.SimpleRNN` and its cell."""
     cell = _cell_of(call)
 
-    def make(like: Tensor) -> _Cell:
+    def make(like: Tensor) -> Cell:
         def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
             del states
             return [_activated(cell.activation, x + inner)]
 
-        return _Cell(_Matrix.recurrent(call, like), step, *_terms(cell))
+        return Cell(_recurrent_matrix(call, like), step, *_terms(cell))
 
     return _run(call, make, cell.bias)
 
@@ -149,14 +77,14 @@ def lstm(call: Call) -> Nest:
     """Rule of `keras.layers.LSTM` and its cell."""
     cell = _cell_of(call)
 
-    def make(like: Tensor) -> _Cell:
+    def make(like: Tensor) -> Cell:
         def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
             i, f, candidate, o = tf.split(x + inner, 4, axis=-1)
             gate = cell.recurrent_activation
             c = gate(f) * states[1] + gate(i) * _activated(cell.activation, candidate)
             return [gate(o) * _activated(cell.activation, c), c]
 
-        return _Cell(_Matrix.recurrent(call, like), step, *_terms(cell))
+        return Cell(_recurrent_matrix(call, like), step, *_terms(cell))
 
     return _run(call, make, cell.bias)
 
@@ -172,7 +100,7 @@ def gru(call: Call) -> Nest:
     return _run(call, lambda like: make(call, like), bias)
 
 
-def _reset_after(call: Call, like: Tensor) -> _Cell:
+def _reset_after(call: Call, like: Tensor) -> Cell:
     cell = _cell_of(call)
     offset = 0.0
     if cell.bias is not None:
@@ -197,13 +125,13 @@ def _reset_after(call: Call, like: Tensor) -> _Cell:
         # The bias has two rows: one beside the inputs, one beside the inner products.
         return [PerRow(cell.bias, tf.stack([g, g_inner], axis=-2))]
 
-    matrix = _Matrix.recurrent(call, like)
-    return _Cell(matrix, step, terms, bias_terms, inner_differs=True)
+    matrix = _recurrent_matrix(call, like)
+    return Cell(matrix, step, terms, bias_terms, inner_differs=True)
 
 
-def _reset_before(call: Call, like: Tensor) -> _Cell:
+def _reset_before(call: Call, like: Tensor) -> Cell:
     cell = _cell_of(call)
-    of_gates, of_candidate = _Matrix.recurrent(call, like).split(2 * cell.units)
+    of_gates, of_candidate = _recurrent_matrix(call, like).split(2 * cell.units)
 
     def gates(x: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
         z, r = tf.split(x[..., : 2 * cell.units] + inner, 2, axis=-1)
@@ -234,7 +162,7 @@ def _reset_before(call: Call, like: Tensor) -> _Cell:
             ),
         ]
 
-    return _Cell(of_gates, step, terms, _terms(cell)[1])
+    return Cell(of_gates, step, terms, _terms(cell)[1])
 
 
 def _terms(
@@ -254,7 +182,7 @@ def _terms(
 
 
 def _run(
-    call: Call, make: Callable[[Tensor], _Cell], bias: Variable | Tensor | None
+    call: Call, make: Callable[[Tensor], Cell], bias: Variable | Tensor | None
 ) -> Nest:
     """Run a layer, or one step of a cell."""
     layer = call.layer
@@ -291,7 +219,7 @@ def _run(
         if mask is not None:
             mask = in_order(tf.transpose(tf.cast(mask, tf.bool))[..., None], [0])
         # The custom gradient of a scan has none itself.
-        scan = _Scan(cell, mask, kept)
+        scan = Scan(cell, mask, kept)
         run = scan.run_plainly if call.differentiates_twice else scan.run
         before, outputs, states = run(over_time, states)
         outputs = outputs_where_unmasked(layer, outputs, mask)
@@ -306,7 +234,7 @@ def _run(
 
 
 def _run_step(
-    call: Call, make: Callable[[Tensor], _Cell], bias: Variable | Tensor | None
+    call: Call, make: Callable[[Tensor], Cell], bias: Variable | Tensor | None
 ) -> Nest:
     """Run a cell as a loop over one step."""
     arguments = call.bound()
@@ -335,7 +263,7 @@ def _projected(call: Call, bias: Variable | Tensor | None, inputs: Tensor) -> Te
 
 def _watch(
     call: Call,
-    cell: _Cell,
+    cell: Cell,
     inputs: Tensor,
     tensors: list[Tensor],
     seen: list[Tensor],
@@ -371,176 +299,17 @@ def _watch(
     return watched
 
 
+def _recurrent_matrix(call: Call, like: Tensor) -> Matrix:
+    """Return the recurrent matrix of a layer, in the dtype of a tensor."""
+    matrix = _cell_of(call).recurrent_kernel
+    call.hide(matrix)
+    return Matrix(tf.cast(matrix, like.dtype), call.move(matrix))
+
+
 def _cell_of(call: Call) -> keras.layers.Layer:
     """Return the cell of a recurrent layer, or the one that is called by itself."""
     layer = call.layer
     return layer.cell if isinstance(layer, keras.layers.RNN) else layer
-
-
-@dataclasses.dataclass(frozen=True)
-class _Scan:
-    """A cell that runs over time, with a gradient of its own.
-
-    Attributes:
-        cell: The cell.
-        mask: bool, shape ``(T, R, 1)``: where it is False the states stay. Or None.
-        kept: Dropout mask of h, shape ``(R, units)``, or None.
-    """
-
-    cell: _Cell
-    mask: Tensor | None
-    kept: Tensor | None
-
-    def run(
-        self, over_time: list[Tensor], states: list[Tensor]
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Run the cell.
-
-        Args:
-            over_time: The projected inputs, shape ``(T, R, ...)``, and perhaps what
-                is added to the inner products.
-            states: What they are at first, shapes ``(R, units)``.
-
-        Returns:
-            h before each step, h after each step, both of shape ``(T, R, units)``,
-            and the last states.
-        """
-
-        @tf.custom_gradient
-        def run(*tensors: Tensor) -> tuple[list[Tensor], Callable[..., list[Tensor]]]:
-            inputs, first = tensors[: len(over_time)], tensors[len(over_time) :]
-            with _keras.without_tapes():
-                inner, before, last = self._forward(list(inputs), list(first))
-            after = tf.concat([before[0][1:], last[0][None]], 0)
-
-            def gradient(*upstream: Tensor) -> list[Tensor]:
-                # The states before are the states after, a step later: their own
-                # gradient is never asked for.
-                _, of_after, *of_last = upstream
-                return self._backward(list(inputs), inner, before, of_after, of_last)
-
-            return [before[0], after, *last], gradient
-
-        before, after, *last = run(*over_time, *states)
-        # What comes from before a step has no gradient of its own.
-        return tf.stop_gradient(before), after, last
-
-    def run_plainly(
-        self, over_time: list[Tensor], states: list[Tensor]
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Do what `run` does with TensorFlow's gradient, which has one itself."""
-        _, before, last = self._forward(over_time, states)
-        return before[0], tf.concat([before[0][1:], last[0][None]], 0), last
-
-    def _forward(
-        self, inputs: list[Tensor], states: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return the inner products and the states before, and the last states."""
-        steps = tf.shape(inputs[0])[0]
-        reads = self._readable(inputs)
-
-        def body(time: Tensor, states: Nest, written: Nest) -> Nest:
-            (x, *more), mask = self._read(reads, time)
-            inner = tf.add_n([self._inner_product(states[0]), *more])
-            written = _write(written, time, [inner, *states])
-            return time + 1, self._step(x, inner, states, mask), written
-
-        width = self.cell.matrix.value.shape[-1]
-        like = [tf.zeros([tf.shape(states[0])[0], width], states[0].dtype), *states]
-
-        _, last, written = tf.while_loop(
-            lambda time, *_: time < steps,
-            body,
-            (0, states, _writable(like, steps)),
-            parallel_iterations=1,
-            maximum_iterations=steps,  # XLA cannot do without.
-        )
-        inner, *before = [array.stack() for array in written]
-        return inner, before, last
-
-    def _backward(
-        self,
-        inputs: list[Tensor],
-        inner: Tensor,
-        before: list[Tensor],
-        of_after: Tensor,
-        of_last: list[Tensor],
-    ) -> list[Tensor]:
-        """Return the gradients of the inputs and of the first states."""
-        steps = tf.shape(before[0])[0]
-        reads = self._readable([inputs[0], inner, of_after, *before])
-
-        def body(time: Tensor, of_states: Nest, written: Nest) -> Nest:
-            time -= 1
-            (x, inner, of_output, *states), mask = self._read(reads, time)
-            of_states = [of_states[0] + of_output, *of_states[1:]]
-            # From behind: what a state is worth is known from the steps after it.
-            # One step is computed once more: nothing inside of it is held over time.
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch([x, inner, states])
-                new = self._step(x, inner, states, mask)
-            of_x, of_inner, of_states = tape.gradient(
-                new,
-                [x, inner, states],
-                output_gradients=of_states,
-                unconnected_gradients=tf.UnconnectedGradients.ZERO,
-            )
-            # h reaches the next states directly and by way of its inner product.
-            of_h = self.cell.matrix.times_transposed(of_inner)
-            of_h = of_h if self.kept is None else of_h * self.kept
-            # Where nothing is added to the inner products nobody asks for theirs.
-            written = _write(written, time, [of_x, of_inner][: len(written)])
-            return time, [of_states[0] + of_h, *of_states[1:]], written
-
-        like = [inputs[0][0], inner[0]][: len(inputs)]
-        _, of_first, written = tf.while_loop(
-            lambda time, *_: time > 0,
-            body,
-            (steps, of_last, _writable(like, steps)),
-            parallel_iterations=1,
-            maximum_iterations=steps,
-        )
-        return [*(array.stack() for array in written), *of_first]
-
-    def _inner_product(self, h: Tensor) -> Tensor:
-        return self.cell.matrix.times(h if self.kept is None else h * self.kept)
-
-    def _step(
-        self, x: Tensor, inner: Tensor, states: list[Tensor], mask: Tensor | None
-    ) -> list[Tensor]:
-        new = self.cell.step(x, inner, states)
-        if mask is None:
-            return new
-        return [tf.where(mask, a, b) for a, b in zip(new, states, strict=True)]
-
-    def _readable(self, tensors: list[Tensor]) -> list[tf.TensorArray]:
-        """Put tensors, and the mask after them, where loops read them."""
-        if self.mask is not None:
-            tensors = [*tensors, self.mask]
-        steps = tf.shape(tensors[0])[0]
-        return [
-            tf.TensorArray(t.dtype, steps, element_shape=t.shape[1:]).unstack(t)
-            for t in tensors
-        ]
-
-    def _read(
-        self, arrays: list[tf.TensorArray], time: Tensor
-    ) -> tuple[list[Tensor], Tensor | None]:
-        found = [array.read(time) for array in arrays]
-        mask = None if self.mask is None else found.pop()
-        return found, mask
-
-
-def _writable(like: list[Tensor], steps: Tensor) -> list[tf.TensorArray]:
-    return [tf.TensorArray(t.dtype, steps, element_shape=t.shape) for t in like]
-
-
-def _write(
-    arrays: list[tf.TensorArray], time: Tensor, tensors: list[Tensor]
-) -> list[tf.TensorArray]:
-    return [
-        array.write(time, tensor) for array, tensor in zip(arrays, tensors, strict=True)
-    ]
 
 
 def _dropout_masks(

@@ -1,0 +1,243 @@
+"""A cell that runs over time, with a gradient of its own.
+
+It needs nothing of the loop but the states, and multiplies by the recurrent matrix once in
+each step.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdp import _keras
+from tfdp._types import Nest, Tensor
+from tfdp.rules.moves import Move
+from tfdp.rules.terms import Term
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A recurrent cell, its products with the matrices taken out.
+
+    Attributes:
+        matrix: What the state h is multiplied by.
+        step: ``(x, inner, states) -> new states`` for x of the projected inputs and
+            ``inner = h matrix``; states are a list that h is the first of.
+        terms: ``(g, g_inner, h) -> terms`` of the recurrent matrix, all of shape
+            ``(R, T, ...)``.
+        bias_terms: ``(g, g_inner) -> terms`` of the bias.
+        inner_differs: Whether `inner` has other gradients than x.
+    """
+
+    matrix: "Matrix"
+    step: Callable[..., list[Tensor]]
+    terms: Callable[..., list[Term]]
+    bias_terms: Callable[..., list[Term]]
+    inner_differs: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Some columns of a matrix, and what each unit has added to them.
+
+    Attributes:
+        value: The columns, shape ``(units, K)``.
+        added: What products with the whole matrix gain, or None.
+        before: Columns of the whole matrix before these.
+        behind: Columns behind them.
+    """
+
+    value: Tensor
+    added: Move | None
+    before: int = 0
+    behind: int = 0
+
+    def split(self, column: int) -> tuple["Matrix", "Matrix"]:
+        """Return the columns before one, and the others."""
+        left, right = self.value[:, :column], self.value[:, column:]
+        return (
+            Matrix(left, self.added, 0, right.shape[1]),
+            Matrix(right, self.added, left.shape[1], 0),
+        )
+
+    def times(self, rows: Tensor) -> Tensor:
+        """``(R, units) -> (R, K)``."""
+        products = tf.matmul(rows, self.value)
+        if self.added is not None:
+            gained = self.added.times(rows)
+            products += gained[:, self.before : self.before + self.value.shape[1]]
+        return products
+
+    def times_transposed(self, rows: Tensor) -> Tensor:
+        """``(R, K) -> (R, units)``."""
+        products = tf.matmul(rows, self.value, transpose_b=True)
+        if self.added is not None:
+            whole = tf.pad(rows, [(0, 0), (self.before, self.behind)])
+            products += self.added.times_transposed(whole)
+        return products
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """A cell that runs over time, with a gradient of its own.
+
+    Attributes:
+        cell: The cell.
+        mask: bool, shape ``(T, R, 1)``: where it is False the states stay. Or None.
+        kept: Dropout mask of h, shape ``(R, units)``, or None.
+    """
+
+    cell: Cell
+    mask: Tensor | None
+    kept: Tensor | None
+
+    def run(
+        self, over_time: list[Tensor], states: list[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Run the cell.
+
+        Args:
+            over_time: The projected inputs, shape ``(T, R, ...)``, and perhaps what
+                is added to the inner products.
+            states: What they are at first, shapes ``(R, units)``.
+
+        Returns:
+            h before each step, h after each step, both of shape ``(T, R, units)``,
+            and the last states.
+        """
+
+        @tf.custom_gradient
+        def run(*tensors: Tensor) -> tuple[list[Tensor], Callable[..., list[Tensor]]]:
+            inputs, first = tensors[: len(over_time)], tensors[len(over_time) :]
+            with _keras.without_tapes():
+                inner, before, last = self._forward(list(inputs), list(first))
+            after = tf.concat([before[0][1:], last[0][None]], 0)
+
+            def gradient(*upstream: Tensor) -> list[Tensor]:
+                # The states before are the states after, a step later: their own
+                # gradient is never asked for.
+                _, of_after, *of_last = upstream
+                return self._backward(list(inputs), inner, before, of_after, of_last)
+
+            return [before[0], after, *last], gradient
+
+        before, after, *last = run(*over_time, *states)
+        # What comes from before a step has no gradient of its own.
+        return tf.stop_gradient(before), after, last
+
+    def run_plainly(
+        self, over_time: list[Tensor], states: list[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Do what `run` does with TensorFlow's gradient, which has one itself."""
+        _, before, last = self._forward(over_time, states)
+        return before[0], tf.concat([before[0][1:], last[0][None]], 0), last
+
+    def _forward(
+        self, inputs: list[Tensor], states: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Return the inner products and the states before, and the last states."""
+        steps = tf.shape(inputs[0])[0]
+        reads = self._readable(inputs)
+
+        def body(time: Tensor, states: Nest, written: Nest) -> Nest:
+            (x, *more), mask = self._read(reads, time)
+            inner = tf.add_n([self._inner_product(states[0]), *more])
+            written = _write(written, time, [inner, *states])
+            return time + 1, self._step(x, inner, states, mask), written
+
+        width = self.cell.matrix.value.shape[-1]
+        like = [tf.zeros([tf.shape(states[0])[0], width], states[0].dtype), *states]
+
+        _, last, written = tf.while_loop(
+            lambda time, *_: time < steps,
+            body,
+            (0, states, _writable(like, steps)),
+            parallel_iterations=1,
+            maximum_iterations=steps,  # XLA cannot do without.
+        )
+        inner, *before = [array.stack() for array in written]
+        return inner, before, last
+
+    def _backward(
+        self,
+        inputs: list[Tensor],
+        inner: Tensor,
+        before: list[Tensor],
+        of_after: Tensor,
+        of_last: list[Tensor],
+    ) -> list[Tensor]:
+        """Return the gradients of the inputs and of the first states."""
+        steps = tf.shape(before[0])[0]
+        reads = self._readable([inputs[0], inner, of_after, *before])
+
+        def body(time: Tensor, of_states: Nest, written: Nest) -> Nest:
+            time -= 1
+            (x, inner, of_output, *states), mask = self._read(reads, time)
+            of_states = [of_states[0] + of_output, *of_states[1:]]
+            # From behind: what a state is worth is known from the steps after it.
+            # One step is computed once more: nothing inside of it is held over time.
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch([x, inner, states])
+                new = self._step(x, inner, states, mask)
+            of_x, of_inner, of_states = tape.gradient(
+                new,
+                [x, inner, states],
+                output_gradients=of_states,
+                unconnected_gradients=tf.UnconnectedGradients.ZERO,
+            )
+            # h reaches the next states directly and by way of its inner product.
+            of_h = self.cell.matrix.times_transposed(of_inner)
+            of_h = of_h if self.kept is None else of_h * self.kept
+            # Where nothing is added to the inner products nobody asks for theirs.
+            written = _write(written, time, [of_x, of_inner][: len(written)])
+            return time, [of_states[0] + of_h, *of_states[1:]], written
+
+        like = [inputs[0][0], inner[0]][: len(inputs)]
+        _, of_first, written = tf.while_loop(
+            lambda time, *_: time > 0,
+            body,
+            (steps, of_last, _writable(like, steps)),
+            parallel_iterations=1,
+            maximum_iterations=steps,
+        )
+        return [*(array.stack() for array in written), *of_first]
+
+    def _inner_product(self, h: Tensor) -> Tensor:
+        return self.cell.matrix.times(h if self.kept is None else h * self.kept)
+
+    def _step(
+        self, x: Tensor, inner: Tensor, states: list[Tensor], mask: Tensor | None
+    ) -> list[Tensor]:
+        new = self.cell.step(x, inner, states)
+        if mask is None:
+            return new
+        return [tf.where(mask, a, b) for a, b in zip(new, states, strict=True)]
+
+    def _readable(self, tensors: list[Tensor]) -> list[tf.TensorArray]:
+        """Put tensors, and the mask after them, where loops read them."""
+        if self.mask is not None:
+            tensors = [*tensors, self.mask]
+        steps = tf.shape(tensors[0])[0]
+        return [
+            tf.TensorArray(t.dtype, steps, element_shape=t.shape[1:]).unstack(t)
+            for t in tensors
+        ]
+
+    def _read(
+        self, arrays: list[tf.TensorArray], time: Tensor
+    ) -> tuple[list[Tensor], Tensor | None]:
+        found = [array.read(time) for array in arrays]
+        mask = None if self.mask is None else found.pop()
+        return found, mask
+
+
+def _writable(like: list[Tensor], steps: Tensor) -> list[tf.TensorArray]:
+    return [tf.TensorArray(t.dtype, steps, element_shape=t.shape) for t in like]
+
+
+def _write(
+    arrays: list[tf.TensorArray], time: Tensor, tensors: list[Tensor]
+) -> list[tf.TensorArray]:
+    return [
+        array.write(time, tensor) for array, tensor in zip(arrays, tensors, strict=True)
+    ]
