@@ -41,6 +41,14 @@ class Users:
         """Return the number of users."""
         return len(self._ends)
 
+    def check_rows(self, name: str, rows: int) -> None:
+        """Raise a ValueError unless there is an id for each of so many rows."""
+        if len(self.of_rows) != rows:
+            raise ValueError(
+                f"`{name}` must have one id for each row. Received: "
+                f"len({name})={len(self.of_rows)}, {rows} rows."
+            )
+
     def rows(self, user: int) -> NDArray[np.int64]:
         """Return the rows of a user, in ascending order."""
         first = self._ends[user - 1] if user else 0
@@ -147,11 +155,7 @@ def users_of(user_ids: Nest, examples_per_user: int | None, rows: int) -> Users 
         )
     most = _validate.positive_int("examples_per_user", examples_per_user)
     users = Users("user_ids", user_ids, most)
-    if len(users.of_rows) != rows:
-        raise ValueError(
-            "`user_ids` must have one id for each row. Received: "
-            f"len(user_ids)={len(users.of_rows)}, {rows} rows."
-        )
+    users.check_rows("user_ids", rows)
     return users
 
 
