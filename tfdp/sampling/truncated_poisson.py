@@ -126,7 +126,7 @@ class TruncatedPoisson(Poisson):
         """
         return super().event(count, noise_multiplier / self.most_change_in_clips)
 
-    def nearly(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
+    def rough_event(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
         """Return draws that are not cut, where hardly any is."""
         if self.max_batch_size < self.free_bound:
             return self.rdp_event(count, noise_multiplier)
