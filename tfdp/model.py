@@ -455,7 +455,9 @@ class DPModel(TrainingFunctions):
         if user_ids is not None and validation_split:
             raise ValueError(
                 "`validation_split` would cut users in two. Received: validation_split="
-                f"{validation_split} beside `user_ids`. Use `validation_data=...`."
+                f"{validation_split} beside `user_ids`. Use `held_out = "
+                "np.isin(user_ids, np.unique(user_ids)[::5])`, fit the others, `x[~held_out]`"
+                ", and `validation_data=(x[held_out], y[held_out])`."
             )
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = split_for_validation(

@@ -4,6 +4,7 @@ r"""Time and memory of a private training step, beside an ordinary one.
     python tools/benchmark.py --models=cnn --rows=vectorized --steps=50 --jit_compile
     python tools/benchmark.py --startup
     python tools/benchmark.py --fit --models=cnn
+    python tools/benchmark.py --reading
     python tools/benchmark.py --growth=growth.png
     python tools/benchmark.py --synthetic
     python tools/benchmark.py --passes
@@ -68,6 +69,8 @@ _FIT_ROWS = [
     *("fit_ordinary", "fit_ordinary_pipeline", "fit_poisson", "fit_poisson_in_passes"),
     *("fit_bounded_poisson", "fit_shuffled", "fit_declared"),
 ]
+# Ways to read the files of bins; the first is what the other is compared with.
+_READING_ROWS = ["read_shuffled", "read_bins"]
 _TFDP_ALONE = ("frozen", "bert", "bert:4", "mobilenet_v2", "resnet50")
 _MODELS = [name for name in PROBLEMS if name not in {"synthetic", "deep", *_TFDP_ALONE}]
 _DEPTHS = (2, 8, 32, 128, 200)
@@ -110,6 +113,9 @@ _STARTUP = flags.DEFINE_bool(
 )
 _FIT = flags.DEFINE_bool(
     "fit", False, "Steps of epochs of `fit`, for each way to give it rows."
+)
+_READING = flags.DEFINE_bool(
+    "reading", False, "Passes over bins in files, beside tf.data shuffling of them."
 )
 _GROWTH = flags.DEFINE_string(
     "growth", None, "PNG file for a plot over batch sizes and numbers of weights."
@@ -182,6 +188,7 @@ def main(argv: Sequence[str]) -> None:
         federated: _FEDERATED.value,
         startup: _STARTUP.value,
         fits: _FIT.value,
+        reading: _READING.value,
         over_depth: _BAM.value,
         growth: _GROWTH.value is not None,
     }
@@ -409,23 +416,35 @@ def startup() -> list[Result]:
 
 def fits() -> list[Result]:
     """Print what a step takes in epochs of `fit`, for each way to give it rows."""
-    shown = []
     print(f"{'model':<14}{'batch':>6}  {'rows from':<28}{'ms a step':>10}{'ratio':>10}")
-    for model in dict.fromkeys(_CHOSEN.value):
-        for size in _BATCH_SIZES.value or [problem_of(model).batch_size]:
-            found = start(_TFDP, model, size, _FIT_ROWS, timed=True)
-            ordinary = found.median(_FIT_ROWS[0])
-            for row in _FIT_ROWS:
-                median = found.median(row)
-                cells = "".join(
-                    f"{'-':>10}" if number is None else f"{number:>10.2f}"
-                    for number in (median, median and ordinary and median / ordinary)
-                )
-                name = row.removeprefix("fit_")
-                print(f"{model:<14}{size:>6}  {name:<28}{cells}")
-            print(found.problem, flush=True)
-            shown.append(found)
-    return shown
+    return [
+        print_ratios(model, size, _FIT_ROWS)
+        for model in dict.fromkeys(_CHOSEN.value)
+        for size in _BATCH_SIZES.value or [problem_of(model).batch_size]
+    ]
+
+
+def reading() -> list[Result]:
+    """Print what a pass over files of images takes, as bins and shuffled by tf.data."""
+    size = (_BATCH_SIZES.value or [256])[0]
+    print(f"{'images':<14}{'batch':>6}  {'files':<28}{'ms a pass':>10}{'ratio':>10}")
+    return [print_ratios("cnn", size, _READING_ROWS)]
+
+
+def print_ratios(model: str, size: int, rows: Sequence[str]) -> Result:
+    """Print the times of rows that take turns, over that of the first."""
+    found = start(_TFDP, model, size, rows, timed=True)
+    first = found.median(rows[0])
+    for row in rows:
+        median = found.median(row)
+        cells = "".join(
+            f"{'-':>10}" if number is None else f"{number:>10.2f}"
+            for number in (median, median and first and median / first)
+        )
+        name = row.partition("_")[2]
+        print(f"{model:<14}{size:>6}  {name:<28}{cells}")
+    print(found.problem, flush=True)
+    return found
 
 
 def federated() -> list[Result]:

@@ -81,6 +81,9 @@ _SAMPLING = flags.DEFINE_list(
     None,
     "Ways of drawing batches to compare, or all; every example clipped alone.",
 )
+_CYCLIC_PARTS = flags.DEFINE_integer(
+    "cyclic_parts", 2, "Parts that cyclic_poisson draws from in turn; takes --sampling."
+)
 _PLOT = flags.DEFINE_string(
     "plot", None, "PNG file for epsilon over the epochs; takes --sampling."
 )
@@ -111,10 +114,10 @@ def main(argv: Sequence[str]) -> None:
             raise ValueError(f"Everything is a flag. Received: {' '.join(argv[1:])}.")
         if _SAMPLING.value is not None:
             _compare_sampling()
-        elif _PLOT.value is not None:
+        elif given := [each for each in (_PLOT, _CYCLIC_PARTS) if each.present]:
             raise ValueError(
-                "`plot` is of ways of drawing batches. Received: "
-                f"plot={_PLOT.value}. Use `--sampling=all` with it."
+                f"`{given[0].name}` is of ways of drawing batches. Received: "
+                f"{given[0].name}={given[0].value}. Use `--sampling=all` with it."
             )
         elif _NOISE_MULTIPLIER.value is not None:
             print(_statement(_NOISE_MULTIPLIER.value))
@@ -228,6 +231,7 @@ def _planned(epochs: float) -> dict[str, Any]:
         batch_size=_BATCH_SIZE.value,
         epochs=epochs,
         noise_multiplier=_NOISE_MULTIPLIER.value,
+        cyclic_parts=_CYCLIC_PARTS.value,
     )
     return planned
 

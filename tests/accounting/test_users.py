@@ -3,15 +3,17 @@
 import itertools
 import math
 
+import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, rdp
 from dp_accounting.pld import privacy_loss_distribution
 from scipy import special, stats
 
-from tfdp.accounting import PoissonSteps, ShuffledPasses
+from tfdp.accounting import PoissonSteps, Segment, ShuffledPasses
 from tfdp.accounting.accountant import epsilon
 from tfdp.accounting.users import _divergence, user_epsilon
+from tfdp.sampling import CyclicPoisson, FixedBins, Shuffled
 from tfdp.sampling.poisson import log_binomial
 
 HAS_MIXTURES = hasattr(privacy_loss_distribution, "from_mixture_gaussian_mechanism")
@@ -32,7 +34,9 @@ def cost(segment, delta, size, accountant="RDP"):
 def test_examples_of_a_pass_divide_the_noise(size, accountant):
     run = ShuffledPasses(5, 4.0, 10_000, 64)
     less_noise = ShuffledPasses(5, 4.0 / size, 10_000, 64)
-    assert cost(run, 1e-6, size, accountant) == epsilon([less_noise], 1e-6, accountant)
+    assert cost(run, 1e-6, size, accountant) == pytest.approx(
+        epsilon([less_noise], 1e-6, accountant), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("accountant", ["RDP", "PLD"])
@@ -123,9 +127,32 @@ def test_more_examples_cost_more_and_no_noise_everything():
     assert cost(PoissonSteps(500, 0.0, 10_000, 64), 1e-6, 3) == math.inf
     # Where all are in every batch there is nothing to draw.
     whole = PoissonSteps(5, 9.0, 100, 100)
-    assert cost(whole, 1e-5, 3) == epsilon(
-        [ShuffledPasses(5, 3.0, 100, 100)], 1e-5, "RDP"
+    assert cost(whole, 1e-5, 3) == pytest.approx(
+        epsilon([ShuffledPasses(5, 3.0, 100, 100)], 1e-5, "RDP")
     )
+
+
+def test_examples_of_a_user_are_in_all_releases_of_a_pass():
+    """Whatever the scheme says of it: its event has five releases a pass."""
+    passes = Segment(CyclicPoisson(100, 10), 3, 8.0)
+    whole = ShuffledPasses(15, 8.0 / 2, 100, 10)
+    assert cost(passes, 1e-5, 2) == pytest.approx(epsilon([whole], 1e-5, "RDP"))
+    fixed = Segment(FixedBins(100, 10, batches_per_epoch=10, bins=1), 3, 8.0)
+    whole = ShuffledPasses(3, 8.0 / 2, 100, 10)
+    assert cost(fixed, 1e-5, 2) == pytest.approx(epsilon([whole], 1e-5, "RDP"))
+    assert cost(passes.with_count(0), 1e-5, 2) == 0
+
+
+def test_what_is_no_gaussian_release_is_not_taken_for_free():
+    class Laplace(Shuffled):
+        kind = "laplace_passes"
+        sampling = None
+
+        def rdp_event(self, count, noise_multiplier):
+            return dp_accounting.LaplaceDpEvent(noise_multiplier)
+
+    with pytest.raises(TypeError, match="Received: LaplaceDpEvent"):
+        cost(Segment(Laplace(100, 10), 1, 8.0), 1e-5, 2)
 
 
 @pytest.mark.parametrize("size", [0, 1.5])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdp
 from tfdp.data import DeclaredDataset, PoissonDataset, declare
 from tfdp.sampling import BallsInBins
 
@@ -244,5 +245,46 @@ def test_bins_must_say_how_many_they_are():
 
 def test_bins_must_have_the_expected_size():
     dataset = in_bins(np.ones((600, 2), "float32"), 10)
-    with pytest.raises(ValueError, match="every row once"):
+    with pytest.raises(ValueError, match=r"Use `expected_batch_size=60`"):
         declare(dataset, expected_batch_size=30, **BINNED)
+    declare(dataset, expected_batch_size=60, **BINNED)
+
+
+@pytest.mark.parametrize("batches", [2, 10])
+def test_bins_that_stay_are_another_mechanism(batches, tmp_path):
+    bins = tfdp.data.BallsInBins.write(np.ones((600, 2)), tmp_path, batches)
+    changed = bins.dataset.map(lambda x: 2 * x[0])
+    for dataset in (bins.dataset, changed):
+        with pytest.raises(ValueError, match=r"same in every pass.*BallsInBins"):
+            declare(dataset, expected_batch_size=600 // batches, **BINNED)
+    # As its message says.
+    shuffled = BINNED | {"sampling": "shuffle"}
+    size = bins.expected_batch_size
+    assert declare(bins.dataset, expected_batch_size=size, **shuffled).batches_per_pass
+    with pytest.raises(TypeError, match=r"private\.fit\(dataset\)"):
+        declare(bins, expected_batch_size=size, **BINNED)
+
+
+class Binned(keras.utils.PyDataset):
+    """Bins that are drawn at the ends of epochs, or never again."""
+
+    def __init__(self, stay):
+        super().__init__()
+        self.stay = stay
+        self.bins = np.random.default_rng().integers(10, size=600)
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return np.ones((int((self.bins == index).sum()), 2))
+
+    def on_epoch_end(self):
+        if not self.stay:
+            self.bins = np.random.default_rng().integers(10, size=600)
+
+
+def test_bins_of_a_pydataset():
+    declare(Binned(stay=False), expected_batch_size=60, **BINNED)
+    with pytest.raises(ValueError, match="same in every pass"):
+        declare(Binned(stay=True), expected_batch_size=60, **BINNED)

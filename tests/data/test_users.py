@@ -14,6 +14,7 @@ from tfdp.data.users import Users, bound_contributions
         ["b", "a", "b", "c"],
         np.array(["b", "a", "b", "c"], object),
         np.array([b"b", b"a", b"b", b"c"], object),
+        np.array([7, 3, 7, np.int8(-2)], object),
     ],
     ids=str,
 )
@@ -45,11 +46,48 @@ def test_every_row_stays_as_often_as_every_other():
 
 
 @pytest.mark.parametrize(
-    "ids", [[1.0, 2.0], [1, None], [float("nan")], np.array([1, "a"], object), [True]]
+    "ids", [[1.0, 2.0], [1, "a"], np.array([1, "a"], object), [True], [-1, 2**63]]
 )
 def test_ids_that_may_not_tell_users_apart_are_refused(ids):
     with pytest.raises(TypeError, match=r"`ids` must be whole numbers or strings"):
         bound_contributions(ids, max_per_user=1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "missing"),
+    [
+        ([1.0, np.nan, 2.0, np.nan], 2),
+        (["a", float("nan"), "b"], 1),
+        (["a", None, "nan"], 1),
+        (np.array(["2020-01-01", "NaT"], "datetime64[D]"), 1),
+    ],
+)
+def test_missing_ids_are_counted_and_the_advice_works(ids, missing):
+    known = r"`known = pandas\.notna\(ids\)`"
+    message = rf"ids with {missing} missing of {len(ids)}\. .*{known}"
+    with pytest.raises(TypeError, match=message):
+        bound_contributions(ids, max_per_user=1)
+    pandas = pytest.importorskip("pandas")
+    for each in (ids, pandas.Series(ids)):
+        with pytest.raises(TypeError, match=message):
+            bound_contributions(each, max_per_user=1)
+        kept = np.asarray(each)[pandas.notna(each)].astype(str)
+        assert len(bound_contributions(kept, max_per_user=1)) == len(ids) - missing
+
+
+def test_columns_of_pandas():
+    pandas = pytest.importorskip("pandas")
+    names = pandas.DataFrame({"who": ["b", "a", "b", "c"], "at": [1, 2, 1, 3]})
+    for ids in (names.who, names.who.astype("string"), names.who.astype("category")):
+        assert Users("ids", ids, 1).of_rows.tolist() == [0, 1, 0, 2]
+        with pytest.raises(TypeError, match="ids with 1 missing of 4"):
+            Users("ids", ids.where(ids != "a"), 1)
+    assert Users("ids", names["at"].astype("Int64"), 1).of_rows.tolist() == [0, 1, 0, 2]
+    with pytest.raises(ValueError, match=r"`np\.ravel\(ids\)`"):
+        Users("ids", names[["who"]], 1)
+    assert len(Users("ids", np.ravel(names[["who"]]), 1)) == 3
+    with pytest.raises(ValueError, match=r"`\[str\(each\) for each in ids\]`"):
+        Users("ids", list(zip(names.who, names["at"], strict=True)), 1)
 
 
 def test_masked_ids_are_refused_and_the_advice_works():

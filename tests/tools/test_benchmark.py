@@ -147,6 +147,15 @@ def test_prints_what_starting_takes():
 
 
 @pytest.mark.slow
+def test_prints_passes_over_files():
+    process = small("--reading")
+    assert process.returncode == 0, process.stdout + process.stderr
+    found = re.findall(r"^cnn +4  (\w+) +([\d.]+) +([\d.]+)$", process.stdout, re.M)
+    assert [row for row, *_ in found] == ["shuffled", "bins"]
+    assert all(float(milliseconds) > 0 for _, milliseconds, _ in found)
+
+
+@pytest.mark.slow
 def test_prints_epochs_of_fit_for_each_way_to_give_rows():
     process = small("--fit", "--seconds=2")
     assert process.returncode == 0, process.stdout + process.stderr

@@ -68,6 +68,17 @@ def test_all_ways_of_drawing_stand_beside_each_other(run):
     assert "Poisson-sampled batches:" not in output
 
 
+def test_cyclic_draws_from_as_many_parts_as_asked_for(run):
+    planned = accounting.segments_by_sampling(
+        n=500, batch_size=50, epochs=2, noise_multiplier=2.0, cyclic_parts=5
+    )["cyclic_poisson"]
+    assert planned.scheme.parts == 5
+    sampling = ["--sampling=cyclic_poisson", "--cyclic_parts=5"]
+    output = run(*SMALL, "--epochs=2", *sampling)
+    assert f"{accounting.reported_epsilon([planned], 1e-4):.3f}  2 passes" in output
+    assert "from 5 parts in turn, with chance 0.5" in output
+
+
 def test_some_ways_over_the_epochs(run, tmp_path):
     path = tmp_path / "new" / "plot.png"
     sampling = "--sampling=shuffle,poisson"
@@ -94,6 +105,9 @@ def test_the_plot_needs_matplotlib(run, monkeypatch, tmp_path):
         (["--sampling=all", "--batch_size=501"], "Use `batch_size=500`"),
         (["--sampling=all", "--delta=0"], "Received: delta=0"),
         (["--plot=plot.png"], "Use `--sampling=all` with it"),
+        (["--cyclic_parts=3"], "Use `--sampling=all` with it"),
+        (["--sampling=all", "--cyclic_parts=501"], "Received: parts=501"),
+        (["--sampling=all", "--cyclic_parts=0"], "Received: parts=0"),
     ],
 )
 def test_a_comparison_of_something_else(run, arguments, message):

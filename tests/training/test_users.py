@@ -200,6 +200,16 @@ def test_without_a_batch_size_a_few_users_are_all_in_a_batch():
     assert segment.scheme == PoissonUsers(5, 5, 3)
 
 
+def test_more_users_than_there_are_are_all_of_them():
+    model = users()
+    options = {"user_ids": IDS, "examples_per_user": 3, "verbose": 0}
+    message = r"larger than the data.*Received: batch_size=6, 5 users\. Use"
+    with pytest.warns(UserWarning, match=message):
+        model.fit(*data(), batch_size=6, **options)
+    [segment] = model.ledger.segments
+    assert segment.scheme == PoissonUsers(5, 5, 3)
+
+
 @pytest.mark.slow
 def test_a_budget_is_one_of_users():
     model = users()
@@ -240,12 +250,12 @@ def test_metrics_are_those_of_real_rows():
         ({"user_ids": IDS[:-1], "examples_per_user": 3}, "one id for each row"),
         ({"user_ids": IDS, "examples_per_user": 0}, "examples_per_user"),
         (
-            {"user_ids": IDS, "examples_per_user": 3, "batch_size": 6},
-            "expected_batch_size=5",
+            {"user_ids": IDS, "examples_per_user": 3, "batch_size": 0},
+            "`batch_size` must be",
         ),
         (
             {"user_ids": IDS, "examples_per_user": 3, "validation_split": 0.5},
-            "validation_split",
+            r"validation_split.*`held_out = np\.isin\(user_ids, ",
         ),
         ({"user_ids": IDS, "examples_per_user": 3, "shuffle": False}, "shuffle"),
         (

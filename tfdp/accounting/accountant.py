@@ -19,17 +19,17 @@ from tfdp._validate import one_of, probability
 from tfdp.accounting.allocation import loss_of_allocation
 from tfdp.accounting.segments import Segment
 from tfdp.sampling import RandomAllocationDpEvent, Scheme
+from tfdp.sampling.scheme import LEAST_AMPLIFIED_NOISE
 
 ACCOUNTANTS = ("PLD", "RDP")
-# RDP of what costs nearly the same: no bound, and never reported.
-_ROUGHLY = "nearly RDP"
+# RDP of a scheme's `rough_event`: no bound, and never reported.
+_ROUGHLY = "rough RDP"
 
 # Privacy loss distributions are computed up to these limits. Their memory grows with
 # epsilon and with 1 / noise_multiplier**2, to tens of gigabytes, and their time with
 # the count. Beyond them the RDP figure stands in, which is an upper bound too.
 _PLD_MOST_EPSILON = 200.0
 _PLD_MOST_COUNT = 1_000_000
-_PLD_LEAST_AMPLIFIED_NOISE = 0.2
 
 # Grid on which privacy loss is rounded up; the coarser one where many segments would
 # take long. It costs up to a percent, or more where RDP has the smaller bound anyway.
@@ -185,7 +185,7 @@ def _rough_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
 @functools.lru_cache(maxsize=4096)
 def _is_known_to_rdp(segment: Segment) -> bool:
     scheme, count, noise = segment.scheme, segment.count, segment.noise_multiplier
-    return bool(scheme.nearly(count, noise) == scheme.rdp_event(count, noise))
+    return bool(scheme.rough_event(count, noise) == scheme.rdp_event(count, noise))
 
 
 def _pld_is_affordable(segments: tuple[Segment, ...], upper_bound: float) -> bool:
@@ -202,7 +202,7 @@ def _least_noise(segment: Segment) -> float:
     event = segment.event()
     release = getattr(event, "event", event)
     is_gaussian = isinstance(release, dp_accounting.GaussianDpEvent)
-    return 0.0 if is_gaussian else _PLD_LEAST_AMPLIFIED_NOISE
+    return 0.0 if is_gaussian else LEAST_AMPLIFIED_NOISE
 
 
 @functools.lru_cache(maxsize=64)
@@ -216,7 +216,7 @@ def _composed_rdp(
     result = copy.deepcopy(_composed_rdp(known, accountant))
     for segment in segments[len(known) :]:
         scheme = segment.scheme
-        event = scheme.nearly if accountant == _ROUGHLY else scheme.rdp_event
+        event = scheme.rough_event if accountant == _ROUGHLY else scheme.rdp_event
         result.compose(event(segment.count, segment.noise_multiplier))
     return result
 

@@ -16,7 +16,12 @@ from tfdp.sampling import (
 
 
 def segments_by_sampling(
-    *, n: int, batch_size: int, epochs: float, noise_multiplier: float
+    *,
+    n: int,
+    batch_size: int,
+    epochs: float,
+    noise_multiplier: float,
+    cyclic_parts: int = 2,
 ) -> dict[str, Segment]:
     """Return one planned training under every way of drawing its batches.
 
@@ -30,12 +35,13 @@ def segments_by_sampling(
         batch_size: Expected number of examples in a batch; at most ``n``.
         epochs: Number of epochs, which need not be whole.
         noise_multiplier: Noise standard deviation over the clip norm.
+        cyclic_parts: Parts that ``"cyclic_poisson"`` draws from in turn.
 
     Returns:
         A segment for each of ``"poisson"``; ``"truncated_poisson"``, at the bound that
         costs less than a percent; ``"balls_in_bins"``; ``"fixed_bins"``, drawn once and
-        read in every epoch; ``"shuffle"``; ``"cyclic_poisson"``, of two parts, for more
-        than one example; and ``"unknown"``.
+        read in every epoch; ``"shuffle"``; ``"cyclic_poisson"``, for more than one
+        example; and ``"unknown"``.
 
     Raises:
         TypeError: If an argument is no number.
@@ -69,7 +75,11 @@ def segments_by_sampling(
         # The number of the bins is of no use before they are drawn.
         "fixed_bins": FixedBins(n, batch_size, batches_per_epoch=batches, bins=1),
         "shuffle": Shuffled(n, batch_size),
-        **({"cyclic_poisson": CyclicPoisson(n, batch_size)} if n > 1 else {}),
+        **(
+            {"cyclic_poisson": CyclicPoisson(n, batch_size, cyclic_parts)}
+            if n > 1
+            else {}
+        ),
         "unknown": Unknown(),
     }
     return {

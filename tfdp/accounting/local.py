@@ -201,6 +201,7 @@ def local_privacy_statement(
     participations: int,
     neighboring_relation: str = "replace_one",
     queries: TrustedQueries | None = None,
+    unit: str = "client",
 ) -> str:
     """Say in words what local privacy clients have, and what is not covered.
 
@@ -210,6 +211,8 @@ def local_privacy_statement(
         participations: How many replies a client has sent at most.
         neighboring_relation: See `calibrate_local_noise_multiplier`.
         queries: What a trusted aggregator learns besides, if there is one.
+        unit: What a client is: ``"client"``, or ``"user"`` where the clients of a
+            simulation are the users of a data set.
 
     Returns:
         The text, with epsilon rounded to three decimals.
@@ -242,7 +245,7 @@ def local_privacy_statement(
             if queries
             else ()
         ),
-        f"Protected are all examples of a client together. Neighbours: "
+        f"{_PROTECTED[one_of('unit', unit, tuple(_PROTECTED))]} Neighbours: "
         f"{_NEIGHBOURS[neighboring_relation]}. A client clips its reply to C and "
         f"adds Gaussian noise of standard deviation {noise_multiplier:g} C before "
         "anything leaves it, so the bound holds against the server too, and whatever "
@@ -255,6 +258,14 @@ def local_privacy_statement(
     ]
     return "\n\n".join(map(filled, paragraphs)) + "\n"
 
+
+_PROTECTED = {
+    "client": "Protected are all examples of a client together.",
+    "user": (
+        "A client is a user, that is all rows of x with the same id. Protected are all "
+        "of them together, however many they are."
+    ),
+}
 
 _NEIGHBOURS = {
     "replace_one": "they are replaced by any others (replace-one)",

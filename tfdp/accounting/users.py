@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+import dp_accounting
 import numpy as np
 from dp_accounting import rdp
 from dp_accounting.pld import privacy_loss_distribution
@@ -73,17 +74,18 @@ def user_epsilon(
     """
     max_examples_per_user = positive_int("max_examples_per_user", max_examples_per_user)
     of_one = epsilon([segment], delta, accountant)
+    is_user = max_examples_per_user == 1 or segment.scheme.unit == "user"
+    if is_user or not segment.count:
+        return of_one
+    # As if all were in every release.
+    releases = segment.scheme.rdp_event(segment.count, segment.noise_multiplier)
+    noise_multiplier = _noise_of_all(releases) / max_examples_per_user
+    together = Segment(Unknown(), 1, noise_multiplier)
     # Each example of the user that is drawn may have made room for another one.
     change = segment.scheme.most_change_in_clips
     segment = dataclasses.replace(
         segment, noise_multiplier=segment.noise_multiplier / change
     )
-    noise_multiplier = segment.noise_multiplier / max_examples_per_user
-    # As if all were in every batch.
-    releases = segment.count * segment.scheme.appearances
-    together = Segment(Unknown(), releases, noise_multiplier)
-    if max_examples_per_user == 1 or segment.scheme.unit == "user":
-        return of_one
     log_chances = tuple(segment.scheme.log_chances(max_examples_per_user).tolist())
     if log_chances[-1] == 0 or noise_multiplier == 0:
         return max(of_one, epsilon([together], delta, accountant))
@@ -97,6 +99,30 @@ def user_epsilon(
         result = min(result, _epsilon_by_pld(segment, delta, log_chances))
     # A scheme may cost more than its chances say.
     return max(of_one, result)
+
+
+def _noise_of_all(event: dp_accounting.DpEvent) -> float:
+    """Return the noise multiplier of one release that costs as much without sampling."""
+    return 1 / math.sqrt(_squared_shifts(event))
+
+
+def _squared_shifts(event: dp_accounting.DpEvent) -> float:
+    """Add up the squares of how far each release moves, over its noise."""
+    match event:
+        case dp_accounting.NonPrivateDpEvent():
+            return math.inf
+        case dp_accounting.GaussianDpEvent():
+            return 1 / float(event.noise_multiplier) ** 2
+        case dp_accounting.PoissonSampledDpEvent():
+            return _squared_shifts(event.event)
+        case dp_accounting.SelfComposedDpEvent():
+            return float(event.count * _squared_shifts(event.event))
+        case dp_accounting.ComposedDpEvent():
+            return math.fsum(map(_squared_shifts, event.events))
+    raise TypeError(
+        "A scheme's `rdp_event` must be composed of Gaussian releases and Poisson draws "
+        f"of them. Received: {event!r}."
+    )
 
 
 def _epsilon_by_rdp(

@@ -8,11 +8,12 @@ import tensorflow as tf
 
 from tfdp import _validate
 from tfdp._types import Data
+from tfdp.data.balls_in_bins import BallsInBins
 from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.sampling import Scheme, poisson_probability, samplings
 
-# Batches whose sizes are compared. Those of coins agree in so many with a probability
-# below a millionth, unless they are tiny.
+# Batches of a pass whose sizes are compared with those of other passes, and with how
+# many at least. Fresh coins seldom make that many agree, unless batches are tiny.
 _BATCHES_LOOKED_AT = 8
 _BATCHES_THAT_TELL = 4
 
@@ -93,8 +94,9 @@ def declare(
       of its batches, uniformly at random and independently of the other records and of
       the other iterations; the random state is secret. Files that were grouped once
       have the same batches every time, which is another mechanism
-      (`tfdp.data.BallsInBins`). Equal cuts of a shuffled order are `"shuffle"`, and
-      refused here: the first batches are read to see whether they have one size.
+      (`tfdp.data.BallsInBins`), and equal cuts of a shuffled order are `"shuffle"`.
+      Both are refused here, if their first batches have the same sizes in every pass:
+      those of at least two passes are read.
 
     Args:
         dataset: A `tf.data.Dataset` that yields batches, or a
@@ -154,7 +156,7 @@ def declare(
 
 def _check_type(dataset: Data) -> None:
     """Raise a TypeError unless `dataset` can and need be declared."""
-    if isinstance(dataset, DrawnDataset):
+    if isinstance(dataset, (BallsInBins, DrawnDataset)):
         raise TypeError(
             f"A `{type(dataset).__name__}` knows how it samples and is not declared. "
             "Use `private.fit(dataset)`."
@@ -206,6 +208,7 @@ def _check_shuffle(declared: DeclaredDataset, static_size: int | None) -> None:
 def _check_bins(declared: DeclaredDataset, static_size: int | None) -> None:
     """Raise a ValueError if batches are not those of coins, or nobody knows how many."""
     sampling, batches = declared.sampling, declared.number_of_batches
+    examples, expected = declared.number_of_examples, declared.expected_batch_size
     if batches is None:
         raise ValueError(
             f"`sampling={sampling!r}` costs the less the more batches there are, so their "
@@ -213,30 +216,47 @@ def _check_bins(declared: DeclaredDataset, static_size: int | None) -> None:
             "`dataset.apply(tf.data.experimental.assert_cardinality(234))`, or give a "
             "`PyDataset` its `__len__`."
         )
-    _ = declared.scheme  # Refuses a wrong number of batches.
-    size = static_size or _equal_size(declared.dataset, batches)
-    if size is not None:
+    if abs(examples / batches - expected) >= 1:
         raise ValueError(
-            f"`sampling={sampling!r}` means that a coin of its own decides the batch of "
-            "each record, so batches vary in size. Received: batches of "
-            f"{size}, which are cut from an order of the records. Use "
-            "`sampling='shuffle'`, or `tfdp.data.BallsInBins.write(...)`."
+            f"`sampling={sampling!r}` means that every record is in one batch of each "
+            f"pass. Received: expected_batch_size={expected}, {batches} batches of "
+            f"number_of_examples={examples}. Use `expected_batch_size="
+            f"{-(-examples // batches)}`."
+        )
+    sizes = (
+        [static_size] if static_size else _sizes_that_stay(declared.dataset, batches)
+    )
+    if sizes is not None:
+        raise ValueError(
+            f"`sampling={sampling!r}` means that in every pass a fresh coin of its own "
+            "decides the batch of each record, so sizes vary from pass to pass. Received: "
+            f"batches of {', '.join(map(str, dict.fromkeys(sizes)))}, the same in every "
+            "pass: they are cut from an order of the records, or were drawn once. Use "
+            "`sampling='shuffle'`, or give `fit` the `tfdp.data.BallsInBins` itself."
         )
 
 
-def _equal_size(dataset: Data, batches: int) -> int | None:
-    """Return the number of rows of the first batches, if all of some have the same."""
-    # The last one may be what is left of an order that was cut.
+def _sizes_that_stay(dataset: Data, batches: int) -> list[int] | None:
+    """Return the sizes of the first batches, if they are the same in some passes."""
+    # What is in the others decides the last one.
     looked_at = min(_BATCHES_LOOKED_AT, max(batches - 1, 1))
-    # Of few batches, those of several passes: coins seldom make them all alike.
-    sizes = set()
+    sizes = _sizes(dataset, looked_at)
     for _ in range(-(-_BATCHES_THAT_TELL // looked_at)):
-        if isinstance(dataset, tf.data.Dataset):
-            first = iter(dataset.take(looked_at))
-        else:
-            first = (dataset[index] for index in range(looked_at))
-        sizes |= {len(tf.nest.flatten(batch)[0]) for batch in first}
-    return sizes.pop() if len(sizes) == 1 else None
+        if isinstance(dataset, keras.utils.PyDataset):
+            dataset.on_epoch_end()
+            dataset.on_epoch_begin()
+        if _sizes(dataset, looked_at) != sizes:
+            return None
+    return sizes
+
+
+def _sizes(dataset: Data, batches: int) -> list[int]:
+    """Return the numbers of rows of the first batches of a pass."""
+    if isinstance(dataset, tf.data.Dataset):
+        first = iter(dataset.take(batches))
+    else:
+        first = (dataset[index] for index in range(batches))
+    return [len(tf.nest.flatten(batch)[0]) for batch in first]
 
 
 def _static_batch_size(dataset: Data) -> int | None:

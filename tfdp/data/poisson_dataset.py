@@ -59,6 +59,8 @@ class PoissonDataset(DrawnDataset):
             marks the padding, which takes part in no gradient and in no metric. A bound
             near `expected_batch_size` costs much epsilon: where more than a draw in a
             million is cut a warning says so, and which bound costs less than a percent.
+            At deltas below 1e-6 a bound without a warning may cost more than that; the
+            statement has the epsilon of draws that are not cut beside it.
         user_ids: For `DPModel(unit="user")`: the user of each row, whole numbers or
             strings, shape ``(n,)``. Users are drawn then, and `expected_batch_size` is
             their mean number. A batch has `examples_per_user` rows for each, padded as

@@ -17,10 +17,9 @@ from tfdp.data.balls_in_bins import BallsInBins
 from tfdp.data.declared import DeclaredDataset
 from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.data.pipeline import is_read_by_one_thread, pipeline_of
-from tfdp.data.poisson_dataset import PoissonDataset
 from tfdp.data.rows import rows_of
 from tfdp.data.users import users_of
-from tfdp.sampling import Scheme, Unknown, samplings
+from tfdp.sampling import PoissonUsers, Scheme, Unknown, samplings
 
 _DEFAULT_BATCH_SIZE = 32  # as in keras.Model.fit
 
@@ -193,29 +192,17 @@ def training_data(
         The data as Keras gets them, and how their steps are accounted.
 
     Raises:
-        ValueError: If arrays are not to be shuffled, or a batch size is given for
-            data that come in batches.
+        ValueError: If arrays are not to be shuffled, or a batch size or users are given
+            for data that come in batches.
     """
-    if user_ids is not None or examples_per_user is not None:
-        _check_shuffled(shuffle)
-        if _comes_in_batches(x):
-            raise ValueError(
-                "`user_ids` and `examples_per_user` belong to arrays; these data come "
-                f"in batches. Received: x of type {type(x).__name__}. Use "
-                "`tfdp.data.PoissonDataset(x, y, user_ids=..., examples_per_user=...)`."
-            )
-        of_users = PoissonDataset(
-            x,
-            y,
-            sample_weight,
-            expected_batch_size=_of_default_size(x, user_ids, examples_per_user)
-            if batch_size is None
-            else batch_size,
-            user_ids=user_ids,
-            examples_per_user=examples_per_user,
-            steps_per_epoch=steps_per_epoch,
+    of_users = user_ids is not None or examples_per_user is not None
+    if of_users and _comes_in_batches(x):
+        raise ValueError(
+            "`user_ids` and `examples_per_user` belong to arrays; these data come "
+            f"in batches. Received: x of type {type(x).__name__}. Use "
+            "`tfdp.data.PoissonDataset(x, y, user_ids=..., examples_per_user=...)`, "
+            "which reads rows by their numbers."
         )
-        return _sampled(of_users, None)
     knows_sampling = isinstance(x, (BallsInBins, DeclaredDataset, DrawnDataset))
     if knows_sampling and not (y is None and sample_weight is None):
         raise ValueError(
@@ -241,22 +228,17 @@ def training_data(
         )
     _check_shuffled(shuffle)
     rows = number_of_examples(x)
-    if batch_size is None:
-        batch_size = min(_DEFAULT_BATCH_SIZE, rows)
-    batch_size = _validate.positive_int("batch_size", batch_size)
-    if batch_size > rows:
-        warnings.warn(
-            "`batch_size` is larger than the data: every batch will be all rows, and "
-            f"no sampling lowers epsilon. Received: batch_size={batch_size}, {rows} "
-            f"rows. Use a small part of them, `batch_size={math.ceil(rows / 10)}`, or "
-            f"`batch_size={rows}` if this is meant.",
-            stacklevel=3,
-        )
-        batch_size = rows
-    scheme = samplings()[sampling](rows, batch_size)
+    users = users_of(user_ids, examples_per_user, rows)
+    if users is None:
+        batch_size = _checked_batch_size(batch_size, rows, "rows")
+        scheme = samplings()[sampling](rows, batch_size)
+    else:
+        batch_size = _checked_batch_size(batch_size, len(users), "users")
+        scheme = PoissonUsers(len(users), batch_size, users.most_rows)
     if not scheme.is_shuffled_by_keras:
         sources = rows_of(x, y, sample_weight)
-        return _sampled(DrawnDataset(sources, scheme, steps_per_epoch), None)
+        drawn = DrawnDataset(sources, scheme, steps_per_epoch, users=users)
+        return _sampled(drawn, None)
     # Keras goes on with a pass in the next epoch if epochs are shorter.
     batches = math.ceil(rows / batch_size)
     return TrainingData(
@@ -273,12 +255,20 @@ def training_data(
     )
 
 
-def _of_default_size(x: Nest, user_ids: Nest, examples_per_user: int | None) -> int:
-    """Return how many users are in a batch if nobody says so; all of a few."""
-    users = users_of(user_ids, examples_per_user, number_of_examples(x))
-    return (
-        _DEFAULT_BATCH_SIZE if users is None else min(_DEFAULT_BATCH_SIZE, len(users))
-    )
+def _checked_batch_size(batch_size: int | None, examples: int, unit: str) -> int:
+    """Return how many of the rows, or users, are expected in a batch."""
+    if batch_size is None:
+        return min(_DEFAULT_BATCH_SIZE, examples)
+    batch_size = _validate.positive_int("batch_size", batch_size)
+    if batch_size > examples:
+        warnings.warn(
+            f"`batch_size` is larger than the data: every batch will be all {unit}, and "
+            f"no sampling lowers epsilon. Received: batch_size={batch_size}, {examples} "
+            f"{unit}. Use a small part of them, `batch_size={math.ceil(examples / 10)}`, "
+            f"or `batch_size={examples}` if this is meant.",
+            stacklevel=4,
+        )
+    return min(batch_size, examples)
 
 
 def _check_shuffled(shuffle: bool) -> None:

@@ -1,11 +1,15 @@
 """Which rows belong to which user."""
 
+import numbers
+
 import numpy as np
 from numpy.typing import NDArray
 
 from tfdp import _validate
 from tfdp._types import Nest
 from tfdp.sampling import fresh_key
+
+_MISSING = {"None", "nan", "NaT", "<NA>"}
 
 
 class Users:
@@ -36,6 +40,14 @@ class Users:
     def __len__(self) -> int:
         """Return the number of users."""
         return len(self._ends)
+
+    def check_rows(self, name: str, rows: int) -> None:
+        """Raise a ValueError unless there is an id for each of so many rows."""
+        if len(self.of_rows) != rows:
+            raise ValueError(
+                f"`{name}` must have one id for each row. Received: "
+                f"len({name})={len(self.of_rows)}, {rows} rows."
+            )
 
     def rows(self, user: int) -> NDArray[np.int64]:
         """Return the rows of a user, in ascending order."""
@@ -143,11 +155,7 @@ def users_of(user_ids: Nest, examples_per_user: int | None, rows: int) -> Users 
         )
     most = _validate.positive_int("examples_per_user", examples_per_user)
     users = Users("user_ids", user_ids, most)
-    if len(users.of_rows) != rows:
-        raise ValueError(
-            "`user_ids` must have one id for each row. Received: "
-            f"len(user_ids)={len(users.of_rows)}, {rows} rows."
-        )
+    users.check_rows("user_ids", rows)
     return users
 
 
@@ -159,20 +167,37 @@ def _id_array(name: str, ids: Nest) -> NDArray[np.generic]:
             f"{np.size(ids)}. Leave these rows out, `x[~{name}.mask]` and "
             f"`{name}.compressed()`."
         )
-    values = np.asarray(ids)
-    if values.dtype.kind == "O":
-        for kind in (str, bytes):
-            if all(isinstance(each, kind) for each in values.flat):
-                values = values.astype(kind)
-    if values.dtype.kind not in "iuSU":
+    # In a list of strings NumPy would take what is missing for a name.
+    is_list = isinstance(ids, (list, tuple))
+    values = np.asarray(ids, object) if is_list else np.asarray(ids)
+    missing = sum(map(_is_missing, values.flat)) if values.dtype.kind in "fMO" else 0
+    if missing:
         raise TypeError(
-            f"`{name}` must be whole numbers or strings: rows of unknown users cannot be "
-            f"kept together. Received: {name}.dtype={values.dtype}. Use "
-            f"`np.asarray({name}).astype(str)` if each of them is known."
+            f"`{name}` must be known for all rows: rows of unknown users cannot be kept "
+            f"together. Received: {name} with {missing} missing of {values.size}. Leave "
+            f"these rows out, `known = pandas.notna({name})`, `x[known]` and "
+            f"`np.asarray({name})[known]`."
         )
     if values.ndim != 1 or not len(values):
+        flat = f"np.ravel({name})"
+        if values.ndim and values.size > len(values):
+            flat = f"[str(each) for each in {name}]"
         raise ValueError(
             f"`{name}` must be one id for each row, shape (n,). Received: "
-            f"{name}.shape={values.shape}. Use `np.ravel({name})`."
+            f"{name}.shape={values.shape}. Use `{flat}`."
+        )
+    if values.dtype.kind == "O":
+        for kind, array_of in ((str, str), (bytes, bytes), (numbers.Integral, None)):
+            if all(isinstance(each, kind) for each in values.flat):
+                values = np.asarray(values.tolist(), array_of)
+    if values.dtype.kind not in "iuSU":
+        raise TypeError(
+            f"`{name}` must be whole numbers or strings, which tell users apart. "
+            f"Received: {name}.dtype={values.dtype}. Use `np.asarray({name}).astype(str)`."
         )
     return values
+
+
+def _is_missing(value: object) -> bool:
+    """Tell whether a value stands for none: None, NaN, or those of pandas."""
+    return not isinstance(value, (str, bytes)) and str(value) in _MISSING

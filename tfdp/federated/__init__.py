@@ -7,4 +7,5 @@ from tfdp.accounting.local import local_epsilon as local_epsilon
 from tfdp.federated.client import client_update as client_update
 from tfdp.federated.client import privatize as privatize
 from tfdp.federated.simulation import Simulation as Simulation
+from tfdp.federated.user_clients import UserClients as UserClients
 from tfdp.federated.virtual_clients import VirtualClients as VirtualClients

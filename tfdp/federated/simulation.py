@@ -1,7 +1,6 @@
 """Federated learning under local privacy, simulated in one process."""
 
 import copy
-import dataclasses
 import functools
 import json
 import math
@@ -29,6 +28,7 @@ from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.clipping import ClippedSum
 from tfdp.engines import Engine
 from tfdp.federated.client import checked_local_noise
+from tfdp.federated.clients import Clients
 from tfdp.federated.noise_of_each import GaussianOfEach
 from tfdp.federated.run_folder import (
     State,
@@ -39,6 +39,7 @@ from tfdp.federated.run_folder import (
     write_state,
 )
 from tfdp.federated.server import apply_mean, checked_optimizer
+from tfdp.federated.user_clients import UserClients
 from tfdp.federated.virtual_clients import VirtualClients
 from tfdp.losses.objective import number_of_rows
 from tfdp.mechanisms.mechanism import Gaussian, noise_of_query
@@ -73,7 +74,8 @@ class Simulation:
         loss: See `tfdp.clipped_gradients`.
         x: Inputs of all examples that clients draw from, arrays with leading axis N.
         y: Targets likewise.
-        clients: Who takes part when, and with which examples.
+        clients: Who takes part when, and with which examples: `VirtualClients`, or
+            `UserClients` where rows are of users.
         optimizer: Of the server, any Keras optimizer or the name of one.
         l2_norm_clip: The clip norm C, where `clip_policy` sets no other.
         noise_multiplier: Standard deviation of a client's noise over C:
@@ -130,7 +132,7 @@ class Simulation:
         x: Nest,
         y: Nest,
         *,
-        clients: VirtualClients,
+        clients: Clients,
         optimizer: keras.optimizers.Optimizer | str,
         l2_norm_clip: float,
         noise_multiplier: float,
@@ -145,7 +147,7 @@ class Simulation:
         noise_seed: int | None = None,
     ) -> None:
         self.model = model
-        _validate.instance("clients", clients, VirtualClients)
+        _validate.instance("clients", clients, VirtualClients, UserClients)
         self._clients = clients
         self.optimizer = checked_optimizer(optimizer)
         if clip_policy is not None:
@@ -182,17 +184,23 @@ class Simulation:
             model(_tree.map_tensors(lambda tensor: tensor[:1], self._data[0]))
         self.optimizer.build(model.trainable_variables)
 
-        def clipped(x: Nest, y: Nest, clip: tf.Tensor) -> ClippedSum:
+        # Refuses clients who do not have these rows.
+        self._clients.rows_of_round(0, self._rows)
+
+        def clipped(
+            x: Nest, y: Nest, is_padding: tf.Tensor | None, clip: tf.Tensor
+        ) -> ClippedSum:
             return clipped_gradients(
                 model,
                 loss,
                 x,
                 y,
                 l2_norm_clip=clip,
-                # A client's examples lie together: its gradient is that of a group.
-                num_microbatches=self._clients.clients_per_round,
                 engine=engine,
                 physical_batch_size=physical_batch_size,
+                is_padding=is_padding,
+                # A client's examples lie together: its gradient is their mean.
+                examples_per_user=self._clients.examples_per_client,
             )
 
         self._clipped = tf.function(clipped, autograph=False, jit_compile=jit_compile)
@@ -210,7 +218,7 @@ class Simulation:
         self.nonprivate_norms = np.zeros(0)
 
     @property
-    def clients(self) -> VirtualClients:
+    def clients(self) -> Clients:
         """Who takes part when, and with which examples."""
         return self._clients
 
@@ -342,6 +350,7 @@ class Simulation:
             participations=self._participations,
             neighboring_relation=self._neighboring_relation,
             queries=queries,
+            unit=self._clients.unit,
         )
 
     @property
@@ -371,12 +380,12 @@ class Simulation:
 
     def _one_more_round(self) -> None:
         number, clip = self.rounds, self._next_clip
-        clients = self._clients.of_round(number)
+        rows = self._clients.rows_of_round(number, self._rows)
         # Counted first: a round that is interrupted has used up clients, and the noise
         # that goes by its number.
         self._clips.append(clip)
         norms, next_clip = self._round(
-            tf.constant(self._clients.rows(clients, self._rows)),
+            tf.constant(rows),
             tf.constant(clip, tf.float64),
             tf.constant(number, tf.int64),
         )
@@ -387,8 +396,10 @@ class Simulation:
         self, rows: tf.Tensor, clip: tf.Tensor, number: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Run a round in the graph; return norms before clipping and the next C."""
-        x, y = _tree.map_tensors(lambda tensor: tf.gather(tensor, rows), self._data)
-        clipped_sum = self._clipped(x, y, clip)
+        is_padding = rows < 0 if self._clients.have_padding else None
+        places = tf.maximum(rows, 0)
+        x, y = _tree.map_tensors(lambda tensor: tf.gather(tensor, places), self._data)
+        clipped_sum = self._clipped(x, y, is_padding, clip)
         contributors = self._clients.clients_per_round
         mean = [noised / contributors for noised in self._noised(clipped_sum, number)]
         apply_mean(self.optimizer, mean, self.model.trainable_variables)
@@ -455,7 +466,7 @@ class Simulation:
             "name": type(self.optimizer).__name__
         }
         settings: Config = {
-            "clients": dataclasses.asdict(self._clients),
+            "clients": self._clients.settings(),
             "noise_multiplier": self._noise_multiplier,
             "optimizer": optimizer,
             "clip_policy": type(policy).__name__,

@@ -1,17 +1,18 @@
-"""Clients that exist as numbers only: who takes part when, and with which examples."""
+"""Clients that exist as numbers only."""
 
 import dataclasses
 
 import numpy as np
 
 from tfdp import _validate
+from tfdp._types import Config
+from tfdp.federated.clients import Clients, mixed
 
-_FEISTEL_ROUNDS = 6
 _MOST_CLIENTS = 2**62
 
 
 @dataclasses.dataclass(frozen=True)
-class VirtualClients:
+class VirtualClients(Clients):
     """As many clients as one likes, none of which is ever stored.
 
     A client's examples are drawn, with replacement, from the rows of a data set by a
@@ -56,36 +57,7 @@ class VirtualClients:
                 f"number_of_clients={self.number_of_clients}. Use "
                 f"`number_of_clients={_MOST_CLIENTS}`."
             )
-        if self.clients_per_round > self.number_of_clients:
-            raise ValueError(
-                "`clients_per_round` must be at most the number of clients. Received: "
-                f"clients_per_round={self.clients_per_round}, number_of_clients="
-                f"{self.number_of_clients}. Use `clients_per_round="
-                f"{self.number_of_clients}`."
-            )
-
-    @property
-    def rounds_per_pass(self) -> int:
-        """Rounds in which no client takes part twice."""
-        return self.number_of_clients // self.clients_per_round
-
-    def participations(self, rounds: int) -> int:
-        """Return how often a client takes part at most in the first rounds."""
-        return -(-rounds // self.rounds_per_pass)
-
-    def of_round(self, number: int) -> np.ndarray:
-        """List the clients of a round.
-
-        Args:
-            number: Of the round, 0 for the first.
-
-        Returns:
-            Different numbers below `number_of_clients`, int64, shape
-            ``(clients_per_round,)``.
-        """
-        in_pass = number % self.rounds_per_pass
-        places = np.arange(self.clients_per_round) + in_pass * self.clients_per_round
-        return self._permuted(places, number // self.rounds_per_pass)
+        self._check_round()
 
     def rows(self, clients: np.ndarray, number_of_rows: int) -> np.ndarray:
         """List the rows that some clients have, client by client.
@@ -102,50 +74,13 @@ class VirtualClients:
         counters = clients.astype(np.uint64)[:, None] * np.uint64(
             self.examples_per_client
         )
-        hashed = _mixed(counters + own + self._key(0))
+        hashed = mixed(counters + own + self._key(0))
         return (hashed.ravel() % np.uint64(number_of_rows)).astype(np.int64)
 
-    def _permuted(self, places: np.ndarray, pass_number: int) -> np.ndarray:
-        """Permute numbers below `number_of_clients`, another way in every pass."""
-        # A Feistel network permutes the numbers below a power of four. What it sends
-        # out of range it permutes again, until it is inside.
-        half = max(1, (self.number_of_clients - 1).bit_length() + 1 >> 1)
-        keys = [
-            self._key(1 + pass_number * _FEISTEL_ROUNDS + number)
-            for number in range(_FEISTEL_ROUNDS)
-        ]
-        shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-        values = places.astype(np.uint64)
-        outside = np.arange(len(values))
-        while len(outside):
-            left, right = values[outside] >> shift, values[outside] & mask
-            for key in keys:
-                left, right = right, left ^ (_mixed(right + key) & mask)
-            values[outside] = left << shift | right
-            outside = outside[values[outside] >= self.number_of_clients]
-        return values.astype(np.int64)
+    def rows_of_round(self, number: int, number_of_rows: int) -> np.ndarray:
+        """List the rows that the clients of a round have, all of them."""
+        return self.rows(self.of_round(number), number_of_rows)
 
-    def _key(self, number: int) -> np.ndarray:
-        """Return a number that the seed decides, for each use another."""
-        sequence = np.random.SeedSequence(self.seed, spawn_key=(number,))
-        return sequence.generate_state(1, np.uint64)
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """Hash 64-bit numbers one to one [1]_.
-
-    Args:
-        values: uint64 numbers.
-
-    Returns:
-        As many uint64 numbers.
-
-    References:
-        .. [1] Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-           Generators", OOPSLA 2014. https://doi.org/10.1145/2660193.2660195
-    """
-    mixed: np.ndarray = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return mixed
+    def settings(self) -> Config:
+        """Return the arguments."""
+        return dataclasses.asdict(self)

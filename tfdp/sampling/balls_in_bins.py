@@ -10,10 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tfdp.sampling.poisson import second_generator
-from tfdp.sampling.scheme import Scheme
-
-# With less a release tells which batch has an example, and whole ones stand in.
-_LEAST_NOISE = 0.2
+from tfdp.sampling.scheme import LEAST_AMPLIFIED_NOISE, Scheme
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +38,7 @@ class _Bins(Scheme):
         """Return a whole release for each epoch: it costs at most that."""
         return Scheme.event(self, count, noise_multiplier)
 
-    def nearly(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
+    def rough_event(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
         """Return Poisson draws as large as the bins."""
         return _as_draws(self.event(count, noise_multiplier))
 
@@ -240,7 +237,7 @@ def _allocations(
     noise_multiplier = releases.event.noise_multiplier
     if together:
         noise_multiplier /= math.sqrt(releases.count)
-    if noise_multiplier < _LEAST_NOISE:
+    if noise_multiplier < LEAST_AMPLIFIED_NOISE:
         return releases
     allocation = RandomAllocationDpEvent(batches, noise_multiplier)
     if together:

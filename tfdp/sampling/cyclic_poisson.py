@@ -69,12 +69,6 @@ class CyclicPoisson(Scheme):
         in_a_part = self.number_of_examples / self.parts
         return min(1.0, self.expected_batch_size / in_a_part)
 
-    @property
-    def appearances(self) -> int:
-        """Draws from the first part in an epoch."""
-        steps = math.ceil(self.number_of_examples / self.expected_batch_size)
-        return math.ceil(steps / self.parts)
-
     def draw(
         self, key: int, epoch: int, index: int, repetition: int = 0
     ) -> NDArray[np.int64]:
@@ -90,7 +84,8 @@ class CyclicPoisson(Scheme):
 
     def event(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
         """Return the draws from the first part, of which there are most."""
-        return super().event(count * self.appearances, noise_multiplier)
+        steps = math.ceil(self.number_of_examples / self.expected_batch_size)
+        return super().event(count * math.ceil(steps / self.parts), noise_multiplier)
 
     def words(self, count: int, noise: str) -> str:
         """Say how many epochs there were."""

@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 
 from tfdp._validate import positive_int
 
+# Less noise than this tells which batch has an example: chance gains next to nothing, and
+# a privacy loss distribution takes gigabytes. RDP counts such draws; of bins, passes count.
+LEAST_AMPLIFIED_NOISE = 0.2
+
 # Noise outside this range is brought inside it, to the safe side: less counts as
 # none, more counts as the upper end. Beyond it the sums of dp_accounting overflow,
 # and at 1e-160 they give an epsilon of 0.
@@ -28,7 +32,8 @@ class Scheme(abc.ABC):
     Required are `kind` and `words`; `draw`, if tfdp is to draw the batches. If sampling
     lowers the cost: `sampling_probability` or `event`, and `log_chances` for users with
     several examples. Without these every release counts in full. All of it is taken on
-    trust: a cost that is too small is an epsilon that is too small.
+    trust: a cost that is too small is an epsilon that is too small. The guide on parts
+    of your own says when to override what else there is.
 
     Attributes:
         kind: Its name in saved ledgers; no two schemes have the same.
@@ -112,11 +117,6 @@ class Scheme(abc.ABC):
         """Steps in an epoch, if nobody asks for another number; None if unknown."""
         n, size = self.number_of_examples, self.expected_batch_size
         return -(-n // size) if n and size else None
-
-    @property
-    def appearances(self) -> int:
-        """Noised sums that an example can be in, for each step or pass that counts."""
-        return 1
 
     def in_epochs_of(self, batches: int) -> "Scheme":
         """Return the scheme for epochs of so many batches.
@@ -229,8 +229,11 @@ class Scheme(abc.ABC):
         """Return what RDP takes them for: `event`, or an upper bound that it knows."""
         return self.event(count, noise_multiplier)
 
-    def nearly(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
-        """Return about what `event` costs, in terms that RDP knows; never reported."""
+    def rough_event(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
+        """Return about what `event` costs, in terms that RDP knows.
+
+        It is never reported: searches for the noise of a target begin with it.
+        """
         return self.rdp_event(count, noise_multiplier)
 
     @abc.abstractmethod

@@ -19,7 +19,9 @@ _EVENT = getattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent", None)
 # batches are small, costs less than a percent of epsilon at deltas of 1e-10 or more.
 _DEVIATIONS = 6
 
-# Where draws are cut less often, that costs less than a percent at deltas of 1e-6 or more.
+# Where draws are cut less often, that costs about a percent at most at a delta of 1e-6.
+# At 1e-8 it may be a third of epsilon: no number is right for all deltas, and the delta is
+# not known before the statement, which has the figure of draws that are not cut, too.
 _RARELY = 1e-6
 
 
@@ -126,7 +128,7 @@ class TruncatedPoisson(Poisson):
         """
         return super().event(count, noise_multiplier / self.most_change_in_clips)
 
-    def nearly(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
+    def rough_event(self, count: int, noise_multiplier: float) -> dp_accounting.DpEvent:
         """Return draws that are not cut, where hardly any is."""
         if self.max_batch_size < self.free_bound:
             return self.rdp_event(count, noise_multiplier)

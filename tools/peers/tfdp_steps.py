@@ -6,9 +6,12 @@ optimizer and metrics included.
 
 import argparse
 import copy
+import functools
 import itertools
 import os
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -29,6 +32,9 @@ _NUMBER_OF_BATCHES = 16
 _EXAMPLES_PER_CLIENT = 5
 
 _BATCHES_OF_AN_EPOCH = 30
+
+# With bins of 256 as many images as MNIST has, nearly; and those that are shuffled.
+_BINS, _BUFFER = 234, 10_000
 
 _WITH_BATCH_NORMALIZATION = ("mobilenet_v2", "resnet50")
 
@@ -59,6 +65,8 @@ def stepper(options: argparse.Namespace, row: str) -> steps.Step:
     """
     if row.startswith("federated"):
         return federated_rounds(options, row)
+    if row.startswith("read_"):
+        return passes_over_files(options, row)
     if row.startswith("fit_"):
         return epochs_of_fit(options, row.removeprefix("fit_"))
     model = build(options.model)
@@ -178,6 +186,59 @@ _WAYS: dict[str, tuple[bool, dict[str, Any], Any]] = {
     "shuffled": (True, {"sampling": "shuffle"}, _arrays),
     "declared": (True, {}, _declared),
 }
+
+
+def passes_over_files(options: argparse.Namespace, row: str) -> steps.Step:
+    """Return a pass over all images in the files of bins, which are read only.
+
+    Args:
+        options: Of the command line.
+        row: ``"read_bins"``, bin after bin as `fit` gets them, or ``"read_shuffled"``:
+            files in a random order, rows through a buffer, cut into batches.
+    """
+    directory, bins = _bins_in_files(options.model, options.batch_size)
+    is_in_bins = row == "read_bins"
+    data = bins.dataset if is_in_bins else _shuffled_files(directory.name, options)
+
+    def step() -> None:
+        for _ in data:
+            pass
+
+    return step
+
+
+@functools.cache
+def _bins_in_files(
+    model: str, batch_size: int
+) -> tuple["tempfile.TemporaryDirectory[str]", tfdp.data.BallsInBins]:
+    """Write images of random numbers into bins, once for all rows."""
+    directory = tempfile.TemporaryDirectory()
+    rows = steps.examples(model, _BINS * batch_size)
+    return directory, tfdp.data.BallsInBins.write(rows, directory.name, _BINS)
+
+
+def _shuffled_files(directory: str, options: argparse.Namespace) -> tf.data.Dataset:
+    """Make the usual pipeline of the same files."""
+    parts = steps.examples(options.model, 1)
+    files = tuple(
+        sorted(map(str, Path(directory).glob(f"bin-*-{place}.rows")))
+        for place in range(len(parts))
+    )
+
+    def records(*names: tf.Tensor) -> tf.data.Dataset:
+        pairs = zip(names, parts, strict=True)
+        of_parts = [tf.data.FixedLengthRecordDataset(n, p.nbytes) for n, p in pairs]
+        return tf.data.Dataset.zip(tuple(of_parts))
+
+    def decoded(*records: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        return tuple(
+            tf.reshape(tf.io.decode_raw(record, part.dtype), [-1, *part.shape[1:]])
+            for record, part in zip(records, parts, strict=True)
+        )
+
+    names = tf.data.Dataset.from_tensor_slices(files).shuffle(_BINS)
+    batches = names.flat_map(records).shuffle(_BUFFER).batch(options.batch_size)
+    return batches.map(decoded, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
 
 
 def federated_rounds(options: argparse.Namespace, row: str) -> steps.Step:
