@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorflow_serving.apis import prediction_log_pb2
 
-from tfdp._warmup import prediction_log
+from tfdp.export.warmup import prediction_log
 
 
 @pytest.mark.slow
