@@ -357,7 +357,7 @@ class DPModel(TrainingFunctions):
             * ``covered``: what epsilon is a bound for, a sentence;
             * ``not_trained``: paths of the weights that no private step updated. The
               guarantee says nothing about their values; ``pretrained``: nor about what
-              the others were before;
+              the others were before; ``settings``: whether a search chose some;
             * ``audits``, ``answers``, ``questions``: as given, and what is open;
             * ``versions``: of tfdp, of what it stands on, and of Python.
 

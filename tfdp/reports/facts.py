@@ -65,7 +65,7 @@ def facts_of(
         TypeError: If an answer is no string, or an audit is none.
         ValueError: If `delta` is outside (0, 1), or an answer or an audit is wrong.
     """
-    given, described = checked_answers(answers), [_described(each) for each in audits]
+    given, described = checked_answers(answers), _described(audits)
     facts = privacy_report(ledger, delta)
     if described:
         facts["not_covered"].append(_OF_AUDITS)
@@ -94,6 +94,7 @@ def facts_of(
             weight.path for weight in model.weights if not was_trained(weight)
         ],
         "pretrained": _PRETRAINED,
+        "settings": _settings(facts["planned_segments"]),
         "audits": described,
         "answers": given,
         "questions": {
@@ -112,6 +113,13 @@ def facts_of(
     }
 
 
+def _settings(segments: list[Config]) -> str:
+    """Say what the ledger knows of how settings were chosen."""
+    if any(segment["kind"] == "best_of" for segment in segments):
+        return "A private search chose some settings; epsilon has what it cost."
+    return "The ledger has no search that chose settings."
+
+
 def _withdraw(facts: Config) -> None:
     """Let a report prove nothing: the weights are not those that the ledger is of."""
     facts |= {"differentially_private": False, "epsilon": None, "accountant": None}
@@ -120,21 +128,27 @@ def _withdraw(facts: Config) -> None:
     facts["not_covered"].insert(0, _OF_PLAIN_STEPS)
 
 
-def _described(audit: Any) -> Config:
-    """Return the result of an audit as values for JSON."""
-    described = audit if isinstance(audit, Mapping) else _asked(audit)
-    plain = _plain(described)
-    return {"kind": type(audit).__name__, **plain} if audit is not described else plain
+def _described(audits: Iterable[object]) -> list[Config]:
+    """Return the results of audits as values for JSON."""
+    if isinstance(audits, (str, Mapping)) or not isinstance(audits, Iterable):
+        raise TypeError(_no_audits(audits))
+    return [_plain(_asked(audit)) for audit in audits]
 
 
 def _asked(audit: Any) -> Mapping[str, object]:
+    if isinstance(audit, Mapping):
+        return audit
     described = getattr(audit, "to_dict", lambda: None)()
     if not isinstance(described, Mapping):
-        raise TypeError(
-            "`audits` must hold results of `tfdp.audit`, which have a method `to_dict`. "
-            f"Received: audits with {audit!r:.200}. Use `audits=[result]`."
-        )
+        raise TypeError(_no_audits([audit]))
     return described
+
+
+def _no_audits(audits: object) -> str:
+    return (
+        "`audits` must be a list of results of `tfdp.audit`, which have a method "
+        f"`to_dict`. Received: audits={audits!r:.200}. Use `audits=[result]`."
+    )
 
 
 def _plain(value: Any) -> Any:

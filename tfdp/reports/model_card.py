@@ -69,7 +69,7 @@ def _training(form: Form) -> Iterator[str]:
     yield f"Before training: {form.answer('preprocessing')}"
     yield f"{form.untrained} {form.facts['pretrained']} {form.answer('pretrained')}"
     yield form.mechanism
-    yield f"Settings: {form.answer('settings')}"
+    yield f"Settings: {form.facts['settings']} {form.answer('settings')}"
     yield f"Made with {versions}, reported on {form.facts['date']}."
 
 

@@ -113,7 +113,8 @@ def _algorithms(form: Form) -> Iterator[_Item]:
     text = f"{facts['pretrained']} {form.answer('pretrained')}"
     yield _Item("Weights from elsewhere", text)
     yield _Item("Preprocessing", form.answer("preprocessing"))
-    yield _Item("Settings", form.answer("settings"))
+    text = f"{facts['settings']} {form.answer('settings')}"
+    yield _Item("Settings", text)
     yield _Item("Audits", form.audits or form.answer("audit"))
 
 

@@ -108,7 +108,7 @@ def _implementation(form: Form) -> Config:
     return {
         "preprocessing_and_hyperparameter_tuning": "\n\n".join((
             form.answer("preprocessing"),
-            form.answer("settings"),
+            f"{form.facts['settings']} {form.answer('settings')}",
             f"{form.untrained} {form.facts['pretrained']} {form.answer('pretrained')}",
         )),
         "mechanisms": "\n\n".join((
