@@ -33,10 +33,12 @@ def appearing(path: str) -> Iterator[str]:
     Raises:
         tf.errors.AlreadyExistsError: If it exists by then.
     """
-    is_local = "://" not in path
-    if is_local:
+    if "://" in path:
+        unfinished, lock = _new_name(path), None
+        tf.io.gfile.makedirs(unfinished)
+    else:
         _remove_left_behind(Path(path).parent)
-    unfinished, lock = _locked_folder(path) if is_local else (_new_name(path), None)
+        unfinished, lock = _locked_folder(path)
     try:
         yield unfinished
         tf.io.gfile.rename(unfinished, path)
