@@ -136,7 +136,7 @@ def test_what_is_one_person():
 
 
 def test_whoever_trains_is_trusted():
-    assert "Trust model: Central: whoever trains has the rows" in flat(Ledger())
+    assert "Trust model: Central. Whoever trains has the rows" in flat(Ledger())
     assert report()["trust_model"].startswith("Central")
 
 

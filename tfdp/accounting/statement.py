@@ -29,7 +29,7 @@ _ADJACENCY = (
 )
 
 _TRUST_MODEL = (
-    "Central: whoever trains has the rows as they are, and is trusted with them and with "
+    "Central. Whoever trains has the rows as they are, and is trusted with them and with "
     "adding the noise. The figures hold against everybody else, whatever they know "
     "besides, also against those who see the weights after every step."
 )
