@@ -10,6 +10,7 @@ import inspect
 import os
 import platform
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from keras.src.saving.serialization_lib import SafeModeScope
 from keras.src.trainers import compile_utils
 from keras.src.trainers.compile_utils import CompileLoss, get_loss
 from keras.src.trainers.data_adapters import tf_dataset_adapter
+from keras.src.utils.naming import to_snake_case
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record, tape
@@ -207,22 +209,46 @@ def input_signature(model: keras.Model) -> Nest:
         model: A Keras model.
 
     Returns:
-        A nest of `tf.TensorSpec` with the names of the inputs; None for a model that
-        is not functional.
+        A nest of `tf.TensorSpec` with the names that inputs were given, without one
+        where Keras has made it up; None for a model that is not functional.
     """
     functional = _functional(model)
     if functional is None:
         return None
     return keras.tree.map_structure(
-        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype, tensor.name),
+        lambda tensor: tf.TensorSpec(
+            tensor.shape,
+            tensor.dtype,
+            _given_name(tensor.name, "keras_tensor", "input_layer"),
+        ),
         functional._inputs_struct,
     )
 
 
-def output_names(model: keras.Model) -> list[str] | None:
-    """List the names of a model's outputs; None for one that is not functional."""
+def output_names(model: keras.Model) -> list[str | None] | None:
+    """List the names of a model's outputs; None for one that is not functional.
+
+    Args:
+        model: A Keras model.
+
+    Returns:
+        The names of the layers that they come from; None in place of those that Keras
+        has made up.
+    """
     functional = _functional(model)
-    return None if functional is None else list(functional.output_names)
+    if functional is None:
+        return None
+    operations = [tensor._keras_history[0] for tensor in functional.outputs]
+    return [
+        _given_name(each.name, to_snake_case(type(each).__name__))
+        for each in operations
+    ]
+
+
+def _given_name(name: str | None, *automatic: str) -> str | None:
+    """Return a name, unless Keras has made it up and numbered it in this process."""
+    made_up = rf"({'|'.join(automatic)})(_\d+)?(CLONE)*"
+    return None if name is None or re.fullmatch(made_up, name) else name
 
 
 def trained_by(optimizer: keras.optimizers.Optimizer) -> list[Variable]:

@@ -3,14 +3,14 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, Self, overload
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _keras, _tree, _validate, engines
+from tfdp import _keras, _tree, _validate, engines, reports
 from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, privacy_statement
 from tfdp.accounting.text import filled
@@ -291,6 +291,104 @@ class DPModel(TrainingFunctions):
             "as they are now are not private."
         )
         return f"{warning}\n\n{text}"
+
+    @overload
+    def privacy_report(
+        self,
+        delta: float,
+        format: Literal["json", "registry"] = "json",
+        *,
+        answers: Mapping[str, str] | None = None,
+        audits: Iterable[object] = (),
+    ) -> Config: ...
+
+    @overload
+    def privacy_report(
+        self,
+        delta: float,
+        format: str,
+        *,
+        answers: Mapping[str, str] | None = None,
+        audits: Iterable[object] = (),
+    ) -> Config | str: ...
+
+    def privacy_report(
+        self,
+        delta: float,
+        format: str = "json",  # noqa: A002
+        *,
+        answers: Mapping[str, str] | None = None,
+        audits: Iterable[object] = (),
+    ) -> Config | str:
+        """Report what was run and what is proven, in a form that others ask for.
+
+        What no program can know is a blank, ``____``, with a question and its name.
+        An answer under that name fills it, in all forms that ask.
+
+        No training metric, norm or drawn batch is in any of them. What audits measured
+        is in them if you pass it: that is not private.
+
+        Args:
+            delta: In (0, 1); smaller than one over the number of examples.
+            format: `"json"`: all that is known, for programs. `"registry"`: an entry of
+                the Differential Privacy Deployments Registry [1]_. `"nist-800-226"`: a
+                checklist after NIST SP 800-226 [2]_. `"model-card"`: a model card with
+                the front matter that model hubs read.
+            answers: From names of questions to answers; ``"questions"`` of the form
+                `"json"` has all that are open.
+            audits: Results of audits, which have a method `to_dict`.
+
+        Returns:
+            For `"json"` and `"registry"` a dictionary that JSON, and so YAML, can hold;
+            for the others Markdown.
+
+            That of `"json"` has all of `tfdp.accounting.privacy_report`, and
+
+            * ``report_version``: 2, and ``date``, in UTC;
+            * ``model``: its name, and ``weights``: how many numbers they are, their
+              ``sha256``, the same after saving and loading, and ``how`` it comes about;
+            * ``trainings``: sentences; ``budget``: what bound them, or None;
+            * ``steps``: noised steps that were taken, of whatever batches;
+            * ``plain_keras_steps``: steps without noise since the model became private.
+              If there are any, nothing is proven: ``epsilon`` is None;
+            * ``l2_norm_clip``: the clip norm of the last step, which epsilon does not
+              depend on; ``noise_multiplier`` is relative to the sensitivity, which is
+              twice that for units of several examples; None if there was no step;
+            * ``covered``: what epsilon is a bound for, a sentence;
+            * ``not_trained``: paths of the weights that no private step updated. The
+              guarantee says nothing about their values; ``pretrained``: nor about what
+              the others were before; ``settings``: whether a search chose some;
+            * ``audits``, ``answers``, ``questions``: as given, and what is open;
+            * ``versions``: of tfdp, of what it stands on, and of Python.
+
+        Raises:
+            TypeError: If an argument has another type.
+            ValueError: If `delta` is outside (0, 1), there is no such format or
+                question, or an answer is blank or none of those that there are.
+
+        Example:
+            >>> private = tfdp.DPModel(keras.Sequential([keras.Input((2,))]))
+            >>> card = private.privacy_report(
+            ...     1e-5, "model-card", answers={"license": "apache-2.0"}
+            ... )
+            >>> card.splitlines()[1]
+            'license: "apache-2.0"'
+
+        References:
+            .. [1] https://registry.opendp.org
+            .. [2] https://doi.org/10.6028/NIST.SP.800-226
+        """
+        form = _validate.one_of("format", format, tuple(reports.FORMS))
+        facts = reports.facts_of(
+            self.model,
+            self.recorder,
+            self.ledger,
+            delta,
+            plain_steps=steps_of_plain_keras(self.model),
+            answers=answers,
+            audits=audits,
+        )
+        return reports.FORMS[form](facts)
 
     # Compilation.
 

@@ -236,6 +236,8 @@ class TestStatement:
         assert "(12.009, 1e-07)-locally" in text
         assert "Replies of a client: 2 at most" in text
         assert "not purely local" not in text
+        assert "Trust model: Local. Nobody but the client" in text
+        assert "aggregator" not in text
 
     def test_of_a_run_with_a_trusted_aggregator(self):
         text = local_privacy_statement(
@@ -248,6 +250,7 @@ class TestStatement:
         assert "not purely local" in text
         assert "(0.447, 1e-07)" in text
         assert "AdaptiveQuantileClip" in text
+        assert "Only the aggregator is trusted besides" in text
         # Both together cost more than either, and less than their sum.
         together = float(text.split("together are (")[1].split(",")[0])
         assert 8.0 < together < 8.0 + 0.932

@@ -5,10 +5,17 @@ import warnings
 import pytest
 
 from tfdp.accounting.ledger import Ledger, compose
-from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.accounting.segments import (
+    PoissonSteps,
+    Segment,
+    ShuffledPasses,
+    UnamplifiedSteps,
+)
 from tfdp.accounting.statement import privacy_report, privacy_statement
+from tfdp.accounting.tradeoff import true_positive_rate
 from tfdp.accounting.users import user_epsilon
 from tfdp.compat.tf_privacy_accounting import compute_dp_sgd_privacy_statement
+from tfdp.sampling import PoissonUsers
 
 # Much noise, which makes it cheap to account for.
 POISSON = PoissonSteps(14_063, 8.0, 60_000, 256)
@@ -86,6 +93,51 @@ def test_runs_of_both_kinds_have_both_other_rows():
         f"would hold for Poisson-sampled batches; {some}",
         f"would hold for shuffled batches; {some}",
     ]
+
+
+def test_figures_that_do_not_hold_come_last_and_apart():
+    text = privacy_statement(Ledger((POISSON,)), 1e-5)
+    *_, last = text.split("\n\n")
+    assert last.startswith("For comparison only: figures of trainings that did not run")
+    assert list(rows(last)) == [f"would hold for shuffled batches; {TRUTH}"]
+    assert "would hold" not in text.removesuffix(last)
+    assert list(rows(text.removesuffix(last))) == ["what ran"]
+
+
+@pytest.mark.parametrize("ledger", [Ledger(), Ledger((UNKNOWN,))])
+def test_nothing_is_compared_where_nothing_else_could_have_run(ledger):
+    assert privacy_statement(ledger, 1e-5).split("\n\n")[-1].startswith("Not covered")
+
+
+def test_it_says_what_epsilon_means_to_a_person():
+    found = true_positive_rate(Ledger((PUBLISHED,)), 0.01)
+    shown = float(re.search(r"at most (\S+) in 100 of", flat(Ledger((PUBLISHED,))))[1])
+    assert found <= shown / 100 < found + 0.001
+    assert privacy_report(Ledger((PUBLISHED,)), 1e-5)["best_attack"] == {
+        "false_positive_rate": 0.01,
+        "true_positive_rate": found,
+    }
+    assert "at most 1 in 100 of" in flat(Ledger())
+    assert "nothing keeps them from" in flat(Ledger((UnamplifiedSteps(1, 0),)))
+
+
+def test_what_is_one_person():
+    users = Ledger((Segment(PoissonUsers(1000, 50, 2), 10, 8.0),))
+    assert "whether all your data were used" in flat(users)
+    assert "whether your row was used" in flat(Ledger((POISSON,)))
+    both = Ledger((*users.segments, POISSON))
+    assert "whether your row was used" in flat(both)
+    for ledger, units in (
+        (users, ["user"]),
+        (both, ["example", "user"]),
+        (Ledger(), ["example"]),
+    ):
+        assert privacy_report(ledger, 1e-5)["units"] == units
+
+
+def test_whoever_trains_is_trusted():
+    assert "Trust model: Central. Whoever trains has the rows" in flat(Ledger())
+    assert report()["trust_model"].startswith("Central")
 
 
 def test_batches_larger_than_the_data():

@@ -217,6 +217,7 @@ def test_how_much_the_likelihood_counts(rng, options, weight):
     assert np.isinf(sample.epsilon) == (not exact)
     text = sample.privacy_statement()
     assert "replace-one" in text
+    assert "Trust model: Central." in text
     assert ("No bound is proven" in text) == (not exact)
     assert "delta" in text.split("\n\n")[0]
 

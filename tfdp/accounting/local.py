@@ -250,11 +250,20 @@ def local_privacy_statement(
         f"adds Gaussian noise of standard deviation {noise_multiplier:g} C before "
         "anything leaves it, so the bound holds against the server too, and whatever "
         "becomes of the replies: weights, clip norms that follow from them, models.",
+        "Trust model: Local. Nobody but the client has its examples, or its replies "
+        "without noise."
+        + (
+            " Only the aggregator is trusted besides, with the norms."
+            if queries
+            else ""
+        ),
         f"Replies of a client: {participations} at most. More replies cost more.",
-        "Not covered: that a client took part, and when; metrics, and values named "
-        "`nonprivate_*`, which are exact; decisions made by them; other runs with the "
-        "same clients, such as those that chose the hyperparameters; noise as a "
-        "computer draws it (Philox is no certified cryptographic generator).",
+        "Not covered: that a client took part, and when, and how long that took; "
+        "metrics, and values named `nonprivate_*`, which are exact; decisions made by "
+        "them; validation rows; what was computed from the examples beforehand; other "
+        "runs with the same clients, such as those that chose the hyperparameters; "
+        "noise as a computer draws it (Philox is no certified cryptographic generator, "
+        "and its floating-point bits are not protected).",
     ]
     return "\n\n".join(map(filled, paragraphs)) + "\n"
 

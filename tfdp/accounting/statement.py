@@ -9,11 +9,14 @@ from typing import Any, TypeAlias
 from tfdp._validate import positive_int, probability
 from tfdp.accounting.accountant import epsilon, joined, reported_epsilon
 from tfdp.accounting.ledger import Ledger
+from tfdp.accounting.meaning import FALSE_POSITIVE_RATE, best_attack, in_words
 from tfdp.accounting.segments import Segment, segment_to_dict
 from tfdp.accounting.text import filled
 from tfdp.accounting.users import user_epsilon
 
 _Segments: TypeAlias = tuple[Segment, ...]
+# A label, whether its figures hold, and what they are of.
+_Row: TypeAlias = tuple[str, bool, _Segments]
 
 _ACCOUNTANTS = ("RDP", "PLD")
 
@@ -23,6 +26,12 @@ _ADJACENCY = (
     "are the number of {records}, the sampling probability, the number of steps, and "
     "the constant that clipped sums are divided by. All weights seen during training "
     "are covered, not only the last."
+)
+
+_TRUST_MODEL = (
+    "Central. Whoever trains has the rows as they are, and is trusted with them and with "
+    "adding the noise. The figures hold against everybody else, whatever they know "
+    "besides, also against those who see the weights after every step."
 )
 
 _NOT_COVERED = (
@@ -51,8 +60,8 @@ def privacy_statement(
     """Say in words what a ledger proves, and what it does not.
 
     The epsilon stated is that of what really ran, the smaller of the bounds of both
-    accountants. What it would be had another scheme drawn the batches is printed
-    beside it and labelled so.
+    accountants. What it would be had another scheme drawn the batches comes last, apart
+    from it and labelled so.
 
     Args:
         ledger: What was run.
@@ -86,12 +95,15 @@ def privacy_statement(
     paragraphs = [
         _headline(reported_epsilon(planned, delta), delta),
         *_cautions(ledger, planned, delta),
+        filled(in_words(best_attack(ledger), of_users=_units(planned) == {"user"})),
         filled(_unit(planned)),
         *_users(planned, delta, max_examples_per_user),
         filled(_adjacency(planned)),
+        filled(f"Trust model: {_TRUST_MODEL}"),
         *_lists(run, planned),
-        _table(run, planned, delta),
+        _table(_rows(run, planned), delta),
         "Not covered:\n" + _items(_NOT_COVERED),
+        *_comparison(planned, delta),
     ]
     return "\n\n".join(paragraphs) + "\n"
 
@@ -110,7 +122,10 @@ def privacy_report(ledger: Ledger, delta: float) -> dict[str, Any]:
         ``bounds``: a dictionary for every row of the statement's table, with its
         ``label``, whether it ``holds``, and its ``RDP`` and ``PLD`` epsilon. The
         figures of rows that do not hold are of batches drawn another way.
-        ``neighbouring_relation``, ``unit``, ``not_covered``: sentences.
+        ``best_attack``: of those who are no members, the ``false_positive_rate`` that
+        an attack accuses, and the largest ``true_positive_rate`` that it has then.
+        ``neighbouring_relation``, ``unit``, ``trust_model``, ``not_covered``: sentences.
+        ``units``: what is protected, ``"example"`` or ``"user"``, or both.
         ``sampling``: how batches were drawn, the kinds of the segments.
         ``segments``: what ran; ``planned_segments``: what runs that were cut short
         had announced is added, and epsilon is that of these.
@@ -137,7 +152,7 @@ def privacy_report(ledger: Ledger, delta: float) -> dict[str, Any]:
             "holds": holds,
             **{name: _finite(epsilon(each, delta, name)) for name in _ACCOUNTANTS},
         }
-        for label, holds, each in _rows(run, planned)
+        for label, holds, each in (*_rows(run, planned), *_redrawn(planned))
     ]
     proven: dict[str, Any] = next(row for row in bounds if row["holds"])
     accountants = [name for name in _ACCOUNTANTS if proven[name] is not None]
@@ -148,8 +163,14 @@ def privacy_report(ledger: Ledger, delta: float) -> dict[str, Any]:
         "delta": delta,
         "accountant": accountant,
         "bounds": bounds,
+        "best_attack": {
+            "false_positive_rate": FALSE_POSITIVE_RATE,
+            "true_positive_rate": best_attack(ledger),
+        },
         "neighbouring_relation": _adjacency(planned),
         "unit": _unit(planned),
+        "units": sorted(_units(planned) or {"example"}),
+        "trust_model": _TRUST_MODEL,
         "sampling": sorted({segment.scheme.kind for segment in planned}),
         "segments": [segment_to_dict(segment) for segment in run],
         "planned_segments": [segment_to_dict(segment) for segment in planned],
@@ -194,6 +215,10 @@ def _cautions(ledger: Ledger, planned: _Segments, delta: float) -> Iterator[str]
         )
 
 
+def _units(segments: _Segments) -> set[str]:
+    return {segment.scheme.unit for segment in segments}
+
+
 def _most_examples(segments: _Segments) -> int:
     return max((s.scheme.number_of_examples or 0 for s in segments), default=0)
 
@@ -203,12 +228,12 @@ def _delta_message(segments: _Segments, delta: float) -> str:
         f"`delta` must be well below 1 / number_of_examples to mean anything: a "
         f"mechanism that publishes one whole record satisfies a larger one. Received: "
         f"delta={delta:g}, number_of_examples={_most_examples(segments)}"
-        f"{' (users)' if {s.scheme.unit for s in segments} == {'user'} else ''}."
+        f"{' (users)' if _units(segments) == {'user'} else ''}."
     )
 
 
 def _adjacency(segments: _Segments) -> str:
-    units = {segment.scheme.unit for segment in segments} or {"example"}
+    units = _units(segments) or {"example"}
     records = " and that of ".join(f"{unit}s" for unit in sorted(units))
     if units == {"user"}:
         one, it = "each record of one user is", "a user"
@@ -218,7 +243,7 @@ def _adjacency(segments: _Segments) -> str:
 
 
 def _unit(segments: _Segments) -> str:
-    units = {segment.scheme.unit for segment in segments}
+    units = _units(segments)
     if units == {"user"}:
         text = (
             "Protected is one user, that is all rows of x with the same id. The mean "
@@ -281,23 +306,38 @@ def _lists(run: _Segments, planned: _Segments) -> Iterator[str]:
         yield "What was planned:\n" + _items(map(Segment.words, planned))
 
 
-def _table(run: _Segments, planned: _Segments, delta: float) -> str:
-    """Return the epsilons of what ran, of what was planned, and of what did not run."""
-    lines = [
-        f"Epsilon at delta = {delta:g} by either accountant, the smaller is reported:",
-        "".join(f"{name:>9}" for name in _ACCOUNTANTS),
-    ]
-    for label, _, segments in _rows(run, planned):
+def _table(rows: Iterable[_Row], delta: float, title: str = "") -> str:
+    """Return the epsilons of rows by either accountant."""
+    title = title or (
+        f"Epsilon at delta = {delta:g} by either accountant, the smaller is reported:"
+    )
+    lines = [title, "".join(f"{name:>9}" for name in _ACCOUNTANTS)]
+    for label, _, segments in rows:
         figures = [epsilon(segments, delta, name) for name in _ACCOUNTANTS]
         lines.append("".join(f"{figure:9.3f}" for figure in figures) + f"  {label}")
     return "\n".join(lines)
 
 
-def _rows(run: _Segments, planned: _Segments) -> Iterator[tuple[str, bool, _Segments]]:
+def _comparison(planned: _Segments, delta: float) -> Iterator[str]:
+    """Yield the figures of batches drawn in another way, if there are any."""
+    rows = list(_redrawn(planned))
+    if rows:
+        title = (
+            "For comparison only: figures of trainings that did not run. As many steps "
+            "on batches that are drawn in another way would have"
+        )
+        yield _table(rows, delta, filled(title))
+
+
+def _rows(run: _Segments, planned: _Segments) -> Iterator[_Row]:
     """Yield a label, whether its figures hold, and what they are of."""
     yield "what ran", planned == run, run
     if planned != run:
         yield "what was planned", True, planned
+
+
+def _redrawn(planned: _Segments) -> Iterator[_Row]:
+    """Yield the same of what did not run: batches drawn in other ways."""
     options = [segment.redrawn() for segment in planned]
     for label in dict.fromkeys(label for option in options for label in option):
         redrawn = tuple(option[label] for option in options if label in option)

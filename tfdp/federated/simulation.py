@@ -23,6 +23,7 @@ from tfdp.accounting.local import (
     local_epsilon,
     local_privacy_statement,
 )
+from tfdp.accounting.text import filled
 from tfdp.callbacks.adaptive import AdaptiveClip
 from tfdp.callbacks.schedulers import ClipNormScheduler
 from tfdp.clipping import ClippedSum
@@ -45,6 +46,12 @@ from tfdp.losses.objective import number_of_rows
 from tfdp.mechanisms.mechanism import Gaussian, noise_of_query
 from tfdp.optimizers.arguments import checked_clip
 from tfdp.training.loops import clipped_gradients
+
+_SIMULATED = (
+    "This was a simulation: one process had the examples of all clients, and added the "
+    "noise for them. The figures are those that real clients would have had; against "
+    "whoever ran it there is no bound."
+)
 
 
 class Simulation:
@@ -331,7 +338,8 @@ class Simulation:
             delta: Probability with which the bound may fail, between 0 and 1.
 
         Returns:
-            The text; see `tfdp.accounting.local_privacy_statement`.
+            The text; see `tfdp.accounting.local_privacy_statement`. It ends by saying
+            that this was a simulation.
         """
         policy, queries = self._clip_policy, None
         if isinstance(policy, AdaptiveClip):
@@ -344,7 +352,7 @@ class Simulation:
                     self._interrupted + self.rounds // policy.query.every,
                 ),
             )
-        return local_privacy_statement(
+        text = local_privacy_statement(
             self._noise_multiplier,
             delta,
             participations=self._participations,
@@ -352,6 +360,7 @@ class Simulation:
             queries=queries,
             unit=self._clients.unit,
         )
+        return f"{text}\n{filled(_SIMULATED)}\n"
 
     @property
     def _participations(self) -> int:

@@ -66,6 +66,7 @@ class PosteriorSample:
             "from the posterior whose log-likelihood is multiplied by "
             f"{self.likelihood_weight:.4g}, with inputs clipped and a prior on a "
             "bounded ball, by rejection sampling if exact.",
+            "Trust model: Central. Whoever draws has the records as they are.",
             "Not covered: draws in other processes, from parts of these data or from "
             "other orders of them; how long the draw took; that numbers are rounded; "
             "radii, bounds and priors that were chosen by looking at the data.",

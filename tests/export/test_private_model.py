@@ -15,9 +15,8 @@ from tensorflow_serving.apis import prediction_log_pb2
 
 import tfdp
 from tests.exports import EXPORTS, by_name, predictions, trained
-from tfdp import export
 from tfdp.errors import NotPrivateError
-from tfdp.export import export_private_model
+from tfdp.export import export_private_model, next_version, private_model
 
 pytestmark = pytest.mark.keras_private
 
@@ -298,6 +297,10 @@ def test_it_holds_no_measurement_of_the_data(digits):
         *("planned_segments", "noise_multiplier", "noise_seed_fixed"),
         *("sampling_seed_fixed", "not_covered", "steps", "l2_norm_clip"),
         *("covered", "not_trained", "versions"),
+        # Since version 2.
+        *("date", "model", "weights", "best_attack", "units", "trust_model", "budget"),
+        *("trainings", "plain_keras_steps", "pretrained", "settings"),
+        *("audits", "answers", "questions"),
     }
 
 
@@ -338,7 +341,7 @@ def fitted(model):
 
 def exported(model, folder):
     private = model if isinstance(model, tfdp.DPModel) else tfdp.DPModel(model)
-    path = export.next_version(folder)
+    path = next_version(folder)
     return export_private_model(private, path, delta=DELTA)
 
 
@@ -626,13 +629,13 @@ def test_the_exporter_warns_and_is_quiet_otherwise(tmp_path, monkeypatch):
         monkeypatch.setattr(logger, "level", logging.INFO)
         # What a level means is remembered.
         monkeypatch.setattr(logger, "_cache", {})
-    write = export._write
+    write = private_model._write
 
     def with_a_warning(*args):
         tf.get_logger().warning("a warning")
         write(*args)
 
-    monkeypatch.setattr(export, "_write", with_a_warning)
+    monkeypatch.setattr(private_model, "_write", with_a_warning)
     export_private_model(bare("digits"), tmp_path / "m" / "1", delta=DELTA)
     assert set(said) == {"a warning"}
     # Afterwards they say what they did before.
@@ -641,11 +644,11 @@ def test_the_exporter_warns_and_is_quiet_otherwise(tmp_path, monkeypatch):
 
 
 def test_the_next_version(tmp_path):
-    assert export.next_version(tmp_path / "none") == str(tmp_path / "none" / "1")
+    assert next_version(tmp_path / "none") == str(tmp_path / "none" / "1")
     for name in ("2", "10", "draft", "7-unfinished-0"):
         (tmp_path / name).mkdir()
-    assert export.next_version(tmp_path) == export.next_version(f"{tmp_path}/")
-    assert export.next_version(tmp_path) == str(tmp_path / "11")
+    assert next_version(tmp_path) == next_version(f"{tmp_path}/")
+    assert next_version(tmp_path) == str(tmp_path / "11")
 
 
 def test_a_version_is_never_overwritten(tmp_path):
@@ -688,7 +691,7 @@ def test_an_export_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(export, "prediction_log", fail)
+    monkeypatch.setattr(private_model, "prediction_log", fail)
     with pytest.raises(OSError, match="disk full"):
         export_private_model(bare("digits"), tmp_path / "m" / "1", delta=DELTA)
     assert not list((tmp_path / "m").iterdir())

@@ -1,14 +1,10 @@
 """Export of a privately trained model to TensorFlow Serving, with a privacy report."""
 
 import contextlib
-import importlib.metadata
-import itertools
 import json
 import logging
 import os
-import platform
 import re
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 
 import keras
@@ -16,31 +12,40 @@ import numpy as np
 import tensorflow as tf
 from absl.logging import get_absl_logger
 
-import tfdp
-from tfdp import _keras, _tree, _validate
-from tfdp._types import Array, Config, Nest, Tensor
-from tfdp._warmup import given_rows, made_up_rows, prediction_log
-from tfdp.accounting import privacy_report, privacy_statement
+from tfdp import _keras
+from tfdp._types import Config, Nest, Tensor
+from tfdp.accounting import privacy_statement
 from tfdp.errors import NotPrivateError
+from tfdp.export.folders import appearing
+from tfdp.export.signatures import inputs_of, named_outputs
+from tfdp.export.warmup import given_rows, made_up_rows, prediction_log
 from tfdp.model import DPModel
-from tfdp.runs.histories import was_trained
-from tfdp.training.model_ledger import steps_of_plain_keras
 
 _SIGNATURE = "serving_default"
 
 
 def export_private_model(
-    private: DPModel, path: str | os.PathLike[str], *, delta: float, warmup: Nest = None
+    private: DPModel,
+    path: str | os.PathLike[str],
+    *,
+    delta: float,
+    warmup: Nest = None,
+    answers: Mapping[str, str] | None = None,
+    audits: Iterable[object] = (),
 ) -> Config:
     """Write a private model as a SavedModel for TensorFlow Serving, with its report.
 
     The SavedModel has the tag ``serve`` and one signature, ``serving_default``, whose
-    inputs and outputs have the model's own names and a batch of any size. In the names
-    of inputs, ``_`` stands for what is neither an ASCII letter nor a digit. Nothing of
-    the training is inside: no optimizer, ledger, noise key, training metric or row of
-    the data. It loads where neither tfdp nor Keras is installed. Moving averages of the
-    weights (``use_ema``), which `fit` puts into the model when it ends, are exported
-    also after single steps; the model keeps its weights then.
+    inputs and outputs have the model's own names and a batch of any size. Names are the
+    same in every version: where nobody gave one, and Keras numbers its own anew in
+    every process (``keras_tensor_4``, ``dense_3``), a single input is ``inputs``, others
+    are ``input_0`` and ``output_0`` by their places. In the names of inputs, ``_``
+    stands for what is neither an ASCII letter nor a digit.
+
+    Nothing of the training is inside: no optimizer, ledger, noise key, training metric
+    or row of the data. It loads where neither tfdp nor Keras is installed. Moving
+    averages of the weights (``use_ema``), which `fit` puts into the model when it ends,
+    are exported also after single steps; the model keeps its weights then.
 
     Beside it, in ``assets.extra``, which TensorFlow Serving leaves alone but for the
     warm-up requests:
@@ -52,7 +57,8 @@ def export_private_model(
       takes others.
 
     On a file system the folder appears at `path` when all of it is written, so that a
-    server that watches its parent never sees half a version.
+    server that watches its parent never sees half a version. What an export that was
+    killed has left beside it is removed by the next one, unless it is being written.
 
     Args:
         private: A trained model.
@@ -61,23 +67,19 @@ def export_private_model(
         delta: In (0, 1); smaller than one over the number of examples.
         warmup: Rows for the warm-up request, as for `predict`: a nest of arrays. They
             are stored as they are, so they must be public; never take rows that the
-            model was trained on. By default one row of zeros (of empty strings).
+            model was trained on. By default one row of zeros (of empty strings), as
+            long as those of `fit` where the model leaves that open; if it is not known,
+            as after loading, of length 32.
+        answers: To questions that no program can answer: see `DPModel.privacy_report`.
+        audits: Results of audits, for the report. They are not private.
 
     Returns:
-        The report, as it is in the file: all of `tfdp.accounting.privacy_report`, and
-
-        * ``report_version``: 1;
-        * ``steps``: noised steps that were taken, of whatever batches;
-        * ``l2_norm_clip``: the clip norm of the last of them, which epsilon does not
-          depend on; ``noise_multiplier`` is relative to the sensitivity, which is twice
-          that for units of several examples; None if there was no step;
-        * ``covered``: what epsilon is a bound for, a sentence;
-        * ``not_trained``: paths of the weights that none of these steps updated. The
-          guarantee says nothing about their values;
-        * ``versions``: of tfdp, of what it stands on, and of Python.
+        The report, as it is in the file: `DPModel.privacy_report` of the weights that
+        were written.
 
     Raises:
-        TypeError: If `private` is no DPModel or `delta` no number.
+        TypeError: If `private` is no DPModel, `delta` no number, or answers or audits
+            are none.
         ValueError: If `delta` is outside (0, 1), the folder's name is no version, the
             inputs of the model are not known, `warmup` does not fit them, or the model
             keeps something of the rows that it predicts for.
@@ -108,31 +110,32 @@ def export_private_model(
         ['score']
     """
     path, name = _checked_path(path)
-    report = _report(private, _validate.probability("delta", delta))
+    _check_type(private)
+    with _averaged_weights(private):
+        report = private.privacy_report(delta, answers=answers, audits=audits)
+    _check_private(private.model, report)
     statement = privacy_statement(private.ledger, delta) + _supplement(report)
-    inputs = _inputs(private, warmup)
-    rows = made_up_rows(inputs) if warmup is None else given_rows(inputs, warmup)
-    # TensorFlow Serving takes only folders whose names are numbers.
-    unfinished = f"{path}-unfinished-{uuid.uuid4().hex}"
+    fitted = private.fitted_signature
+    inputs = inputs_of(private.model, fitted if warmup is None else warmup)
+    rows = (
+        made_up_rows(inputs, fitted) if warmup is None else given_rows(inputs, warmup)
+    )
     try:
-        with _averaged_weights(private), _quiet():
-            _write(private.model, inputs, unfinished)
-        _rehearse(unfinished, inputs, rows, model=private.model)
-        extra = f"{unfinished}/assets.extra"
-        tf.io.gfile.makedirs(extra)
-        with tf.io.gfile.GFile(f"{extra}/privacy_report.json", "w") as file:
-            file.write(json.dumps(report, indent=2, allow_nan=False) + "\n")
-        with tf.io.gfile.GFile(f"{extra}/privacy_statement.txt", "w") as file:
-            file.write(statement)
-        requests = f"{extra}/tf_serving_warmup_requests"
-        with tf.io.TFRecordWriter(requests) as writer:
-            writer.write(prediction_log(name, _SIGNATURE, rows))
-        tf.io.gfile.rename(unfinished, path)
+        with appearing(path) as folder:
+            with _averaged_weights(private), _quiet():
+                _write(private.model, inputs, folder)
+            _rehearse(folder, inputs, rows, model=private.model)
+            extra = f"{folder}/assets.extra"
+            tf.io.gfile.makedirs(extra)
+            with tf.io.gfile.GFile(f"{extra}/privacy_report.json", "w") as file:
+                file.write(json.dumps(report, indent=2, allow_nan=False) + "\n")
+            with tf.io.gfile.GFile(f"{extra}/privacy_statement.txt", "w") as file:
+                file.write(statement)
+            requests = f"{extra}/tf_serving_warmup_requests"
+            with tf.io.TFRecordWriter(requests) as writer:
+                writer.write(prediction_log(name, _SIGNATURE, rows))
     except tf.errors.AlreadyExistsError as error:
         raise FileExistsError(_exists(path)) from error
-    finally:
-        if tf.io.gfile.exists(unfinished):
-            tf.io.gfile.rmtree(unfinished)
     return report
 
 
@@ -178,51 +181,32 @@ def _exists(path: str) -> str:
     )
 
 
-def _report(private: DPModel, delta: float) -> Config:
+def _check_type(private: DPModel) -> None:
     if not isinstance(private, DPModel):
         raise TypeError(
             "`private` must be a `tfdp.DPModel`, which knows what was run. Received: "
             f"private of type {type(private).__name__}. Use "
             "`export_private_model(tfdp.DPModel(model), ...)` after training that."
         )
-    report = privacy_report(private.ledger, delta)
+
+
+def _check_private(model: keras.Model, report: Config) -> None:
+    """Refuse a model that no epsilon holds for."""
+    own_steps = report["plain_keras_steps"]
+    if own_steps:
+        raise NotPrivateError(
+            f"Model `{model.name}` was trained by an optimizer of its own, without "
+            f"noise, after it had become private. Received: {model.optimizer!r} after "
+            f"{own_steps} steps. Use `private.fit(...)` only, from the start."
+        )
     if not report["differentially_private"]:
         raise NotPrivateError(
-            f"Model `{private.model.name}` is not differentially private: steps ran "
-            "without noise. Received: a ledger with "
+            f"Model `{model.name}` is not differentially private: steps ran without "
+            "noise. Received: a ledger with "
             f"noise_multiplier={report['noise_multiplier']}. Train with "
             "`noise_multiplier=1.0` or so, or export without a report: "
             "`private.model.export(path)`."
         )
-    own_steps = steps_of_plain_keras(private.model)
-    if own_steps:
-        raise NotPrivateError(
-            f"Model `{private.model.name}` was trained by an optimizer of its own, "
-            f"without noise, after it had become private. Received: {private.model.optimizer!r} after "
-            f"{own_steps} steps. Use `private.fit(...)` only, from the start."
-        )
-    recorder = private.recorder
-    return {
-        "report_version": 1,
-        **report,
-        "steps": recorder.all_steps,
-        "l2_norm_clip": recorder.last_clip,
-        "covered": (
-            "The weights that trained, after every step and in this export: every "
-            "output that is computed from them and from public inputs."
-        ),
-        "not_trained": [
-            weight.path for weight in private.model.weights if not was_trained(weight)
-        ],
-        "versions": {
-            "tfdp": tfdp.__version__,
-            "tensorflow": tf.__version__,
-            "keras": keras.__version__,
-            "numpy": np.__version__,
-            "dp-accounting": importlib.metadata.version("dp-accounting"),
-            "python": platform.python_version(),
-        },
-    }
 
 
 def _supplement(report: Config) -> str:
@@ -234,61 +218,6 @@ def _supplement(report: Config) -> str:
         f"whose values this says nothing:{untrained}\n\nSteps: {report['steps']}; clip "
         f"norm of the last: {report['l2_norm_clip']}.\nMade with {versions}.\n"
     )
-
-
-def _inputs(private: DPModel, warmup: Nest) -> Nest:
-    """Find out what the model takes: a nest of `tf.TensorSpec`, each with its name."""
-    model = private.model
-    nest = _keras.input_signature(model)
-    if nest is None:
-        seen = private.fitted_signature if warmup is None else warmup
-        if seen is None:
-            raise ValueError(
-                f"The inputs of model `{model.name}` are not known: it is not "
-                "functional, and has seen no data here. Received: warmup=None. Use "
-                "`export_private_model(..., warmup=rows)` with public rows."
-            )
-        nest = _tree.map_tensors(lambda rows: _spec_like(rows, model), seen)
-    leaves = keras.tree.flatten_with_path(nest)
-    names = _distinct(_input_name(*leaf, alone=len(leaves) == 1) for leaf in leaves)
-    specs = [
-        tf.TensorSpec([None, *spec.shape[1:]], spec.dtype, name)
-        for name, (_, spec) in zip(names, leaves, strict=True)
-    ]
-    return keras.tree.pack_sequence_as(nest, specs)
-
-
-def _spec_like(
-    rows: Array | Tensor | tf.TensorSpec, model: keras.Model
-) -> tf.TensorSpec:
-    """Describe rows as Keras hands them to the model."""
-    if not isinstance(rows, tf.TensorSpec):
-        rows = tf.convert_to_tensor(rows)
-    dtype = model.input_dtype if rows.dtype.is_floating else rows.dtype
-    return tf.TensorSpec(rows.shape, dtype)
-
-
-def _input_name(
-    path: tuple[str | int, ...], spec: tf.TensorSpec, *, alone: bool
-) -> str:
-    """Return the key in the innermost dictionary, the input's name, or a number."""
-    keys = [key for key in path if isinstance(key, str)]
-    number = "_".join(map(str, path))
-    name = keys[-1] if keys else spec.name or ("inputs" if alone else f"input_{number}")
-    # No other names can be arguments of a TensorFlow function.
-    valid = re.sub("[^A-Za-z0-9]", "_", name)
-    return valid if valid[0].isalpha() else f"input_{valid}"
-
-
-def _distinct(names: Iterable[str]) -> list[str]:
-    """Number names that are there already, which to TensorFlow ``X`` and ``x`` are."""
-    distinct: dict[str, str] = {}
-    for name in names:
-        numbered = (f"{name}_{number}" for number in itertools.count(1))
-        candidates = itertools.chain([name], numbered)
-        new = next(each for each in candidates if each.lower() not in distinct)
-        distinct[new.lower()] = new
-    return list(distinct.values())
 
 
 @contextlib.contextmanager
@@ -330,7 +259,7 @@ def _write(model: keras.Model, inputs: Nest, path: str) -> None:
     """Write the SavedModel."""
 
     def serve(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return _named(_predicted(model, inputs, tensors), _keras.output_names(model))
+        return named_outputs(model, _predicted(model, inputs, tensors))
 
     archive = keras.export.ExportArchive()
     # Lookup tables must be tracked. A model that is tracked by itself has its weights
@@ -346,17 +275,6 @@ def _write(model: keras.Model, inputs: Nest, path: str) -> None:
 def _predicted(model: keras.Model, inputs: Nest, tensors: Mapping[str, Tensor]) -> Nest:
     rows = keras.tree.map_structure(lambda spec: tensors[spec.name], inputs)
     return _keras.run_model(model, rows, training=False)
-
-
-def _named(outputs: Nest, names: list[str] | None) -> dict[str, Tensor]:
-    """Name outputs by their keys, or as the model does, or as Keras does: by number."""
-    leaves = keras.tree.flatten_with_path(outputs)
-    leaves = [(path, tensor) for path, tensor in leaves if tensor is not None]
-    if isinstance(outputs, Mapping):
-        names = ["_".join(map(str, path)) for path, _ in leaves]
-    elif names is None or len(names) != len(leaves):
-        names = [f"output_{number}" for number in range(len(leaves))]
-    return dict(zip(_distinct(names), (tensor for _, tensor in leaves), strict=True))
 
 
 def _rehearse(

@@ -13,12 +13,32 @@ from tfdp._types import Nest, Tensor
 _LENGTH = 32
 
 
-def made_up_rows(inputs: Nest) -> dict[str, Tensor]:
-    """Make a row of zeros, or of empty strings."""
+def made_up_rows(inputs: Nest, fitted: Nest = None) -> dict[str, Tensor]:
+    """Make a row of zeros, or of empty strings.
+
+    Args:
+        inputs: Nest of `tf.TensorSpec` of what the model takes.
+        fitted: The same of what `fit` was given, whose lengths such a row has where
+            the model leaves them open; None if that is not known.
+
+    Returns:
+        Tensors of one row by the names of the inputs.
+    """
+    specs, seen = _tree.tensors(inputs), _tree.tensors(fitted)
+    if len(seen) != len(specs):
+        seen = specs
     return {
-        spec.name: tf.zeros([1, *(n or _LENGTH for n in spec.shape[1:])], spec.dtype)
-        for spec in keras.tree.flatten(inputs)
+        spec.name: tf.zeros([1, *_lengths(spec.shape, other.shape)], spec.dtype)
+        for spec, other in zip(specs, seen, strict=True)
     }
+
+
+def _lengths(wanted: tf.TensorShape, fitted: tf.TensorShape) -> list[int]:
+    """Return the sizes of a row's axes."""
+    if fitted.rank is None or not wanted[1:].is_compatible_with(fitted[1:]):
+        fitted = wanted
+    pairs = zip(wanted[1:], fitted[1:], strict=True)
+    return [one or other or _LENGTH for one, other in pairs]
 
 
 def given_rows(inputs: Nest, warmup: Nest) -> dict[str, Tensor]:
