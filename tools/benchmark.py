@@ -5,6 +5,7 @@ r"""Time and memory of a private training step, beside an ordinary one.
     python tools/benchmark.py --startup
     python tools/benchmark.py --fit --models=cnn
     python tools/benchmark.py --reading
+    python tools/benchmark.py --noise
     python tools/benchmark.py --growth=growth.png
     python tools/benchmark.py --synthetic
     python tools/benchmark.py --passes
@@ -67,8 +68,11 @@ _STARTS = 3
 # Ways to give `fit` its rows; the first is what others are compared with.
 _FIT_ROWS = [
     *("fit_ordinary", "fit_ordinary_pipeline", "fit_poisson", "fit_poisson_in_passes"),
-    *("fit_bounded_poisson", "fit_shuffled", "fit_declared"),
+    *("fit_bounded_poisson", "fit_shuffled", "fit_declared", "fit_balls_in_bins"),
+    *("fit_bins_in_files", "fit_users"),
 ]
+# What adds to a million numbers; the first adds other numbers, and no noise.
+_NOISE_ROWS = ["noise_memory", "noise_of_tensorflow", "noise_of_tfdp"]
 # Ways to read the files of bins; the first is what the other is compared with.
 _READING_ROWS = ["read_shuffled", "read_bins"]
 _TFDP_ALONE = ("frozen", "bert", "bert:4", "mobilenet_v2", "resnet50")
@@ -117,6 +121,7 @@ _FIT = flags.DEFINE_bool(
 _READING = flags.DEFINE_bool(
     "reading", False, "Passes over bins in files, beside tf.data shuffling of them."
 )
+_NOISE = flags.DEFINE_bool("noise", False, "What the noise of a million weights takes.")
 _GROWTH = flags.DEFINE_string(
     "growth", None, "PNG file for a plot over batch sizes and numbers of weights."
 )
@@ -189,6 +194,7 @@ def main(argv: Sequence[str]) -> None:
         startup: _STARTUP.value,
         fits: _FIT.value,
         reading: _READING.value,
+        noise: _NOISE.value,
         over_depth: _BAM.value,
         growth: _GROWTH.value is not None,
     }
@@ -431,6 +437,27 @@ def reading() -> list[Result]:
     return [print_ratios("cnn", size, _READING_ROWS)]
 
 
+def noise() -> list[Result]:
+    """Print what adding noise to a million numbers takes, beside reading them.
+
+    Returns:
+        What was found.
+    """
+    print(f"{'':<22}{'what is added':<28}{'ms':>10}{'ratio':>10}")
+    shown = [print_ratios("", 1, _NOISE_ROWS)]
+    memory = shown[0].median(_NOISE_ROWS[0])
+    for framework in (name for name, flag in _PYTHONS.items() if flag.value):
+        found = start(framework, "", 1, ["noise"], timed=True)
+        median = found.median("noise")
+        cells = f"{median:>10.2f}{median / memory:>10.2f}" if median and memory else ""
+        print(
+            f"{'':<22}{f'of {framework}':<28}{cells}  {found.problem}".rstrip(),
+            flush=True,
+        )
+        shown.append(found)
+    return shown
+
+
 def print_ratios(model: str, size: int, rows: Sequence[str]) -> Result:
     """Print the times of rows that take turns, over that of the first."""
     found = start(_TFDP, model, size, rows, timed=True)
@@ -442,7 +469,8 @@ def print_ratios(model: str, size: int, rows: Sequence[str]) -> Result:
             for number in (median, median and first and median / first)
         )
         name = row.partition("_")[2]
-        print(f"{model:<14}{size:>6}  {name:<28}{cells}")
+        about = f"{model:<14}{size:>6}" if model else ""
+        print(f"{about:<22}{name:<28}{cells}")
     print(found.problem, flush=True)
     return found
 

@@ -27,6 +27,8 @@ _MICROBATCH_SIZES = {"vmap": None, "one_by_one": 1}
 
 def stepper(options: argparse.Namespace, row: str) -> steps.Step:
     """Return the step of a row."""
+    if row == "noise":
+        return noise_alone()
     model = keras_models.build(options.model)
     cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = optax.sgd(steps.LEARNING_RATE)
@@ -71,6 +73,23 @@ def stepper(options: argparse.Namespace, row: str) -> steps.Step:
         nonlocal weights, slots
         weights, slots, value = compiled(weights, slots, x, y)
         jax.block_until_ready((weights, value))
+
+    return step
+
+
+def noise_alone() -> steps.Step:
+    """Return what adds noise to a million numbers, as one compiled function."""
+    privatizer = noise_addition.gaussian_privatizer(
+        stddev=steps.NOISE_MULTIPLIER, prng_key=0
+    )
+    numbers = jax.numpy.zeros(steps.NUMBERS_OF_NOISE)
+    compiled = jax.jit(privatizer.update)
+    state = privatizer.init(numbers)
+
+    def step() -> None:
+        nonlocal state
+        noised, state = compiled(numbers, state)
+        jax.block_until_ready(noised)
 
     return step
 

@@ -31,6 +31,8 @@ _EPSILON = 1e-3  # of normalization, as in Keras
 
 def stepper(options: argparse.Namespace, row: str) -> steps.Step:
     """Return the step of a row."""
+    if row == "noise":
+        return noise
     x, y = map(torch.from_numpy, steps.examples(options.model, options.batch_size))
     y = y.long()
     model = build(options.model, private=row != "ordinary")
@@ -57,6 +59,13 @@ def stepper(options: argparse.Namespace, row: str) -> steps.Step:
         loss.item()
 
     return step
+
+
+def noise() -> None:
+    """Add noise to a million numbers, drawn as Opacus' optimizer does."""
+    numbers = torch.zeros(steps.NUMBERS_OF_NOISE)
+    drawn = torch.normal(mean=0, std=steps.NOISE_MULTIPLIER, size=numbers.shape)
+    (numbers + drawn)[0].item()
 
 
 def build(name: str, *, private: bool) -> nn.Module:

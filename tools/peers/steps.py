@@ -18,6 +18,8 @@ import numpy as np
 L2_NORM_CLIP = 1.0
 NOISE_MULTIPLIER = 1.1
 LEARNING_RATE = 0.1
+# What the rows of noise add it to.
+NUMBERS_OF_NOISE = 1_000_000
 
 # A training step that has ended when the call returns. Returns the milliseconds that
 # count, if these are not those of the call.

@@ -25,6 +25,7 @@ import steps
 import tensorflow as tf
 
 import tfdp
+from tfdp.clipping import ClippedSum
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 
 _NUMBER_OF_BATCHES = 16
@@ -32,6 +33,7 @@ _NUMBER_OF_BATCHES = 16
 _EXAMPLES_PER_CLIENT = 5
 
 _BATCHES_OF_AN_EPOCH = 30
+_ROWS_OF_USER = 4
 
 # With bins of 256 as many images as MNIST has, nearly; and those that are shuffled.
 _BINS, _BUFFER = 234, 10_000
@@ -67,6 +69,8 @@ def stepper(options: argparse.Namespace, row: str) -> steps.Step:
         return federated_rounds(options, row)
     if row.startswith("read_"):
         return passes_over_files(options, row)
+    if row.startswith("noise"):
+        return noise(row)
     if row.startswith("fit_"):
         return epochs_of_fit(options, row.removeprefix("fit_"))
     model = build(options.model)
@@ -176,6 +180,24 @@ def _bounded(x: Any, y: Any, batch_size: int) -> dict[str, Any]:
     return {"x": data}
 
 
+def _in_files(x: Any, y: Any, batch_size: int) -> dict[str, Any]:
+    # As long as the rows live the folder does.
+    directory = tempfile.TemporaryDirectory()
+    _directories.append(directory)
+    batches = len(x) // batch_size
+    bins = tfdp.data.BallsInBins.write((x, y), directory.name, batches)
+    return {"x": bins}
+
+
+def _users(x: Any, y: Any, batch_size: int) -> dict[str, Any]:
+    ids = np.arange(len(x)) // _ROWS_OF_USER
+    users = batch_size // _ROWS_OF_USER
+    options = {"user_ids": ids, "examples_per_user": _ROWS_OF_USER}
+    return {**_arrays(x, y, users), **options}
+
+
+_directories: list["tempfile.TemporaryDirectory[str]"] = []
+
 # Whether it is private, options of the model, what `fit` gets.
 _WAYS: dict[str, tuple[bool, dict[str, Any], Any]] = {
     "ordinary": (False, {}, _arrays),
@@ -185,7 +207,41 @@ _WAYS: dict[str, tuple[bool, dict[str, Any], Any]] = {
     "bounded_poisson": (True, {}, _bounded),
     "shuffled": (True, {"sampling": "shuffle"}, _arrays),
     "declared": (True, {}, _declared),
+    "balls_in_bins": (True, {"sampling": "balls_in_bins"}, _arrays),
+    "bins_in_files": (True, {}, _in_files),
+    "users": (True, {"unit": "user"}, _users),
 }
+
+
+def noise(row: str) -> steps.Step:
+    """Return what adds noise to a million numbers, or as many ones for comparison.
+
+    Args:
+        row: ``"noise_of_tfdp"``, ``"noise_of_tensorflow"``, whose normal numbers
+            end at 5.65 sigma, or ``"noise_memory"``, a sum of two tensors.
+    """
+    numbers = tf.zeros([steps.NUMBERS_OF_NOISE])
+    mechanism = tfdp.mechanisms.Gaussian()
+
+    def added(number: tf.Tensor) -> tf.Tensor:
+        if row == "noise_memory":
+            return numbers + tf.cast(number, tf.float32)
+        stream = mechanism.stream(number)
+        if row == "noise_of_tensorflow":
+            return numbers + tf.random.stateless_normal(numbers.shape, stream)
+        clip = tf.constant(steps.L2_NORM_CLIP)
+        clipped_sum = ClippedSum([numbers], tf.zeros([0]), clip, 1)
+        multiplier = tf.constant(steps.NOISE_MULTIPLIER)
+        options = {"noise_multiplier": multiplier, "stream": stream}
+        return mechanism.noised(clipped_sum, **options)[0]
+
+    function = tf.function(added, autograph=False)
+    count = itertools.count()
+
+    def step() -> None:
+        function(tf.constant(next(count), tf.int64)).numpy()
+
+    return step
 
 
 def passes_over_files(options: argparse.Namespace, row: str) -> steps.Step:
