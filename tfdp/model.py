@@ -860,6 +860,10 @@ class DPModel(TrainingFunctions):
 
     def _settle(self, session: Session) -> None:
         """Make the training function anew if it was made for something else."""
+        if not self.optimizer.built:
+            # A function that makes variables is traced twice.
+            with self._replicas.scope():
+                self.optimizer.build(self.trainable_variables)
         if session != self._session:
             self.__dict__["_session"], self.train_function = session, None
 

@@ -41,10 +41,14 @@ def data():
     return x, rng.normal(size=(ROWS, 2)).astype("float32")
 
 
-def private(inner, loss="mse", **options):
+def private(inner, loss="mse", optimizer=None, **options):
     wrapped = tfdp.DPModel(inner, **options)
     wrapped.compile(
-        tfdp.optimizers.DPSGD(1.0, l2_norm_clip=0.5, noise_multiplier=0.0),
+        tfdp.optimizers.DPOptimizer(
+            optimizer or keras.optimizers.SGD(1.0),
+            l2_norm_clip=0.5,
+            noise_multiplier=0.0,
+        ),
         loss,
     )
     return wrapped
@@ -52,7 +56,11 @@ def private(inner, loss="mse", **options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"engine": "ghost"}, {"physical_batch_size": 5}],
+    [
+        {},
+        {"engine": "ghost"},
+        {"physical_batch_size": 5, "optimizer": keras.optimizers.Adam()},
+    ],
     ids=["whole", "ghost", "passes"],
 )
 def test_a_model_is_traced_once(options):
@@ -60,6 +68,35 @@ def test_a_model_is_traced_once(options):
     CALLS.clear()
     wrapped.fit(*data(), batch_size=ROWS, epochs=2, verbose=0)
     assert len(CALLS) == 1
+
+
+class Shared(layers.Layer):
+    """Has a layer that sees all rows' positions, of whatever batch."""
+
+    def build(self, shape):
+        self.positions = layers.Embedding(shape[-1], 2)
+        self.positions.build((shape[-1],))
+
+    def call(self, x):
+        return x[..., None] * self.positions(keras.ops.arange(x.shape[-1]))
+
+
+def test_units_that_are_taken_apart_run_in_the_graph_that_was_tried():
+    """Variables of the optimizer are made before: a graph that makes them is another."""
+    inner = keras.Sequential([
+        keras.Input((3,)),
+        Shared(),
+        layers.Lambda(noted),
+        layers.Flatten(),
+        layers.Dense(2),
+    ])
+    wrapped = private(inner, optimizer=keras.optimizers.Adam())
+    CALLS.clear()
+    wrapped.fit(*data(), batch_size=ROWS, epochs=2, verbose=0)
+    taken_apart = sum(shape[0] == 1 for shape in CALLS)
+    # Two look at a single row to tell the rules of the layers, and the third is the map.
+    assert (wrapped._checked.engine.name, taken_apart) == ("apart", 3)
+    assert wrapped.optimizer.iterations.numpy() == 2
 
 
 @pytest.mark.parametrize("options", [{}, {"physical_batch_size": 5}])

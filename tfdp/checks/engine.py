@@ -95,7 +95,7 @@ def choose(
                 f"`{objective.model.name}`. {error} Or use `engine='auto'`."
             ) from error
         apart = engines.ApartEngine()
-        if _can_take_apart(apart, objective, data, sample):
+        if _can_take_apart(apart, objective, data, sizes, sample, passes):
             logging.info(
                 "tfdp takes each example of model `%s` through it by itself: %s",
                 objective.model.name,
@@ -135,32 +135,34 @@ def _compare_if_foreign(
 
 
 def _can_take_apart(
-    engine: engines.ApartEngine, objective: Objective, data: Nest, sample: Nest
+    engine: engines.ApartEngine,
+    objective: Objective,
+    data: Nest,
+    sizes: Sequence[int | None],
+    sample: Nest,
+    passes: dict[int | None, TracedPass] | None,
 ) -> bool:
     """Tell whether each unit can go through a model by itself, by rules of some layers."""
     if objective.ascent is not None:
         return False
-    signature = signature_of(data)
-
-    def run(x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor) -> Nest:
-        return engine.clip_and_sum(
-            objective,
-            Batch(x, y, sample_weight, is_padding),
-            l2_norm_clip=tf.constant(1.0),
-            rows_per_unit=1,
-        )
-
-    padding = tf.TensorSpec([None], tf.bool)
     try:
-        explained = engine.explain(objective.model, signature[0])
+        explained = engine.explain(objective.model, signature_of(data)[0])
         if all(each.rule == VectorizedEngine.name for each in explained):
             return False
-        with _keras.own_global_seed():
-            tf.function(run, autograph=False).get_concrete_function(*signature, padding)
+        # What is traced may run; see `Trace.found_in_pass`.
+        _keras.make_global_seed()
+        traced = {}
+        for rows in sizes:
+            run, signature = _whole_pass(engine, objective, data, rows)
+            function = tf.function(run, autograph=False)
+            function.get_concrete_function(*signature)
+            traced[rows] = TracedPass(engine, objective, function)
         _compare_if_foreign(engine, objective, data if sample is None else sample)
     # Whatever it is, the vectorized engine does without, or says it.
     except Exception:  # noqa: BLE001
         return False
+    if passes is not None:
+        passes |= traced
     return True
 
 
@@ -238,17 +240,24 @@ def _followed_whole(
     """Follow the rows through the very graph that the engine will run."""
     trace = Trace(objective.model)
     traced = _with_known_losses(objective, trace)
+    run, signature = _whole_pass(engine, traced, data, rows)
+    return trace, *trace.found_in_pass(run, signature, rows)
+
+
+def _whole_pass(
+    engine: engines.Engine, objective: Objective, data: Nest, rows: int | None
+) -> tuple[Callable[..., Clipped], Sequence[Nest]]:
+    """Return the pass of an engine as a function, and its signature; see `TracedPass`."""
 
     def run(
         x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor, clip: Tensor
     ) -> Clipped:
         batch = Batch(x, y, sample_weight, is_padding)
-        return engine.clip_and_sum(traced, batch, l2_norm_clip=clip, rows_per_unit=1)
+        return engine.clip_and_sum(objective, batch, l2_norm_clip=clip, rows_per_unit=1)
 
     padding = tf.TensorSpec([rows], tf.bool)
     clip = tf.TensorSpec([], clip_as_tensor(1.0, objective.variables).dtype)
-    signature = (*signature_of(data, rows), padding, clip)
-    return trace, *trace.found_in_pass(run, signature, rows)
+    return run, (*signature_of(data, rows), padding, clip)
 
 
 def _with_known_losses(objective: Objective, trace: Trace) -> Objective:
