@@ -79,11 +79,8 @@ def _parameters(form: Form) -> Iterator[_Item]:
 
 
 def _delta(form: Form) -> _Item:
-    records = [
-        segment.get("number_of_examples") or 0
-        for segment in form.facts["planned_segments"]
-    ]
-    delta, most = form.facts["delta"], max(records, default=0)
+    numbers = filter(None, form.facts["numbers_of_examples"])
+    delta, most = form.facts["delta"], max(numbers, default=0)
     if not most:
         return _Item("Size of delta", f"{delta:g}; the number of records is not known.")
     text = f"{delta:g}, {delta * most:.2g} of one over the number of records, {most}."

@@ -77,9 +77,7 @@ def _privacy_loss(form: Form) -> Config:
             form.answer("rows_per_person"),
         )),
     }
-    numbers = {
-        segment.get("number_of_examples") for segment in facts["planned_segments"]
-    }
+    numbers = set(facts["numbers_of_examples"])
     if len(numbers) == len(facts["units"]) == 1 and None not in numbers:
         fields["number_of_privacy_units"] = numbers.pop()
     parameters = {"epsilon": facts["epsilon"], "delta": facts["delta"]}
