@@ -336,7 +336,8 @@ class DPModel(TrainingFunctions):
                 the front matter that model hubs read.
             answers: From names of questions to answers; ``"questions"`` of the form
                 `"json"` has all that are open.
-            audits: Results of audits, which have a method `to_dict`.
+            audits: Results of audits, which have a method `to_dict`, or dictionaries of
+                those parts of them that are to be published.
 
         Returns:
             For `"json"` and `"registry"` a dictionary that JSON, and so YAML, can hold;

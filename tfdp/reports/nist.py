@@ -112,7 +112,7 @@ def _algorithms(form: Form) -> Iterator[_Item]:
     yield _Item("Preprocessing", form.answer("preprocessing"))
     text = f"{facts['settings']} {form.answer('settings')}"
     yield _Item("Settings", text)
-    yield _Item("Audits", form.audits or form.answer("audit"))
+    yield _Item("Audits", form.audits, form.audits_agree)
 
 
 def _utility(form: Form) -> Iterator[_Item]:

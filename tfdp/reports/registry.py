@@ -102,7 +102,6 @@ def _deployment_model(form: Form) -> Config:
 
 
 def _implementation(form: Form) -> Config:
-    audits = form.audits or form.answer("audit")
     return {
         "preprocessing_and_hyperparameter_tuning": "\n\n".join((
             form.answer("preprocessing"),
@@ -123,7 +122,7 @@ def _implementation(form: Form) -> Config:
         "utility": f"{form.answer('utility')} {form.answer('bias')}",
         "additional_information": "\n\n".join((
             f"Not covered: {' '.join(form.facts['not_covered'])}",
-            f"Audits: {audits}",
+            f"Audits: {form.audits}",
             f"Weights: {form.fingerprint}",
         )),
     }
