@@ -336,7 +336,8 @@ class DPModel(TrainingFunctions):
                 the front matter that model hubs read.
             answers: From names of questions to answers; ``"questions"`` of the form
                 `"json"` has all that are open.
-            audits: Results of audits, which have a method `to_dict`.
+            audits: Results of audits, which have a method `to_dict`, or dictionaries of
+                those parts of them that are to be published.
 
         Returns:
             For `"json"` and `"registry"` a dictionary that JSON, and so YAML, can hold;
@@ -347,7 +348,8 @@ class DPModel(TrainingFunctions):
             * ``report_version``: 2, and ``date``, in UTC;
             * ``model``: its name, and ``weights``: how many numbers they are, their
               ``sha256``, the same after saving and loading, and ``how`` it comes about;
-            * ``trainings``: sentences; ``budget``: what bound them, or None;
+            * ``trainings``: sentences, and ``numbers_of_examples``: of users where these
+              are drawn, None if it is not known; ``budget``: what binds all, or None;
             * ``steps``: noised steps that were taken, of whatever batches;
             * ``plain_keras_steps``: steps without noise since the model became private.
               If there are any, nothing is proven: ``epsilon`` is None;

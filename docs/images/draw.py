@@ -374,6 +374,7 @@ NOTES = {
     "export": "nothing else knows these",
     "callbacks": "act inside the steps; repair models",
     "model": "DPModel: what people use",
+    "reports": "what is published about a model",
     "training": "a step, and what fit does around it",
     "distribute": "shares of a batch, one noise for all replicas",
     "optimizers": "the clip norm; rows and batches",

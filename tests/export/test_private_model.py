@@ -299,7 +299,13 @@ def test_it_holds_no_measurement_of_the_data(digits):
         *("covered", "not_trained", "versions"),
         # Since version 2.
         *("date", "model", "weights", "best_attack", "units", "trust_model", "budget"),
-        *("trainings", "plain_keras_steps", "pretrained", "settings"),
+        *(
+            "trainings",
+            "numbers_of_examples",
+            "plain_keras_steps",
+            "pretrained",
+            "settings",
+        ),
         *("audits", "answers", "questions"),
     }
 

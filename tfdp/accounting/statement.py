@@ -323,8 +323,8 @@ def _comparison(planned: _Segments, delta: float) -> Iterator[str]:
     rows = list(_redrawn(planned))
     if rows:
         title = (
-            "For comparison only: figures of trainings that did not run. As many steps "
-            "on batches that are drawn in another way would have"
+            "For comparison only: figures of trainings that did not run. On batches "
+            "that are drawn in another way this one would have"
         )
         yield _table(rows, delta, filled(title))
 

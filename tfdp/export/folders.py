@@ -69,12 +69,12 @@ def _locked_folder(path: str) -> tuple[str, int]:
 
 def _remove_left_behind(parent: Path) -> None:
     """Remove unfinished folders that nobody writes any more."""
-    if not parent.is_dir():
-        return
-    for folder in parent.iterdir():
-        if _UNFINISHED.fullmatch(folder.name):
-            with contextlib.suppress(OSError):
-                _remove_if_free(folder)
+    left: list[Path] = []
+    with contextlib.suppress(OSError):
+        left = [each for each in parent.iterdir() if _UNFINISHED.fullmatch(each.name)]
+    for folder in left:
+        with contextlib.suppress(OSError):
+            _remove_if_free(folder)
 
 
 def _remove_if_free(folder: Path) -> None:

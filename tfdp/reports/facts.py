@@ -84,6 +84,7 @@ def facts_of(
         },
         **facts,
         "trainings": [segment.words() for segment in planned],
+        "numbers_of_examples": [each.scheme.number_of_examples for each in planned],
         "budget": budget
         and {"delta": budget.delta, "target_epsilon": budget.target_epsilon},
         "steps": recorder.all_steps,

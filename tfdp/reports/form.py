@@ -112,9 +112,20 @@ class Form:
 
     @property
     def audits(self) -> str:
-        """What audits found; empty for none."""
-        return "; ".join(
+        """What audits found, or the question."""
+        found = "; ".join(
             ", ".join(f"{name}: {value}" for name, value in audit.items())
+            for audit in self.facts["audits"]
+        )
+        if not self.audits_agree:
+            return f"An audit CONTRADICTS what is stated here: {found}"
+        return found or self.answer("audit")
+
+    @property
+    def audits_agree(self) -> bool:
+        """Whether no audit has found that something else ran than was counted."""
+        return not any(
+            audit.get("nonprivate_exceeds") or audit.get("nonprivate_passed") is False
             for audit in self.facts["audits"]
         )
 

@@ -81,4 +81,4 @@ def _privacy(form: Form) -> Iterator[str]:
     yield facts["neighbouring_relation"]
     yield f"{facts['trust_model']} {form.answer('trust_model')}"
     yield f"Covered: {facts['covered']}"
-    yield f"Audits: {form.audits or form.answer('audit')}"
+    yield f"Audits: {form.audits}"

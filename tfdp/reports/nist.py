@@ -79,11 +79,8 @@ def _parameters(form: Form) -> Iterator[_Item]:
 
 
 def _delta(form: Form) -> _Item:
-    records = [
-        segment.get("number_of_examples") or 0
-        for segment in form.facts["planned_segments"]
-    ]
-    delta, most = form.facts["delta"], max(records, default=0)
+    numbers = filter(None, form.facts["numbers_of_examples"])
+    delta, most = form.facts["delta"], max(numbers, default=0)
     if not most:
         return _Item("Size of delta", f"{delta:g}; the number of records is not known.")
     text = f"{delta:g}, {delta * most:.2g} of one over the number of records, {most}."
@@ -115,7 +112,7 @@ def _algorithms(form: Form) -> Iterator[_Item]:
     yield _Item("Preprocessing", form.answer("preprocessing"))
     text = f"{facts['settings']} {form.answer('settings')}"
     yield _Item("Settings", text)
-    yield _Item("Audits", form.audits or form.answer("audit"))
+    yield _Item("Audits", form.audits, form.audits_agree)
 
 
 def _utility(form: Form) -> Iterator[_Item]:

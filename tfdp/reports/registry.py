@@ -77,9 +77,7 @@ def _privacy_loss(form: Form) -> Config:
             form.answer("rows_per_person"),
         )),
     }
-    numbers = {
-        segment.get("number_of_examples") for segment in facts["planned_segments"]
-    }
+    numbers = set(facts["numbers_of_examples"])
     if len(numbers) == len(facts["units"]) == 1 and None not in numbers:
         fields["number_of_privacy_units"] = numbers.pop()
     parameters = {"epsilon": facts["epsilon"], "delta": facts["delta"]}
@@ -104,7 +102,6 @@ def _deployment_model(form: Form) -> Config:
 
 
 def _implementation(form: Form) -> Config:
-    audits = form.audits or form.answer("audit")
     return {
         "preprocessing_and_hyperparameter_tuning": "\n\n".join((
             form.answer("preprocessing"),
@@ -125,7 +122,7 @@ def _implementation(form: Form) -> Config:
         "utility": f"{form.answer('utility')} {form.answer('bias')}",
         "additional_information": "\n\n".join((
             f"Not covered: {' '.join(form.facts['not_covered'])}",
-            f"Audits: {audits}",
+            f"Audits: {form.audits}",
             f"Weights: {form.fingerprint}",
         )),
     }
