@@ -172,7 +172,7 @@ class BallsInBins:
 
     @property
     def dataset(self) -> tf.data.Dataset:
-        """The batches in order, each read when it is needed, a few ahead."""
+        """The batches in order, as `evaluate` takes them; a few are read ahead."""
         specs = self._files.specs()
 
         def read(index: NDArray[np.int64]) -> list[Array]:
