@@ -104,6 +104,53 @@ def test_simulated_losses_agree(noise_multiplier, batches, samples):
         assert np.all(bound < 1.01 * mean + 5 * error + 1e-9)
 
 
+def simulated_delta(e, batches, z, epochs, samples, tilt):
+    """The delta of removing an example at an epsilon, with its standard error.
+
+    One batch of each epoch is drawn further out than the example is, so that losses are
+    seen that matter at a small delta, whichever batch has them.
+    """
+    rng = np.random.default_rng(11)
+    loss, weight = np.zeros(samples), np.zeros(samples)
+    for _ in range(epochs):
+        normal = rng.normal(size=(samples, batches))
+        normal[:, 0] += tilt
+        logs = [
+            np.logaddexp.reduce(shift * normal - shift**2 / 2, axis=1)
+            for shift in (1 / z, tilt)
+        ]
+        loss += logs[0] - math.log(batches)
+        weight += logs[0] - logs[1]
+    found = np.exp(weight) * np.maximum(0, -np.expm1(e - loss))
+    return found.mean(), found.std() / math.sqrt(samples)
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize(
+    ("z", "batches", "epochs", "delta", "tilt", "samples"),
+    [
+        (1.0, 10, 1, 1e-5, 3.0, 100_000),
+        (1.0, 20, 5, 1e-5, 2.0, 50_000),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (0.7, 1000, 1, 1e-5, 4.0, 10_000),
+                (0.9, 400, 1, 1e-6, 4.5, 30_000),
+                (1.3, 234, 1, 1e-8, 6.0, 60_000),
+                (3.0, 5, 10, 1e-5, 1.2, 300_000),
+            )
+        ),
+    ],
+)
+def test_epsilons_have_the_delta_that_is_simulated(
+    z, batches, epochs, delta, tilt, samples
+):
+    e = epsilon([Segment(BallsInBins(10 * batches, 10), epochs, z)], delta)
+    found, error = simulated_delta(e, batches, z, epochs, samples, tilt)
+    assert error < 0.2 * delta
+    assert 0.85 * delta - 4 * error < found < delta + 4 * error
+
+
 @pytest.mark.parametrize(
     ("noise_multiplier", "batches"), [(0.3, 7), (1.0, 500), (30.0, 3)]
 )

@@ -190,12 +190,26 @@ def test_files_that_have_changed_are_refused(tmp_path):
         (tf.data.Dataset.range(3).repeat(), "must end"),
         (tf.data.Dataset.range(0), "must have examples"),
         ((X, X, X, X), "a tuple of 4"),
+        (tf.data.Dataset.range(10).batch(4), r"one shape.*\.unbatch\(\)"),
     ],
-    ids=["endless", "empty", "four"],
+    ids=["endless", "empty", "four", "batches"],
 )
 def test_sources_that_cannot_be_written_are_refused(tmp_path, source, words):
     with pytest.raises(ValueError, match=words):
         write(tmp_path, source)
+
+
+def test_validation_takes_the_dataset(tmp_path):
+    bins = write(tmp_path)
+    declared = tfdp.data.declare(
+        bins.dataset, number_of_examples=N, expected_batch_size=60, sampling="shuffle"
+    )
+    model = private()
+    for data in (bins, declared):
+        with pytest.raises(ValueError, match=r"Use `validation_data=data.dataset`"):
+            model.fit(X, X / N, batch_size=60, validation_data=data, verbose=0)
+        assert not model.ledger.segments
+        assert model.evaluate(data.dataset, verbose=0) > 0
 
 
 def test_targets_belong_into_the_files(tmp_path):

@@ -45,6 +45,11 @@ def test_everyone_takes_part_once_in_a_pass_with_its_own_rows():
     np.testing.assert_array_equal(
         again.rows_of_round(1, 12), clients.rows_of_round(1, 12)
     )
+    others = UserClients([7] * 9 + [8] * 50, 2, examples_per_user=4).rows_of_round(
+        0, 59
+    )
+    alone = UserClients([7] * 3 + [8] * 50, 2, examples_per_user=4).rows_of_round(0, 53)
+    assert set(others[others >= 9] - 9) == set(alone[alone >= 3] - 3)
     one = UserClients([7] * 50, 1, examples_per_user=4)
     assert one.rows_of_round(0, 50).tolist() != one.rows_of_round(1, 50).tolist()
 
@@ -53,8 +58,13 @@ def test_everyone_takes_part_once_in_a_pass_with_its_own_rows():
     "options",
     [
         {"engine": "bookkeeping"},
-        {"engine": "vectorized", "physical_batch_size": 10},
-        {"engine": "bookkeeping", "jit_compile": True, "noise": "per_client"},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"engine": "vectorized", "physical_batch_size": 10},
+                {"engine": "bookkeeping", "jit_compile": True, "noise": "per_client"},
+            )
+        ),
     ],
     ids=str,
 )
@@ -103,6 +113,7 @@ def test_the_statement_says_what_the_unit_is():
         simulation.run(3, verbose=0)
 
 
+@pytest.mark.slow
 def test_goes_on_in_its_folder_with_the_same_users_only(tmp_path):
     whole = simulated(data(), IDS, most=2, users=2)
     whole.run(2, verbose=0)

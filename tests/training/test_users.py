@@ -104,7 +104,16 @@ def test_rows_that_a_user_lacks_make_nothing_of_those_that_it_has(wrap):
     np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("wrap", WAYS[:3], ids=str)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        *WAYS[:3],
+        {"engine": "apart"},
+        {"engine": "bookkeeping", "physical_batch_size": 2000},
+        pytest.param({"jit_compile": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_user_with_a_thousand_rows_moves_a_step_by_at_most_c(wrap):
     rows = data(1010)
     rows[0][10:] *= 100

@@ -172,7 +172,7 @@ class BallsInBins:
 
     @property
     def dataset(self) -> tf.data.Dataset:
-        """The batches in order, each read when it is needed, a few ahead."""
+        """The batches in order, as `evaluate` takes them; a few are read ahead."""
         specs = self._files.specs()
 
         def read(index: NDArray[np.int64]) -> list[Array]:
@@ -199,8 +199,14 @@ def _chunks(source: Nest) -> Iterator[Nest]:
             raise ValueError(
                 "`source` must end. Received: an infinite dataset. Remove `.repeat()`."
             )
-        for batch in source.batch(_ROWS_AT_ONCE).as_numpy_iterator():
-            yield batch if isinstance(batch, tuple) else (batch,)
+        try:
+            for batch in source.batch(_ROWS_AT_ONCE).as_numpy_iterator():
+                yield batch if isinstance(batch, tuple) else (batch,)
+        except tf.errors.InvalidArgumentError as error:
+            raise ValueError(
+                "`source` must give single examples of one shape. Received: "
+                f"element_spec={source.element_spec}. Use `source.unbatch()`, or pad them."
+            ) from error
         return
     parts = source if isinstance(source, tuple) else (source,)
     if not 1 <= len(parts) <= 3:

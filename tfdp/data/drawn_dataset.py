@@ -196,7 +196,8 @@ class DrawnDataset(keras.utils.PyDataset):
         """Return the rows of a draw, with -1 where there is padding."""
         indices = self._scheme.draw(key, *draw)
         if self._users is not None:
-            return self._users.laid_out(indices, second_generator(key, draw))
+            random = second_generator(key, draw)
+            return self._users.laid_out(indices, lambda _: random)
         missing = (self._scheme.slots or 0) - len(indices)
         return np.pad(indices, (0, max(0, missing)), constant_values=-1)
 

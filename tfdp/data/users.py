@@ -1,6 +1,7 @@
 """Which rows belong to which user."""
 
 import numbers
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,12 +55,14 @@ class Users:
         first = self._ends[user - 1] if user else 0
         return self._rows[first : self._ends[user]]
 
-    def some_rows(self, user: int, random: np.random.Generator) -> NDArray[np.int64]:
+    def some_rows(
+        self, user: int, random: Callable[[int], np.random.Generator]
+    ) -> NDArray[np.int64]:
         """Return the rows of a user, or a uniformly random part if there are too many.
 
         Args:
             user: Its number.
-            random: Draws the part.
+            random: From the number of a user to what draws the part.
 
         Returns:
             The rows in ascending order.
@@ -67,10 +70,12 @@ class Users:
         rows = self.rows(user)
         if len(rows) <= self.most_rows:
             return rows
-        return np.sort(random.choice(rows, self.most_rows, replace=False))
+        return np.sort(random(user).choice(rows, self.most_rows, replace=False))
 
     def laid_out(
-        self, users: NDArray[np.int64], random: np.random.Generator
+        self,
+        users: NDArray[np.int64],
+        random: Callable[[int], np.random.Generator],
     ) -> NDArray[np.int64]:
         """Return the rows of users in places that each has the same number of.
 
@@ -120,7 +125,7 @@ def bound_contributions(ids: Nest, *, max_per_user: int) -> NDArray[np.int64]:
     most = _validate.positive_int("max_per_user", max_per_user)
     users = Users("ids", ids, most)
     random = np.random.Generator(np.random.Philox(key=fresh_key()))
-    kept = [users.some_rows(user, random) for user in range(len(users))]
+    kept = [users.some_rows(user, lambda _: random) for user in range(len(users))]
     return np.sort(np.concatenate(kept))
 
 

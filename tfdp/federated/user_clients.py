@@ -78,8 +78,11 @@ class UserClients(Clients):
             ValueError: If there is not one id for each row.
         """
         self._users.check_rows("user_ids", number_of_rows)
-        random = np.random.default_rng((self.seed, number))
-        return self._users.laid_out(self.of_round(number), random)
+        return self._users.laid_out(
+            self.of_round(number),
+            # Of its own, so that no reply depends on how many rows others have.
+            lambda user: np.random.default_rng((self.seed, number, user)),
+        )
 
     def settings(self) -> Config:
         """Return what tells these clients from others, as JSON has it."""

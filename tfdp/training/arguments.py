@@ -10,6 +10,8 @@ from tfdp import _keras
 from tfdp._types import Loss, Nest
 from tfdp._validate import one_of
 from tfdp.ascent.losses import check_plain
+from tfdp.data.balls_in_bins import BallsInBins
+from tfdp.data.declared import DeclaredDataset
 from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.errors import NotPrivateError
 from tfdp.losses.objective import check_takes_logits
@@ -153,8 +155,15 @@ def check_validation_data(validation_data: Nest) -> None:
         validation_data: What `fit` got.
 
     Raises:
-        ValueError: If its batches have padding.
+        ValueError: If its batches have padding, or come in a form that Keras does not
+            know.
     """
+    if isinstance(validation_data, (BallsInBins, DeclaredDataset)):
+        raise ValueError(
+            "`validation_data` must be what Keras takes: nothing of it is counted. "
+            f"Received: validation_data={type(validation_data).__name__}(...). Use "
+            "`validation_data=data.dataset`."
+        )
     if isinstance(validation_data, DrawnDataset) and validation_data.is_padded:
         raise ValueError(
             "Batches with padding cannot be evaluated: only private training knows what "
