@@ -9,9 +9,10 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import dp_accounting
+import numpy as np
 from dp_accounting import rdp
 from dp_accounting.pld import privacy_loss_distribution
 
@@ -36,6 +37,8 @@ _PLD_LEAST_AMPLIFIED_NOISE = 0.2
 _PLD_INTERVAL = 1e-4
 _PLD_COARSE_INTERVAL = 5e-4
 _PLD_FEW_SEGMENTS = 4
+# At which a run's epsilon says whether its loss distribution is affordable.
+_SMALL_DELTA = 1e-6
 
 
 def epsilon(
@@ -97,6 +100,43 @@ def reported_epsilon(segments: Iterable[Segment], delta: float) -> float:
     """
     segments = tuple(segments)
     return min(epsilon(segments, delta, name) for name in ACCOUNTANTS)
+
+
+def deltas(
+    segments: Iterable[Segment], epsilons: Sequence[float] | np.ndarray
+) -> np.ndarray:
+    """Compute the joint deltas of segments at several epsilons.
+
+    Args:
+        segments: What was run.
+        epsilons: Epsilons of at least 0, shape ``(K,)``.
+
+    Returns:
+        An upper bound at each epsilon, float64, shape ``(K,)``, from privacy loss
+        distributions, or Rényi differential privacy where `epsilon` takes that: all
+        ``1`` where something ran without noise.
+
+    Example:
+        >>> from tfdp.accounting import PoissonSteps
+        >>> steps = PoissonSteps(14_063, 1.1, 60_000, 256)
+        >>> f"{deltas([steps], [2.382])[0]:.1e}"
+        '1.0e-05'
+    """
+    segments = _counted(segments)
+    if any(segment.noise_multiplier == 0 for segment in segments):
+        return np.ones(len(epsilons))
+    few = len(segments) <= _PLD_FEW_SEGMENTS
+    is_cheap = _pld_is_affordable(segments, _rough_epsilon(segments, _SMALL_DELTA))
+    bounds = [np.ones(len(epsilons))]
+    if is_cheap:
+        loss = _composed_loss(segments, _PLD_INTERVAL if few else _PLD_COARSE_INTERVAL)
+        bounds.append(loss.get_delta_for_epsilon(np.asarray(epsilons)))
+    if not is_cheap or not few:
+        with _absl_warnings_off():
+            composed = _composed_rdp(segments)
+            bounds.append(np.array([composed.get_delta(each) for each in epsilons]))
+    lowest: np.ndarray = np.maximum(0.0, np.min(bounds, axis=0))
+    return lowest
 
 
 def rough_epsilon(segments: Iterable[Segment], delta: float) -> float:
