@@ -727,6 +727,36 @@ class DPModel(TrainingFunctions):
 
     # Before a training begins.
 
+    def rehearsal(
+        self, scheme: Scheme, batch: Batch, callbacks: Sequence[StepCallback]
+    ) -> Session:
+        """Return what steps are made for that `tfdp.audit` takes, and nothing counts.
+
+        Where the model was checked before it is not checked again: an audit does not
+        rest on what was proven.
+
+        Args:
+            scheme: How the batches are drawn.
+            batch: Rows such as theirs.
+            callbacks: Act in the steps.
+
+        Returns:
+            A session with a recorder of its own. It sets the optimizer's
+            `expected_batch_size`.
+        """
+        self._get_ready()
+        clipper = self._clipper(scheme)
+        if self._checked.signature is None:
+            self._check_batch(batch, None, clipper)
+        if not self.optimizer.built:
+            self.optimizer.build(self.trainable_variables)
+        recorder = LedgerRecorder()
+        session = self._checked.session(
+            scheme, clipper, self.optimizer, recorder, callbacks
+        )
+        recorder.begin(session.scheme)
+        return session
+
     def _clipper(self, scheme: Scheme) -> BatchClipper:
         """Return what cuts batches; a session gives it the engine that was chosen."""
         asked = BatchClipper(

@@ -1,6 +1,7 @@
 """What noise is: it is drawn, has a secret, and costs. And the Gaussian one."""
 
 import abc
+import contextlib
 import math
 import os
 import secrets
@@ -119,6 +120,22 @@ class Mechanism(abc.ABC):
     def skip_to(self, number: int) -> None:
         """Leave out the numbers before this one: a seeded key may have used them."""
         self._number.assign(max(int(self._number.numpy()), number))
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Draw with a key of its own within, then be as before: for rehearsals."""
+        held = [
+            each
+            for each in tf.nest.flatten(list(vars(self).values()))
+            if isinstance(each, tf.Variable)
+        ]
+        values = [each.numpy() for each in held]
+        self._key.assign(np.frombuffer(secrets.token_bytes(16), np.int64))
+        try:
+            yield
+        finally:
+            for each, value in zip(held, values, strict=True):
+                each.assign(value)
 
     def stream(self, step: Tensor) -> Tensor:
         """Return what all the noise of a step is a function of, with this key.

@@ -1,8 +1,9 @@
 """An optimizer that only takes clipped sums, and noises them."""
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn, Self, TypeAlias
 
 import keras
@@ -243,6 +244,18 @@ class DPOptimizer(keras.optimizers.Optimizer):
     def renew_noise_key(self) -> None:
         """Draw the noise with a fresh secret key from here on."""
         self.mechanism.renew_key()
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Take steps with another noise key within, then be as before: for rehearsals."""
+        held = [*(each.value for each in self.variables), self._expected_batch_size]
+        values = [each.numpy() for each in held]
+        try:
+            with self.mechanism.set_aside():
+                yield
+        finally:
+            for each, value in zip(held, values, strict=True):
+                each.assign(value)
 
     @property
     def noise_is_seeded(self) -> bool:

@@ -1,0 +1,5 @@
+"""Audits: what a training does, tried out, beside what is claimed of it."""
+
+from tfdp.audit.canaries import CanaryReport as CanaryReport
+from tfdp.audit.canaries import GradientCanaries as GradientCanaries
+from tfdp.audit.lower_bound import epsilon_lower_bound as epsilon_lower_bound
