@@ -727,10 +727,11 @@ class DPModel(TrainingFunctions):
 
     # Before a training begins.
 
+    @contextlib.contextmanager
     def rehearsal(
         self, scheme: Scheme, batch: Batch, callbacks: Sequence[StepCallback]
-    ) -> Session:
-        """Return what steps are made for that `tfdp.audit` takes, and nothing counts.
+    ) -> Iterator[tuple[Session, Callable[[], None]]]:
+        """Let `tfdp.audit` take steps that nothing counts and that leave nothing.
 
         Where the model was checked before it is not checked again: an audit does not
         rest on what was proven.
@@ -740,22 +741,40 @@ class DPModel(TrainingFunctions):
             batch: Rows such as theirs.
             callbacks: Act in the steps.
 
-        Returns:
-            A session with a recorder of its own. It sets the optimizer's
-            `expected_batch_size`.
+        Yields:
+            A session with a recorder of its own, and a function after which the first
+            step may come again, with its noise and its masks.
         """
         self._get_ready()
-        clipper = self._clipper(scheme)
-        if self._checked.signature is None:
-            self._check_batch(batch, None, clipper)
-        if not self.optimizer.built:
-            self.optimizer.build(self.trainable_variables)
-        recorder = LedgerRecorder()
-        session = self._checked.session(
-            scheme, clipper, self.optimizer, recorder, callbacks
-        )
-        recorder.begin(session.scheme)
-        return session
+        optimizer = self.optimizer
+        if not optimizer.built and self.built:
+            optimizer.build(self.trainable_variables)
+        # The outer one has the batch size that the optimizer expected before.
+        with optimizer.set_aside():
+            clipper = self._clipper(scheme)
+            if self._checked.signature is None:
+                self._check_batch(batch, None, clipper)
+            session = self._checked.session(
+                scheme, clipper, optimizer, LedgerRecorder(), callbacks
+            )
+            session.recorder.begin(session.scheme)
+            states = [*self.model.weights, *clipper.states()]
+            released = session.released.state()
+            with (
+                _keras.values_kept(states) as put_back,
+                optimizer.set_aside() as put_optimizer_back,
+            ):
+
+                def begin() -> None:
+                    put_back()
+                    put_optimizer_back()
+                    session.released.restore(released)
+
+                try:
+                    yield session, begin
+                finally:
+                    session.released.put_back()
+                    session.released.restore(released)
 
     def _clipper(self, scheme: Scheme) -> BatchClipper:
         """Return what cuts batches; a session gives it the engine that was chosen."""

@@ -7,7 +7,7 @@ import os
 import secrets
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Self
 
 import keras
@@ -122,20 +122,23 @@ class Mechanism(abc.ABC):
         self._number.assign(max(int(self._number.numpy()), number))
 
     @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Draw with a key of its own within, then be as before: for rehearsals."""
-        held = [
-            each
-            for each in tf.nest.flatten(list(vars(self).values()))
-            if isinstance(each, tf.Variable)
-        ]
-        values = [each.numpy() for each in held]
-        self._key.assign(np.frombuffer(secrets.token_bytes(16), np.int64))
-        try:
-            yield
-        finally:
-            for each, value in zip(held, values, strict=True):
-                each.assign(value)
+    def set_aside(self) -> Iterator[Callable[[], None]]:
+        """Draw with a key of its own within, then be as before: for rehearsals.
+
+        Yields:
+            A function after which the noise of the first step within comes again.
+        """
+        held = tf.nest.flatten(list(vars(self).values()))
+        held = [each for each in held if isinstance(each, tf.Variable)]
+        key = np.frombuffer(secrets.token_bytes(16), np.int64)
+        with _keras.values_kept(held) as put_back:
+
+            def begin() -> None:
+                put_back()
+                self._key.assign(key)
+
+            begin()
+            yield begin
 
     def stream(self, step: Tensor) -> Tensor:
         """Return what all the noise of a step is a function of, with this key.

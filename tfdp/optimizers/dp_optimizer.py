@@ -246,16 +246,23 @@ class DPOptimizer(keras.optimizers.Optimizer):
         self.mechanism.renew_key()
 
     @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Take steps with another noise key within, then be as before: for rehearsals."""
-        held = [*(each.value for each in self.variables), self._expected_batch_size]
-        values = [each.numpy() for each in held]
-        try:
-            with self.mechanism.set_aside():
-                yield
-        finally:
-            for each, value in zip(held, values, strict=True):
-                each.assign(value)
+    def set_aside(self) -> Iterator[Callable[[], None]]:
+        """Take steps with another noise key within, then be as before: for rehearsals.
+
+        Yields:
+            A function after which the first step within may come again, with its noise.
+        """
+        held = [*self.variables, self._expected_batch_size]
+        with (
+            _keras.values_kept(held) as put_back,
+            self.mechanism.set_aside() as put_noise_back,
+        ):
+
+            def begin() -> None:
+                put_back()
+                put_noise_back()
+
+            yield begin
 
     @property
     def noise_is_seeded(self) -> bool:
