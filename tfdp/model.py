@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
@@ -724,6 +725,39 @@ class DPModel(TrainingFunctions):
         if not self._checked.has_own_loss:
             return super().compute_loss(x, y, y_pred, sample_weight, training)
         return _keras.compute_loss(self.model, x, y, y_pred, sample_weight)
+
+    def nonprivate_losses(
+        self, x: Nest, y: Nest = None, sample_weight: Nest = None, batch_size: int = 256
+    ) -> np.ndarray:
+        """Compute the loss of each example, without noise, as `evaluate` runs the model.
+
+        Args:
+            x: Inputs, arrays as in Keras.
+            y: Targets likewise.
+            sample_weight: Weights likewise.
+            batch_size: Examples that go through the model at once.
+
+        Returns:
+            What training would minimise for each, without regularizers, shape ``(n,)``.
+        """
+        objective = dataclasses.replace(self._checked.objective(), training=False)
+        data = _tree.map_tensors(tf.convert_to_tensor, (x, y, sample_weight))
+
+        @tf.function(autograph=False, reduce_retracing=True)
+        def losses(batch: Batch) -> Tensor:
+            return objective.forward(batch)[1]
+
+        found = [
+            losses(
+                Batch(
+                    *_tree.map_tensors(
+                        operator.itemgetter(slice(first, first + batch_size)), data
+                    )
+                )
+            ).numpy()
+            for first in range(0, number_of_examples(x), batch_size)
+        ]
+        return np.concatenate(found)
 
     # Before a training begins.
 
