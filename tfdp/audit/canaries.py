@@ -63,7 +63,8 @@ class CanaryReport:
             else "which does not contradict the ledger"
         )
         return filled(
-            f"Audit by {self.canaries} gradient canaries in {self.steps} steps: "
+            f"Audit by {self.canaries} gradient canaries in {self.steps} "
+            f"step{'s' * (self.steps != 1)}: "
             f"{self.nonprivate_right} of {self.guesses} guesses were right, so with "
             f"confidence {self.confidence:g} epsilon is above "
             f"{self.nonprivate_epsilon_lower_bound:.3f} at delta {self.delta:g}, "
