@@ -39,7 +39,7 @@ def audited(model, canaries=1000, inputs=600, **options):
 
 def test_a_single_release_proves_half_of_epsilon_and_no_more():
     model = private()
-    found = [audited(private()).epsilon_lower_bound(DELTA) for _ in range(4)]
+    found = [audited(private()).epsilon_lower_bound(DELTA) for _ in range(3)]
     audited(model)
     epsilon = model.epsilon(DELTA)
     assert epsilon == pytest.approx(4.377, abs=0.01)

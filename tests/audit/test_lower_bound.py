@@ -108,7 +108,7 @@ def test_the_p_value_is_the_binomial_tail_without_delta():
 
 def test_the_p_value_has_its_slack_for_delta():
     """With a plain loop over what theorem 5.2 takes the maximum of."""
-    right, guesses, canaries, delta = 70, 100, 500, 1e-3
+    right, guesses, canaries, delta = 20, 30, 60, 1e-3
     binomial = stats.binom(guesses, 1 / (1 + math.exp(-0.5)))
     slack = max(
         2 / i * sum(binomial.pmf(w) for w in range(max(0, right - i), right))

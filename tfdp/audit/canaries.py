@@ -68,7 +68,8 @@ class CanaryReport:
             f"{self.nonprivate_right} of {self.guesses} guesses were right, so with "
             f"confidence {self.confidence:g} epsilon is above "
             f"{self.nonprivate_epsilon_lower_bound:.3f} at delta {self.delta:g}, "
-            f"{verdict} ({self.epsilon:.3f}). The canaries have moved the weights: an "
+            f"{verdict} ({self.epsilon:.3f}); by the trade-off of Gaussian mechanisms. "
+            "The canaries have moved the weights: an "
             "audited model is not one to publish."
         )
 

@@ -129,7 +129,8 @@ class Mechanism(abc.ABC):
             A function after which the noise of the first step within comes again.
         """
         held = tf.nest.flatten(list(vars(self).values()))
-        held = [each for each in held if isinstance(each, tf.Variable)]
+        kinds = (tf.Variable, keras.Variable)
+        held = [each for each in held if isinstance(each, kinds)]
         key = np.frombuffer(secrets.token_bytes(16), np.int64)
         with _keras.values_kept(held) as put_back:
 

@@ -245,6 +245,11 @@ class DPOptimizer(keras.optimizers.Optimizer):
         """Draw the noise with a fresh secret key from here on."""
         self.mechanism.renew_key()
 
+    @property
+    def noise_is_seeded(self) -> bool:
+        """Whether the noise can be reproduced by someone who knows the seed."""
+        return self.mechanism.noise_seed is not None
+
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[Callable[[], None]]:
         """Take steps with another noise key within, then be as before: for rehearsals.
@@ -263,11 +268,6 @@ class DPOptimizer(keras.optimizers.Optimizer):
                 put_noise_back()
 
             yield begin
-
-    @property
-    def noise_is_seeded(self) -> bool:
-        """Whether the noise can be reproduced by someone who knows the seed."""
-        return self.mechanism.noise_seed is not None
 
     @_keras.without_autograph
     def apply_clipped_sum(

@@ -11,7 +11,7 @@ import tfdp
 from tests import small
 from tfdp.accounting import true_positive_rate
 from tfdp.audit import membership
-from tfdp.audit.membership import _interval, _likelihood_ratios, _Rows
+from tfdp.audit.members import _interval, _likelihood_ratios, _Rows
 
 ROWS = 400
 

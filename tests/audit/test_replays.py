@@ -82,6 +82,14 @@ def test_nothing_is_found_where_gradients_are_taken_uphill(wrap):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("rows", "size"), [(9, 1), (8, 8), (2, 2), (3, 1)])
+def test_few_rows_are_enough(rows, size):
+    report = replayed(small.private(run_eagerly=True), rows, batch_size=size)
+    assert report.nonprivate_passed, report
+    assert 0 < report.neighbours <= 8
+
+
+@pytest.mark.slow
 def test_microbatches_have_twice_the_sensitivity():
     private = small.private(
         opt=small.optimizer(num_microbatches=2), wrap={"sampling": "shuffle"}
@@ -416,6 +424,8 @@ def test_other_models_and_data_are_refused():
         replay(small.network(), x, y)
     with pytest.raises(TypeError, match="arrays"):
         replay(small.private(), tf.data.Dataset.from_tensor_slices((x, y)).batch(4))
+    with pytest.raises(tfdp.errors.NotPrivateError, match="compile"):
+        replay(tfdp.DPModel(small.network()), x, y)
     with pytest.raises(ValueError, match="two examples"):
         replay(small.private(), x[:1], y[:1])
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():

@@ -13,6 +13,7 @@ from tfdp.audit.rows import Rows, rows_of_fit
 from tfdp.audit.steps import Seen, Steps
 from tfdp.losses.objective import Batch
 from tfdp.model import DPModel
+from tfdp.training.arguments import check_optimizer
 
 # So many times as many rows as neighbours are looked through for large gradients.
 _CANDIDATES = 10
@@ -31,7 +32,7 @@ class ReplayReport:
             without any the clipping was not tried.
         noise_stddev: What the noise must have, in the units of the sum.
         nonprivate_noise_stddev: What it had, over all coordinates of all steps.
-        nonprivate_findings: What is wrong, worst first; empty for nothing.
+        nonprivate_findings: What is wrong; empty for nothing.
     """
 
     neighbours: int
@@ -121,6 +122,7 @@ def replay(
         A report that prints, and has `to_dict`.
 
     Raises:
+        NotPrivateError: If the model was not compiled with a private optimizer.
         TypeError: If `private` is no `DPModel`, or the data come in batches.
         ValueError: If an argument is out of its range, or the model was made in the scope
             of a `tf.distribute` strategy.
@@ -144,11 +146,12 @@ def replay(
             "`replay` takes steps on one device. Received: a model made in the scope of a "
             "`tf.distribute` strategy. Make the model outside of it."
         )
+    check_optimizer(getattr(private, "optimizer", None))
     rows = rows_of_fit(
         private, (x, y, sample_weight), batch_size, user_ids, examples_per_user
     )
-    seen = Seen()
-    with private.rehearsal(rows.scheme, rows.alone(), [seen]) as (session, begin):
+    seen, sample = Seen(), rows.with_one(int(rows.rest[0]))
+    with private.rehearsal(rows.scheme, sample, [seen]) as (session, begin):
         steps = Steps(session, seen, begin, eagerly=private.run_eagerly)
         return _report(steps, rows, neighbours)
 
