@@ -1,6 +1,7 @@
 """Differential privacy for Keras 3 on TensorFlow."""
 
 from tfdp import accounting as accounting
+from tfdp import audit as audit
 from tfdp import callbacks as callbacks
 from tfdp import data as data
 from tfdp import errors as errors

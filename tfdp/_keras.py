@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.losses import loss as loss_module
@@ -56,6 +57,29 @@ def attributes_replaced(of: object, **attributes: object) -> Iterator[None]:
         for name in attributes:
             del own[name]
         own.update(original)
+
+
+@contextlib.contextmanager
+def values_kept(variables: Iterable[Variable]) -> Iterator[Callable[[], None]]:
+    """Let variables have the values again that they had, also after an error.
+
+    Args:
+        variables: Keras's or TensorFlow's.
+
+    Yields:
+        A function that gives them their values before.
+    """
+    held = list({id(each): each for each in variables}.values())
+    values = [np.array(each.numpy()) for each in held]
+
+    def put_back() -> None:
+        for each, value in zip(held, values, strict=True):
+            each.assign(value)
+
+    try:
+        yield put_back
+    finally:
+        put_back()
 
 
 class _NoMetrics:

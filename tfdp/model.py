@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Self, overload
 
@@ -827,7 +828,89 @@ class DPModel(TrainingFunctions):
             return super().compute_loss(x, y, y_pred, sample_weight, training)
         return _keras.compute_loss(self.model, x, y, y_pred, sample_weight)
 
+    def nonprivate_losses(
+        self, x: Nest, y: Nest = None, sample_weight: Nest = None, batch_size: int = 256
+    ) -> np.ndarray:
+        """Compute the loss of each example, without noise, as `evaluate` runs the model.
+
+        Args:
+            x: Inputs, arrays as in Keras.
+            y: Targets likewise.
+            sample_weight: Weights likewise.
+            batch_size: Examples that go through the model at once.
+
+        Returns:
+            What training would minimise for each, without regularizers, shape ``(n,)``.
+        """
+        objective = dataclasses.replace(self._checked.objective(), training=False)
+        data = _tree.map_tensors(tf.convert_to_tensor, (x, y, sample_weight))
+
+        @tf.function(autograph=False, reduce_retracing=True)
+        def losses(batch: Batch) -> Tensor:
+            return objective.forward(batch)[1]
+
+        found = [
+            losses(
+                Batch(
+                    *_tree.map_tensors(
+                        operator.itemgetter(slice(first, first + batch_size)), data
+                    )
+                )
+            ).numpy()
+            for first in range(0, number_of_examples(x), batch_size)
+        ]
+        return np.concatenate(found)
+
     # Before a training begins.
+
+    @contextlib.contextmanager
+    def rehearsal(
+        self, scheme: Scheme, batch: Batch, callbacks: Sequence[StepCallback]
+    ) -> Iterator[tuple[Session, Callable[[], None]]]:
+        """Let `tfdp.audit` take steps that nothing counts and that leave nothing.
+
+        Where the model was checked before it is not checked again: an audit does not
+        rest on what was proven.
+
+        Args:
+            scheme: How the batches are drawn.
+            batch: Rows such as theirs.
+            callbacks: Act in the steps.
+
+        Yields:
+            A session with a recorder of its own, and a function after which the first
+            step may come again, with its noise and its masks.
+        """
+        self._get_ready()
+        optimizer = self.optimizer
+        if not optimizer.built and self.built:
+            optimizer.build(self.trainable_variables)
+        # The outer one has the batch size that the optimizer expected before.
+        with optimizer.set_aside():
+            clipper = self._clipper(scheme)
+            if self._checked.signature is None:
+                self._check_batch(batch, None, clipper)
+            session = self._checked.session(
+                scheme, clipper, optimizer, LedgerRecorder(), callbacks
+            )
+            session.recorder.begin(session.scheme)
+            states = [*self.model.weights, *clipper.states()]
+            released = session.released.state()
+            with (
+                _keras.values_kept(states) as put_back,
+                optimizer.set_aside() as put_optimizer_back,
+            ):
+
+                def begin() -> None:
+                    put_back()
+                    put_optimizer_back()
+                    session.released.restore(released)
+
+                try:
+                    yield session, begin
+                finally:
+                    session.released.put_back()
+                    session.released.restore(released)
 
     def _clipper(self, scheme: Scheme) -> BatchClipper:
         """Return what cuts batches; a session gives it the engine that was chosen."""

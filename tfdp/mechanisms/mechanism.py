@@ -1,12 +1,13 @@
 """What noise is: it is drawn, has a secret, and costs. And the Gaussian one."""
 
 import abc
+import contextlib
 import math
 import os
 import secrets
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Self
 
 import keras
@@ -119,6 +120,26 @@ class Mechanism(abc.ABC):
     def skip_to(self, number: int) -> None:
         """Leave out the numbers before this one: a seeded key may have used them."""
         self._number.assign(max(int(self._number.numpy()), number))
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[Callable[[], None]]:
+        """Draw with a key of its own within, then be as before: for rehearsals.
+
+        Yields:
+            A function after which the noise of the first step within comes again.
+        """
+        held = tf.nest.flatten(list(vars(self).values()))
+        kinds = (tf.Variable, keras.Variable)
+        held = [each for each in held if isinstance(each, kinds)]
+        key = np.frombuffer(secrets.token_bytes(16), np.int64)
+        with _keras.values_kept(held) as put_back:
+
+            def begin() -> None:
+                put_back()
+                self._key.assign(key)
+
+            begin()
+            yield begin
 
     def stream(self, step: Tensor) -> Tensor:
         """Return what all the noise of a step is a function of, with this key.

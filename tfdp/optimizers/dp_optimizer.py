@@ -1,8 +1,9 @@
 """An optimizer that only takes clipped sums, and noises them."""
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn, Self, TypeAlias
 
 import keras
@@ -248,6 +249,25 @@ class DPOptimizer(keras.optimizers.Optimizer):
     def noise_is_seeded(self) -> bool:
         """Whether the noise can be reproduced by someone who knows the seed."""
         return self.mechanism.noise_seed is not None
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[Callable[[], None]]:
+        """Take steps with another noise key within, then be as before: for rehearsals.
+
+        Yields:
+            A function after which the first step within may come again, with its noise.
+        """
+        held = [*self.variables, self._expected_batch_size]
+        with (
+            _keras.values_kept(held) as put_back,
+            self.mechanism.set_aside() as put_noise_back,
+        ):
+
+            def begin() -> None:
+                put_back()
+                put_noise_back()
+
+            yield begin
 
     @_keras.without_autograph
     def apply_clipped_sum(

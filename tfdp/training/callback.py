@@ -255,6 +255,24 @@ class StepCallback(keras.callbacks.Callback):
     def nonprivate_step(self, step: NonprivateStep) -> None:
         """See a step without noise before weights move; runs in the training graph."""
 
+    def added_to_sum(self, l2_norm_clip: Tensor) -> list[Tensor] | None:
+        """Add to the clipped sum what no row has to do with; in the training graph.
+
+        Args:
+            l2_norm_clip: The C of the step, a scalar.
+
+        Returns:
+            One tensor for each trainable variable, of its shape; None for nothing.
+        """
+
+    def after_release(self, released: list[Tensor], l2_norm_clip: Tensor) -> None:
+        """See what a step has released; runs in the training graph.
+
+        Args:
+            released: The noised sums over their divisor, one for each variable.
+            l2_norm_clip: The C of the step, a scalar.
+        """
+
     def scheduled_noise_multiplier(self, iteration: Tensor) -> Tensor | None:
         """Say what noise multiplier the callback sets.
 
@@ -288,7 +306,14 @@ def has_own(callback: StepCallback, *names: str) -> bool:
 
 def acts_in_steps(callback: StepCallback) -> bool:
     """Tell whether a callback is part of the training graph."""
-    return has_own(callback, "before_step", "during_step", "nonprivate_step")
+    return has_own(
+        callback,
+        "before_step",
+        "during_step",
+        "nonprivate_step",
+        "added_to_sum",
+        "after_release",
+    )
 
 
 def find_queries(callback: StepCallback, optimizer: DPOptimizer) -> None:

@@ -393,8 +393,9 @@ def private_step(
         # that of this step's noise, which comes with the clipped sum.
         if learn is not None:
             learn(clipped_sum)
+        sum_of_all = _with_added(session, clipped_sum)
         released = optimizer.take_step(
-            clipped_sum if is_one_device else replicas.first(clipped_sum),
+            sum_of_all if is_one_device else replicas.first(sum_of_all),
             variables,
             recorder=session.recorder,
             noise_multiplier=drawn,
@@ -403,15 +404,37 @@ def private_step(
             on_replicas=(
                 None
                 if is_one_device
-                else lambda update: replicas.run(update, clipped_sum)
+                else lambda update: replicas.run(update, sum_of_all)
             ),
         )
+        for callback in session.callbacks:
+            if has_own(callback, "after_release"):
+                first = replicas.first(clipped_sum)
+                callback.after_release(replicas.first(released), first.l2_norm_clip)
         if isinstance(session.ascent, SAT):
             session.released.remember(replicas.first(released))
         return True
 
     # Without room what was clipped goes nowhere: no noise, no count, no update.
     tf.cond(room, apply, lambda: False)
+
+
+def _with_added(session: Session, clipped_sum: ClippedSum) -> ClippedSum:
+    """Add what callbacks add to a sum, on each replica the same."""
+    adding = [each for each in session.callbacks if has_own(each, "added_to_sum")]
+    replicas = session.clipper.replicas
+
+    def add(clipped_sum: ClippedSum, added: list[Tensor]) -> ClippedSum:
+        both = zip(clipped_sum.gradients, added, strict=True)
+        return clipped_sum._replace(
+            gradients=[one + tf.cast(other, one.dtype) for one, other in both]
+        )
+
+    for callback in adding:
+        added = callback.added_to_sum(replicas.first(clipped_sum).l2_norm_clip)
+        if added is not None:
+            clipped_sum = replicas.run(add, clipped_sum, added)
+    return clipped_sum
 
 
 def _learner(
