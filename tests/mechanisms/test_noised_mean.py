@@ -30,7 +30,7 @@ def test_a_value_outside_of_its_range_counts_as_an_end():
     added = mean().of_units(rows, np.arange(5), 5)
     expected = [[-0.25, 2.0], [0.5, -3.0], [0.5, 3.0], [-0.5, -3.0], [-0.5, 3.0]]
     np.testing.assert_array_equal(added, expected)
-    assert mean().l2_sensitivity == math.hypot(0.5, 3.0)
+    assert mean().l2_sensitivity == math.sqrt(2)
 
 
 @hypothesis.given(
@@ -41,7 +41,8 @@ def test_a_unit_never_moves_the_sum_further(numbers, units):
     rows = np.array(numbers[: len(numbers) // 2 * 2]).reshape(-1, 2)
     of_rows = np.arange(len(rows)) % units
     added = mean().of_units(rows, of_rows, units)
-    assert (np.linalg.norm(added, axis=1) <= mean().l2_sensitivity).all()
+    moved = np.linalg.norm(added / [0.5, 3.0], axis=1)
+    assert (moved <= mean().l2_sensitivity).all()
 
 
 def test_a_user_counts_by_the_mean_of_its_rows():
@@ -64,8 +65,8 @@ def test_noise_has_its_standard_deviation_and_no_two_are_alike():
     found = np.array([
         list(noised.noised(np.zeros(2)).values()) for _ in range(draws)
     ]) - [0.5, 2.0]
-    stddev = 2.0 * math.hypot(0.5, 3.0) / 10
-    for one in found.T:
+    for one, half_width in zip(found.T, [0.5, 3.0], strict=True):
+        stddev = 2.0 * math.sqrt(2) * half_width / 10
         statistic = (one**2).sum() / stddev**2
         assert 1e-6 < stats.chi2.cdf(statistic, draws) < 1 - 1e-6
     assert len(np.unique(found)) == 2 * draws

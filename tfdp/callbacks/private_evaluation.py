@@ -38,12 +38,12 @@ class PrivateEvaluation(ReleasingCallback):
     Every `every` epochs, and once a `PrivacyBudget` has ended the training, the model
     is evaluated in inference mode. Each row has a value for each metric, which is
     clipped to a public range; the values' mean gets Gaussian noise. With k metrics, m
-    the middles and h the half widths of their ranges, and D the expected number of rows
-    of a Poisson draw,
+    the middles and h the half widths of their ranges, v the values, and D the expected
+    number of rows of a Poisson draw,
 
-        m + (sum of (clipped values - m) + Normal(0, (noise_multiplier * |h|)^2 I)) / D
+        m + h * (sum of (clip(v) - m) / h + Normal(0, noise_multiplier^2 k I)) / D
 
-    is released, all metrics at once, for a row moves that sum by |h| at most. `fit`
+    is released, all metrics at once: a row moves that sum by sqrt(k) at most [1]_. `fit`
     logs `private_accuracy`, or whatever the metric is called, until the next release
     takes its place, and `private_accuracy_standard_error` beside it: how far the value
     is from the mean over all rows. That comes from the range, the noise and D alone,
@@ -71,8 +71,9 @@ class PrivateEvaluation(ReleasingCallback):
             objects of Keras's metrics that are means over examples; and functions
             ``(y_true, y_pred) -> (N,)``. Only `"loss"` sees sample weights. For a model
             with several outputs, functions get all of them.
-        noise_multiplier: Standard deviation of the noise of the sums over |h|, positive.
-            An accuracy of N rows gets ``noise_multiplier / (2 * N)``.
+        noise_multiplier: Standard deviation of the noise of the sums over sqrt(k),
+            positive. One accuracy of N rows gets ``noise_multiplier / (2 * N)``; of
+            several metrics each gets sqrt(k) times as much as it would alone.
         every: Epochs from one release to the next.
         ranges: For each metric by name its ``(lower, upper)`` end, which must not come
             from the data. Accuracies have (0, 1).

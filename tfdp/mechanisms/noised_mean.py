@@ -46,16 +46,17 @@ class NoisedMean:
     With k values v of each unit, m the middles and h the half widths of their ranges,
     D the expected number of units in a draw, a public constant, and u the units drawn,
 
-        m + (sum_u (clip(v_u) - m) + Normal(0, (noise_multiplier * |h|)^2 I)) / D.
+        m + h * (sum_u (clip(v_u) - m) / h + Normal(0, noise_multiplier^2 k I)) / D.
 
     Guarantees:
-        A unit that goes, or is replaced by an empty one, moves the vector of sums by
-        |h| in l2 norm at most, whatever its values are.
+        A unit that goes, or is replaced by an empty one, moves the vector of sums over
+        half widths by sqrt(k) in l2 norm at most, whatever its values are.
 
     Args:
         values: What is averaged, one release for all of them.
         scheme: Draws the units.
-        noise_multiplier: Standard deviation of the noise of each sum over |h|, positive.
+        noise_multiplier: Standard deviation of the noise of each of these sums over
+            sqrt(k), positive.
     """
 
     values: tuple[Bounded, ...]
@@ -64,8 +65,13 @@ class NoisedMean:
 
     @property
     def l2_sensitivity(self) -> float:
-        """The largest distance by which a unit moves the vector of sums."""
-        return math.hypot(*self._half_widths)
+        """How far a unit moves the vector of sums over half widths, at most."""
+        return math.sqrt(len(self.values))
+
+    @property
+    def _noise(self) -> _Floats:
+        """Standard deviations of the noise of the sums."""
+        return self.noise_multiplier * self.l2_sensitivity * self._half_widths
 
     @property
     def _half_widths(self) -> _Floats:
@@ -116,8 +122,7 @@ class NoisedMean:
             They, by name. Noise may move them out of their ranges.
         """
         random = np.random.Generator(np.random.Philox(key=fresh_key()))
-        stddev = self.noise_multiplier * self.l2_sensitivity
-        noised = total + stddev * random.standard_normal(len(self.values))
+        noised = total + self._noise * random.standard_normal(len(self.values))
         means = self._middles + noised / self.scheme.examples_per_release
         return dict(zip((v.name for v in self.values), means.tolist(), strict=True))
 
@@ -129,9 +134,9 @@ class NoisedMean:
         not in the data.
         """
         drawn = self.scheme.examples_per_release
-        noise = self.noise_multiplier * self.l2_sensitivity / drawn
+        noise = (self._noise / drawn).tolist()
         of_coins = math.sqrt((1 - self.scheme.sampling_probability) / drawn)
         return {
-            each.name: math.hypot(noise, of_coins * each.half_width)
-            for each in self.values
+            each.name: math.hypot(stddev, of_coins * each.half_width)
+            for each, stddev in zip(self.values, noise, strict=True)
         }
