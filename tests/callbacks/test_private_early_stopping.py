@@ -71,6 +71,7 @@ def test_epochs_without_a_release_are_not_counted(releases):
     assert len(history["loss"]) == 9
 
 
+@pytest.mark.slow
 def test_a_loss_is_to_fall(releases):
     releases(2.0, 1.5, 1.6)
     model = private()
@@ -92,6 +93,7 @@ def test_the_best_weights_are_put_back(releases):
     assert model.ledger.steps == 8
 
 
+@pytest.mark.slow
 def test_what_ends_a_run_otherwise_is_owed_as_before(releases):
     def by_exact_values():
         stop = keras.callbacks.LambdaCallback(
@@ -115,6 +117,7 @@ def test_what_ends_a_run_otherwise_is_owed_as_before(releases):
     assert not model.ledger.ended_by_release
 
 
+@pytest.mark.slow
 def test_a_run_that_was_ended_goes_on_from_its_file(releases, tmp_path):
     releases(0.5, 0.4, 0.4, 0.4)
     model = private()

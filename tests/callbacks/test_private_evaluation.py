@@ -1,6 +1,10 @@
 """PrivateEvaluation: what it releases, what that costs, and what it refuses."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -88,7 +92,13 @@ def total(evaluation, x, y):
     return evaluation._total()
 
 
-@pytest.mark.parametrize("value", [1e30, math.nan, math.inf, 0.0])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1e30, math.nan, pytest.param(math.inf, marks=SLOW), pytest.param(0.0, marks=SLOW)],
+)
 def test_a_row_moves_the_sum_by_its_sensitivity_at_most(value, monkeypatch):
     evaluation = PrivateEvaluation(
         ["accuracy", "loss"],
@@ -116,6 +126,7 @@ def test_a_row_moves_the_sum_by_its_sensitivity_at_most(value, monkeypatch):
     np.testing.assert_array_equal(total(evaluation, x, y), [0, 0])
 
 
+@pytest.mark.slow
 def test_a_draw_of_some_rows_costs_what_it_costs():
     evaluation = PrivateEvaluation(
         ["accuracy"], noise_multiplier=4.0, expected_batch_size=10
@@ -132,7 +143,9 @@ def test_a_draw_of_some_rows_costs_what_it_costs():
 IDS = np.arange(ROWS) % 8 // np.array([1, 2] * (ROWS // 2))
 
 
-@pytest.mark.parametrize("is_own", [False, True], ids=["trained", "others"])
+@pytest.mark.parametrize(
+    "is_own", [False, pytest.param(True, marks=SLOW)], ids=["trained", "others"]
+)
 def test_all_rows_of_a_user_are_one_value(is_own):
     x, y = rows()
     own = {"x": x.copy(), "y": y, "user_ids": IDS} if is_own else {}
@@ -297,6 +310,7 @@ def test_it_says_by_how_much_epsilon_rises(caplog):
         assert f"{ledger.epsilon(delta, 'RDP'):.4g}" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_is_cut_short_owes_the_releases_too():
     model = private()
     evaluation = PrivateEvaluation(["accuracy"], noise_multiplier=6.0)
@@ -410,3 +424,55 @@ def test_a_model_without_privacy_is_refused():
     evaluation = PrivateEvaluation(["accuracy"], noise_multiplier=1.0)
     with pytest.raises(NotPrivateError, match="DPModel"):
         model.fit(np.ones((4, 3)), np.ones((4, 2)), callbacks=[evaluation], verbose=0)
+
+
+# ------------------------------------------------------------------- real processes
+
+# Trains 4 steps an epoch, and dies before the third value is seen if it is told to.
+SCRIPT = """
+import os, sys
+import keras, numpy as np, tfdp
+from tfdp.mechanisms.noised_mean import NoisedMean
+
+folder, dies = sys.argv[1], sys.argv[2] == "dies"
+x = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
+private = tfdp.DPModel(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+private.compile(tfdp.optimizers.DPAdam(0.1, l2_norm_clip=9.0, noise_multiplier=4.0), "mse")
+noised, seen = NoisedMean.noised, []
+
+def noised_or_dead(self, total):
+    seen.append(noised(self, total))
+    if dies and len(seen) == 3:
+        os._exit(9)
+    return seen[-1]
+
+NoisedMean.noised = noised_or_dead
+callbacks = [
+    keras.callbacks.BackupAndRestore(folder),
+    tfdp.callbacks.PrivateEvaluation(
+        ["loss"], noise_multiplier=3.0, ranges={"loss": (0.0, 9.0)}
+    ),
+]
+private.fit(x, x[:, :1], batch_size=10, epochs=4, callbacks=callbacks, verbose=0)
+print(private.ledger.to_json())
+"""
+
+
+@pytest.mark.slow
+def test_a_release_that_nobody_saw_counts_after_a_kill(tmp_path):
+    def run(*arguments):
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        return subprocess.run(
+            [sys.executable, "-c", SCRIPT, tmp_path, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert run("dies").returncode == 9
+    done = run("goes on")
+    assert done.returncode == 0, done.stderr[-2000:]
+    ledger = Ledger.from_json(done.stdout.splitlines()[-1])
+    # The third epoch was run twice, and so was its release.
+    assert (ledger.steps, ledger.releases) == (20, 5)

@@ -123,7 +123,7 @@ class PrivateEarlyStopping(WatchingCallback):
             epoch, {self.monitor: self._source.released[self.monitor]}
         )
         if self.model.stop_training and not has_stopped:
-            self._ledger.end_by_release()
+            self._ledger.recorder.end_by_release()
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Put the best weights back, if that was asked for."""

@@ -67,7 +67,8 @@ class PrivateEvaluation(ReleasingCallback):
 
     Args:
         metrics: `"accuracy"`, as Keras resolves it for the outputs; `"loss"`, that of
-            each example with its sample weight, without weight regularizers; names and
+            each example with its sample weight, without class weights and weight
+            regularizers; names and
             objects of Keras's metrics that are means over examples; and functions
             ``(y_true, y_pred) -> (N,)``. Only `"loss"` sees sample weights. For a model
             with several outputs, functions get all of them.
@@ -89,6 +90,10 @@ class PrivateEvaluation(ReleasingCallback):
         user_ids: Their users, whole numbers or strings. The mean value of a user's rows
             counts then, and the units are users. For rows that the model trains on
             that follows ``DPModel(unit="user")``.
+
+    Attributes:
+        names: Of the logs.
+        released: What was released last, by the names of the logs; empty before.
 
     Raises:
         TypeError: If an argument is of another type.
@@ -271,7 +276,7 @@ class PrivateEvaluation(ReleasingCallback):
         if self._own is None:
             return self._trained.ledger.release(self)
         self._ledger = self._ledger.add(self._release).merged()
-        self._trained.ledger.note_other_rows()
+        self._trained.ledger.recorder.note_other_rows()
         return True
 
     def _evaluate(self) -> dict[str, float]:

@@ -216,11 +216,14 @@ def _unbound_steps(binding: _Budgets) -> int:
     """Count the steps that these budgets pay for but cannot limit.
 
     Returns:
-        Steps that change weights which are only read where the budgets hold.
+        Steps that change weights which are only read where the budgets hold, and what
+        was released beside them.
     """
     recorders = {each for of_model in binding for each in of_model.recorders()}
     return sum(
-        each.steps for each in recorders if each.steps and not _shares(each, binding)
+        each.steps + each.releases
+        for each in recorders
+        if each.steps and not _shares(each, binding)
     )
 
 

@@ -118,6 +118,11 @@ class LedgerRecorder:
         loaded = sum(run.steps for run in self.loaded.values())
         return int(self.counter.steps.numpy()) + loaded
 
+    @property
+    def releases(self) -> int:
+        """How much this run has released beside its steps."""
+        return self._ended.releases
+
     def histories(self) -> list[History]:
         """Return the histories of all that its model, or what it trains, comes from."""
         return [self.history, *map(history_of, self.weights() or [])]
@@ -240,11 +245,9 @@ class LedgerRecorder:
         """Count what is about to be released beside the steps.
 
         Args:
-            segment: It, with what was released.
+            segment: It. `budgets.has_room_for` has told that budgets allow it.
         """
         self._ended = self._ended.add(segment).merged()
-        # Whoever shares a budget has less of it now.
-        revoke_all()
 
     def end_by_release(self) -> None:
         """Note that released values alone end the segment, if no step follows."""

@@ -228,14 +228,6 @@ class ModelLedger:
         self.limit_again()
         return has_room
 
-    def end_by_release(self) -> None:
-        """Note that released values alone end the training, if no step follows."""
-        self.recorder.end_by_release()
-
-    def note_other_rows(self) -> None:
-        """Note that other rows are looked at, which have a ledger of their own."""
-        self.recorder.note_other_rows()
-
     def _keep_room_for_releases(self) -> None:
         """Let budgets keep room for the next release of each callback.
 
