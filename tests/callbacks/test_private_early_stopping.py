@@ -80,6 +80,23 @@ def test_a_loss_is_to_fall(releases):
     assert history["private_loss"] == [2.0, 1.5, 1.6]
 
 
+@pytest.mark.slow
+def test_other_rows_may_end_a_run(releases):
+    releases(0.5, 0.4)
+    model = private()
+    x, y = data(20, outlier=False)
+    history = fit(
+        model,
+        evaluation(x=x, y=y),
+        PrivateEarlyStopping("private_val_accuracy", patience=1),
+    )
+    assert history["private_val_accuracy"] == [0.5, 0.4]
+    assert (model.ledger.steps, model.ledger.cut_short) == (4, ())
+    statement = " ".join(model.privacy_statement(DELTA).split())
+    assert "ended by a released value; nothing more is owed" in statement
+    assert "a ledger of their own" in statement
+
+
 def test_the_best_weights_are_put_back(releases):
     releases(0.5, 0.9, 0.6, 0.6)
     model, weights = private(), []

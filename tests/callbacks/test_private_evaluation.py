@@ -311,6 +311,18 @@ def test_it_says_by_how_much_epsilon_rises(caplog):
 
 
 @pytest.mark.slow
+def test_a_step_in_between_takes_no_release_away():
+    model = private()
+    evaluation = PrivateEvaluation(["accuracy"], noise_multiplier=6.0)
+    x, y = rows()
+    step = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, _: epoch == 1 and model.train_on_batch(x, y)
+    )
+    history = fit(model, evaluation, step, epochs=3)
+    assert len(history["private_accuracy"]) == model.ledger.releases == 3
+
+
+@pytest.mark.slow
 def test_what_is_cut_short_owes_the_releases_too():
     model = private()
     evaluation = PrivateEvaluation(["accuracy"], noise_multiplier=6.0)

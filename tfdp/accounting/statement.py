@@ -288,15 +288,19 @@ def _lists(run: _Segments, planned: _Segments) -> Iterator[str]:
 
 def _releases(ledger: Ledger) -> Iterator[str]:
     """Yield what was released beside the weights, and what may be decided by it."""
+    sentences = []
     if ledger.releases:
-        text = (
+        sentences.append(
             "The metrics that were released are covered like the weights, and so is "
             "every decision by them alone: stopping, keeping the best checkpoint, "
             "lowering the learning rate."
         )
-        if ledger.ended_by_release:
-            text += " A run was ended by a released value; nothing more is owed for it."
-        yield filled(text)
+    if ledger.ended_by_release:
+        sentences.append(
+            "A run was ended by a released value; nothing more is owed for it."
+        )
+    if sentences:
+        yield filled(" ".join(sentences))
     if ledger.saw_other_rows:
         yield filled(
             "Metrics of other private rows were released during the training. What that "

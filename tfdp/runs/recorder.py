@@ -59,7 +59,7 @@ class LedgerRecorder:
         sampled_epochs: The last epoch of seeded draws that it has used.
         beginnings: How many segments have begun.
         is_in_a_graph: Whether a graph that a user has traced takes its steps.
-        to_come: What callbacks of the present segment have yet to release, by callback.
+        to_come: What callbacks of the present `fit` have yet to release, by callback.
         reserved: What budgets keep room for beside the steps.
     """
 
@@ -235,7 +235,6 @@ class LedgerRecorder:
             owed = (*ledger.cut_short, *missing, *self.to_come.values())
             ledger = dataclasses.replace(ledger, cut_short=owed)
         self._ended, self._ended_by_release = ledger, None
-        self.to_come, self.reserved = {}, ()
         self.counter.begin(
             scheme, steps_per_release, planned_releases, noise_multipliers
         )

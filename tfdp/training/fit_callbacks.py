@@ -133,9 +133,9 @@ def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:
     released = _released_by(callbacks)
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
-        if isinstance(callback, WatchingCallback) or monitor in released:
+        if not isinstance(monitor, str) or isinstance(callback, WatchingCallback):
             continue
-        if isinstance(monitor, str) and not monitor.startswith(_HARMLESS):
+        if monitor not in released and not monitor.startswith(_HARMLESS):
             warnings.warn(
                 f"`{type(callback).__name__}` decides by a metric of the private "
                 "data, and no noise covers its decision. Received: monitor="
@@ -165,13 +165,14 @@ def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:
 
 
 def _with_guards(
-    callback: keras.callbacks.Callback, released: Mapping[object, ReleasingCallback]
+    callback: keras.callbacks.Callback, released: Mapping[str, ReleasingCallback]
 ) -> Iterator[keras.callbacks.Callback]:
     """Yield a callback of Keras's between those that make the logs fit for it."""
-    source = released.get(getattr(callback, "monitor", None))
-    if source is not None and not isinstance(callback, WatchingCallback):
-        yield OnlyReleased(source, callback.monitor)
-    names = tuple(map(str, released))
+    monitor = getattr(callback, "monitor", None)
+    is_watching = isinstance(callback, WatchingCallback)
+    if isinstance(monitor, str) and monitor in released and not is_watching:
+        yield OnlyReleased(released[monitor], monitor)
+    names = tuple(released)
     if not (names and isinstance(callback, keras.callbacks.CSVLogger)):
         yield callback
         return
@@ -182,13 +183,13 @@ def _with_guards(
 
 def _released_by(
     callbacks: list[keras.callbacks.Callback],
-) -> dict[object, ReleasingCallback]:
+) -> dict[str, ReleasingCallback]:
     """Return who releases which log.
 
     Raises:
         ValueError: If two callbacks release the same.
     """
-    released: dict[object, ReleasingCallback] = {}
+    released: dict[str, ReleasingCallback] = {}
     for callback in callbacks:
         for name in callback.names if isinstance(callback, ReleasingCallback) else ():
             if name in released:

@@ -154,6 +154,7 @@ class ModelLedger:
             self._noise_plan = NoisePlan(optimizer)
             # Steps that follow have other batches, of which nothing is known.
             recorder.begin(UNDECLARED.in_units(session.scheme.examples_per_unit))
+            recorder.to_come, recorder.reserved = {}, ()
             self.limit_again()
             recorder.end_steps()
             remember_values(self._weights())
