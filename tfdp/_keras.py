@@ -23,7 +23,7 @@ from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import global_seed_generator
 from keras.src.saving.serialization_lib import SafeModeScope
 from keras.src.trainers import compile_utils
-from keras.src.trainers.compile_utils import CompileLoss, get_loss
+from keras.src.trainers.compile_utils import CompileLoss, get_loss, get_metric
 from keras.src.trainers.data_adapters import tf_dataset_adapter
 from keras.src.utils.naming import to_snake_case
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
@@ -111,6 +111,34 @@ class PerExampleCompileLoss(CompileLoss):
 def resolve_loss(identifier: Loss, y_true: Nest, y_pred: Nest) -> keras.losses.Loss:
     """Return the `keras.losses.Loss` that `compile` would use for `identifier`."""
     return get_loss(identifier, y_true, y_pred)
+
+
+def resolve_metric(
+    identifier: Nest, y_true: Nest = None, y_pred: Nest = None
+) -> keras.metrics.Metric:
+    """Return the metric that `compile` would use for `identifier`.
+
+    Args:
+        identifier: As in `compile`.
+        y_true: Targets, of which shapes are read; only of `"accuracy"`.
+        y_pred: Predictions, likewise.
+    """
+    return get_metric(identifier, y_true, y_pred)
+
+
+def is_mean_over_examples(metric: keras.metrics.Metric) -> bool:
+    """Tell whether a metric is the mean of a function of each example."""
+    kind = keras.metrics.MeanMetricWrapper
+    return isinstance(metric, kind) and all(
+        getattr(type(metric), name) is getattr(kind, name)
+        for name in ("update_state", "result")
+    )
+
+
+def function_of_metric(metric: keras.metrics.Metric) -> Callable[..., Tensor]:
+    """Return the function of which a metric is the mean."""
+    # Not a partial one: Keras asks functions for their names.
+    return lambda y_true, y_pred: metric._fn(y_true, y_pred, **metric._fn_kwargs)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate, engines, reports
 from tfdp._types import Config, Loss, Nest, Tensor
-from tfdp.accounting import Ledger, privacy_statement
+from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
 from tfdp.ascent.losses import AscentLoss
 from tfdp.data.training_data import (
@@ -61,6 +61,7 @@ from tfdp.training.fit_callbacks import LedgerCallback, sorted_callbacks
 from tfdp.training.functions import TrainingFunctions
 from tfdp.training.journal import restored_journals
 from tfdp.training.model_ledger import ModelLedger, steps_of_plain_keras
+from tfdp.training.releases import ReleasingCallback, Trained, WatchingCallback
 from tfdp.training.step import BatchClipper, Session, private_step
 from tfdp.training.units import with_sizes
 
@@ -644,7 +645,9 @@ class DPModel(TrainingFunctions):
                 data.scheme, clipper, optimizer, self.recorder, acting
             )
             self._settle(session)
-            with ledger.counting(session, data, len(epochs), steps):
+            releases = self._prepare_releases(data, callbacks, epochs)
+            ledger.journals = kept
+            with ledger.counting(session, data, len(epochs), steps, releases):
                 if replicas.strategy is not None:
                     data = shared_out(
                         data,
@@ -659,6 +662,29 @@ class DPModel(TrainingFunctions):
                 finally:
                     session.released.put_back()
                     self.__dict__["_acting"] = ()
+
+    def _prepare_releases(
+        self,
+        data: TrainingData,
+        callbacks: list[keras.callbacks.Callback],
+        epochs: range,
+    ) -> dict[ReleasingCallback, Segment]:
+        """Let callbacks that release metrics see what they will release them of."""
+        trained = Trained(
+            self._checked.objective(),
+            self._checked.outputs[1],
+            data,
+            self._model_ledger,
+            self._replicas,
+            epochs,
+            self.unit,
+        )
+        found = [each for each in callbacks if isinstance(each, ReleasingCallback)]
+        releases = {callback: callback.prepare(trained) for callback in found}
+        for callback in callbacks:
+            if isinstance(callback, WatchingCallback):
+                callback.watch(found, self._model_ledger)
+        return releases
 
     def train_on_batch(
         self,

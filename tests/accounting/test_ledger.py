@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdp.accounting.ledger import Ledger, compose
-from tfdp.accounting.segments import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.accounting.segments import (
+    PoissonSteps,
+    Segment,
+    ShuffledPasses,
+    UnamplifiedSteps,
+)
 from tfdp.sampling import Poisson, Shuffled
 
 POISSON = PoissonSteps(1000, 1.1, 60_000, 256)
@@ -169,3 +174,29 @@ def test_what_is_no_segment_is_refused():
 def test_a_flag_that_is_no_bool_is_refused(value):
     with pytest.raises(TypeError, match="Received: sampling_seed_fixed="):
         Ledger(sampling_seed_fixed=value)
+
+
+RELEASES = Segment(Poisson(60_000, 60_000), 3, 20.0, "private_accuracy")
+
+
+def test_releases_are_no_steps_and_cost_as_they_would():
+    steps = PoissonSteps(235, 1.1, 60_000, 256)
+    ledger = Ledger((RELEASES, steps))
+    assert (ledger.steps, ledger.releases) == (235, 3)
+    as_steps = dataclasses.replace(RELEASES, released="")
+    alone = Ledger((steps,))
+    assert ledger.epsilon(1e-5) == Ledger((as_steps, steps)).epsilon(1e-5)
+    assert ledger.epsilon(1e-5) > alone.epsilon(1e-5)
+    assert len(ledger.add(as_steps).merged().segments) == 3
+    assert Ledger.from_json(ledger.to_json()) == ledger
+
+
+def test_files_from_before_there_were_releases_are_read():
+    fields = json.loads(Ledger((PoissonSteps(1, 1.1, 100, 10),)).to_json())
+    del fields["ended_by_release"], fields["saw_other_rows"]
+    ledger = Ledger.from_json(json.dumps(fields))
+    assert not ledger.ended_by_release
+    assert not ledger.saw_other_rows
+    del fields["noise_seed_fixed"]
+    with pytest.raises(ValueError, match="written by"):
+        Ledger.from_json(json.dumps(fields))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tfdp.accounting import Ledger, PoissonSteps, UnamplifiedSteps
+from tfdp.accounting import Ledger, PoissonSteps, Segment, UnamplifiedSteps
 from tfdp.accounting.runs import (
     Run,
     ledger_of,
@@ -12,6 +12,7 @@ from tfdp.accounting.runs import (
     runs_to_dict,
     union,
 )
+from tfdp.sampling import Poisson
 
 
 def run(steps, noise_multiplier=1.0, clip=None, **flags):
@@ -64,3 +65,12 @@ def test_runs_of_earlier_versions_had_no_clip_norm_and_one_ledger():
 def test_damaged_states_raise(state):
     with pytest.raises(KeyError):
         runs_from_state(state)
+
+
+def test_of_two_moments_of_as_many_steps_that_with_more_releases_counts():
+    release = Segment(Poisson(100, 100), 1, 20.0, "private_accuracy")
+    steps = PoissonSteps(5, 1.0, 100, 10)
+    before = Run(Ledger((steps,)), 5)
+    after = Run(Ledger((steps, release)), 5)
+    for order in ((before, after), (after, before)):
+        assert union(*({"a": each} for each in order)) == {"a": after}

@@ -6,11 +6,13 @@ import pytest
 
 from tfdp.accounting.segments import (
     PoissonSteps,
+    Segment,
     ShuffledPasses,
     UnamplifiedSteps,
     segment_from_dict,
     segment_to_dict,
 )
+from tfdp.sampling import Poisson
 
 SEGMENTS = [
     PoissonSteps(235, 1.1, 60_000, 256),
@@ -138,3 +140,20 @@ def test_zero_sizes_are_refused(name):
     fields = {"number_of_examples": 10, "expected_batch_size": 2} | {name: 0}
     with pytest.raises(ValueError, match=f"{name}=0"):
         PoissonSteps(1, 1.0, **fields)
+
+
+def test_what_is_released_beside_the_steps_says_so():
+    one = Segment(Poisson(1000, 1000), 1, 20.0, "private_accuracy")
+    assert one.words() == (
+        "a release of private_accuracy, noise multiplier 20, of all 1000 examples"
+    )
+    drawn = Segment(Poisson(1000, 100), 3, 20.0, "private_loss")
+    assert drawn.words() == (
+        "3 releases of private_loss, noise multiplier 20, of a Poisson draw: 100 of "
+        "1000 examples expected, sampling probability 0.1"
+    )
+    for segment in (one, drawn):
+        assert segment_from_dict(segment_to_dict(segment)) == segment
+    assert "released" not in segment_to_dict(PoissonSteps(1, 1.1, 1000, 100))
+    with pytest.raises(TypeError, match="released"):
+        Segment(Poisson(1000, 100), 1, 20.0, None)

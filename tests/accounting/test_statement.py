@@ -15,7 +15,7 @@ from tfdp.accounting.statement import privacy_report, privacy_statement
 from tfdp.accounting.tradeoff import true_positive_rate
 from tfdp.accounting.users import user_epsilon
 from tfdp.compat.tf_privacy_accounting import compute_dp_sgd_privacy_statement
-from tfdp.sampling import PoissonUsers
+from tfdp.sampling import Poisson, PoissonUsers
 
 # Much noise, which makes it cheap to account for.
 POISSON = PoissonSteps(14_063, 8.0, 60_000, 256)
@@ -323,3 +323,33 @@ def test_users_with_several_rows_have_a_figure_of_their_own():
 
 def filled_out(text):
     return " ".join(text.split())
+
+
+RELEASES = Segment(Poisson(60_000, 60_000), 3, 20.0, "private_accuracy")
+
+
+def test_releases_are_told_and_stay_what_they_are():
+    steps = PoissonSteps(234, 1.1, 60_000, 256)
+    ledger = Ledger((RELEASES, steps))
+    text = flat(ledger)
+    assert RELEASES.words() in text
+    assert "covered like the weights" in text
+    assert "ended by a released value" not in text
+    shuffled = Ledger((ShuffledPasses(1, 1.1, 60_000, 256), RELEASES))
+    found = privacy_report(ledger, 1e-5)
+    assert found["sampling"] == ["poisson_steps"]
+    of_shuffled = next(row for row in found["bounds"] if "shuffled" in row["label"])
+    assert of_shuffled["RDP"] == pytest.approx(shuffled.epsilon(1e-5, "RDP"))
+    assert "this run's were not" in of_shuffled["label"]
+    only = privacy_report(Ledger((RELEASES,)), 1e-5)
+    assert [row["label"] for row in only["bounds"]] == ["what ran"]
+
+
+def test_an_end_by_a_release_and_other_rows_are_told():
+    ledger = Ledger((RELEASES,), ended_by_release=True, saw_other_rows=True)
+    text = flat(ledger)
+    assert "A run was ended by a released value; nothing more is owed for it." in text
+    assert "a ledger of their own" in text
+    found = privacy_report(ledger, 1e-5)
+    assert found["ended_by_release"]
+    assert found["saw_other_rows"]

@@ -113,6 +113,20 @@ CASES = {
             callbacks.BiasLogger(every=3, public_data=public_rows()),
         ],
     ),
+    "released": Case(
+        noise_multiplier=0.6,
+        has_own_loss=True,
+        callbacks=lambda: [
+            callbacks.PrivateEvaluation(
+                ["accuracy", "loss"],
+                # So little that values can be compared.
+                noise_multiplier=1e-8,
+                ranges={"loss": (0.0, 50.0)},
+                physical_batch_size=16,
+            ),
+            callbacks.PrivateEarlyStopping("private_loss", patience=5),
+        ],
+    ),
     "declared": Case(data="declared", has_own_loss=True, num_microbatches=2),
 }
 

@@ -56,6 +56,7 @@ def assert_as_on_one_device(found, name):
             "declared",
             "bounded",
             "users",
+            "released",
         ],
     ],
     ids=lambda names: f"{names[0]}_to_{names[-1]}",
@@ -99,7 +100,7 @@ def test_three_mirrored_devices_train_as_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "workers", "replicas"),
-    [(["noised"], 2, 2), (["quantile"], 3, 1), (["sat", "declared"], 2, 1)],
+    [(["noised"], 2, 2), (["quantile", "released"], 3, 1), (["sat", "declared"], 2, 1)],
 )
 def test_workers_train_as_one(names, workers, replicas, tmp_path):
     of_workers = run_workers(

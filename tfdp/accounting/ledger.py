@@ -8,7 +8,9 @@ from tfdp.accounting import accountant as accountants
 from tfdp.accounting.segments import Segment, segment_from_dict, segment_to_dict
 
 _SEGMENTS = ("segments", "cut_short")
-_FLAGS = ("noise_seed_fixed", "sampling_seed_fixed")
+# Files that were written before there was anything to release have none of these.
+_FLAGS_OF_RELEASES = ("ended_by_release", "saw_other_rows")
+FLAGS = ("noise_seed_fixed", "sampling_seed_fixed", *_FLAGS_OF_RELEASES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +26,11 @@ class Ledger:
             private data, so only ``planned()`` is proven for such runs.
         noise_seed_fixed: Whether a user chose a seed of the noise.
         sampling_seed_fixed: Whether a user chose a seed of the draws.
+        ended_by_release: Whether a run ended early because of what was released of the
+            same data: that decision is covered, and nothing is owed for what was
+            planned.
+        saw_other_rows: Whether metrics of other private rows were released, which have
+            a ledger of their own.
 
     Raises:
         TypeError: If a segment is none, or a flag is no bool.
@@ -39,6 +46,8 @@ class Ledger:
     cut_short: tuple[Segment, ...] = ()
     noise_seed_fixed: bool = False
     sampling_seed_fixed: bool = False
+    ended_by_release: bool = False
+    saw_other_rows: bool = False
 
     def __post_init__(self) -> None:
         for name in _SEGMENTS:
@@ -49,7 +58,7 @@ class Ledger:
                         f"`{name}` must hold segments only. Received: {segment!r}."
                     )
             object.__setattr__(self, name, segments)
-        for name in _FLAGS:
+        for name in FLAGS:
             flag = getattr(self, name)
             if not isinstance(flag, bool):
                 raise TypeError(
@@ -59,12 +68,19 @@ class Ledger:
     @property
     def steps(self) -> int:
         """Steps run, those inside shuffled passes left out."""
-        return sum(s.count for s in self.segments if not s.scheme.counts_passes)
+        return sum(
+            s.count for s in self.segments if not (s.scheme.counts_passes or s.released)
+        )
 
     @property
     def passes(self) -> int:
         """Passes that have begun."""
         return sum(s.count for s in self.segments if s.scheme.counts_passes)
+
+    @property
+    def releases(self) -> int:
+        """Releases of metrics, which are no steps."""
+        return sum(s.count for s in self.segments if s.released)
 
     def add(self, *segments: Segment) -> "Ledger":
         """Return a ledger in which these segments ran after the others."""
@@ -119,7 +135,7 @@ class Ledger:
             name: [segment_to_dict(segment) for segment in getattr(self, name)]
             for name in _SEGMENTS
         }
-        return json.dumps(fields | {name: getattr(self, name) for name in _FLAGS})
+        return json.dumps(fields | {name: getattr(self, name) for name in FLAGS})
 
     @classmethod
     def from_json(cls, text: str) -> "Ledger":
@@ -136,8 +152,9 @@ class Ledger:
                 unknown or wrong.
         """
         try:
-            fields = json.loads(text)
-            if sorted(fields) != sorted(_SEGMENTS + _FLAGS):
+            fields: dict[str, Any] = dict.fromkeys(_FLAGS_OF_RELEASES, False)
+            fields |= json.loads(text)
+            if sorted(fields) != sorted(_SEGMENTS + FLAGS):
                 raise ValueError(f"Its fields are {sorted(fields)}.")
             for name in _SEGMENTS:
                 fields[name] = [segment_from_dict(entry) for entry in fields[name]]
@@ -176,8 +193,7 @@ def compose(*ledgers: Ledger) -> Ledger:
     return Ledger(
         segments=tuple(s for ledger in ledgers for s in ledger.segments),
         cut_short=tuple(s for ledger in ledgers for s in ledger.cut_short),
-        noise_seed_fixed=any(ledger.noise_seed_fixed for ledger in ledgers),
-        sampling_seed_fixed=any(ledger.sampling_seed_fixed for ledger in ledgers),
+        **{flag: any(getattr(each, flag) for each in ledgers) for flag in FLAGS},
     )
 
 

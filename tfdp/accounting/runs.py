@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.accounting.ledger import Ledger, compose
+from tfdp.accounting.ledger import FLAGS, Ledger, compose
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What one training had run at some moment.
 
-    A run only ever grows, so of two moments that of more steps holds the other.
+    A run only ever grows, so of two moments that of more `progress` holds the other.
 
     Attributes:
         ledger: Of this training alone.
@@ -22,6 +22,11 @@ class Run:
     ledger: Ledger
     steps: int
     l2_norm_clip: float | None = None
+
+    @property
+    def progress(self) -> int:
+        """How far it had come: its steps, and what it had released beside them."""
+        return self.steps + self.ledger.releases
 
 
 Runs = Mapping[str, Run]
@@ -40,10 +45,10 @@ def union(*several: Runs) -> dict[str, Run]:
     for runs in several:
         for name, run in runs.items():
             known = found.get(name, run)
-            furthest = run if run.steps >= known.steps else known
+            furthest = run if run.progress >= known.progress else known
             flags = {
                 flag: getattr(run.ledger, flag) or getattr(known.ledger, flag)
-                for flag in ("noise_seed_fixed", "sampling_seed_fixed")
+                for flag in FLAGS
             }
             ledger = dataclasses.replace(furthest.ledger, **flags)
             found[name] = dataclasses.replace(furthest, ledger=ledger)

@@ -6,7 +6,7 @@ from typing import Any
 
 import dp_accounting
 
-from tfdp._validate import non_negative
+from tfdp._validate import instance, non_negative
 from tfdp.sampling import Poisson, Scheme, Shuffled, Unknown, scheme_of_kind
 
 
@@ -24,9 +24,11 @@ class Segment:
             smallest in these releases; ``0`` is no noise. Nothing downstream halves or
             doubles it: where several examples share a clipped gradient the sensitivity
             is twice the clip norm, and the caller has divided by that.
+        released: What was released if these were no training steps: names of metrics.
+            They then do not count as steps.
 
     Raises:
-        TypeError: If an argument is no number.
+        TypeError: If an argument is no number, or `released` no text.
         ValueError: If the count is negative or fractional, or the noise multiplier is
             negative or not finite.
 
@@ -39,8 +41,10 @@ class Segment:
     scheme: Scheme
     count: int
     noise_multiplier: float
+    released: str = ""
 
     def __post_init__(self) -> None:
+        instance("released", self.released, str)
         known = scheme_of_kind(self.scheme.kind)
         if known.__qualname__ != type(self.scheme).__qualname__:
             raise ValueError(
@@ -69,12 +73,23 @@ class Segment:
     def words(self) -> str:
         """Say in a few words what ran."""
         noise = f"noise multiplier {self.noise_multiplier:.7g}"
-        return self.scheme.words(self.count, noise)
+        if not self.released:
+            return self.scheme.words(self.count, noise)
+        some = "a release" if self.count == 1 else f"{self.count} releases"
+        number, drawn = self.scheme.number_of_examples, self.scheme.expected_batch_size
+        units = f"{number} {self.scheme.unit}s"
+        of = f"all {units}"
+        if self.scheme.sampling_probability < 1:
+            of = (
+                f"a Poisson draw: {drawn} of {units} expected, sampling probability "
+                f"{self.scheme.sampling_probability:g}"
+            )
+        return f"{some} of {self.released}, {noise}, of {of}"
 
     def redrawn(self) -> "dict[str, Segment]":
         """Return what this would have been under other schemes, by their labels."""
         return {
-            label: Segment(scheme, count, self.noise_multiplier)
+            label: dataclasses.replace(self, scheme=scheme, count=count)
             for label, (scheme, count) in self.scheme.redrawn(self.count).items()
         }
 
@@ -175,7 +190,8 @@ def segment_to_dict(segment: Segment) -> dict[str, Any]:
         segment: The segment.
 
     Returns:
-        The kind of its scheme, its count and noise, and the scheme's fields.
+        The kind of its scheme, its count and noise, what was released if these were no
+        steps, and the scheme's fields.
 
     Example:
         >>> segment_to_dict(UnamplifiedSteps(3, 1.1))["kind"]
@@ -185,6 +201,7 @@ def segment_to_dict(segment: Segment) -> dict[str, Any]:
         "kind": segment.scheme.kind,
         segment.scheme.counts: segment.count,
         "noise_multiplier": segment.noise_multiplier,
+        **({"released": segment.released} if segment.released else {}),
         **segment.scheme.fields(),
     }
 
@@ -211,7 +228,8 @@ def segment_from_dict(fields: Mapping[str, Any]) -> Segment:
     try:
         count = arguments.pop(scheme.counts, None)
         noise_multiplier = arguments.pop("noise_multiplier", None)
-        return Segment(scheme(**arguments), count, noise_multiplier)
+        released = arguments.pop("released", "")
+        return Segment(scheme(**arguments), count, noise_multiplier, released)
     except TypeError as error:
         raise ValueError(
             f"A segment of kind {kind!r} cannot have these fields. "

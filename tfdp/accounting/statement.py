@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from tfdp._validate import positive_int, probability
 from tfdp.accounting.accountant import epsilon, joined, reported_epsilon
-from tfdp.accounting.ledger import Ledger
+from tfdp.accounting.ledger import FLAGS, Ledger
 from tfdp.accounting.meaning import FALSE_POSITIVE_RATE, best_attack, in_words
 from tfdp.accounting.segments import Segment, segment_to_dict
 from tfdp.accounting.text import filled
@@ -38,8 +38,10 @@ _NOT_COVERED = (
     "Training metrics: Keras's `loss` and metrics and everything named `nonprivate_*` "
     "are exact. Publishing them, or deciding by them (early stopping, keeping the best "
     "checkpoint, lowering the learning rate, a person watching), is outside the "
-    "guarantee.",
-    "Validation rows, and every decision made by them.",
+    "guarantee. `tfdp.callbacks.PrivateEvaluation` releases metrics that are inside.",
+    "Validation rows, and every decision made by them, unless they are public or "
+    "`tfdp.callbacks.PrivateEvaluation` looks at them: for these its own ledger says what "
+    "was spent.",
     "What was computed from the data beforehand: adapted preprocessing layers, "
     "vocabularies, scalers, class weights, oversampling.",
     "Other runs on the same data, such as those that chose the hyperparameters. Runs "
@@ -101,6 +103,7 @@ def privacy_statement(
         filled(_adjacency(planned)),
         filled(f"Trust model: {_TRUST_MODEL}"),
         *_lists(run, planned),
+        *_releases(ledger),
         _table(_rows(run, planned), delta),
         "Not covered:\n" + _items(_NOT_COVERED),
         *_comparison(planned, delta),
@@ -132,6 +135,9 @@ def privacy_report(ledger: Ledger, delta: float) -> dict[str, Any]:
         ``noise_multiplier``: the smallest in them, None if nothing ran.
         ``noise_seed_fixed``, ``sampling_seed_fixed``: whether somebody chose a seed,
         and may know it.
+        ``ended_by_release``: whether a run ended early because of a released metric.
+        ``saw_other_rows``: whether metrics of other private rows were released, which
+        a ledger of their own accounts for.
 
     Raises:
         TypeError: If ``delta`` is no number.
@@ -171,14 +177,13 @@ def privacy_report(ledger: Ledger, delta: float) -> dict[str, Any]:
         "unit": _unit(planned),
         "units": sorted(_units(planned) or {"example"}),
         "trust_model": _TRUST_MODEL,
-        "sampling": sorted({segment.scheme.kind for segment in planned}),
+        "sampling": sorted({s.scheme.kind for s in planned if not s.released}),
         "segments": [segment_to_dict(segment) for segment in run],
         "planned_segments": [segment_to_dict(segment) for segment in planned],
         "noise_multiplier": min(
             (segment.noise_multiplier for segment in planned), default=None
         ),
-        "noise_seed_fixed": ledger.noise_seed_fixed,
-        "sampling_seed_fixed": ledger.sampling_seed_fixed,
+        **{flag: getattr(ledger, flag) for flag in FLAGS},
         "not_covered": list(_NOT_COVERED),
     }
 
@@ -306,6 +311,28 @@ def _lists(run: _Segments, planned: _Segments) -> Iterator[str]:
         yield "What was planned:\n" + _items(map(Segment.words, planned))
 
 
+def _releases(ledger: Ledger) -> Iterator[str]:
+    """Yield what was released beside the weights, and what may be decided by it."""
+    sentences = []
+    if ledger.releases:
+        sentences.append(
+            "The metrics that were released are covered like the weights, and so is "
+            "every decision by them alone: stopping, keeping the best checkpoint, "
+            "lowering the learning rate."
+        )
+    if ledger.ended_by_release:
+        sentences.append(
+            "A run was ended by a released value; nothing more is owed for it."
+        )
+    if sentences:
+        yield filled(" ".join(sentences))
+    if ledger.saw_other_rows:
+        yield filled(
+            "Metrics of other private rows were released during the training. What that "
+            "cost those rows is in a ledger of their own: `evaluation.ledger`."
+        )
+
+
 def _table(rows: Iterable[_Row], delta: float, title: str = "") -> str:
     """Return the epsilons of rows by either accountant."""
     title = title or (
@@ -338,14 +365,18 @@ def _rows(run: _Segments, planned: _Segments) -> Iterator[_Row]:
 
 def _redrawn(planned: _Segments) -> Iterator[_Row]:
     """Yield the same of what did not run: batches drawn in other ways."""
-    options = [segment.redrawn() for segment in planned]
+    # What was released beside the steps stays what it is.
+    releases = tuple(segment for segment in planned if segment.released)
+    steps = tuple(segment for segment in planned if not segment.released)
+    options = [segment.redrawn() for segment in steps]
     for label in dict.fromkeys(label for option in options for label in option):
         redrawn = tuple(option[label] for option in options if label in option)
-        if redrawn == planned or len(redrawn) < len(planned):
+        if redrawn == steps or len(redrawn) < len(steps):
             continue
-        some_were = set(redrawn) & set(planned)
+        some_were = set(redrawn) & set(steps)
         truth = "not all of this run's were" if some_were else "this run's were not"
-        yield f"would hold for {label} batches; {truth}", False, redrawn
+        all_of_it = (*redrawn, *releases)
+        yield f"would hold for {label} batches; {truth}", False, all_of_it
 
 
 def _items(items: Iterable[str]) -> str:

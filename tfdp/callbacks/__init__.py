@@ -4,6 +4,10 @@ from tfdp.callbacks.adaptive import AdaptiveMedianClip as AdaptiveMedianClip
 from tfdp.callbacks.adaptive import AdaptiveQuantileClip as AdaptiveQuantileClip
 from tfdp.callbacks.bias_logger import BiasLogger as BiasLogger
 from tfdp.callbacks.privacy_budget import PrivacyBudget as PrivacyBudget
+from tfdp.callbacks.private_early_stopping import (
+    PrivateEarlyStopping as PrivateEarlyStopping,
+)
+from tfdp.callbacks.private_evaluation import PrivateEvaluation as PrivateEvaluation
 from tfdp.callbacks.schedulers import ClipNormScheduler as ClipNormScheduler
 from tfdp.callbacks.schedulers import (
     NoiseMultiplierScheduler as NoiseMultiplierScheduler,

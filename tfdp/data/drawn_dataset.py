@@ -224,6 +224,11 @@ class DrawnDataset(keras.utils.PyDataset):
         return batch
 
     @property
+    def users(self) -> Users | None:
+        """Whose rows they are, if the scheme draws users."""
+        return self._users
+
+    @property
     def rows(self) -> tuple[Nest, ...]:
         """The sources of rows, in the structure of a batch."""
         return self._rows

@@ -31,14 +31,18 @@ class Rows:
     Raises:
         TypeError: If `source` holds no rows.
         ValueError: If it is empty, or if a model cannot take its dtype.
+
+    Attributes:
+        source: As given.
+        is_in_memory: Whether all rows can be read at once without reading a file.
     """
 
     def __init__(self, name: str, source: Nest) -> None:
+        self.source = source
         self._read, first, self._length = _reader(name, source)
         self._row_shape = first.shape[1:]
         self._dtype = _batch_dtype(name, first)
         self._name = name
-        # Whether all rows can be read at once without reading a file.
         self.is_in_memory = _is_in_memory(source)
 
     def __len__(self) -> int:

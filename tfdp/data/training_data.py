@@ -63,6 +63,15 @@ class TrainingData:
         return self.x if isinstance(self.x, DrawnDataset) else None
 
     @property
+    def rows(self) -> tuple[Nest, ...] | None:
+        """The sources of rows, see `rows_of`; None if the data come in batches."""
+        if self.drawn is not None:
+            return self.drawn.rows
+        if _comes_in_batches(self.x):
+            return None
+        return rows_of(self.x, self.y, self.sample_weight)
+
+    @property
     def batches(self) -> Nest:
         """What Keras gets as `x`."""
         if self.drawn is None or not (

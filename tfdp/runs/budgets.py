@@ -75,7 +75,12 @@ def enforce_budget(
         return
     counter, limit = recorder.counter, recorder.counter.limit
     binding = _binding(recorder)
-    present = (plan, tuple(binding.values()), _unbound_steps(binding))
+    present = (
+        plan,
+        tuple(binding.values()),
+        _unbound_steps(binding),
+        recorder.reserved,
+    )
     left = counter.outstanding()
     needed = counter.releases_begun_by(steps)
     is_enough = limit.is_final or (left is not None and left.count >= needed)
@@ -93,6 +98,34 @@ def enforce_budget(
             "budget with a larger target: `tfdp.callbacks.PrivacyBudget(delta, "
             "target_epsilon=...)`."
         )
+
+
+def has_room_for(recorder: LedgerRecorder, release: Segment) -> bool:
+    """Tell whether budgets have room for what is released beside the steps.
+
+    Limits that bind the same budgets are worked out anew afterwards.
+
+    Args:
+        recorder: Of the training that it is released from.
+        release: It; room that was kept for it does not count.
+
+    Returns:
+        Whether all budgets have.
+    """
+    binding = _binding(recorder)
+    others = [each for each in list(living) if _shares(each, binding)]
+    for each in others:
+        # What a limit allows beyond what has begun may not be taken any more.
+        each.counter.revoke()
+    kept = [each for which in others for each in which.reserved]
+    if release in kept:
+        kept.remove(release)
+    own = {recorder.run: recorder.own_run()}
+    return all(
+        ledger_of(union(each.all_runs(), own)).add(release, *kept).epsilon(budget.delta)
+        <= budget.target_epsilon
+        for each, budget in binding.items()
+    )
 
 
 def enforce_budget_of_step(recorder: LedgerRecorder, noise_multiplier: float) -> None:
@@ -183,11 +216,14 @@ def _unbound_steps(binding: _Budgets) -> int:
     """Count the steps that these budgets pay for but cannot limit.
 
     Returns:
-        Steps that change weights which are only read where the budgets hold.
+        Steps that change weights which are only read where the budgets hold, and what
+        was released beside them.
     """
     recorders = {each for of_model in binding for each in of_model.recorders()}
     return sum(
-        each.steps for each in recorders if each.steps and not _shares(each, binding)
+        each.steps + each.releases
+        for each in recorders
+        if each.steps and not _shares(each, binding)
     )
 
 
@@ -207,13 +243,14 @@ def _limit(
     ]
     outstanding = [each.counter.outstanding() for each in others]
     reserved = [left for left in outstanding if left is not None]
-    count = _affordable(recorder, binding, noise_multipliers, reserved)
+    releases = [each for which in (recorder, *others) for each in which.reserved]
+    count = _affordable(recorder, binding, noise_multipliers, reserved + releases)
     if count < needed and reserved:
         # They ask again if they go on.
         for each in others:
             each.counter.revoke()
         reserved = []
-        count = _affordable(recorder, binding, noise_multipliers, reserved)
+        count = _affordable(recorder, binding, noise_multipliers, releases)
     # Who shares a budget gets half of what is left, so that others seldom have to ask.
     granted = min(count, max(needed, (count + 1) // 2)) if others else count
     least = noise_multipliers[: max(granted, 1)].min()

@@ -6,10 +6,10 @@ import math
 import os
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from tfdp._types import Array, Variable
-from tfdp.accounting import Ledger
+from tfdp.accounting import Ledger, Segment
 from tfdp.accounting.runs import Run, ledger_of, runs_from_state, runs_to_dict, union
 from tfdp.runs.counter import UNPLANNED, StepCounter
 from tfdp.runs.histories import (
@@ -59,6 +59,8 @@ class LedgerRecorder:
         sampled_epochs: The last epoch of seeded draws that it has used.
         beginnings: How many segments have begun.
         is_in_a_graph: Whether a graph that a user has traced takes its steps.
+        to_come: What callbacks of the present `fit` have yet to release, by callback.
+        reserved: What budgets keep room for beside the steps.
     """
 
     def __init__(
@@ -73,6 +75,10 @@ class LedgerRecorder:
         self.sampled_epochs = 0
         self.beginnings = 0
         self.is_in_a_graph = False
+        self.to_come: dict[Hashable, Segment] = {}
+        self.reserved: tuple[Segment, ...] = ()
+        # After how many steps a released value has ended the segment.
+        self._ended_by_release: int | None = None
         # Of the segments that have ended.
         self._ended = Ledger()
         self.loaded: dict[str, Run] = {}
@@ -111,6 +117,11 @@ class LedgerRecorder:
         # Under its own name nothing is loaded that has steps: see `restore`.
         loaded = sum(run.steps for run in self.loaded.values())
         return int(self.counter.steps.numpy()) + loaded
+
+    @property
+    def releases(self) -> int:
+        """How much this run has released beside its steps."""
+        return self._ended.releases
 
     def histories(self) -> list[History]:
         """Return the histories of all that its model, or what it trains, comes from."""
@@ -206,7 +217,7 @@ class LedgerRecorder:
         """End the segment being recorded and begin another.
 
         If the one that ends fell short of its plan although its limit had room,
-        somebody stopped it, and the ledger says so.
+        somebody stopped it, and the ledger says so, unless released values did.
 
         Args:
             scheme: How the batches are drawn from now on.
@@ -217,13 +228,33 @@ class LedgerRecorder:
                 if callbacks change them. Of many different ones some stand for all, on
                 the safe side, so that the ledger stays short.
         """
-        ledger = self.own_run().ledger
-        cut_short = (*ledger.cut_short, *self.counter.missing())
-        self._ended = dataclasses.replace(ledger, cut_short=cut_short)
+        ledger, missing = self.own_run().ledger, self.counter.missing()
+        if missing and self._ended_by_release == int(self.counter.steps.numpy()):
+            ledger = dataclasses.replace(ledger, ended_by_release=True)
+        elif missing:
+            owed = (*ledger.cut_short, *missing, *self.to_come.values())
+            ledger = dataclasses.replace(ledger, cut_short=owed)
+        self._ended, self._ended_by_release = ledger, None
         self.counter.begin(
             scheme, steps_per_release, planned_releases, noise_multipliers
         )
         self.beginnings += 1
+
+    def count_release(self, segment: Segment) -> None:
+        """Count what is about to be released beside the steps.
+
+        Args:
+            segment: It. `budgets.has_room_for` has told that budgets allow it.
+        """
+        self._ended = self._ended.add(segment).merged()
+
+    def end_by_release(self) -> None:
+        """Note that released values alone end the segment, if no step follows."""
+        self._ended_by_release = int(self.counter.steps.numpy())
+
+    def note_other_rows(self) -> None:
+        """Note that there are releases of other rows, with a ledger of their own."""
+        self._ended = dataclasses.replace(self._ended, saw_other_rows=True)
 
     def note_seeds(self, *, noise: bool, sampling: bool) -> None:
         """Remember that somebody knows a seed, if so.

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import warnings
+from collections.abc import Iterator, Mapping
 
 import keras
 
@@ -14,6 +15,12 @@ from tfdp.errors import PrivacyBudgetError
 from tfdp.runs.histories import remember_values
 from tfdp.training.callback import StepCallback
 from tfdp.training.model_ledger import ModelLedger
+from tfdp.training.releases import (
+    Columns,
+    OnlyReleased,
+    ReleasingCallback,
+    WatchingCallback,
+)
 
 # How names of logged values begin that do not tell of the private rows, or are noised.
 _HARMLESS = ("val_", "public_", "epsilon", "l2_norm_clip", "noise_multiplier")
@@ -110,24 +117,31 @@ def _flattened(callbacks: Nest) -> list[keras.callbacks.Callback]:
 def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:
     """List callbacks, tfdp's own first; warn of those that read private metrics.
 
+    Metrics that were released with noise may be read: where a callback that releases
+    them is among these, and nobody else logs under their names.
+
     Args:
         callbacks: What `fit` got.
 
     Returns:
-        The callbacks as a flat list.
+        The callbacks as a flat list, with some of tfdp's between them.
 
     Raises:
         ValueError: If two of tfdp's callbacks set the same variable.
     """
     callbacks = _flattened(callbacks)
+    released = _released_by(callbacks)
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str) and not monitor.startswith(_HARMLESS):
+        if not isinstance(monitor, str) or isinstance(callback, WatchingCallback):
+            continue
+        if monitor not in released and not monitor.startswith(_HARMLESS):
             warnings.warn(
                 f"`{type(callback).__name__}` decides by a metric of the private "
                 "data, and no noise covers its decision. Received: monitor="
                 f"{monitor!r}. Monitor a metric of public validation data, "
-                f"`monitor='val_{monitor}'`.",
+                f"`monitor='val_{monitor}'`, or one that is released with noise: "
+                "`tfdp.callbacks.PrivateEvaluation`.",
                 stacklevel=3,
             )
     setters = collections.defaultdict(list)
@@ -140,4 +154,48 @@ def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:
                 f"Only one callback may set `{name}`. Received: callbacks="
                 f"[{', '.join(types)}]. Leave all but one out."
             )
-    return sorted(callbacks, key=lambda item: not isinstance(item, StepCallback))
+    # What is released comes before all that may read it, and before what it costs.
+    callbacks.sort(
+        key=lambda item: (
+            not isinstance(item, ReleasingCallback),
+            not isinstance(item, StepCallback),
+        )
+    )
+    return [each for one in callbacks for each in _with_guards(one, released)]
+
+
+def _with_guards(
+    callback: keras.callbacks.Callback, released: Mapping[str, ReleasingCallback]
+) -> Iterator[keras.callbacks.Callback]:
+    """Yield a callback of Keras's between those that make the logs fit for it."""
+    monitor = getattr(callback, "monitor", None)
+    is_watching = isinstance(callback, WatchingCallback)
+    if isinstance(monitor, str) and monitor in released and not is_watching:
+        yield OnlyReleased(released[monitor], monitor)
+    names = tuple(released)
+    if not (names and isinstance(callback, keras.callbacks.CSVLogger)):
+        yield callback
+        return
+    yield Columns(names, are_added=True)
+    yield callback
+    yield Columns(names, are_added=False)
+
+
+def _released_by(
+    callbacks: list[keras.callbacks.Callback],
+) -> dict[str, ReleasingCallback]:
+    """Return who releases which log.
+
+    Raises:
+        ValueError: If two callbacks release the same.
+    """
+    released: dict[str, ReleasingCallback] = {}
+    for callback in callbacks:
+        for name in callback.names if isinstance(callback, ReleasingCallback) else ():
+            if name in released:
+                raise ValueError(
+                    f"Only one callback may release `{name}`. Received: two of them. "
+                    "Leave one out, or give one of the metrics another name."
+                )
+            released[name] = callback
+    return released

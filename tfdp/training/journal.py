@@ -74,10 +74,11 @@ class Journal(keras.callbacks.Callback):
         self._recorder.restore(json.dumps({**state, "runs": runs_to_dict(runs)}))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Write down all that was run up to now."""
-        self._begin()
+        """Write down all that was run before the epoch."""
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin the file anew, with all that was counted up to now."""
         recorder = self._recorder
         self._beginnings = recorder.beginnings
         counter = recorder.counter
@@ -98,7 +99,7 @@ class Journal(keras.callbacks.Callback):
         """Write down the steps that are about to run."""
         if self._recorder.beginnings != self._beginnings:
             # Another callback has trained on data of its own.
-            self._begin()
+            self.begin()
         recorder, steps = self._recorder, self.model.steps_per_execution
         counter = recorder.counter
         noise = float(self._to_come()[:steps].min())

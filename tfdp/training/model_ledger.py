@@ -2,14 +2,19 @@
 
 import contextlib
 import json
+import math
+import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from tfdp._types import Tensor, Variable
+from tfdp.accounting import Segment
 from tfdp.data.training_data import TrainingData
 from tfdp.errors import PrivacyBudgetError
 from tfdp.optimizers import DPOptimizer
@@ -17,6 +22,7 @@ from tfdp.runs.budgets import (
     enforce_budget,
     enforce_budget_of_step,
     enforce_budgets_of_loops,
+    has_room_for,
     lift_if_free,
     room_in_graph,
 )
@@ -25,6 +31,9 @@ from tfdp.runs.histories import note_makers, remember_values, was_trained
 from tfdp.runs.recorder import LedgerRecorder
 from tfdp.training.noise_plan import NoisePlan
 from tfdp.training.step import Session
+
+if TYPE_CHECKING:
+    from tfdp.training.journal import Journal
 
 
 def steps_of_plain_keras(model: keras.Model) -> int:
@@ -49,6 +58,7 @@ class ModelLedger:
     Attributes:
         recorder: Counts the steps that `fit` and `train_on_batch` take.
         optimizer: The one that takes them, since `bind`.
+        journals: Where what the present `fit` counts is written down, too.
     """
 
     optimizer: DPOptimizer | None = None
@@ -67,6 +77,7 @@ class ModelLedger:
         self.recorder = LedgerRecorder(weights)
         # Of a ledger that was loaded, which weights have been trained.
         self._loaded_as_trained = b""
+        self.journals: list[Journal] = []
 
     def bind(self, optimizer: DPOptimizer) -> None:
         """Let custom loops with this optimizer count in the model's ledger.
@@ -96,7 +107,12 @@ class ModelLedger:
 
     @contextlib.contextmanager
     def counting(
-        self, session: Session, data: TrainingData, epochs: int, steps: int | None
+        self,
+        session: Session,
+        data: TrainingData,
+        epochs: int,
+        steps: int | None,
+        releases: Mapping[Any, Segment] = types.MappingProxyType({}),
     ) -> Iterator[None]:
         """Count the steps of a call of `fit` in a segment of its own.
 
@@ -105,6 +121,7 @@ class ModelLedger:
             data: What they train on.
             epochs: How many are to run.
             steps: How many steps that is, if the data tell.
+            releases: What is to be released beside the steps, by callback.
         """
         recorder, optimizer = self.recorder, session.optimizer
         try:
@@ -120,7 +137,10 @@ class ModelLedger:
             recorder.begin_steps(session.objective.variables, self._weights())
             optimizer.skip_used_noise()
             self.check_dials()
+            recorder.to_come = dict(releases)
+            self._keep_room_for_releases()
             self.limit()
+            self._log_releases()
             drawn = data.drawn
             is_seeded = drawn is not None and drawn.seeded
             recorder.note_seeds(noise=optimizer.noise_is_seeded, sampling=is_seeded)
@@ -129,10 +149,12 @@ class ModelLedger:
                 drawn.advance_to(max(drawn.epoch, recorder.all_sampled_epochs + 1))
             yield
         finally:
+            self.journals = []
             # Callbacks set the noise of a step only while `fit` runs.
             self._noise_plan = NoisePlan(optimizer)
             # Steps that follow have other batches, of which nothing is known.
             recorder.begin(UNDECLARED.in_units(session.scheme.examples_per_unit))
+            recorder.to_come, recorder.reserved = {}, ()
             self.limit_again()
             recorder.end_steps()
             remember_values(self._weights())
@@ -179,6 +201,73 @@ class ModelLedger:
         enforce_budgets_of_loops(self.recorder)
         with contextlib.suppress(PrivacyBudgetError):
             self.limit()
+
+    # Releases beside the steps.
+
+    def release(self, callback: Hashable) -> bool:
+        """Count what a callback is about to release, before anybody sees it.
+
+        Args:
+            callback: Whose releases `counting` got.
+
+        Returns:
+            Whether it may: not if none of its releases are left, or budgets have no
+            room. Then nothing is counted.
+        """
+        recorder = self.recorder
+        left = recorder.to_come.get(callback)
+        if left is None or not left.count:
+            return False
+        release = left.with_count(1)
+        has_room = has_room_for(recorder, release)
+        if has_room:
+            recorder.count_release(release)
+            for journal in self.journals:
+                journal.begin()
+        recorder.to_come[callback] = left.with_count(left.count - 1)
+        self._keep_room_for_releases()
+        self.limit_again()
+        return has_room
+
+    def _keep_room_for_releases(self) -> None:
+        """Let budgets keep room for the next release of each callback.
+
+        Not for all of them: the budget may end the training long before. Nor where
+        there is no room for a step beside it.
+        """
+        recorder = self.recorder
+        recorder.reserved = tuple(
+            each.with_count(1) for each in recorder.to_come.values() if each.count
+        )
+        try:
+            self.limit()
+        except PrivacyBudgetError:
+            recorder.reserved = ()
+
+    def _log_releases(self) -> None:
+        """Log by how much what is to be released raises epsilon."""
+        recorder, counter = self.recorder, self.recorder.counter
+        releases = tuple(each for each in recorder.to_come.values() if each.count)
+        sizes = [each.scheme.number_of_examples or 1 for each in releases]
+        if not releases or counter.planned_releases is None:
+            return
+        noise = self._noise_plan.to_come().min() / counter.scheme.sensitivity_in_clips
+        steps = Segment(counter.scheme, counter.planned_releases, float(noise))
+        without = recorder.ledger.add(steps)
+        budget = recorder.budget
+        delta = min(0.1 / max(sizes), 0.1) if budget is None else budget.delta
+        before, after = (
+            each.epsilon(delta, "RDP") for each in (without, without.add(*releases))
+        )
+        if math.isfinite(before):
+            logging.info(
+                "%s: with all steps that are planned, epsilon rises from %.4g to %.4g "
+                "at delta=%.2g (RDP).",
+                "; ".join(each.words() for each in releases),
+                before,
+                after,
+                delta,
+            )
 
     def begin_single_step(self, session: Session) -> None:
         """Note that a step which `fit` does not take changes the weights.

@@ -1,0 +1,82 @@
+"""Values of each row of a batch, in inference, of which it is proven that they are."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+from absl import logging
+
+from tfdp import _tree
+from tfdp._types import Nest, Tensor
+from tfdp.checks.problems import layer_problems, raise_if
+from tfdp.checks.tracing import Found, Trace
+from tfdp.losses.added import Predicted
+from tfdp.losses.metrics import RowMetric
+from tfdp.losses.objective import Batch, Objective, each_row_alone
+
+
+def evaluation_function(
+    objective: Objective, metrics: Sequence[RowMetric | None], signature: Nest
+) -> Callable[..., Tensor]:
+    """Return what computes values of each row alone, in a graph.
+
+    Where rows are not proven to stay apart when they go through the model together,
+    each goes through it by itself.
+
+    Args:
+        objective: The model, and the loss of each row. It is run in inference mode.
+        metrics: Functions of targets and predictions; None for the loss.
+        signature: ``(x, y, sample_weight)`` of `tf.TensorSpec`, None for what is
+            missing. Weights scale the loss alone.
+
+    Returns:
+        Of three nests like the signature to float64 values, shape ``(N, k)``. No row
+        has a part in the values of another one, and nothing is kept of the data.
+
+    Raises:
+        UnsupportedLayerError: If layers keep data, or are not known not to.
+    """
+    objective = dataclasses.replace(objective, training=False)
+
+    def together(x: Nest, y: Nest, sample_weight: Nest) -> Tensor:
+        batch = Batch(x, y, sample_weight)
+        y_pred, losses = objective.forward(batch, skips_unknown=None not in metrics)
+        y_pred = y_pred.y_pred if isinstance(y_pred, Predicted) else y_pred
+        values = [losses if metric is None else metric(y, y_pred) for metric in metrics]
+        return tf.stack([tf.cast(each, tf.float64) for each in values], -1)
+
+    def alone(*rows: Nest) -> Tensor:
+        values = [
+            each_row_alone(lambda *row, place=place: together(*row)[0, place], rows)
+            for place in range(len(metrics))
+        ]
+        return tf.stack([tf.cast(each, tf.float64) for each in values], -1)
+
+    model = objective.model
+    run: Callable[..., Tensor] = together
+    trace, found = _followed(objective, together, signature)
+    if found:
+        run = alone
+        trace, of_alone = _followed(objective, alone, signature)
+        raise_if(model, layer_problems(model, trace, of_alone))
+        logging.info(
+            "tfdp evaluates each row of model `%s` by itself: %s %s",
+            model.name,
+            found[0].operation,
+            found[0].cause.why,
+        )
+    specs = _tree.tensors(signature)
+
+    @tf.function(input_signature=specs, autograph=False)
+    def values(*leaves: Tensor) -> Tensor:
+        return run(*_tree.pack(leaves, like=signature))
+
+    values.get_concrete_function()
+    return lambda *rows: values(*_tree.tensors(rows))
+
+
+def _followed(
+    objective: Objective, run: Callable[..., Tensor], signature: Nest
+) -> tuple[Trace, list[Found]]:
+    trace = Trace(objective.model)
+    return trace, trace.found(run, signature)
