@@ -22,7 +22,8 @@ class PrivacyBudget(StepCallback):
     the private model itself. What earlier trainings have spent counts.
 
     Guarantees:
-        No step makes ``private.epsilon(delta)`` exceed `target_epsilon`.
+        No step makes ``private.epsilon(delta)`` exceed `target_epsilon`, and no release
+        of a `PrivateEvaluation`; room is kept for its next one.
 
     Args:
         delta: The delta of the guarantee, in (0, 1). Take one well below one over

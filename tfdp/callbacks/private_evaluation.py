@@ -218,7 +218,8 @@ class PrivateEvaluation(ReleasingCallback):
             )
         self._trained = trained
         due = sum((epoch + 1) % self.every == 0 for epoch in trained.epochs)
-        words = " and ".join(each.name for each in self._bounds)
+        *others, last = [each.name for each in self._bounds]
+        words = f"{', '.join(others)} and {last}" if others else last
         self._release = Segment(scheme, 1, self.noise_multiplier, words)
         return self._release.with_count(0 if self._own else due)
 
