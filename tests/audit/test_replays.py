@@ -190,6 +190,15 @@ def test_noise_that_leaves_a_variable_out_is_named(monkeypatch):
     assert finding.where == "variable `dense_1/kernel`" or "/kernel" in finding.where
 
 
+@pytest.mark.slow
+def test_noise_that_comes_again_is_named(monkeypatch):
+    monkeypatch.setattr(
+        mechanism.Mechanism, "stream", lambda self, step: self._key + 0 * step
+    )
+    found = replayed(eager()).nonprivate_findings
+    assert "another step or variable has the same" in str(found)
+
+
 def test_batch_normalization_is_named(unchecked):
     model = keras.Sequential([
         keras.Input((3,)),

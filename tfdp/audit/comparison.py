@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import tensorflow as tf
-from scipy import stats
+from scipy import spatial, stats
 
 from tfdp import _keras
 from tfdp._types import Array
@@ -21,6 +21,10 @@ _CHANCE = 1e-6
 
 # Numbers of noise from which the spread of one variable's is judged, at least.
 _ENOUGH = 30
+
+# Noise that agrees in so many numbers is the same; so many pieces are compared, at most.
+_ALIKE = 8
+_MOST_COMPARED = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +230,10 @@ class Comparison:
         found = float(np.sqrt(np.mean(everything**2)))
         if self._steps.session.mechanism.correlates_steps:
             return found
+        if stddev and _comes_again(noises, stddev):
+            self._find(
+                "noise", "the noise of a step", "another step or variable has the same"
+            )
         wrong = [
             (f"variable `{path}`", numbers)
             for path, numbers in zip(self._paths, of_variables, strict=True)
@@ -261,6 +269,20 @@ def _is_wrong(numbers: Array, stddev: float, tests: int) -> bool:
     square = float(np.sum((numbers / stddev) ** 2))
     law = stats.chi2(len(numbers))
     return not 2 * min(law.cdf(square), law.sf(square)) >= _CHANCE / tests
+
+
+def _comes_again(noises: list[list[Array]], stddev: float) -> bool:
+    """Tell whether two steps, or variables of one, have the same noise to begin with."""
+    begins = [
+        np.ravel(each)[:_ALIKE]
+        for step in noises
+        for each in step
+        if np.size(each) >= _ALIKE and np.abs(each).max() > 1e-2 * stddev
+    ][:_MOST_COMPARED]
+    if len(begins) < 2:
+        return False
+    nearest = spatial.distance.pdist(np.stack(begins), "chebyshev").min()
+    return bool(nearest < 1e-2 * stddev)
 
 
 def _others_differ(one: Array, other: Array, rows: int, all_rows: int) -> bool:

@@ -1,22 +1,29 @@
 """Takes steps twice, once with a row emptied, and compares what comes of them."""
 
 import dataclasses
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tfdp import _keras
-from tfdp._types import Nest
+from tfdp._types import Array, Nest
 from tfdp._validate import instance, positive_int
 from tfdp.audit.comparison import Comparison, Finding
 from tfdp.audit.rows import Rows, rows_of_fit
-from tfdp.audit.steps import Seen, Steps
+from tfdp.audit.steps import Run, Seen, Steps
 from tfdp.losses.objective import Batch
 from tfdp.model import DPModel
 from tfdp.training.arguments import check_optimizer
 
 # So many times as many rows as neighbours are looked through for large gradients.
 _CANDIDATES = 10
+
+# Steps on no rows add to the noise that is looked at, until there are so many numbers of
+# it: enough to tell 3 percent less. So many steps at most, for small models.
+_NUMBERS = 20_000
+_MOST_EMPTY = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +102,7 @@ def replay(
     * a layer or a loss in which one row changes what comes of others,
     * state that differs afterwards: moving averages, seeds, counters of data,
     * noise that has not the standard deviation ``noise_multiplier * C`` in each
-      variable, or depends on the rows,
+      variable, depends on the rows, or comes again,
     * a divisor that is not the public one, or depends on the size of the batch,
     * layers that run, or have shapes, by what is in the row.
 
@@ -158,31 +165,35 @@ def replay(
 
 def _report(steps: Steps, rows: Rows, neighbours: int) -> ReplayReport:
     """Empty rows, one at a time, and compare."""
-    empty, size, comparison = (
-        rows.with_an_empty_one(),
-        rows.units_per_batch,
-        Comparison(steps),
-    )
-    without = steps.run(empty)
+    size, comparison = rows.units_per_batch, Comparison(steps)
     chosen = _neighbours(steps, rows, neighbours)
-    clipped, coupled, runs = 0, None, []
-    for number, batch in enumerate(chosen):
+    empty = rows.with_an_empty_one()
+    without = steps.run(empty)
+    divisor, is_public = _divisor(comparison, steps, rows, chosen[0](rows), without)
+    # The gradients of all steps would not go into memory: so many of each as are looked at.
+    noises: list[list[Array]] = []
+    clipped, coupled = 0, None
+    for number, neighbour in enumerate(chosen):
+        batch = neighbour(rows)
         run = steps.run(batch, number)
         if comparison.compare(run, without) and coupled is None:
             coupled = batch
         clipped += bool(run.norms[-1] > run.clip)
-        runs.append(run)
+        if _size(noises) < _NUMBERS:
+            noises.append(run.noise(divisor))
     comparison.look_at_layers(
-        coupled or chosen[-1], empty, norms_differ=coupled is not None
+        chosen[-1](rows) if coupled is None else coupled,
+        empty,
+        norms_differ=coupled is not None,
     )
-    divisor = comparison.look_at_divisor(runs[0], f"in a batch of {size}")
-    smaller = steps.run(rows.alone())
-    comparison.look_at_divisor(smaller, f"in a batch of {size - 1}")
-    if not any(finding.what == "divisor" for finding in comparison.findings):
-        comparison.compare_noise(runs[0], without, divisor)
-    comparison.compare_sums(smaller, without)
+    # Of no rows a step releases noise alone, in every entry.
+    for number in range(_MOST_EMPTY if is_public else 0):
+        if number and _size(noises) >= _NUMBERS:
+            break
+        run = steps.run(rows.of_nobody(), len(chosen) + number)
+        noises.append(run.noise(divisor))
     stddev = steps.noise_multiplier * without.clip
-    found = comparison.look_at_noise([run.noise(divisor) for run in runs], stddev)
+    found = comparison.look_at_noise(noises, stddev)
     return ReplayReport(
         neighbours=len(chosen),
         batch_size=size,
@@ -195,8 +206,28 @@ def _report(steps: Steps, rows: Rows, neighbours: int) -> ReplayReport:
     )
 
 
-def _neighbours(steps: Steps, rows: Rows, number: int) -> list[Batch]:
-    """Return batches with a neighbour each: at random, long gradients, outliers."""
+def _divisor(
+    comparison: Comparison, steps: Steps, rows: Rows, batch: Batch, without: Run
+) -> tuple[float, bool]:
+    """Return what sums are divided by, and whether that is the public divisor."""
+    size = rows.units_per_batch
+    first, smaller = steps.run(batch), steps.run(rows.alone())
+    divisor = comparison.look_at_divisor(first, f"in a batch of {size}")
+    comparison.look_at_divisor(smaller, f"in a batch of {size - 1}")
+    is_public = all(finding.what != "divisor" for finding in comparison.findings)
+    if is_public:
+        comparison.compare_noise(first, without, divisor)
+    comparison.compare_sums(smaller, without)
+    return divisor, is_public
+
+
+def _size(noises: list[list[Array]]) -> int:
+    """Return how many numbers there are."""
+    return sum(np.size(each) for step in noises for each in step)
+
+
+def _neighbours(steps: Steps, rows: Rows, number: int) -> list[Callable[[Rows], Batch]]:
+    """Return what makes a batch for each neighbour: some at random, far ones, outliers."""
     of_parts, parts = [], []
     for part, batch in rows.candidates(_CANDIDATES * number):
         of_units = steps.run(batch).norms
@@ -214,6 +245,9 @@ def _neighbours(steps: Steps, rows: Rows, number: int) -> list[Batch]:
     at_random = found[~np.isin(found, longest[:large])]
     ordinary = [*at_random[: number - outliers - large], *longest[:large]]
     return [
-        *(rows.with_one(int(each)) for each in ordinary),
-        *(rows.with_one(int(each), is_outlier=True) for each in longest[:outliers]),
+        *(operator.methodcaller("with_one", int(each)) for each in ordinary),
+        *(
+            operator.methodcaller("with_one", int(each), is_outlier=True)
+            for each in longest[:outliers]
+        ),
     ]

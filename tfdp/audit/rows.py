@@ -80,6 +80,10 @@ class Rows:
         batch = self._batch(self.common)
         return batch if self.users is not None else batch._replace(is_padding=None)
 
+    def of_nobody(self) -> Batch:
+        """Return a batch of nothing but padding."""
+        return self._batch(np.full(self.units_per_batch, -1))
+
     def candidates(self, number: int) -> Iterator[tuple[NDArray[np.int64], Batch]]:
         """Yield batches of others, and who is in them.
 
