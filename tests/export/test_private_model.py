@@ -295,7 +295,8 @@ def test_it_holds_no_measurement_of_the_data(digits):
         *("report_version", "differentially_private", "epsilon", "delta", "accountant"),
         *("bounds", "neighbouring_relation", "unit", "sampling", "segments"),
         *("planned_segments", "noise_multiplier", "noise_seed_fixed"),
-        *("sampling_seed_fixed", "not_covered", "steps", "l2_norm_clip"),
+        *("sampling_seed_fixed", "ended_by_release", "saw_other_rows"),
+        *("not_covered", "steps", "l2_norm_clip"),
         *("covered", "not_trained", "versions"),
         # Since version 2.
         *("date", "model", "weights", "best_attack", "units", "trust_model", "budget"),
