@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate, engines
 from tfdp._types import Config, Loss, Nest, Tensor
-from tfdp.accounting import Ledger, privacy_statement
+from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
 from tfdp.ascent.losses import AscentLoss
 from tfdp.data.training_data import (
@@ -291,6 +291,18 @@ class DPModel(TrainingFunctions):
             "as they are now are not private."
         )
         return f"{warning}\n\n{text}"
+
+    def planned_segments(self) -> tuple[Segment, ...]:
+        """Return what the call of `fit` that runs now is to run, if nothing ends it.
+
+        Returns:
+            Parts for a ledger, without what ran before. For callbacks, from
+            `on_train_begin` on.
+
+        Raises:
+            ValueError: If the data do not tell how many steps there are.
+        """
+        return self._model_ledger.planned()
 
     # Compilation.
 

@@ -33,8 +33,9 @@ _NOT_COVERED = (
     "Validation rows, and every decision made by them.",
     "What was computed from the data beforehand: adapted preprocessing layers, "
     "vocabularies, scalers, class weights, oversampling.",
-    "Other runs on the same data, such as those that chose the hyperparameters. Runs "
-    "that have a ledger can be added up: `tfdp.accounting.compose`.",
+    "Other runs on the same data, such as those that chose the hyperparameters, unless "
+    "they were tries of a `tfdp.tuning.PrivateSearch`. Runs that have a ledger can be "
+    "added up: `tfdp.accounting.Project`, `tfdp.accounting.compose`.",
     "Trainings that the ledger does not know: of weights loaded from elsewhere, from "
     "plain files of another process for example, copied between two steps, averaged or "
     "changed.",
@@ -150,7 +151,7 @@ def privacy_report(ledger: Ledger, delta: float) -> dict[str, Any]:
         "bounds": bounds,
         "neighbouring_relation": _adjacency(planned),
         "unit": _unit(planned),
-        "sampling": sorted({segment.scheme.kind for segment in planned}),
+        "sampling": sorted({segment.scheme.kind for segment in _parts(planned)}),
         "segments": [segment_to_dict(segment) for segment in run],
         "planned_segments": [segment_to_dict(segment) for segment in planned],
         "noise_multiplier": min(
@@ -194,6 +195,15 @@ def _cautions(ledger: Ledger, planned: _Segments, delta: float) -> Iterator[str]
         )
 
 
+def _parts(segments: _Segments) -> _Segments:
+    """Return the segments with what searches may have run in place of these."""
+    return tuple(dict.fromkeys(part for each in segments for part in each.parts()))
+
+
+def _units(segments: _Segments) -> set[str]:
+    return {part.scheme.unit for part in _parts(segments)}
+
+
 def _most_examples(segments: _Segments) -> int:
     return max((s.scheme.number_of_examples or 0 for s in segments), default=0)
 
@@ -203,12 +213,12 @@ def _delta_message(segments: _Segments, delta: float) -> str:
         f"`delta` must be well below 1 / number_of_examples to mean anything: a "
         f"mechanism that publishes one whole record satisfies a larger one. Received: "
         f"delta={delta:g}, number_of_examples={_most_examples(segments)}"
-        f"{' (users)' if {s.scheme.unit for s in segments} == {'user'} else ''}."
+        f"{' (users)' if _units(segments) == {'user'} else ''}."
     )
 
 
 def _adjacency(segments: _Segments) -> str:
-    units = {segment.scheme.unit for segment in segments} or {"example"}
+    units = _units(segments) or {"example"}
     records = " and that of ".join(f"{unit}s" for unit in sorted(units))
     if units == {"user"}:
         one, it = "each record of one user is", "a user"
@@ -218,7 +228,7 @@ def _adjacency(segments: _Segments) -> str:
 
 
 def _unit(segments: _Segments) -> str:
-    units = {segment.scheme.unit for segment in segments}
+    units = _units(segments)
     if units == {"user"}:
         text = (
             "Protected is one user, that is all rows of x with the same id. The mean "
@@ -236,7 +246,8 @@ def _unit(segments: _Segments) -> str:
             " Some of the steps had users as units: figures of one example hold only for "
             "users who have no other."
         )
-    sizes = {s.scheme.examples_per_unit for s in segments} - {1}
+    parts = _parts(segments)
+    sizes = {part.scheme.examples_per_unit for part in parts} - {1}
     if sizes:
         text += (
             f" Groups of {' or '.join(map(str, sorted(sizes)))} examples were clipped "
@@ -244,7 +255,7 @@ def _unit(segments: _Segments) -> str:
             f"relative to the doubled one); no figure of Poisson sampling holds for "
             f"them."
         )
-    assumptions = dict.fromkeys(segment.scheme.assumption() for segment in segments)
+    assumptions = dict.fromkeys(each.scheme.assumption() for each in segments + parts)
     return " ".join([text, *filter(None, assumptions)])
 
 
@@ -253,7 +264,7 @@ def _users(segments: _Segments, delta: float, examples: int | None) -> Iterator[
     if examples is None:
         return
     examples = positive_int("max_examples_per_user", examples)
-    if segments and all(segment.scheme.unit == "user" for segment in segments):
+    if _units(segments) == {"user"}:
         return  # What is said of one user holds for any number of rows.
     segments = joined(segments)
     # Segments are composed by adding up what each costs at its part of delta.

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import dp_accounting
 import numpy as np
@@ -50,6 +50,8 @@ class Scheme(abc.ABC):
             share noise.
         batches_are_bins: Whether each example tosses a coin for its batch of the pass:
             batches then vary in size, and what they cost depends on their number.
+        is_known_to_pld: Whether its `event` has a privacy loss distribution; where it has
+            none, RDP accounts for it and for all that is added up with it.
         number_of_examples: Size of the data set, which is public; None if unknown.
         expected_batch_size: Expected number of examples in a batch, likewise.
         examples_per_unit: Examples that share one clipped gradient.
@@ -68,6 +70,7 @@ class Scheme(abc.ABC):
     adds_up: ClassVar[bool] = True
     allows_shared_noise: ClassVar[bool] = False
     batches_are_bins: ClassVar[bool] = False
+    is_known_to_pld: ClassVar[bool] = True
 
     number_of_examples: int | None
     expected_batch_size: int | None
@@ -117,6 +120,11 @@ class Scheme(abc.ABC):
     def appearances(self) -> int:
         """Noised sums that an example can be in, for each step or pass that counts."""
         return 1
+
+    @property
+    def segments_of_tries(self) -> tuple[Any, ...]:
+        """What a search may have run, as segments; none for a way of drawing batches."""
+        return ()
 
     def in_epochs_of(self, batches: int) -> "Scheme":
         """Return the scheme for epochs of so many batches.

@@ -1,6 +1,7 @@
 """What counts the steps of one model, and keeps them within budgets."""
 
 import contextlib
+import dataclasses
 import json
 import weakref
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._types import Tensor, Variable
+from tfdp.accounting import Segment
+from tfdp.accounting.calibration import with_noise
 from tfdp.data.training_data import TrainingData
 from tfdp.errors import PrivacyBudgetError
 from tfdp.optimizers import DPOptimizer
@@ -19,10 +22,11 @@ from tfdp.runs.budgets import (
     enforce_budgets_of_loops,
     lift_if_free,
     room_in_graph,
+    set_budget,
 )
 from tfdp.runs.counter import UNDECLARED
 from tfdp.runs.histories import note_makers, remember_values, was_trained
-from tfdp.runs.recorder import LedgerRecorder
+from tfdp.runs.recorder import LedgerRecorder, Reservation
 from tfdp.training.noise_plan import NoisePlan
 from tfdp.training.step import Session
 
@@ -56,7 +60,7 @@ class ModelLedger:
     def __init__(self, private: keras.Model) -> None:
         """Begin an empty ledger."""
         # Recorders outlive models, whose budgets end with them.
-        reference = weakref.ref(private)
+        reference = self._private = weakref.ref(private)
 
         def weights() -> list[Variable] | None:
             private = reference()
@@ -120,6 +124,7 @@ class ModelLedger:
             recorder.begin_steps(session.objective.variables, self._weights())
             optimizer.skip_used_noise()
             self.check_dials()
+            self._reserve()
             self.limit()
             drawn = data.drawn
             is_seeded = drawn is not None and drawn.seeded
@@ -133,13 +138,67 @@ class ModelLedger:
             self._noise_plan = NoisePlan(optimizer)
             # Steps that follow have other batches, of which nothing is known.
             recorder.begin(UNDECLARED.in_units(session.scheme.examples_per_unit))
+            self._give_back()
             self.limit_again()
             recorder.end_steps()
             remember_values(self._weights())
 
+    def _reserve(self) -> None:
+        """Take a part of the budget of a project, if there is one."""
+        recorder, budget = self.recorder, self.recorder.budget
+        if budget is None or budget.project is None:
+            return
+        planned = self.planned()
+        releases = budget.project.reserve_steps(
+            recorder.run, recorder.all_runs(), planned, self._name()
+        )
+        part = Reservation(
+            recorder.run,
+            recorder.beginnings,
+            releases,
+            min((each.noise_multiplier for each in planned), default=0.0),
+        )
+        set_budget(recorder, dataclasses.replace(budget, reservation=part))
+        recorder.plan(recorder.counter.planned_releases)
+
+    def _give_back(self) -> None:
+        """Count in the project what has run, in place of what was reserved."""
+        recorder, budget = self.recorder, self.recorder.budget
+        if budget is not None and budget.project is not None and budget.reservation:
+            budget.project.finish(recorder.run, recorder.all_runs(), self._name())
+            set_budget(recorder, dataclasses.replace(budget, reservation=None))
+
+    def _name(self) -> str:
+        private = self._private()
+        return "" if private is None else str(private.model.name)
+
     def noise_to_come(self) -> np.ndarray:
         """Return what the noise of the coming steps counts as: see `NoisePlan`."""
         return self._noise_plan.to_come()
+
+    def planned(self) -> tuple[Segment, ...]:
+        """Return all that the training which has begun will have run, if nothing ends it.
+
+        Returns:
+            The segments, without those of trainings before.
+
+        Raises:
+            ValueError: If nobody knows how many steps there are to be.
+        """
+        counter = self.recorder.counter
+        if counter.planned_releases is None:
+            raise ValueError(
+                "What a training costs must be known before it begins. Received: data "
+                "that do not tell how many steps an epoch has. Use "
+                "`fit(..., steps_per_epoch=...)`."
+            )
+        noise = self.noise_to_come() / counter.scheme.sensitivity_in_clips
+        noise = counter.recorded(noise)
+        if counter.steps_per_release > 1:
+            # A pass counts with the least noise of its steps, wherever they end.
+            noise = noise.min(keepdims=True)
+        releases = counter.planned_releases
+        return tuple(with_noise(Segment(counter.scheme, 1, 1.0), noise, releases))
 
     def limit(self, steps: int = 1) -> None:
         """Allow only the steps that the budget set by a `PrivacyBudget` has room for.
