@@ -65,11 +65,12 @@ def scores_in_turn(values):
 @pytest.fixture(scope="module")
 def searched():
     """A search of three tries, its model, what it built, and the ledger of a copy."""
-    built = []
+    built, names = [], []
 
     def building(settings):
         private = build(settings)
         built.append(weakref.ref(private))
+        names.append(tuple(weight.path for weight in private.model.weights))
         return private
 
     search = search_of(
@@ -80,7 +81,7 @@ def searched():
     gc.collect()
     copy = small.private(keras.models.clone_model(winner.model))
     copy.model.set_weights(winner.model.get_weights())
-    return search, winner, built, copy.ledger
+    return search, winner, built, copy.ledger, names
 
 
 def test_the_winner_has_the_cost_of_the_search(searched):
@@ -95,12 +96,17 @@ def test_the_winner_has_the_cost_of_the_search(searched):
 
 
 def test_the_first_of_the_best_wins_and_the_others_are_gone(searched):
-    search, winner, built, _ = searched
+    search, winner, built, *_ = searched
     assert search.score == 0.7
     assert search.settings == {"rate": 0.3}
     # One look, and three tries of which the second was the first of the best.
     assert [each() is not None for each in built] == [False, False, True, False]
     assert built[2]() is winner
+
+
+def test_names_do_not_number_the_tries(searched):
+    _, winner, _, _, names = searched
+    assert set(names) == {tuple(weight.path for weight in winner.model.weights)}
 
 
 def test_logs_stay_inside(searched):
@@ -128,7 +134,7 @@ def test_later_training_adds_to_it(searched, tmp_path):
 
 
 def test_copies_of_the_winner_have_the_cost_of_the_search(searched):
-    _, winner, _, of_copy = searched
+    _, winner, _, of_copy, _ = searched
     assert of_copy == winner.ledger
 
 

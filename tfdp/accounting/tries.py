@@ -90,7 +90,7 @@ class Geometric(Tries):
 
     Example:
         >>> tries = Geometric(mean=10)
-        >>> [round(chance, 3) for _, chance in itertools.islice(tries.law(), 3)]
+        >>> [round(chance, 3) for (_, chance), _ in zip(tries.law(), range(3))]
         [0.1, 0.09, 0.081]
     """
 
@@ -126,7 +126,8 @@ class Poisson(Tries):
         ValueError: If it is below 1 or not finite.
 
     Example:
-        >>> [round(chance, 3) for _, chance in itertools.islice(Poisson(2.0).law(), 3)]
+        >>> tries = Poisson(mean=2)
+        >>> [round(chance, 3) for (_, chance), _ in zip(tries.law(), range(3))]
         [0.135, 0.271, 0.271]
     """
 
@@ -168,7 +169,7 @@ class TruncatedNegativeBinomial(Tries):
 
     Example:
         >>> tries = TruncatedNegativeBinomial(shape=0.0, mean=10)
-        >>> [round(chance, 3) for _, chance in itertools.islice(tries.law(), 3)]
+        >>> [round(chance, 3) for (_, chance), _ in zip(tries.law(), range(3))]
         [0.27, 0.131, 0.085]
     """
 

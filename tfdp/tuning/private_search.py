@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import keras
 
 from tfdp import _validate
+from tfdp._keras import names_begin_again
 from tfdp._types import Config, Logs, Nest
 from tfdp.accounting import BestOf, Ledger, Project, Segment
 from tfdp.accounting.accountant import is_known_to_rdp
@@ -22,7 +23,7 @@ from tfdp.accounting.tries import Tries
 from tfdp.distribute.workers import replicas_of
 from tfdp.errors import NotPrivateError
 from tfdp.model import DPModel
-from tfdp.tuning.progress import SearchProgress
+from tfdp.tuning.progress import SearchProgress, check_rows
 from tfdp.tuning.scores import (
     check_callbacks,
     check_is_no_metric,
@@ -44,9 +45,9 @@ class PrivateSearch:
 
     How often it trains is drawn in secret, each time with settings that are drawn
     uniformly, with replacement, from a public space. What leaves is the model of the
-    largest score. For that the whole search costs about as much as two or three
-    trainings, where all of them added up would cost several times as much [1]_; see
-    `tfdp.accounting.BestOf` for what is proven. The cost stands on the model: in its
+    largest score. For that the whole search costs about as much as a few trainings,
+    however many there are on average [1]_; `tfdp.accounting.BestOf` says what is
+    proven. The cost stands on the model: in its
     ledger, its statements, files and exports, and what is trained later adds to it.
 
     Each try counts with all that its `fit` planned, and the tries with the dearest settings
@@ -63,8 +64,10 @@ class PrivateSearch:
         has a `project`, where that is written down.
 
         Trusted is that `build` and the callbacks keep nothing, and that each
-        model begins anew. Initial weights that come from a seed which somebody knows are
-        public.
+        model begins anew, without `keras.utils.set_random_seed`: whoever knows the seed
+        sees in weights that are not trained how many were made before. Names in the
+        graph of a SavedModel number what a process has traced: export from another
+        process, which loads the saved model.
 
     Args:
         build: From the settings of a try, a dictionary, to a compiled `tfdp.DPModel`, made
@@ -115,7 +118,7 @@ class PrivateSearch:
         >>> x, y = np.ones((100, 2)), np.ones((100, 1))
         >>> best = search.fit(x, y, batch_size=10, epochs=1, public_data=(x[:9], y[:9]))
         >>> round(best.epsilon(delta=1e-3), 2), best.ledger == search.ledger
-        (3.56, True)
+        (2.66, True)
 
     References:
         .. [1] Papernot and Steinke, "Hyperparameter Tuning with Renyi Differential
@@ -236,10 +239,10 @@ class PrivateSearch:
     def _plans(self, drawn: list[Settings], arguments: Config) -> list["_Plan"]:
         """Find out what tries are to run, and refuse what no law is known for."""
         plans: dict[_Plan, None] = {}
-        with _quiet():
-            for settings in self._space.to_plan(drawn):
+        for settings in self._space.to_plan(drawn):
+            with _quiet():
                 plans[self._plan(settings, arguments)] = None
-                gc.collect()
+            gc.collect()
         if self._space.has_one_plan and len(plans) > 1:
             raise ValueError(
                 "Settings of a sampler must all cost the same, because not all of them can "
@@ -265,6 +268,7 @@ class PrivateSearch:
                 "`PrivateSearch(..., project=...)`."
             )
         ledger = recorder.own_run().ledger
+        check_rows(ledger)
         if ledger.noise_seed_fixed or ledger.sampling_seed_fixed:
             raise NotPrivateError(
                 "Tries must be independent, and a seed gives all of them the same noise "
@@ -425,13 +429,14 @@ def _arguments_of(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Let nothing be printed whose number of lines would tell how many tries ran."""
+    """Let nothing be printed or named that would tell how many tries ran."""
     before = logging.root.manager.disable
     with (
         open(os.devnull, "w", encoding="utf-8") as nowhere,  # noqa: PTH123
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
         warnings.catch_warnings(),
+        names_begin_again(),
     ):
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)

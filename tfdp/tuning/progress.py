@@ -1,5 +1,6 @@
 """What a search counts as at every moment, here and in a project."""
 
+import dataclasses
 import uuid
 
 from tfdp.accounting import BestOf, Ledger, Project, Segment
@@ -62,6 +63,7 @@ class SearchProgress:
             ValueError: If it did. What it has run then counts, too.
         """
         ledger = recorder.own_run().ledger.planned()
+        check_rows(ledger)
         try:
             self._check(ledger)
         except ValueError:
@@ -88,7 +90,11 @@ class SearchProgress:
         run = Run(self._whole, 0)
         if winner is not None:
             own = winner.own_run()
-            run = Run(self._whole, own.steps, own.l2_norm_clip)
+            # What else the ledger says of a training holds of this one.
+            ledger = dataclasses.replace(
+                own.ledger, segments=self._whole.segments, cut_short=()
+            )
+            run = Run(ledger, own.steps, own.l2_norm_clip)
         runs = union(self._before, {self._name: run})
         if winner is not None:
             winner.join(runs, self._name)
@@ -118,3 +124,20 @@ class SearchProgress:
                 f"Received: {'; '.join(each.words() for each in ledger.segments)}. "
                 "Train in `fit` only, with steps and noise that the settings decide."
             )
+
+
+def check_rows(ledger: Ledger) -> None:
+    """Refuse tries that also look at other private rows, whose cost is elsewhere.
+
+    Args:
+        ledger: Of a try.
+
+    Raises:
+        ValueError: If it says so.
+    """
+    if getattr(ledger, "saw_other_rows", False):
+        raise ValueError(
+            "What a search costs other private rows is not known. Received: tries that "
+            "release metrics of rows with a ledger of their own. Release them of the "
+            "training rows, or use `fit(..., public_data=...)`."
+        )
