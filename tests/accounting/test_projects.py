@@ -192,6 +192,20 @@ def test_steps_are_reserved_as_far_as_there_is_room(project):
         project.finish(name, {})
 
 
+def test_what_is_released_beside_the_steps_has_its_room(project):
+    beside = (UnamplifiedSteps(1, 5.0),)
+    plan = (STEPS.with_count(100_000),)
+    alone = project.reserve_steps("a", {}, plan)
+    project.finish("a", {})
+    assert 0 < project.reserve_steps("a", {}, plan, beside=beside) < alone
+    assert project.ledger.segments[-1] == beside[0]
+    assert project.epsilon() <= 2.0
+    project.finish("a", {})
+    assert project.reserve_steps("a", {}, plan, beside=(UnamplifiedSteps(1, 1.0),)) == 0
+    assert project.ledger == Ledger()
+    project.finish("a", {})
+
+
 def test_what_is_known_of_one_that_runs_does_not_replace_its_reservation(project):
     project.reserve("a", {}, RUN.ledger)
     project.add(model(a=ran(10), b=ran(5)))
@@ -232,6 +246,9 @@ def test_what_a_killed_process_had_reserved_stays_until_it_is_settled(project):
     project.settle("a")
     assert project.ledger.segments == (STEPS.with_count(107),)
     assert project.unsettled == []
+    # For good: a file that knows of some of its steps says nothing of the others.
+    project.add(model(a=ran(50)))
+    assert Project(project.path).ledger.segments == (STEPS.with_count(107),)
     with pytest.raises(ValueError, match="Only a training that was killed"):
         project.settle("a")
 
@@ -251,6 +268,16 @@ def test_whoever_goes_on_with_a_journal_settles_it(project):
     assert project.ledger.segments == (STEPS.with_count(103),)
     project.finish("b", known | {"b": ran(60)})
     assert project.unsettled == []
+
+
+def test_a_journal_from_before_the_reservation_settles_nothing(project):
+    killed_after(project, lambda: project.reserve("a", {"a": ran(40)}, RUN.ledger))
+    known = {"a": ran(37), "a after 37": ran(3)}
+    project.reserve("b", known, Ledger((STEPS.with_count(60),)))
+    # What it has reserved, the journal's three once more, and what is to come.
+    assert project.ledger.segments == (STEPS.with_count(140 + 3 + 60),)
+    project.finish("b", known)
+    assert project.unsettled == ["a"]
 
 
 def test_one_that_runs_cannot_be_settled(project):

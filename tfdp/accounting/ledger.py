@@ -58,8 +58,8 @@ class Ledger:
 
     @property
     def steps(self) -> int:
-        """Steps run, those inside shuffled passes left out."""
-        return sum(s.count for s in self.segments if not s.scheme.counts_passes)
+        """Steps run, those inside shuffled passes and of searches left out."""
+        return sum(s.count for s in self.segments if s.scheme.counts == "steps")
 
     @property
     def passes(self) -> int:

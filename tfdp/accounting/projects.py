@@ -18,6 +18,9 @@ from tfdp.accounting.segments import Segment
 from tfdp.accounting.statement import privacy_statement
 from tfdp.errors import PrivacyBudgetError
 
+# No model knows of more steps: what it says of such a training changes nothing.
+_FOR_GOOD = 2**62
+
 
 class _Recorder(Protocol):
     def all_runs(self) -> dict[str, Run]: ...
@@ -273,7 +276,13 @@ class Project:
             self._begin(state, name, runs, planned.planned().segments, label)
 
     def reserve_steps(
-        self, name: str, runs: Runs, planned: tuple[Segment, ...], label: str = ""
+        self,
+        name: str,
+        runs: Runs,
+        planned: tuple[Segment, ...],
+        *,
+        beside: tuple[Segment, ...] = (),
+        label: str = "",
     ) -> int:
         """Count as many steps or passes as the budget has room for, before they run.
 
@@ -281,6 +290,7 @@ class Project:
             name: Of the training.
             runs: All that it comes from, itself included.
             planned: What is to come, in one scheme.
+            beside: What else is to be released meanwhile, all of which is reserved.
             label: What to call it.
 
         Returns:
@@ -290,13 +300,13 @@ class Project:
             count = sum(segment.count for segment in planned)
             if state.budget is not None and count:
                 delta, target = state.budget
-                before = self._without(state, name, runs)
-                noise = [z for s in planned for z in [s.noise_multiplier] * s.count]
+                before = self._without(state, name, runs).add(*beside)
                 if before.add(*planned).epsilon(delta) > target:
-                    least = planned[0].with_count(1)
-                    least = dataclasses.replace(least, noise_multiplier=min(noise))
+                    least = min(planned, key=lambda segment: segment.noise_multiplier)
                     count = affordable_count(before, least, target, delta, most=count)
                     planned = (least.with_count(count),)
+            # Without a step nothing is released.
+            planned = (*planned, *beside) if count else ()
             self._begin(state, name, runs, planned, label)
         return count
 
@@ -373,20 +383,29 @@ class Project:
         return ledger_of(union(self._counted(entries), known))
 
     def _killed_and_continued(self, state: ProjectState, runs: Runs) -> list[str]:
-        """Return the trainings that were killed, of which a journal told the rest."""
-        return [
-            name
-            for name, entry in state.entries.items()
-            if entry.reserved is not None
-            and any(other.startswith(f"{name} after ") for other in runs)
-            and not self._is_alive(name)
-        ]
+        """Return the trainings that were killed, of which a journal told the rest.
+
+        It did if it knows of steps that were taken after the reservation.
+        """
+        found = []
+        for name, entry in state.entries.items():
+            known = [
+                run.steps
+                for other, run in runs.items()
+                if other == name or other.startswith(f"{name} after ")
+            ]
+            is_told = sum(known) > entry.run.steps and (name in runs) < len(known)
+            if entry.reserved is not None and is_told and not self._is_alive(name):
+                found.append(name)
+        return found
 
     def _settle(self, state: ProjectState, name: str, run: Run | None) -> None:
         entry = state.entries[name]
         if run is None:
             assert entry.if_killed is not None  # noqa: S101
-            run = dataclasses.replace(entry.run, ledger=entry.if_killed)
+            run = dataclasses.replace(
+                entry.run, ledger=entry.if_killed, steps=_FOR_GOOD
+            )
         state.entries[name] = Entry(run, entry.label)
         self._alive_file(name).unlink(missing_ok=True)
 

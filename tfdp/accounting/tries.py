@@ -170,7 +170,7 @@ class TruncatedNegativeBinomial(Tries):
     Example:
         >>> tries = TruncatedNegativeBinomial(shape=0.0, mean=10)
         >>> [round(chance, 3) for (_, chance), _ in zip(tries.law(), range(3))]
-        [0.27, 0.131, 0.085]
+        [0.269, 0.131, 0.085]
     """
 
     name: ClassVar[str] = "truncated_negative_binomial"

@@ -37,7 +37,7 @@ class Scheme(abc.ABC):
             expected_batch_size)``.
         label: What its batches are called in tables that compare schemes.
         counts: What is counted: `"steps"`, or `"passes"`, each of which is one release
-            and counts as soon as it has begun.
+            and counts as soon as it has begun; or `"searches"`.
         allows_units: Whether several examples may share a clipped gradient: not where
             one example more would shift all groups behind it.
         is_shuffled_by_keras: Whether Keras's own shuffling of arrays draws it.

@@ -148,9 +148,13 @@ class ModelLedger:
         recorder, budget = self.recorder, self.recorder.budget
         if budget is None or budget.project is None:
             return
-        planned = self.planned()
+        planned = self._planned_steps()
         releases = budget.project.reserve_steps(
-            recorder.run, recorder.all_runs(), planned, self._name()
+            recorder.run,
+            recorder.all_runs(),
+            planned,
+            beside=self._planned_releases(),
+            label=self._name(),
         )
         part = Reservation(
             recorder.run,
@@ -185,6 +189,13 @@ class ModelLedger:
         Raises:
             ValueError: If nobody knows how many steps there are to be.
         """
+        return (*self._planned_steps(), *self._planned_releases())
+
+    def _planned_releases(self) -> tuple[Segment, ...]:
+        """Return what callbacks are to release beside the steps."""
+        return tuple(getattr(self.recorder, "to_come", {}).values())
+
+    def _planned_steps(self) -> tuple[Segment, ...]:
         counter = self.recorder.counter
         if counter.planned_releases is None:
             raise ValueError(

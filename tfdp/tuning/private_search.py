@@ -50,10 +50,10 @@ class PrivateSearch:
     proven. The cost stands on the model: in its
     ledger, its statements, files and exports, and what is trained later adds to it.
 
-    Each try counts with all that its `fit` planned, and the tries with the dearest settings
-    that could have been drawn: which were is as secret as their number. So the settings of
-    a grid are all built once, up to where training would begin; those of a sampler
-    must all cost the same.
+    Each try counts with all that its `fit` planned, and as if it had the dearest settings
+    that could have been drawn: which were drawn is as secret as their number. So all
+    settings of a grid are built once, up to where training would begin, and those of a
+    sampler must all cost the same.
 
     Guarantees:
         The model that `fit` returns, its `settings` and its `score` are covered by
