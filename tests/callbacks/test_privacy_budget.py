@@ -283,6 +283,26 @@ def test_projects_must_have_a_budget(tmp_path):
         tfdp.callbacks.PrivacyBudget()
 
 
+@pytest.mark.parametrize("one", [{"delta": DELTA}, {"target_epsilon": 1.0}])
+def test_a_budget_beside_a_project_has_both_numbers(project, one):
+    with pytest.raises(ValueError, match="Give both, or none"):
+        tfdp.callbacks.PrivacyBudget(**one, project=project)
+
+
+def test_another_model_of_the_project_may_train_the_same_weights(rows, project):
+    first = private("poisson")
+    fit(first, rows, tfdp.callbacks.PrivacyBudget(project=project), epochs=1)
+    second = tfdp.DPModel(first.model)
+    second.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=64.0),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    with pytest.raises(PrivacyBudgetError, match="Only `fit` reserves"):
+        fit(second, rows, epochs=1)
+    fit(second, rows, tfdp.callbacks.PrivacyBudget(project=project), epochs=1)
+    assert project.ledger == second.ledger == Ledger((poisson(6),))
+
+
 PROGRAM = """
 import os, sys
 import keras, numpy as np

@@ -1,6 +1,8 @@
 """What runs is kept under its name, and a ledger never gets smaller."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -346,17 +348,24 @@ def test_a_run_can_be_a_part_of_something_that_counts_for_it():
     assert set(recorder.all_runs()) == {"before", "search"}
 
 
+PROJECT = SimpleNamespace(path=Path("data.json"))
+
+
 def test_a_plan_ends_where_the_part_of_a_project_ends():
     recorder = LedgerRecorder()
     recorder.begin(UNDECLARED, planned_releases=9)
     recorder.plan(9)
     assert recorder.counter.planned_releases == 9
     part = Reservation(recorder.run, recorder.beginnings, 4, 1.0)
-    recorder.budget = Budget(1e-5, 1.0, project=object(), reservation=part)
+    recorder.budget = Budget(1e-5, 1.0, project=PROJECT, reservation=part)
     recorder.plan(9)
     assert recorder.counter.planned_releases == 4
     assert recorder.budget.has_reserved(recorder, 1.0) == 4
-    assert recorder.budget.has_reserved(recorder, 0.9) == 0
+    assert recorder.budget.has_reserved(recorder, 0.9) == -1
+    # Another model of the project has weights that this training changes.
+    assert Budget(1e-5, 1.0, PROJECT).has_reserved(recorder, 1.0) == 4
+    other = SimpleNamespace(path=Path("other.json"))
+    assert Budget(1e-5, 1.0, other).has_reserved(recorder, 1.0) == 0
     assert recorder.budget.has_reserved(LedgerRecorder(), 1.0) == 0
     assert Budget(1e-5, 1.0).has_reserved(recorder, 0.0) == float("inf")
     # Files keep the numbers alone.

@@ -37,9 +37,9 @@ class PrivacyBudget(StepCallback):
 
     Args:
         delta: The delta of the guarantee, in (0, 1). Take one well below one over
-            the number of examples. With a project, by default that of its budget.
-        target_epsilon: The largest epsilon, positive; None only logs, or leaves it to
-            the project.
+            the number of examples.
+        target_epsilon: The largest epsilon, positive; None only logs. With a project,
+            both may be left out, or are a budget of the model alone beside it.
         project: A `tfdp.accounting.Project` that has a budget, or the path of its file.
 
     Raises:
@@ -61,9 +61,14 @@ class PrivacyBudget(StepCallback):
         self.project = None
         if project is not None:
             self.project = project_with_budget(project)
-            delta = self.project.delta if delta is None else delta
-            if target_epsilon is None:
-                # The model alone has no other one, at the project's delta.
+            if (delta is None) != (target_epsilon is None):
+                raise ValueError(
+                    "Beside a project, `delta` and `target_epsilon` are a budget of the "
+                    f"model alone. Received: delta={delta!r}, target_epsilon="
+                    f"{target_epsilon!r}. Give both, or none: "
+                    "`PrivacyBudget(project=...)`."
+                )
+            if delta is None:
                 delta, target_epsilon = self.project.delta, self.project.target_epsilon
         self.delta = _validate.probability("delta", delta)
         if target_epsilon is not None:

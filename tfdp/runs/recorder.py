@@ -71,17 +71,24 @@ class Budget:
         """Return how many releases a training may still begin for the project.
 
         Args:
-            recorder: Of the training.
+            recorder: Of the training, which has reserved for itself: the budget may be
+                that of another model whose weights it changes.
             least_noise: Of these releases.
 
         Returns:
-            Their number; infinite without a project.
+            Their number; infinite without a project, -1 if not even the rest of a pass
+            that has begun.
         """
         if self.project is None:
             return math.inf
-        part = self.reservation
-        if part is None or least_noise < part.noise_multiplier:
+        own = recorder.budget
+        if own is None or own.project is None or own.reservation is None:
             return 0
+        part = own.reservation
+        if own.project.path.absolute() != self.project.path.absolute():
+            return 0
+        if least_noise < part.noise_multiplier:
+            return -1
         is_its = (recorder.run, recorder.beginnings) == (part.run, part.beginnings)
         return part.releases - recorder.counter.releases_begun if is_its else 0
 
