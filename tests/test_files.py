@@ -3,7 +3,7 @@
 import pytest
 
 from tfdp import _files
-from tfdp._files import replaced
+from tfdp._files import locked, replaced
 
 
 def test_takes_the_place_of_another(tmp_path):
@@ -48,3 +48,19 @@ def test_what_did_not_reach_the_disk_changes_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"), replaced(path) as file:
         file.write("new")
     assert path.read_text() == "old"
+
+
+def test_a_lock_is_held_once_and_let_go(tmp_path):
+    path = tmp_path / "lock"
+    with locked(path) as is_held:
+        assert is_held
+        with locked(path, wait=False) as is_held_twice:
+            assert not is_held_twice
+    with locked(path, wait=False) as is_held:
+        assert is_held
+
+
+def test_systems_without_locks_say_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(_files, "fcntl", None)
+    with pytest.raises(OSError, match="no file locks"), locked(tmp_path / "lock"):
+        pass

@@ -14,6 +14,7 @@ from tfdp import models as models
 from tfdp import optimizers as optimizers
 from tfdp import rules as rules
 from tfdp import sampling as sampling
+from tfdp import tuning as tuning
 from tfdp import variational as variational
 from tfdp.accounting import (
     calibrate_noise_multiplier as calibrate_noise_multiplier,

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+try:
+    import fcntl
+except ImportError:  # There are no such locks on Windows.
+    fcntl = None  # type: ignore[assignment]
+
 
 @contextlib.contextmanager
 def replaced(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
@@ -31,3 +36,33 @@ def replaced(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold a lock that no other process, and no other caller here, holds meanwhile.
+
+    The operating system holds it, and lets go when the process dies, however it does.
+
+    Args:
+        path: A file that is made if need be, and stays.
+        wait: Whether to wait until it is free.
+
+    Yields:
+        Whether the lock is held; False only without waiting.
+
+    Raises:
+        OSError: If the file cannot be made, or this system has no such locks.
+    """
+    if fcntl is None:
+        raise OSError(f"This system has no file locks. Received: path={str(path)!r}.")
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(file)

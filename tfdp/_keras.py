@@ -179,6 +179,17 @@ def without_autograph(function: _Function) -> _Function:
     return unconverted
 
 
+@contextlib.contextmanager
+def names_begin_again() -> Iterator[None]:
+    """Let names that Keras gives within it be given again: they number what was made."""
+    before = global_state.get_global_attribute("object_name_uids")
+    kept = None if before is None else before.copy()
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("object_name_uids", kept)
+
+
 def onednn_is_off() -> bool:
     """Tell whether convolutions on this CPU do without oneDNN, by nobody's decision."""
     is_x86 = platform.machine() in {"x86_64", "AMD64"}

@@ -394,6 +394,18 @@ class DPModel(TrainingFunctions):
         )
         return reports.FORMS[form](facts)
 
+    def planned_segments(self) -> tuple[Segment, ...]:
+        """Return what the call of `fit` that runs now is to run, if nothing ends it.
+
+        Returns:
+            Parts for a ledger, without what ran before. For callbacks, from
+            `on_train_begin` on.
+
+        Raises:
+            ValueError: If the data do not tell how many steps there are.
+        """
+        return self._model_ledger.planned()
+
     # Compilation.
 
     def compile(

@@ -1,5 +1,10 @@
 """PrivacyBudget: epsilon in the logs, and no step beyond the target."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +14,7 @@ import tfdp
 from tfdp.accounting import Ledger, PoissonSteps, ShuffledPasses, UnamplifiedSteps
 from tfdp.errors import NotPrivateError, PrivacyBudgetError
 
+ROOT = Path(__file__).parents[2]
 DELTA = 1e-3
 ROWS = 12
 
@@ -159,3 +165,185 @@ def test_bad_deltas_are_refused(value):
 def test_bad_targets_are_refused(value):
     with pytest.raises(ValueError, match="Received: target_epsilon="):
         tfdp.callbacks.PrivacyBudget(DELTA, value)
+
+
+# ------------------------------------------------------------------- of a project
+
+
+@pytest.fixture
+def project(tmp_path):
+    return tfdp.accounting.Project(
+        tmp_path / "data.json", delta=DELTA, target_epsilon=1.0
+    )
+
+
+class Looks(keras.callbacks.Callback):
+    """Remembers what a project says while a training runs, and may end it."""
+
+    def __init__(self, project, stop=False):
+        super().__init__()
+        self.project, self.stop = project, stop
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen = self.project.ledger
+        self.model.stop_training = self.stop
+
+
+def poisson(count):
+    return PoissonSteps(count, 64.0, ROWS, 4)
+
+
+def test_a_training_reserves_its_steps_and_gives_back_what_it_did_not_use(
+    rows, project
+):
+    budget = tfdp.callbacks.PrivacyBudget(project=project)
+    assert (budget.delta, budget.target_epsilon) == (DELTA, 1.0)
+    looks = Looks(project)
+    model = private("poisson")
+    fit(model, rows, budget, looks, epochs=2)
+    assert looks.seen == Ledger((poisson(6),))
+    assert project.ledger == model.ledger == Ledger((poisson(6),))
+    # Later calls reserve, too; other steps have nothing to take from.
+    fit(model, rows, looks, epochs=1)
+    assert looks.seen == project.ledger == Ledger((poisson(9),))
+    with pytest.raises(PrivacyBudgetError, match="Only `fit` reserves a part"):
+        model.train_on_batch(*rows)
+    with pytest.raises(KeyError):
+        fit(model, rows, Fails(), epochs=3)
+    assert project.ledger == model.ledger == Ledger((poisson(9),))
+
+
+class Fails(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        raise KeyError
+
+
+def test_all_models_of_a_project_share_its_budget(rows, project):
+    first, second = private("poisson", 4.0), private("poisson", 4.0)
+    budget = tfdp.callbacks.PrivacyBudget(project=project.path)
+    fit(first, rows, budget, epochs=1)
+    fit(second, rows, tfdp.callbacks.PrivacyBudget(project=project), epochs=99)
+    step = PoissonSteps(1, 4.0, ROWS, 4)
+    assert 3 < second.ledger.steps < 99 * 3
+    assert project.epsilon() <= 1.0 < project.ledger.add(step).epsilon(DELTA)
+    assert first.epsilon(DELTA) < second.epsilon(DELTA) < 1.0
+    with pytest.raises(PrivacyBudgetError, match="the project has spent its budget"):
+        fit(first, rows, epochs=1)
+    # What a budget has ended owes nothing more.
+    assert project.ledger.segments == (step.with_count(second.ledger.steps + 3),)
+
+
+def test_who_is_stopped_counts_with_what_it_had_reserved(rows, project):
+    model = private("poisson", 4.0)
+    budget = tfdp.callbacks.PrivacyBudget(project=project)
+    looks = Looks(project, stop=True)
+    fit(model, rows, budget, looks, epochs=99)
+    assert model.ledger.steps == 1
+    assert project.ledger == model.ledger.planned().merged() == looks.seen
+    assert project.epsilon() <= 1.0
+
+
+@pytest.mark.slow
+def test_less_noise_than_was_reserved_is_refused(rows, project):
+    class Lower(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 1:
+                self.model.optimizer.noise_multiplier = 8.0
+
+    model = private("poisson")
+    fit(model, rows, tfdp.callbacks.PrivacyBudget(project=project), Lower(), epochs=2)
+    assert model.ledger == Ledger((poisson(1),))
+
+
+@pytest.mark.slow
+def test_a_smaller_budget_of_the_model_binds_too(rows, project):
+    model = private("poisson", 4.0)
+    budget = tfdp.callbacks.PrivacyBudget(DELTA, 0.5, project=project)
+    fit(model, rows, budget, epochs=99)
+    assert 0.4 < model.epsilon(DELTA) <= 0.5
+    assert project.ledger == model.ledger
+
+
+@pytest.mark.slow
+def test_files_keep_the_numbers_of_the_budget(rows, project, tmp_path):
+    model = private("poisson")
+    fit(model, rows, tfdp.callbacks.PrivacyBudget(project=project), epochs=1)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.recorder.budget == model.recorder.budget.__class__(DELTA, 1.0)
+    fit(loaded, rows, tfdp.callbacks.PrivacyBudget(project=project), epochs=1)
+    # What was saved and has gone on counts once.
+    assert project.ledger == loaded.ledger == Ledger((poisson(6),))
+
+
+def test_projects_must_have_a_budget(tmp_path):
+    with pytest.raises(ValueError, match="`project` must have a budget"):
+        tfdp.callbacks.PrivacyBudget(project=tmp_path / "none.json")
+    with pytest.raises(TypeError, match="`delta` must be a number"):
+        tfdp.callbacks.PrivacyBudget()
+
+
+@pytest.mark.parametrize("one", [{"delta": DELTA}, {"target_epsilon": 1.0}])
+def test_a_budget_beside_a_project_has_both_numbers(project, one):
+    with pytest.raises(ValueError, match="Give both, or none"):
+        tfdp.callbacks.PrivacyBudget(**one, project=project)
+
+
+def test_another_model_of_the_project_may_train_the_same_weights(rows, project):
+    first = private("poisson")
+    fit(first, rows, tfdp.callbacks.PrivacyBudget(project=project), epochs=1)
+    second = tfdp.DPModel(first.model)
+    second.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=64.0),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    with pytest.raises(PrivacyBudgetError, match="Only `fit` reserves"):
+        fit(second, rows, epochs=1)
+    fit(second, rows, tfdp.callbacks.PrivacyBudget(project=project), epochs=1)
+    assert project.ledger == second.ledger == Ledger((poisson(6),))
+
+
+PROGRAM = """
+import os, sys
+import keras, numpy as np
+import tfdp
+
+class Die(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if sys.argv[1] == "die" and self.model.recorder.steps == 6:
+            os.kill(os.getpid(), 9)
+
+x = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
+model = tfdp.DPModel(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=8.0)
+model.compile(optimizer, loss="mse")
+budget = tfdp.callbacks.PrivacyBudget(project="data.json")
+callbacks = [budget, Die()]
+if sys.argv[1] != "one":
+    callbacks.append(keras.callbacks.BackupAndRestore("backup"))
+model.fit(x, x[:, :1], batch_size=10, epochs=3, callbacks=callbacks, verbose=0)
+"""
+
+
+@pytest.mark.slow
+def test_processes_at_once_and_one_that_is_killed_and_goes_on(tmp_path):
+    project = tfdp.accounting.Project(
+        tmp_path / "data.json", delta=DELTA, target_epsilon=3.0
+    )
+
+    def start(how):
+        command = [sys.executable, "-c", PROGRAM, how]
+        return subprocess.Popen(
+            command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
+
+    both = [start("one"), start("die")]
+    assert [process.wait() for process in both] == [0, -9]
+    step = PoissonSteps(1, 8.0, 40, 10)
+    # Of the one that was killed all that it had planned.
+    assert project.ledger == Ledger((step.with_count(24),))
+    assert len(project.unsettled) == 1
+    assert start("go on").wait() == 0
+    # It has lost what came after its backup, and that counts.
+    assert project.unsettled == []
+    assert project.ledger == Ledger((step.with_count(12 + 4 + 2 + 8),))

@@ -1,6 +1,8 @@
 """What runs is kept under its name, and a ledger never gets smaller."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +19,9 @@ from tests.runs.recording import (
     steps_that_fit,
 )
 from tfdp.accounting import Ledger, PoissonSteps
+from tfdp.accounting.runs import Run
 from tfdp.runs.counter import UNDECLARED
-from tfdp.runs.recorder import LedgerRecorder
+from tfdp.runs.recorder import Budget, LedgerRecorder, Reservation
 
 # ------------------------------------------------------------------ one after other
 
@@ -238,7 +241,6 @@ def test_a_ledger_that_an_earlier_version_saved_still_loads():
     recorder.restore(saved({"a": 3}, one))
     assert recorder.ledger == one
     assert (recorder.steps, recorder.sampled_epochs) == (3, 2)
-    assert recorder.last_clip == 0.5
     longer = one.add(PoissonSteps(2, 1.0, 1000, 50)).merged()
     recorder.restore(saved({"a": 5}, longer))
     assert recorder.ledger == longer
@@ -331,3 +333,47 @@ def test_trainings_apart_are_added_up_by_agreement():
         assert recorder.steps == 3
         record(recorder, 1.0)
         assert recorder.ledger.segments == segments(POISSON, z1=4)
+
+
+def test_a_run_can_be_a_part_of_something_that_counts_for_it():
+    recorder = recorded(POISSON, 1.0, 1.0)
+    name = recorder.run
+    whole = Run(Ledger((PoissonSteps(9, 1.0, 60, 20),)), 4, 0.5)
+    recorder.join({"before": whole, "search": whole}, "search")
+    assert recorder.ledger == Ledger((PoissonSteps(18, 1.0, 60, 20),))
+    assert name not in recorder.state()
+    # What it runs from here on is a run of its own.
+    recorder.begin(UNDECLARED)
+    assert recorder.own_run().steps == 0
+    assert set(recorder.all_runs()) == {"before", "search"}
+
+
+PROJECT = SimpleNamespace(path=Path("data.json"))
+
+
+def test_a_plan_ends_where_the_part_of_a_project_ends():
+    recorder = LedgerRecorder()
+    recorder.begin(UNDECLARED, planned_releases=9)
+    recorder.plan(9)
+    assert recorder.counter.planned_releases == 9
+    part = Reservation(recorder.run, recorder.beginnings, 4, 1.0)
+    recorder.budget = Budget(1e-5, 1.0, project=PROJECT, reservation=part)
+    recorder.plan(9)
+    assert recorder.counter.planned_releases == 4
+    assert recorder.budget.has_reserved(recorder, 1.0) == 4
+    assert recorder.budget.has_reserved(recorder, 0.9) == -1
+    # Another model of the project has weights that this training changes.
+    assert Budget(1e-5, 1.0, PROJECT).has_reserved(recorder, 1.0) == 4
+    other = SimpleNamespace(path=Path("other.json"))
+    assert Budget(1e-5, 1.0, other).has_reserved(recorder, 1.0) == 0
+    assert recorder.budget.has_reserved(LedgerRecorder(), 1.0) == 0
+    assert Budget(1e-5, 1.0).has_reserved(recorder, 0.0) == float("inf")
+    # Files keep the numbers alone.
+    assert json.loads(recorder.state())["budget"] == {
+        "delta": 1e-5,
+        "target_epsilon": 1.0,
+    }
+    recorder.begin(UNDECLARED)
+    recorder.plan(9)
+    assert recorder.counter.planned_releases == 9
+    assert recorder.budget.has_reserved(recorder, 1.0) == 0

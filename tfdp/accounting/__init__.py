@@ -2,6 +2,7 @@
 
 from tfdp.accounting.accountant import epsilon as epsilon
 from tfdp.accounting.accountant import reported_epsilon as reported_epsilon
+from tfdp.accounting.best_of import BestOf as BestOf
 from tfdp.accounting.calibration import affordable_count as affordable_count
 from tfdp.accounting.calibration import calibrate_gaussian as calibrate_gaussian
 from tfdp.accounting.calibration import (
@@ -15,6 +16,7 @@ from tfdp.accounting.local import (
 )
 from tfdp.accounting.local import local_epsilon as local_epsilon
 from tfdp.accounting.local import local_privacy_statement as local_privacy_statement
+from tfdp.accounting.projects import Project as Project
 from tfdp.accounting.segments import PoissonSteps as PoissonSteps
 from tfdp.accounting.segments import Segment as Segment
 from tfdp.accounting.segments import ShuffledPasses as ShuffledPasses
@@ -22,6 +24,11 @@ from tfdp.accounting.segments import UnamplifiedSteps as UnamplifiedSteps
 from tfdp.accounting.statement import privacy_report as privacy_report
 from tfdp.accounting.statement import privacy_statement as privacy_statement
 from tfdp.accounting.tradeoff import true_positive_rate as true_positive_rate
+from tfdp.accounting.tries import Geometric as Geometric
+from tfdp.accounting.tries import Poisson as Poisson
+from tfdp.accounting.tries import (
+    TruncatedNegativeBinomial as TruncatedNegativeBinomial,
+)
 from tfdp.accounting.users import user_epsilon as user_epsilon
 from tfdp.compat.tf_privacy_accounting import (
     compute_dp_sgd_privacy as compute_dp_sgd_privacy,

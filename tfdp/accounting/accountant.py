@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import dp_accounting
 import numpy as np
-from dp_accounting import rdp
 from dp_accounting.pld import privacy_loss_distribution
 
 from tfdp._validate import one_of, probability
 from tfdp.accounting.allocation import loss_of_allocation
 from tfdp.accounting.segments import Segment
+from tfdp.accounting.selection import RdpAccountant
 from tfdp.sampling import RandomAllocationDpEvent, Scheme
 from tfdp.sampling.scheme import LEAST_AMPLIFIED_NOISE
 
@@ -53,9 +53,9 @@ def epsilon(
         The result is an upper bound that is never negative: ``0`` where nothing ran
         and ``inf`` where something ran without noise. Where privacy loss
         distributions would need too much memory (epsilon above 200, Poisson sampling or
-        balls in bins with a noise multiplier below 0.2, more than a million steps), ``"PLD"``
-        returns the bound of ``"RDP"``, and of more than four segments the smaller of
-        both.
+        balls in bins with a noise multiplier below 0.2, more than a million steps), and for
+        searches, which have none, ``"PLD"`` returns the bound of ``"RDP"``, and of more
+        than four segments the smaller of both.
 
     Args:
         segments: What was run.
@@ -126,7 +126,9 @@ def deltas(
     if any(segment.noise_multiplier == 0 for segment in segments):
         return np.ones(len(epsilons))
     few = len(segments) <= _PLD_FEW_SEGMENTS
-    is_cheap = _pld_is_affordable(segments, _rough_epsilon(segments, _SMALL_DELTA))
+    is_cheap = all(
+        segment.scheme.is_known_to_pld for segment in segments
+    ) and _pld_is_affordable(segments, _rough_epsilon(segments, _SMALL_DELTA))
     bounds = [np.ones(len(epsilons))]
     if is_cheap:
         loss = _composed_loss(segments, _PLD_INTERVAL if few else _PLD_COARSE_INTERVAL)
@@ -191,6 +193,8 @@ def _epsilon(segments: tuple[Segment, ...], delta: float, accountant: str) -> fl
             return max(
                 0.0, float(_composed_rdp(segments, accountant).get_epsilon(delta))
             )
+    if not all(segment.scheme.is_known_to_pld for segment in segments):
+        return _epsilon(segments, delta, "RDP")
     few = len(segments) <= _PLD_FEW_SEGMENTS
     is_cheap = few and _pld_is_affordable(segments, _rough_bound(segments, delta))
     # The rough bound mostly comes out of the cache; a closer one takes longer.
@@ -218,12 +222,20 @@ def _rough_bound(segments: tuple[Segment, ...], delta: float) -> float:
 
 
 def _rough_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
-    knows_all = all(map(_is_known_to_rdp, segments))
+    knows_all = all(map(is_known_to_rdp, segments))
     return _epsilon(segments, delta, "RDP" if knows_all else _ROUGHLY)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_known_to_rdp(segment: Segment) -> bool:
+def is_known_to_rdp(segment: Segment) -> bool:
+    """Tell whether RDP knows what a segment costs, and not just an upper bound of it.
+
+    Args:
+        segment: What was run.
+
+    Returns:
+        False for bins, for example.
+    """
     scheme, count, noise = segment.scheme, segment.count, segment.noise_multiplier
     return bool(scheme.rough_event(count, noise) == scheme.rdp_event(count, noise))
 
@@ -248,10 +260,10 @@ def _least_noise(segment: Segment) -> float:
 @functools.lru_cache(maxsize=64)
 def _composed_rdp(
     segments: tuple[Segment, ...], accountant: str = "RDP"
-) -> rdp.RdpAccountant:
+) -> RdpAccountant:
     """Return an accountant that has composed the segments; callers do not change it."""
     if not segments:
-        return rdp.RdpAccountant()
+        return RdpAccountant()
     known = _known_part(segments)
     result = copy.deepcopy(_composed_rdp(known, accountant))
     for segment in segments[len(known) :]:

@@ -198,7 +198,7 @@ def affordable_count(
         noise = np.asarray(noise_multipliers)
 
     def excess(count: int, cost: _Cost) -> float:
-        longer = ledger.add(*_with_noise(segment, noise, count))
+        longer = ledger.add(*with_noise(segment, noise, count))
         return cost(longer.merged().segments, delta) - target_epsilon
 
     count = _greatest_count(lambda k: excess(k, _COSTS["RDP"]), 0, 1, most)
@@ -212,8 +212,17 @@ def affordable_count(
     return count
 
 
-def _with_noise(segment: Segment, noise: np.ndarray, count: int) -> list[Segment]:
-    """Return as many steps or passes, each with its own noise multiplier."""
+def with_noise(segment: Segment, noise: np.ndarray, count: int) -> list[Segment]:
+    """Return as many steps or passes, each with its own noise multiplier.
+
+    Args:
+        segment: Says how they are drawn.
+        noise: Of each; the last one is that of all that follow.
+        count: How many.
+
+    Returns:
+        A segment for each noise multiplier, in the order of their first.
+    """
     values, first, counts = np.unique(
         noise[:count], return_index=True, return_counts=True
     )

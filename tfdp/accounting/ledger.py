@@ -67,9 +67,11 @@ class Ledger:
 
     @property
     def steps(self) -> int:
-        """Steps run, those inside shuffled passes left out."""
+        """Steps run, those inside shuffled passes and of searches left out."""
         return sum(
-            s.count for s in self.segments if not (s.scheme.counts_passes or s.released)
+            s.count
+            for s in self.segments
+            if s.scheme.counts == "steps" and not s.released
         )
 
     @property

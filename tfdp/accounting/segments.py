@@ -70,6 +70,10 @@ class Segment:
         """Return the segment as an event of dp_accounting."""
         return self.scheme.event(self.count, self.noise_multiplier)
 
+    def parts(self) -> "tuple[Segment, ...]":
+        """Return the segments that it is made of: itself, or all that a search may run."""
+        return self.scheme.segments_of_tries or (self,)
+
     def words(self) -> str:
         """Say in a few words what ran."""
         noise = f"noise multiplier {self.noise_multiplier:.7g}"

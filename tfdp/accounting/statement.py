@@ -44,8 +44,9 @@ _NOT_COVERED = (
     "was spent.",
     "What was computed from the data beforehand: adapted preprocessing layers, "
     "vocabularies, scalers, class weights, oversampling.",
-    "Other runs on the same data, such as those that chose the hyperparameters. Runs "
-    "that have a ledger can be added up: `tfdp.accounting.compose`.",
+    "Other runs on the same data, such as those that chose the hyperparameters, unless "
+    "they were tries of a `tfdp.tuning.PrivateSearch`. Runs that have a ledger can be "
+    "added up: `tfdp.accounting.Project`, `tfdp.accounting.compose`.",
     "Trainings that the ledger does not know: of weights loaded from elsewhere, from "
     "plain files of another process for example, copied between two steps, averaged or "
     "changed.",
@@ -177,7 +178,7 @@ def privacy_report(ledger: Ledger, delta: float) -> dict[str, Any]:
         "unit": _unit(planned),
         "units": sorted(_units(planned) or {"example"}),
         "trust_model": _TRUST_MODEL,
-        "sampling": sorted({s.scheme.kind for s in planned if not s.released}),
+        "sampling": sorted({s.scheme.kind for s in _parts(planned) if not s.released}),
         "segments": [segment_to_dict(segment) for segment in run],
         "planned_segments": [segment_to_dict(segment) for segment in planned],
         "noise_multiplier": min(
@@ -220,8 +221,13 @@ def _cautions(ledger: Ledger, planned: _Segments, delta: float) -> Iterator[str]
         )
 
 
+def _parts(segments: _Segments) -> _Segments:
+    """Return the segments with what searches may have run in place of these."""
+    return tuple(dict.fromkeys(part for each in segments for part in each.parts()))
+
+
 def _units(segments: _Segments) -> set[str]:
-    return {segment.scheme.unit for segment in segments}
+    return {part.scheme.unit for part in _parts(segments)}
 
 
 def _most_examples(segments: _Segments) -> int:
@@ -266,7 +272,8 @@ def _unit(segments: _Segments) -> str:
             " Some of the steps had users as units: figures of one example hold only for "
             "users who have no other."
         )
-    sizes = {s.scheme.examples_per_unit for s in segments} - {1}
+    parts = _parts(segments)
+    sizes = {part.scheme.examples_per_unit for part in parts} - {1}
     if sizes:
         text += (
             f" Groups of {' or '.join(map(str, sorted(sizes)))} examples were clipped "
@@ -274,7 +281,7 @@ def _unit(segments: _Segments) -> str:
             f"relative to the doubled one); no figure of Poisson sampling holds for "
             f"them."
         )
-    assumptions = dict.fromkeys(segment.scheme.assumption() for segment in segments)
+    assumptions = dict.fromkeys(each.scheme.assumption() for each in segments + parts)
     return " ".join([text, *filter(None, assumptions)])
 
 
@@ -283,7 +290,7 @@ def _users(segments: _Segments, delta: float, examples: int | None) -> Iterator[
     if examples is None:
         return
     examples = positive_int("max_examples_per_user", examples)
-    if segments and all(segment.scheme.unit == "user" for segment in segments):
+    if _units(segments) == {"user"}:
         return  # What is said of one user holds for any number of rows.
     segments = joined(segments)
     # Segments are composed by adding up what each costs at its part of delta.

@@ -53,7 +53,8 @@ def user_epsilon(
         accountant: ``"PLD"`` or ``"RDP"``.
 
     Returns:
-        An upper bound; ``inf`` where there was no noise.
+        An upper bound; ``inf`` where there was no noise, and for searches, of which
+        nothing is proven for several examples.
 
     Raises:
         TypeError: If an argument is no number.
@@ -74,6 +75,10 @@ def user_epsilon(
     """
     max_examples_per_user = positive_int("max_examples_per_user", max_examples_per_user)
     of_one = epsilon([segment], delta, accountant)
+    parts = segment.parts()
+    if parts != (segment,):
+        of_users = all(part.scheme.unit == "user" for part in parts)
+        return of_one if of_users or max_examples_per_user == 1 else math.inf
     is_user = max_examples_per_user == 1 or segment.scheme.unit == "user"
     if is_user or not segment.count:
         return of_one

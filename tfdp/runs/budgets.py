@@ -91,6 +91,14 @@ def enforce_budget(
         spent = {each: each.ledger.epsilon(of.delta) for each, of in binding.items()}
         most = max(spent, key=spent.__getitem__)
         budget = binding[most]
+        if budget.project is not None:
+            raise PrivacyBudgetError(
+                "The training has no part of the project's budget left. Received: "
+                f"project={str(budget.project.path)!r}, target_epsilon="
+                f"{budget.target_epsilon:g}, delta={budget.delta:g}. Only `fit` reserves "
+                "a part. If it had none either, the project has spent its budget: "
+                f"`python -m tfdp.accounting.project {budget.project.path}`."
+            )
         raise PrivacyBudgetError(
             "The privacy budget has no room for another step. Received: "
             f"target_epsilon={budget.target_epsilon:g}, delta={budget.delta:g}, "
@@ -289,5 +297,6 @@ def _affordable(
             noise_multipliers=counter.recorded(noise_multipliers),
             most=most,
         )
-        counts.append(count)
+        least = float(counter.recorded(noise_multipliers)[: max(count, 1)].min())
+        counts.append(int(min(count, budget.has_reserved(recorder, least))))
     return min(counts)

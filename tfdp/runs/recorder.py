@@ -9,8 +9,15 @@ import weakref
 from collections.abc import Callable, Hashable
 
 from tfdp._types import Array, Variable
-from tfdp.accounting import Ledger, Segment
-from tfdp.accounting.runs import Run, ledger_of, runs_from_state, runs_to_dict, union
+from tfdp.accounting import Ledger, Project, Segment
+from tfdp.accounting.runs import (
+    Run,
+    Runs,
+    ledger_of,
+    runs_from_state,
+    runs_to_dict,
+    union,
+)
 from tfdp.runs.counter import UNPLANNED, StepCounter
 from tfdp.runs.histories import (
     History,
@@ -21,9 +28,27 @@ from tfdp.runs.histories import (
     know,
     note_steps,
     recognise_copies,
+    rename_runs,
     runs_of,
 )
 from tfdp.sampling import Scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class Reservation:
+    """What a training may take of the budget of a project.
+
+    Attributes:
+        run: Whose it is.
+        beginnings: Its segment, which no other one takes from it.
+        releases: How many may begin in that.
+        noise_multiplier: Of the least noise among them.
+    """
+
+    run: str
+    beginnings: int
+    releases: int
+    noise_multiplier: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +58,43 @@ class Budget:
     Attributes:
         delta: The delta of the guarantee.
         target_epsilon: The largest epsilon.
+        project: Whose budget each training takes a part of, if somebody has said so.
+        reservation: That part.
     """
 
     delta: float
     target_epsilon: float
+    project: Project | None = None
+    reservation: Reservation | None = None
+
+    def has_reserved(self, recorder: "LedgerRecorder", least_noise: float) -> float:
+        """Return how many releases a training may still begin for the project.
+
+        Args:
+            recorder: Of the training, which has reserved for itself: the budget may be
+                that of another model whose weights it changes.
+            least_noise: Of these releases.
+
+        Returns:
+            Their number; infinite without a project, -1 if not even the rest of a pass
+            that has begun.
+        """
+        if self.project is None:
+            return math.inf
+        own = recorder.budget
+        if own is None or own.project is None or own.reservation is None:
+            return 0
+        part = own.reservation
+        if own.project.path.absolute() != self.project.path.absolute():
+            return 0
+        if least_noise < part.noise_multiplier:
+            return -1
+        is_its = (recorder.run, recorder.beginnings) == (part.run, part.beginnings)
+        return part.releases - recorder.counter.releases_begun if is_its else 0
+
+    def to_dict(self) -> dict[str, float]:
+        """Return what files keep: the numbers."""
+        return {"delta": self.delta, "target_epsilon": self.target_epsilon}
 
 
 class LedgerRecorder:
@@ -256,6 +314,18 @@ class LedgerRecorder:
         """Note that there are releases of other rows, with a ledger of their own."""
         self._ended = dataclasses.replace(self._ended, saw_other_rows=True)
 
+    def plan(self, releases: int | None) -> None:
+        """Note how many releases of the segment are to come in all.
+
+        Args:
+            releases: None if nobody knows. What a project has no part for is not among
+                them.
+        """
+        part = self.budget and self.budget.reservation
+        if part and releases and self.beginnings == part.beginnings:
+            releases = min(releases, part.releases)
+        self.counter.planned_releases = releases
+
     def note_seeds(self, *, noise: bool, sampling: bool) -> None:
         """Remember that somebody knows a seed, if so.
 
@@ -280,13 +350,30 @@ class LedgerRecorder:
                 is not the present one, new.
         """
         if run != self.run:
-            counter = self.counter
-            self.begin(counter.scheme, steps_per_release=counter.steps_per_release)
-            self.loaded, self.run = self.runs, run
-            self._ended = Ledger()
-            counter.steps.assign(0)
+            self._begin_run(run, self.runs)
         for state in dict.fromkeys(states):
             self.restore(state)
+
+    def join(self, runs: Runs, name: str) -> None:
+        """Let what it has counted be a part of something else, which counts for it.
+
+        Args:
+            runs: What its values come from, that and all else.
+            name: Of that among them, which no other run has.
+        """
+        renamed = {self.run: {name: runs[name]}}
+        self._begin_run(uuid.uuid4().hex, union(self.loaded, runs))
+        rename_runs(renamed)
+        know(self.loaded)
+        revoke_all()
+
+    def _begin_run(self, run: str, loaded: dict[str, Run]) -> None:
+        """Begin another run, with what is loaded then."""
+        counter = self.counter
+        self.begin(counter.scheme, steps_per_release=counter.steps_per_release)
+        self.loaded, self.run = loaded, run
+        self._ended = Ledger()
+        counter.steps.assign(0)
 
     # In files.
 
@@ -295,7 +382,7 @@ class LedgerRecorder:
         return json.dumps({
             "runs": runs_to_dict(self.all_runs()),
             "sampled_epochs": self.all_sampled_epochs,
-            "budget": self.budget and dataclasses.asdict(self.budget),
+            "budget": self.budget and self.budget.to_dict(),
             "last_clip": self.last_clip,
         })
 

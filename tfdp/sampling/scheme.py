@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import dp_accounting
 import numpy as np
@@ -42,7 +42,7 @@ class Scheme(abc.ABC):
             expected_batch_size)``.
         label: What its batches are called in tables that compare schemes.
         counts: What is counted: `"steps"`, or `"passes"`, each of which is one release
-            and counts as soon as it has begun.
+            and counts as soon as it has begun; or `"searches"`.
         allows_units: Whether several examples may share a clipped gradient: not where
             one example more would shift all groups behind it.
         is_shuffled_by_keras: Whether Keras's own shuffling of arrays draws it.
@@ -55,6 +55,8 @@ class Scheme(abc.ABC):
             share noise.
         batches_are_bins: Whether each example tosses a coin for its batch of the pass:
             batches then vary in size, and what they cost depends on their number.
+        is_known_to_pld: Whether its `event` has a privacy loss distribution; where it has
+            none, RDP accounts for it and for all that is added up with it.
         number_of_examples: Size of the data set, which is public; None if unknown.
         expected_batch_size: Expected number of examples in a batch, likewise.
         examples_per_unit: Examples that share one clipped gradient.
@@ -73,6 +75,7 @@ class Scheme(abc.ABC):
     adds_up: ClassVar[bool] = True
     allows_shared_noise: ClassVar[bool] = False
     batches_are_bins: ClassVar[bool] = False
+    is_known_to_pld: ClassVar[bool] = True
 
     number_of_examples: int | None
     expected_batch_size: int | None
@@ -117,6 +120,11 @@ class Scheme(abc.ABC):
         """Steps in an epoch, if nobody asks for another number; None if unknown."""
         n, size = self.number_of_examples, self.expected_batch_size
         return -(-n // size) if n and size else None
+
+    @property
+    def segments_of_tries(self) -> tuple[Any, ...]:
+        """What a search may have run, as segments; none for a way of drawing batches."""
+        return ()
 
     def in_epochs_of(self, batches: int) -> "Scheme":
         """Return the scheme for epochs of so many batches.

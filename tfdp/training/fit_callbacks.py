@@ -57,8 +57,7 @@ class LedgerCallback(StepCallback):
         if not self._has_begun:
             # After a backup was restored some epochs are not run.
             epochs = self.params["epochs"] - epoch
-            planned = self._data.planned_releases(epochs)
-            self._recorder.counter.planned_releases = planned
+            self._recorder.plan(self._data.planned_releases(epochs))
             self._check_same_model(epoch)
             self._has_begun = True
         if self._data.begins_pass_each_epoch:

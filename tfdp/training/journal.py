@@ -60,16 +60,18 @@ class Journal(keras.callbacks.Callback):
             # It was not killed: what it counts is what it has taken.
             return
         runs = runs_from_state(state)
+        ledger, steps = Ledger(), 0
         if lines:
             steps, releases, noise_multiplier = json.loads(lines[-1])
             segment = dataclasses.replace(
                 segment_from_dict(begun["segment"]).with_count(releases),
                 noise_multiplier=noise_multiplier,
             )
-            # Apart from the run itself, which may not have taken them.
-            before = runs[run].steps if run in runs else 0
-            name = f"{run} after {before}"
-            runs[name] = Run(Ledger((segment,)), steps)
+            ledger = Ledger((segment,))
+        # Apart from the run itself, which may not have taken them. Where there are none
+        # this says that nothing more is to come of the run: projects ask for that.
+        before = runs[run].steps if run in runs else 0
+        runs[f"{run} after {before}"] = Run(ledger, steps)
         state.pop("ledger", None)
         self._recorder.restore(json.dumps({**state, "runs": runs_to_dict(runs)}))
 

@@ -1,6 +1,7 @@
 """What counts the steps of one model, and keeps them within budgets."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import types
@@ -15,6 +16,7 @@ from absl import logging
 
 from tfdp._types import Tensor, Variable
 from tfdp.accounting import Segment
+from tfdp.accounting.calibration import with_noise
 from tfdp.data.training_data import TrainingData
 from tfdp.errors import PrivacyBudgetError
 from tfdp.optimizers import DPOptimizer
@@ -25,10 +27,11 @@ from tfdp.runs.budgets import (
     has_room_for,
     lift_if_free,
     room_in_graph,
+    set_budget,
 )
 from tfdp.runs.counter import UNDECLARED
 from tfdp.runs.histories import note_makers, remember_values, was_trained
-from tfdp.runs.recorder import LedgerRecorder
+from tfdp.runs.recorder import LedgerRecorder, Reservation
 from tfdp.training.noise_plan import NoisePlan
 from tfdp.training.step import Session
 
@@ -66,7 +69,7 @@ class ModelLedger:
     def __init__(self, private: keras.Model) -> None:
         """Begin an empty ledger."""
         # Recorders outlive models, whose budgets end with them.
-        reference = weakref.ref(private)
+        reference = self._private = weakref.ref(private)
 
         def weights() -> list[Variable] | None:
             private = reference()
@@ -138,6 +141,7 @@ class ModelLedger:
             optimizer.skip_used_noise()
             self.check_dials()
             recorder.to_come = dict(releases)
+            self._reserve()
             self._keep_room_for_releases()
             self.limit()
             self._log_releases()
@@ -155,13 +159,78 @@ class ModelLedger:
             # Steps that follow have other batches, of which nothing is known.
             recorder.begin(UNDECLARED.in_units(session.scheme.examples_per_unit))
             recorder.to_come, recorder.reserved = {}, ()
+            self._give_back()
             self.limit_again()
             recorder.end_steps()
             remember_values(self._weights())
 
+    def _reserve(self) -> None:
+        """Take a part of the budget of a project, if there is one."""
+        recorder, budget = self.recorder, self.recorder.budget
+        if budget is None or budget.project is None:
+            return
+        planned = self._planned_steps()
+        releases = budget.project.reserve_steps(
+            recorder.run,
+            recorder.all_runs(),
+            planned,
+            beside=self._planned_releases(),
+            label=self._name(),
+        )
+        part = Reservation(
+            recorder.run,
+            recorder.beginnings,
+            releases,
+            min((each.noise_multiplier for each in planned), default=0.0),
+        )
+        set_budget(recorder, dataclasses.replace(budget, reservation=part))
+        recorder.plan(recorder.counter.planned_releases)
+
+    def _give_back(self) -> None:
+        """Count in the project what has run, in place of what was reserved."""
+        recorder, budget = self.recorder, self.recorder.budget
+        if budget is not None and budget.project is not None and budget.reservation:
+            budget.project.finish(recorder.run, recorder.all_runs(), self._name())
+            set_budget(recorder, dataclasses.replace(budget, reservation=None))
+
+    def _name(self) -> str:
+        private = self._private()
+        return "" if private is None else str(private.model.name)
+
     def noise_to_come(self) -> np.ndarray:
         """Return what the noise of the coming steps counts as: see `NoisePlan`."""
         return self._noise_plan.to_come()
+
+    def planned(self) -> tuple[Segment, ...]:
+        """Return all that the training which has begun will have run, if nothing ends it.
+
+        Returns:
+            The segments, without those of trainings before.
+
+        Raises:
+            ValueError: If nobody knows how many steps there are to be.
+        """
+        return (*self._planned_steps(), *self._planned_releases())
+
+    def _planned_releases(self) -> tuple[Segment, ...]:
+        """Return what callbacks are to release beside the steps."""
+        return tuple(self.recorder.to_come.values())
+
+    def _planned_steps(self) -> tuple[Segment, ...]:
+        counter = self.recorder.counter
+        if counter.planned_releases is None:
+            raise ValueError(
+                "What a training costs must be known before it begins. Received: data "
+                "that do not tell how many steps an epoch has. Use "
+                "`fit(..., steps_per_epoch=...)`."
+            )
+        noise = self.noise_to_come() / counter.scheme.sensitivity_in_clips
+        noise = counter.recorded(noise)
+        if counter.steps_per_release > 1:
+            # A pass counts with the least noise of its steps, wherever they end.
+            noise = noise.min(keepdims=True)
+        releases = counter.planned_releases
+        return tuple(with_noise(Segment(counter.scheme, 1, 1.0), noise, releases))
 
     def limit(self, steps: int = 1) -> None:
         """Allow only the steps that the budget set by a `PrivacyBudget` has room for.

@@ -1,0 +1,44 @@
+import math
+
+import pytest
+
+from tfdp.tuning.scores import check_score, direction_of, value_of
+
+
+@pytest.mark.parametrize(
+    ("score", "direction"),
+    [
+        ("private_accuracy", 1),
+        ("val_loss", -1),
+        ("val_auc", 1),
+        ("val_mean_absolute_error", -1),
+    ],
+)
+def test_names_tell_the_direction(score, direction):
+    assert direction_of(score, None) == direction
+    assert direction_of(score, "max") == 1
+    assert direction_of(score, "min") == -1
+
+
+def test_public_metrics_need_public_rows():
+    check_score("val_accuracy", has_public_rows=True)
+    check_score("private_accuracy", has_public_rows=False)
+    with pytest.raises(ValueError, match="nobody has said to be public"):
+        check_score("val_accuracy", has_public_rows=False)
+
+
+def value(values, direction=1, *, is_complete=True):
+    return value_of("s", {"s": values}, direction, is_complete=is_complete)
+
+
+def test_the_last_value_counts_and_nan_is_the_worst():
+    assert value([1.0, 0.5]) == 0.5
+    assert value([1.0, 0.5], -1) == -0.5
+    assert value([1.0, math.nan]) == value([math.nan], -1) == -math.inf
+    assert value([math.inf], -1) == -math.inf
+
+
+def test_without_a_value():
+    assert value([], is_complete=False) == -math.inf
+    with pytest.raises(ValueError, match="has no score"):
+        value([])

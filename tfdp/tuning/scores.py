@@ -1,0 +1,146 @@
+"""What tries are compared by: something that is private already, or public."""
+
+import math
+import re
+from collections.abc import Iterable
+
+import keras
+
+from tfdp._types import Nest
+from tfdp.accounting import Segment
+
+_PRIVATE, _PUBLIC = "private_", "val_"
+_LESS_IS_BETTER = ("loss", "error", "perplexity")
+_MORE_IS_BETTER = ("accuracy", "acc", "auc", "precision", "recall", "f1_score")
+# Write what is of one try alone, each time somewhere.
+_WRITERS = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+
+
+def direction_of(score: str, mode: str | None) -> int:
+    """Return 1 if more of a score is better, else -1.
+
+    Args:
+        score: Its name.
+        mode: ``"max"`` or ``"min"``; None to go by the name.
+
+    Raises:
+        ValueError: If the name does not tell, or the mode is another one.
+    """
+    if mode is None:
+        if score.endswith(_LESS_IS_BETTER):
+            return -1
+        if score.endswith(_MORE_IS_BETTER):
+            return 1
+        raise ValueError(
+            f"The name of the score does not tell whether more is better. Received: "
+            f"score={score!r}. Use `mode='max'` or `mode='min'`."
+        )
+    if mode not in {"max", "min"}:
+        raise ValueError(
+            f"`mode` must be 'max', 'min' or None. Received: mode={mode!r}."
+        )
+    return 1 if mode == "max" else -1
+
+
+def check_score(score: str, *, has_public_rows: bool) -> None:
+    """Refuse a score that has seen private rows without noise.
+
+    Args:
+        score: Its name in the history of a training.
+        has_public_rows: Whether there are rows that were said to be public.
+
+    Raises:
+        TypeError: If it is no text.
+        ValueError: If it is an exact metric of private rows.
+    """
+    if not isinstance(score, str):
+        raise TypeError(
+            "`score` must be the name of a metric in the history of a training. "
+            f"Received: score={score!r}. Use `score='private_accuracy'`."
+        )
+    if score.startswith(_PRIVATE) or (score.startswith(_PUBLIC) and has_public_rows):
+        return
+    of = "rows that nobody has said to be public"
+    if not score.startswith(_PUBLIC):
+        of = "the private rows"
+    raise ValueError(
+        f"`score` must be private or public: an exact metric of {of} would decide what "
+        f"leaves, and no noise covers that. Received: score={score!r}. Use a "
+        "metric that `tfdp.callbacks.PrivateEvaluation` releases, "
+        "`score='private_accuracy'`, or one of public rows, `score='val_accuracy'` with "
+        "`search.fit(..., public_data=(x, y))`."
+    )
+
+
+def check_callbacks(callbacks: Nest) -> None:
+    """Refuse callbacks that write what must stay inside of a search.
+
+    Args:
+        callbacks: Of a try.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for callback in keras.tree.flatten([] if callbacks is None else callbacks):
+        if isinstance(callback, _WRITERS):
+            raise ValueError(
+                f"`{type(callback).__name__}` would write what one try alone has made: "
+                "only the best model may leave a search. Received: callbacks with "
+                f"{callback!r}. Leave it out, and save what `search.fit` returns."
+            )
+
+
+def check_is_released(score: str, planned: Iterable[Segment]) -> None:
+    """Refuse a score that only looks private: that no release is planned of.
+
+    Args:
+        score: Its name.
+        planned: What a try will have run.
+
+    Raises:
+        ValueError: If the name is that of a private score, and nothing releases it.
+    """
+    names = [name for each in planned for name in re.split(", | and ", each.released)]
+    if score.startswith(_PRIVATE) and score not in names:
+        raise ValueError(
+            "A private score must be released with noise in every try. Received: "
+            f"score={score!r}, which no callback releases. Use `callbacks=lambda "
+            "settings: [tfdp.callbacks.PrivateEvaluation(['accuracy'])]`."
+        )
+
+
+def value_of(
+    score: str, history: dict[str, list[float]], direction: int, *, is_complete: bool
+) -> float:
+    """Return how good a training was, the more the better.
+
+    Args:
+        score: The name in its history.
+        history: It.
+        direction: See `direction_of`.
+        is_complete: Whether the training has reached its planned end.
+
+    Returns:
+        The last value, or minus it; what is no number is worse than all numbers, and so is
+        a training that ended before it had a score.
+
+    Raises:
+        ValueError: If the history of a whole training has no such name.
+    """
+    if not history.get(score):
+        if not is_complete:
+            return -math.inf
+        raise ValueError(
+            f"The history of a try has no score. Received: score={score!r}, a history "
+            f"of {sorted(history)}. Use `callbacks=lambda settings: "
+            "[tfdp.callbacks.PrivateEvaluation(...)]` or `metrics=` that give it."
+        )
+    value = direction * float(history[score][-1])
+    return -math.inf if math.isnan(value) else value
