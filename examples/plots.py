@@ -25,6 +25,8 @@ COLORS = {
     "bam": "#7b4fa3",
     # Bayes, beside DP-SGD.
     "one draw": "#8c5a2b",
+    # Choosing settings, beside guessing them.
+    "search": "#8c2d6b",
     # Ways to choose the clip norm; a fixed one is plain DP-SGD, in shades of its blue.
     "switch": "#159a9c",
     "polynomial": "#98911b",

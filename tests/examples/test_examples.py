@@ -321,6 +321,38 @@ class TestSamplingSchemes:
         check_refusal("sampling_schemes", flag, folder, message=message)
 
 
+class TestPrivateExperiment:
+    @pytest.mark.slow
+    def test_small(self, tmp_path):
+        text = run(
+            "private_experiment",
+            "--mean_tries=2",
+            "--noguesses",
+            f"--output_dir={tmp_path}",
+        )
+        whole = number(r"([\d.]+) for all of it", text)
+        assert f"({whole:.3f}, 0.0001)-differentially private" in text
+        of_search = number(r"([\d.]+) of it for the search", text)
+        assert whole > of_search > number(r"would have ([\d.]+),", text)
+        assert text.count("nothing found") == 1
+        report = tmp_path / "digits" / "1" / "assets.extra" / "privacy_report.json"
+        assert json.loads(report.read_text())["epsilon"] == pytest.approx(
+            whole, abs=1e-3
+        )
+        assert f"({whole:.3f}, 0.0001)" in (tmp_path / "MODEL_CARD.md").read_text()
+
+    @pytest.mark.parametrize(
+        ("flag", "message"),
+        [
+            ("--mean_tries=0.5", "`mean` must be"),
+            ("surplus", "everything is a flag"),
+        ],
+    )
+    def test_wrong_flag_is_explained(self, flag, message, tmp_path):
+        folder = f"--output_dir={tmp_path}"
+        check_refusal("private_experiment", flag, folder, message=message)
+
+
 class TestFromScratch:
     def check(self, text):
         differences = re.findall(r"after \d+ steps?: ([\d.e+-]+)", text)
