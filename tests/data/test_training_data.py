@@ -35,6 +35,28 @@ def dataset(batch=4):
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(batch)
 
 
+class Batches(keras.utils.PyDataset):
+    """Batches that are drawn anew at the end of each epoch."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        size = np.random.default_rng().integers(len(X))
+        return X[:size], Y[:size]
+
+
+@pytest.mark.parametrize("sampling", ["shuffle", "balls_in_bins"])
+def test_what_an_epoch_draws_anew_is_another_pass(sampling):
+    """Keras goes on with the iterator, and tells the data that an epoch has ended."""
+    declared = declare(
+        Batches(), number_of_examples=40, expected_batch_size=4, sampling=sampling
+    )
+    data = of(declared, steps_per_epoch=5)
+    assert data.begins_pass_each_epoch
+    assert data.planned_releases(3) == 3
+
+
 def generator():
     yield from [(X[:0], Y[:0]), (X[:4], Y[:4]), (X[4:], Y[4:])]
 

@@ -320,8 +320,13 @@ def _sampled(
     # `fit` begins a pass where it begins an epoch, but for an iterator that goes on.
     if not isinstance(data, DrawnDataset):
         batches, x = data.number_of_batches, data.dataset
-        # Keras goes on with the same iterator only if it knows where it ends.
-        begins_pass_each_epoch = steps_per_epoch is None or batches is None
+        # Keras goes on with the same iterator only if it knows where it ends; what a
+        # `PyDataset` draws in `on_epoch_end` is new all the same.
+        begins_pass_each_epoch = (
+            steps_per_epoch is None
+            or batches is None
+            or isinstance(x, keras.utils.PyDataset)
+        )
         batches_per_pass = data.batches_per_pass
     else:
         batches = batches_per_pass = len(data)
