@@ -179,5 +179,9 @@ def test_users():
     search = BestOf(Geometric(10), [[of_users]]).segment()
     assert user_epsilon(search, DELTA, max_examples_per_user=5) == cost(search)
     assert "Protected is one user" in privacy_statement(Ledger((search,)), DELTA)
+    text = privacy_statement(Ledger((segment,)), DELTA)
+    assert "Several rows of one person" in text
+    assert "nothing is proven of them after a search" in " ".join(text.split())
+    assert "says how much" not in " ".join(text.split())
     text = privacy_statement(Ledger((segment,)), DELTA, max_examples_per_user=3)
     assert "Nothing is proven for all rows of one user together." in text

@@ -157,6 +157,7 @@ def test_everything_that_is_public_is_printed():
         "10 steps, noise multiplier 9",
         "zero-out",
         "one row of x",
+        "(`privacy_statement(..., max_examples_per_user=)` says how much)",
         "adding or removing",
     ):
         assert fact in text

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import tfdp
 from tfdp.data import DeclaredDataset, PoissonDataset, declare
-from tfdp.sampling import BallsInBins
+from tfdp.sampling import BallsInBins, CyclicPoisson, Shuffled
 
 N, B = 100, 8
 
@@ -20,6 +20,12 @@ def rows(n=N):
 def shuffled(dataset, n=N, size=B):
     return declare(
         dataset, number_of_examples=n, expected_batch_size=size, sampling="shuffle"
+    )
+
+
+def coins(dataset, sampling="poisson"):
+    return declare(
+        dataset, number_of_examples=N, expected_batch_size=B, sampling=sampling
     )
 
 
@@ -151,13 +157,39 @@ def test_poisson_batches_of_varying_size(dataset):
 
 
 def test_poisson_batches_of_constant_size_draw_a_warning():
-    with pytest.warns(UserWarning, match="Poisson batches vary.*Received: batches of"):
-        declare(
-            rows().batch(16, drop_remainder=True),
-            number_of_examples=N,
-            expected_batch_size=B,
-            sampling="poisson",
-        )
+    with pytest.warns(UserWarning, match=r"vary in size.*batches of 16\. Use `sampli"):
+        coins(rows().batch(16, drop_remainder=True))
+
+
+@pytest.mark.parametrize("size", [B, 16])
+def test_cyclic_draws_of_constant_size_draw_a_warning(size):
+    """Shuffled batches cost more. Draws may be padded, to more than is expected."""
+    constant = rows().batch(size, drop_remainder=True)
+    with pytest.warns(UserWarning, match=f"vary in size.*batches of {size}.*'shuffle'"):
+        declared = coins(constant, "cyclic_poisson")
+    assert declared.scheme == CyclicPoisson(N, B)
+    assert coins(rows().batch(size), "cyclic_poisson").scheme == CyclicPoisson(N, B)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (rows().batch(B).repeat(2), "26 batches in an epoch, 13 in a pass"),
+        (Batches(14), "14 batches in an epoch, 13 in a pass"),
+        (rows().batch(B).repeat(), "an infinite dataset"),
+        (Batches(None), "an infinite dataset"),
+    ],
+)
+def test_cyclic_draws_of_more_than_a_pass_are_refused(dataset, message):
+    with pytest.raises(ValueError, match=rf"{message}.*\.repeat\(\)") as refused:
+        coins(dataset, "cyclic_poisson")
+    assert "shuffle" not in str(refused.value)
+
+
+def test_schemes_learn_the_number_of_batches(monkeypatch):
+    """One of the user's own may cost as much as an epoch is long."""
+    monkeypatch.setattr(Shuffled, "in_epochs_of", lambda scheme, batches: batches)
+    assert shuffled(rows().batch(B)).scheme == 13
 
 
 @pytest.mark.parametrize(
@@ -255,7 +287,9 @@ def test_bins_that_stay_are_another_mechanism(batches, tmp_path):
     bins = tfdp.data.BallsInBins.write(np.ones((600, 2)), tmp_path, batches)
     changed = bins.dataset.map(lambda x: 2 * x[0])
     for dataset in (bins.dataset, changed):
-        with pytest.raises(ValueError, match=r"same in every pass.*BallsInBins"):
+        with pytest.raises(
+            ValueError, match=r"same in every pass.*BallsInBins\.write\("
+        ):
             declare(dataset, expected_batch_size=600 // batches, **BINNED)
     # As its message says.
     shuffled = BINNED | {"sampling": "shuffle"}

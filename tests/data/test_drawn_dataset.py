@@ -296,7 +296,9 @@ def test_a_forked_process_cannot_draw():
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_copies_are_refused(duplicate):
-    with pytest.raises(NotPrivateError, match="cannot be copied or pickled"):
+    with pytest.raises(
+        NotPrivateError, match=r"copied or pickled.*from the same data\.$"
+    ):
         duplicate(Recording())
 
 

@@ -29,6 +29,17 @@ def test_facts():
     assert len(PoissonDataset(IDS, expected_batch_size=B, steps_per_epoch=3)) == 3
 
 
+def test_users_are_the_examples():
+    data = PoissonDataset(
+        np.ones((100, 2)),
+        expected_batch_size=2,
+        user_ids=np.arange(100) % 10,
+        examples_per_user=4,
+    )
+    assert data.number_of_examples == data.scheme.number_of_examples == 10
+    assert len(data.first_rows(20)[0]) == 20
+
+
 @pytest.mark.parametrize(
     "fact",
     ["number_of_examples", "expected_batch_size", "sampling_probability", "seeded"],

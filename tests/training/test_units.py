@@ -4,7 +4,14 @@ import pytest
 import tensorflow as tf
 
 from tests.small import data, optimizer, private
-from tfdp.sampling import Poisson, Shuffled, Unknown
+from tfdp.sampling import (
+    BallsInBins,
+    FixedBins,
+    Poisson,
+    PoissonUsers,
+    Shuffled,
+    Unknown,
+)
 from tfdp.training.step import BatchClipper
 from tfdp.training.units import filled_up, with_sizes
 
@@ -14,6 +21,24 @@ def test_poisson_with_microbatches_of_several_examples_is_refused():
     model = private(opt=optimizer(num_microbatches=2))
     with pytest.raises(ValueError, match="fixed size"):
         model.fit(*data(), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        (Poisson(100, 10), "'poisson' sampling.*=None`, or .*sampling='shuffle'"),
+        (BallsInBins(100, 10), "'balls_in_bins' sampling.*=None`, or "),
+        (FixedBins(100, 10, 10, 1), "'fixed_bins_passes' sampling.*=None`, or"),
+        (
+            PoissonUsers(100, 10, 3),
+            r"'poisson_user_steps' sampling.*`num_microbatches=None`\.$",
+        ),
+    ],
+    ids=["poisson", "bins", "files", "users"],
+)
+def test_refused_microbatches_name_the_sampling_and_what_works(scheme, words):
+    with pytest.raises(ValueError, match=words):
+        sizes(scheme, optimizer(num_microbatches=2))
 
 
 def test_an_unknown_batch_size_is_refused():

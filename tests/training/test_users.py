@@ -1,5 +1,8 @@
 """Users as units: all rows of a user are drawn, clipped and protected together."""
 
+import dataclasses
+from typing import ClassVar
+
 import keras
 import numpy as np
 import pytest
@@ -9,7 +12,8 @@ import tfdp
 from tests.small import CLIP, data, logits_loss, network, noiseless, optimizer, private
 from tfdp.data import PoissonDataset
 from tfdp.losses.objective import Batch, Objective
-from tfdp.sampling import PoissonUsers
+from tfdp.sampling import Poisson, PoissonUsers
+from tfdp.sampling import scheme as scheme_module
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Draws made with a `seed`",
@@ -314,6 +318,45 @@ def test_a_model_of_rows_refuses_users():
 def test_units_that_nobody_draws_are_refused(options):
     with pytest.raises(ValueError, match="unit"):
         tfdp.DPModel(network(), **options)
+
+
+@pytest.fixture
+def pairs(monkeypatch):
+    """A scheme of the user's own that draws users."""
+    monkeypatch.setattr(scheme_module, "_KINDS", dict(scheme_module._KINDS))
+
+    @dataclasses.dataclass(frozen=True)
+    class Pairs(Poisson):
+        """Every user has two rows."""
+
+        kind: ClassVar[str] = "pairs_of_rows"
+        sampling: ClassVar[str | None] = "pairs"
+        unit: ClassVar[str] = "user"
+        rows_per_example: ClassVar[int] = 2
+
+    return Pairs
+
+
+def test_own_schemes_of_users_are_declared(pairs):
+    batches = tf.data.Dataset.from_tensor_slices(data()).batch(4)
+    declared = tfdp.data.declare(
+        batches, number_of_examples=6, expected_batch_size=2, sampling="pairs"
+    )
+    with pytest.raises(
+        ValueError, match=r"unit='example', batches of users \(P.*declare"
+    ):
+        private().fit(declared, verbose=0)
+    with pytest.raises(ValueError, match=r"unit='user'.*declare\(.*'pairs'"):
+        private(wrap={"sampling": "pairs"}).fit(*data(), batch_size=2)
+    with pytest.raises(ValueError, match=r"Leave `sampling` out.*declare\(.*'pairs'"):
+        users(sampling="pairs")
+    model = users()  # As they say.
+    model.fit(declared, verbose=0)
+    assert model.ledger.segments[0].scheme == pairs(6, 2)
+    with pytest.raises(
+        ValueError, match=r"sampling='shuffle'\. Leave `sampling` out\.$"
+    ):
+        users(sampling="shuffle")
 
 
 def test_passes_and_microbatches_that_cut_users_are_refused():

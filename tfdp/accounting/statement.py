@@ -263,9 +263,12 @@ def _unit(segments: _Segments) -> str:
     else:
         text = (
             "Protected is one example, that is one row of x. Several rows of one person "
-            "are not one row: together they are protected less "
-            "(`compute_dp_sgd_privacy_statement` with `max_examples_per_user` says how much)."
+            "are not one row: together they are protected less"
         )
+        if all(segment.parts() == (segment,) for segment in segments):
+            text += " (`privacy_statement(..., max_examples_per_user=)` says how much)."
+        else:
+            text += ", and nothing is proven of them after a search."
     if len(units) > 1:
         # The mean gradient of the others in a unit moves with one row.
         text += (

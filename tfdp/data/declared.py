@@ -43,9 +43,7 @@ class DeclaredDataset:
             self.number_of_examples, self.expected_batch_size
         )
         batches = self.number_of_batches
-        if batches is not None and scheme.batches_are_bins:
-            return scheme.in_epochs_of(batches)
-        return scheme
+        return scheme if batches is None else scheme.in_epochs_of(batches)
 
     @property
     def number_of_batches(self) -> int | None:
@@ -90,6 +88,9 @@ def declare(
       probability `expected_batch_size / number_of_examples`, independently of the
       other records and of the other batches. Nothing is cached after the draw, the
       random state is secret, and no two worker processes have copies of it.
+    * `"cyclic_poisson"`: the same, but the i-th batch of an iteration is drawn from the
+      i-th of two fixed parts of the records, in turn, each record with twice that
+      probability. No `.repeat()`: every iteration begins with the first part.
     * `"balls_in_bins"`: every time the dataset is iterated, each record is put into one
       of its batches, uniformly at random and independently of the other records and of
       the other iterations; the random state is secret. Files that were grouped once
@@ -105,12 +106,12 @@ def declare(
         expected_batch_size: Mean number of records in a batch, at most
             `number_of_examples`. With `"shuffle"` the last batch of a pass does not
             count and may be smaller.
-        sampling: `"shuffle"`, `"poisson"`, `"balls_in_bins"`, or the `sampling` of a
-            scheme of your own.
+        sampling: `"shuffle"`, `"poisson"`, `"cyclic_poisson"`, `"balls_in_bins"`, or the
+            `sampling` of a scheme of your own.
 
     Returns:
-        The dataset and its description. Under `"poisson"`, batches of constant size
-        draw a UserWarning: Poisson batches vary in size.
+        The dataset and its description. Under `"poisson"` and `"cyclic_poisson"`,
+        batches of constant size draw a UserWarning: such draws vary in size.
 
     Raises:
         TypeError: If `dataset` is of another type or a number is none.
@@ -137,20 +138,26 @@ def declare(
         dataset, int(number_of_examples), int(expected_batch_size), sampling
     )
     static_size = _static_batch_size(dataset)
-    scheme = samplings()[sampling](number_of_examples, expected_batch_size)
+    scheme = samplings()[sampling](
+        declared.number_of_examples, declared.expected_batch_size
+    )
     if scheme.batches_are_bins:
         _check_bins(declared, static_size)
-    elif scheme.counts_passes:
-        _check_shuffle(declared, static_size)
-    elif static_size is not None and not scheme.allows_units:
+        return declared
+    if scheme.counts_passes:
+        _check_not_endless(declared)
+        if scheme.allows_units:
+            _check_shuffle(declared, static_size)
+    if static_size is not None and not scheme.allows_units:
         warnings.warn(
             f"`sampling={sampling!r}` was declared for batches of constant size, but "
-            f"{sampling.capitalize()} batches vary in size: shuffled batches have a larger epsilon. "
+            "such draws vary in size: shuffled batches have a larger epsilon. "
             f"Received: batches of {static_size}. Use `sampling='shuffle'` unless the "
             "batches are draws padded to one size.",
             UserWarning,
             stacklevel=2,
         )
+    _ = declared.scheme  # Refuses more batches than a pass has.
     return declared
 
 
@@ -170,6 +177,21 @@ def _check_type(dataset: Data) -> None:
         )
 
 
+def _check_not_endless(declared: DeclaredDataset) -> None:
+    """Raise a ValueError if passes are counted and a pass does not end."""
+    if isinstance(declared.dataset, tf.data.Dataset):
+        endless = declared.dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+    else:
+        endless = declared.number_of_batches is None
+    if endless:
+        raise ValueError(
+            f"`sampling={declared.sampling!r}` means a pass each time the dataset is "
+            "iterated. Received: an infinite dataset. Remove `.repeat()` (give a "
+            "`PyDataset` its `__len__`): `fit(epochs=...)` iterates the dataset again "
+            "for every epoch."
+        )
+
+
 def _check_shuffle(declared: DeclaredDataset, static_size: int | None) -> None:
     """Raise a ValueError if records must occur more than once in a pass."""
     examples, expected = declared.number_of_examples, declared.expected_batch_size
@@ -180,25 +202,14 @@ def _check_shuffle(declared: DeclaredDataset, static_size: int | None) -> None:
             f"expected_batch_size={expected}, batches of {static_size}. "
             f"Use `expected_batch_size={static_size}`."
         )
-    if isinstance(declared.dataset, tf.data.Dataset):
-        endless = declared.dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-    else:
-        endless = batches is None
-    if endless:
-        raise ValueError(
-            "`sampling='shuffle'` means a record at most once each time the dataset "
-            "is iterated. Received: an infinite dataset. Remove `.repeat()` (give a "
-            "`PyDataset` its `__len__`): `fit(epochs=...)` iterates the dataset again "
-            "for every epoch."
-        )
     if batches is None:
         return
     # All batches but the last are full, and the last too where its size is static.
     least = expected * batches if static_size else expected * (batches - 1) + 1
     if least > examples:
         raise ValueError(
-            "`sampling='shuffle'` means a record at most once each time the dataset "
-            f"is iterated. Received: {batches} batches, "
+            f"`sampling={declared.sampling!r}` means a record at most once each time the "
+            f"dataset is iterated. Received: {batches} batches, "
             f"expected_batch_size={expected}, number_of_examples={examples}. Remove "
             "`.repeat()` (`fit(epochs=...)` iterates the dataset again for every "
             "epoch), or declare what the batches are."
@@ -232,7 +243,9 @@ def _check_bins(declared: DeclaredDataset, static_size: int | None) -> None:
             "decides the batch of each record, so sizes vary from pass to pass. Received: "
             f"batches of {', '.join(map(str, dict.fromkeys(sizes)))}, the same in every "
             "pass: they are cut from an order of the records, or were drawn once. Use "
-            "`sampling='shuffle'`, or give `fit` the `tfdp.data.BallsInBins` itself."
+            "`sampling='shuffle'`, or give `fit` the files of "
+            "`tfdp.data.BallsInBins.write((x, y), directory, batches_per_epoch="
+            f"{batches})`."
         )
 
 

@@ -53,7 +53,6 @@ class DrawnDataset(keras.utils.PyDataset):
             scheme = scheme.in_epochs_of(steps_per_epoch)
         self._rows = rows
         self._scheme = scheme
-        self._number_of_examples = len(keras.tree.flatten(rows)[0])
         self._users = users
         self._steps = steps_per_epoch or scheme.steps_per_epoch or 1
         self._seeded = seed is not None
@@ -77,9 +76,14 @@ class DrawnDataset(keras.utils.PyDataset):
         return self._scheme
 
     @property
-    def number_of_examples(self) -> int:
-        """Number of rows that the batches are drawn from."""
-        return self._number_of_examples
+    def number_of_examples(self) -> int | None:
+        """Number of examples, or users, that the batches are drawn from."""
+        return self._scheme.number_of_examples
+
+    @property
+    def number_of_rows(self) -> int:
+        """Number of rows that the examples, or users, have together."""
+        return len(keras.tree.flatten(self._rows)[0])
 
     @property
     def expected_batch_size(self) -> int | None:
@@ -203,7 +207,7 @@ class DrawnDataset(keras.utils.PyDataset):
 
     def first_rows(self, number: int) -> tuple[Nest, ...]:
         """Return the first rows, without a draw."""
-        return self.rows_at(np.arange(min(number, self._number_of_examples)))
+        return self.rows_at(np.arange(min(number, self.number_of_rows)))
 
     def rows_at(self, indices: NDArray[np.int64]) -> tuple[Nest, ...]:
         """Return chosen rows in the form of a batch, without a draw.
@@ -327,6 +331,5 @@ class DrawnDataset(keras.utils.PyDataset):
         """
         raise NotPrivateError(
             f"A `{type(self).__name__}` cannot be copied or pickled: the copy would repeat "
-            "its draws. Make another one from the same data, "
-            "`PoissonDataset(x, y, expected_batch_size=...)`."
+            "its draws. Make another one from the same data."
         )

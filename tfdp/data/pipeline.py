@@ -139,6 +139,6 @@ def _draws_at_once(data: DrawnDataset, leaves: list[Array]) -> int:
     of_row = sum(
         np.prod(leaf.shape[1:]) * tf.as_dtype(leaf.dtype).size for leaf in leaves
     )
-    rows = data.expected_batch_size or data.number_of_examples
+    rows = data.expected_batch_size or data.number_of_rows
     rows *= data.scheme.rows_per_example
     return int(np.clip(_MOST_BYTES // max(1, of_row * rows), 1, _MOST_DRAWS))

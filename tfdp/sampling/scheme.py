@@ -142,8 +142,9 @@ class Scheme(abc.ABC):
         most = self.steps_per_epoch
         if self.counts_passes and most is not None and batches > most:
             raise ValueError(
-                "`steps_per_epoch` must be at most the batches of a pass. Received: "
-                f"steps_per_epoch={batches}, {most} batches in a pass. Leave it out."
+                "An epoch must have at most the batches of a pass. Received: "
+                f"{batches} batches in an epoch, {most} in a pass. Leave "
+                "`steps_per_epoch` and `.repeat()` out."
             )
         return self
 

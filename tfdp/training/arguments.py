@@ -16,7 +16,7 @@ from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.errors import NotPrivateError
 from tfdp.losses.objective import check_takes_logits
 from tfdp.optimizers import DPOptimizer
-from tfdp.sampling import Scheme
+from tfdp.sampling import Scheme, samplings
 
 # What the most frequent `train_step` becomes.
 _WITHOUT_TRAIN_STEP = """\
@@ -220,9 +220,11 @@ def check_unit(unit: str, sampling: str) -> None:
     """
     one_of("unit", unit, ("example", "user"))
     if unit == "user" and sampling != "poisson":
+        draws_users = getattr(samplings()[sampling], "unit", None) == "user"
         raise ValueError(
             "Users are drawn by Poisson sampling. Received: unit='user', sampling="
-            f"{sampling!r}. Leave `sampling` out."
+            f"{sampling!r}. Leave `sampling` out"
+            f"{_declaring_users(sampling) if draws_users else ''}."
         )
 
 
@@ -247,7 +249,17 @@ def check_protects(unit: str, scheme: Scheme) -> None:
         )
     raise ValueError(
         "Batches of users need a model that protects users. Received: unit="
-        f"{unit!r} and `user_ids`. Use `tfdp.DPModel(model, unit='user')`."
+        f"{unit!r}, batches of users ({type(scheme).__name__}). Use "
+        "`tfdp.DPModel(model, unit='user')`"
+        f"{_declaring_users(scheme.sampling) if scheme.sampling else ''}."
+    )
+
+
+def _declaring_users(sampling: str) -> str:
+    """Say how a scheme of the user's own that draws users is named."""
+    return (
+        " and use `private.fit(tfdp.data.declare(dataset, number_of_examples=..., "
+        f"expected_batch_size=..., sampling={sampling!r}))`"
     )
 
 

@@ -40,12 +40,13 @@ def with_sizes(
     optimizer.expect_batch_size(batch_size)
     examples_per_unit = optimizer.examples_per_unit(batch_size)
     if examples_per_unit > 1 and not scheme.allows_units:
+        instead = ", or `DPModel(model, sampling='shuffle')`"
         raise ValueError(
             "Microbatches of several examples need batches of fixed size: under "
-            f"{scheme.label or scheme.kind} sampling one example more shifts all "
+            f"{(scheme.sampling or scheme.kind)!r} sampling one example more shifts all "
             "groups behind it, and no clipping bounds that. Received: num_microbatches="
             f"{optimizer.num_microbatches}, batch_size={batch_size:g}. Use "
-            "`num_microbatches=None`, or `DPModel(model, sampling='shuffle')`."
+            f"`num_microbatches=None`{instead if scheme.unit == 'example' else ''}."
         )
     rows_per_unit = examples_per_unit * scheme.rows_per_example
     physical_batch_size = clipper.physical_batch_size
