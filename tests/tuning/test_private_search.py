@@ -356,7 +356,11 @@ def test_callbacks_are_made_for_each_try_and_write_nothing(tmp_path):
         "must be a function that makes new ones", fit={"callbacks": [Released([0, 0])]}
     )
     writer = keras.callbacks.CSVLogger(tmp_path / "log.csv")
-    refused("only the best model may leave", fit={"callbacks": lambda _: [writer]})
+    for callbacks in ([writer], [[writer]], keras.callbacks.CallbackList([writer])):
+        refused(
+            "only the best model may leave",
+            fit={"callbacks": lambda _, given=callbacks: given},
+        )
     project = tfdp.accounting.Project(
         tmp_path / "p.json", delta=DELTA, target_epsilon=9.0
     )

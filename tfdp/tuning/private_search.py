@@ -23,6 +23,7 @@ from tfdp.accounting.tries import Tries
 from tfdp.distribute.workers import replicas_of
 from tfdp.errors import NotPrivateError
 from tfdp.model import DPModel
+from tfdp.training.fit_callbacks import flattened
 from tfdp.tuning.progress import SearchProgress, check_rows
 from tfdp.tuning.scores import (
     check_callbacks,
@@ -422,7 +423,7 @@ def _arguments_of(
         name: value(dict(settings)) if callable(value) else value
         for name, value in arguments.items()
     }
-    callbacks = keras.tree.flatten(given.pop("callbacks", None) or [])
+    callbacks = flattened(given.pop("callbacks", None))
     check_callbacks(callbacks)
     return {**given, "callbacks": [*callbacks, last], "verbose": 0}
 

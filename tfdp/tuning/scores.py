@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import keras
 
-from tfdp._types import Nest
 from tfdp.accounting import Segment
 
 _PRIVATE, _PUBLIC = "private_", "val_"
@@ -79,16 +78,16 @@ def check_score(score: str, *, has_public_rows: bool) -> None:
     )
 
 
-def check_callbacks(callbacks: Nest) -> None:
+def check_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> None:
     """Refuse callbacks that write what must stay inside of a search.
 
     Args:
-        callbacks: Of a try.
+        callbacks: Of a try, all in one list.
 
     Raises:
         ValueError: If there is one.
     """
-    for callback in keras.tree.flatten([] if callbacks is None else callbacks):
+    for callback in callbacks:
         if isinstance(callback, _WRITERS):
             raise ValueError(
                 f"`{type(callback).__name__}` would write what one try alone has made: "
