@@ -218,9 +218,8 @@ class PrivateEvaluation(ReleasingCallback):
             )
         self._trained = trained
         due = sum((epoch + 1) % self.every == 0 for epoch in trained.epochs)
-        *others, last = [each.name for each in self._bounds]
-        words = f"{', '.join(others)} and {last}" if others else last
-        self._release = Segment(scheme, 1, self.noise_multiplier, words)
+        names = ", ".join(each.name for each in self._bounds)
+        self._release = Segment(scheme, 1, self.noise_multiplier, names)
         return self._release.with_count(0 if self._own else due)
 
     def standard_error(self, name: str) -> float:
