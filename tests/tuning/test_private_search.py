@@ -306,6 +306,8 @@ def test_validation_rows_must_be_said_to_be_public():
         ({"space": {"rate": []}}, ValueError, "`space`"),
         ({"space": {"rate": "abc"}}, ValueError, "`space`"),
         ({"space": 3}, TypeError, "`space`"),
+        ({"project": 3}, TypeError, "`project`"),
+        ({"project": "typo.json"}, ValueError, "must be a file that exists"),
     ],
 )
 def test_arguments_are_checked(options, error, match):

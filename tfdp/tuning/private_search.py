@@ -18,6 +18,7 @@ from tfdp._keras import names_begin_again
 from tfdp._types import Config, Logs, Nest
 from tfdp.accounting import BestOf, Ledger, Project, Segment
 from tfdp.accounting.accountant import is_known_to_rdp
+from tfdp.accounting.projects import project_of
 from tfdp.accounting.runs import Run, Runs, ledger_of, union
 from tfdp.accounting.tries import Tries
 from tfdp.distribute.workers import replicas_of
@@ -86,8 +87,8 @@ class PrivateSearch:
         delta: Of the guarantee, in (0, 1): what `fit` says in the end, and what it refuses
             an infinite epsilon at.
         mode: ``"max"`` or ``"min"``; None goes by the name of the score.
-        project: A `tfdp.accounting.Project`, or the path of its file, which the search
-            counts in, within its budget if it has one.
+        project: A `tfdp.accounting.Project`, or the path of its file, which must exist:
+            the search counts in it, within its budget if it has one.
         verbose: 0 for silence; 1 for a line before and one after.
 
     Attributes:
@@ -96,8 +97,8 @@ class PrivateSearch:
 
     Raises:
         TypeError: If an argument has a wrong type.
-        ValueError: If the score is an exact metric of private rows, or a number is out
-            of its range.
+        ValueError: If the score is an exact metric of private rows, a number is out
+            of its range, or there is no file of the project.
 
     Example:
         >>> def build(settings):
@@ -150,9 +151,7 @@ class PrivateSearch:
         check_score(score, has_public_rows=True)
         self._score, self._direction = score, direction_of(score, mode)
         self._delta = _validate.probability("delta", delta)
-        if project is not None and not isinstance(project, Project):
-            project = Project(project)
-        self._project = project
+        self._project = None if project is None else project_of(project)
         self._verbose = verbose
         self.settings: Settings | None = None
         self.score: float | None = None
