@@ -174,7 +174,13 @@ def test_no_tries_leave_nothing():
         assert search.fit(X, Y, **FIT) is None
     assert search.settings is None
     assert search.score is None
-    assert search.ledger.epsilon(DELTA) > Ledger((STEPS,)).epsilon(DELTA)
+    once = search.ledger
+    assert once.epsilon(DELTA) > Ledger((STEPS,)).epsilon(DELTA)
+    # A search that is over counts for the next one of the same object.
+    with pytest.warns(UserWarning, match="The number of tries was 0"):
+        search.fit(X, Y, **FIT)
+    assert search.ledger == compose(once, once).merged()
+    assert search.ledger.epsilon(DELTA) > once.epsilon(DELTA)
 
 
 @pytest.mark.slow

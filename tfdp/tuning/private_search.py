@@ -155,17 +155,17 @@ class PrivateSearch:
         self._verbose = verbose
         self.settings: Settings | None = None
         self.score: float | None = None
-        # What the search counts as, and searches before it that were cut short.
+        # All searches up to now, with what their models came from.
         self._runs: dict[str, Run] = {}
-        self._cut_short: dict[str, Run] = {}
 
     @property
     def ledger(self) -> Ledger:
-        """What the search has cost, with what its models came from; empty before it.
+        """What all calls of `fit` have cost, with what their models came from.
 
-        While one runs, and if it was cut short, that is all tries that have begun.
+        Empty before the first. A search that was cut short is in it with all tries that
+        had begun; one that runs comes into it when it ends.
         """
-        return ledger_of(union(self._cut_short, self._runs))
+        return ledger_of(self._runs)
 
     def fit(
         self,
@@ -176,6 +176,9 @@ class PrivateSearch:
         **arguments: Any,
     ) -> DPModel | None:
         """Search, and return the best model.
+
+        Searches before it count for the model, too: use another `PrivateSearch` for other
+        data.
 
         Args:
             x: As in `tfdp.DPModel.fit`, for every try.
@@ -202,12 +205,11 @@ class PrivateSearch:
         _check_arguments(arguments)
         arguments |= {"x": x, "y": y, "validation_data": public_data}
         self.settings = self.score = None
-        self._runs = {}
         # All of them at once: what they cost must be known before any of them is trained.
         drawn = [self._space.draw() for _ in range(self._tries.draw())]
         plans = self._plans(drawn, arguments)
         scheme = BestOf(self._tries, tuple(plan.segments for plan in plans))
-        before = union(self._cut_short, *(plan.before for plan in plans))
+        before = union(self._runs, *(plan.before for plan in plans))
         whole = Ledger((scheme.segment(),))
         self._check_cost(whole)
         self._say(
@@ -218,11 +220,12 @@ class PrivateSearch:
             winner = self._best_of(drawn, arguments, progress)
             self._runs = progress.end(winner and winner.recorder)
         except BaseException:
-            self._cut_short = progress.cut_short()
+            self._runs = progress.cut_short()
             raise
         self._say(
-            f"The search is over: ({whole.epsilon(self._delta):.3f}, {self._delta:g})-"
-            "differentially private, with all of its tries."
+            f"The search is over: ({self.ledger.epsilon(self._delta):.3f}, "
+            f"{self._delta:g})-differentially private, with all of its tries and with what "
+            "came before it."
         )
         if winner is None:
             warnings.warn(

@@ -20,7 +20,7 @@ class SearchProgress:
 
     Args:
         scheme: What the search costs.
-        before: Runs that its models come from, and searches that were cut short.
+        before: Runs that its models come from, and earlier searches.
         project: That it counts in, if any.
 
     Raises:
