@@ -12,7 +12,6 @@ import tfdp
 from tfdp import _files
 from tfdp.accounting import (
     BestOf,
-    Geometric,
     Ledger,
     PoissonSteps,
     Project,
@@ -21,6 +20,7 @@ from tfdp.accounting import (
 from tfdp.accounting import projects as projects_module
 from tfdp.accounting.projects import project_of, project_with_budget
 from tfdp.accounting.runs import Run
+from tfdp.accounting.tries import Geometric
 from tfdp.errors import PrivacyBudgetError
 
 STEPS = PoissonSteps(100, 1.0, 10_000, 100)
