@@ -165,17 +165,6 @@ class PrivateEvaluation(ReleasingCallback):
         """
         return self._ledger
 
-    def epsilon(self, delta: float) -> float:
-        """Return the epsilon of the releases in `ledger`, by the PLD accountant.
-
-        Args:
-            delta: In (0, 1); smaller than one over the number of examples.
-
-        Returns:
-            An upper bound; 0 without rows of its own.
-        """
-        return self.ledger.epsilon(delta)
-
     def set_model(self, model: DPModel) -> None:
         """Refuse a model that is not private."""
         if not isinstance(model, DPModel):
