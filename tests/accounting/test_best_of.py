@@ -6,12 +6,9 @@ import pytest
 
 from tfdp.accounting import (
     BestOf,
-    Geometric,
     Ledger,
-    Poisson,
     PoissonSteps,
     ShuffledPasses,
-    TruncatedNegativeBinomial,
     UnamplifiedSteps,
     compose,
     epsilon,
@@ -20,6 +17,7 @@ from tfdp.accounting import (
     user_epsilon,
 )
 from tfdp.accounting.segments import Segment, segment_from_dict, segment_to_dict
+from tfdp.accounting.tries import Geometric, Poisson, TruncatedNegativeBinomial
 from tfdp.sampling import BallsInBins, PoissonUsers
 
 TRAINING = PoissonSteps(14_100, 1.1, 60_000, 256)

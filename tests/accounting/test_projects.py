@@ -8,18 +8,19 @@ import types
 
 import pytest
 
+import tfdp
 from tfdp import _files
 from tfdp.accounting import (
     BestOf,
-    Geometric,
     Ledger,
     PoissonSteps,
     Project,
     UnamplifiedSteps,
 )
 from tfdp.accounting import projects as projects_module
-from tfdp.accounting.projects import project_with_budget
+from tfdp.accounting.projects import project_of, project_with_budget
 from tfdp.accounting.runs import Run
+from tfdp.accounting.tries import Geometric
 from tfdp.errors import PrivacyBudgetError
 
 STEPS = PoissonSteps(100, 1.0, 10_000, 100)
@@ -361,9 +362,20 @@ def test_a_process_killed_while_it_writes_leaves_the_old_file_and_no_lock(
 def test_projects_with_budgets(project, tmp_path):
     assert project_with_budget(project) is project
     assert project_with_budget(str(project.path)).target_epsilon == 2.0
-    for without in (tmp_path / "none.json", Project(tmp_path / "free.json")):
-        with pytest.raises(ValueError, match="must have a budget"):
-            project_with_budget(without)
-    assert not (tmp_path / "none.json").exists()
+    with pytest.raises(ValueError, match="must have a budget"):
+        project_with_budget(Project(tmp_path / "free.json"))
     with pytest.raises(TypeError, match="`project`"):
         project_with_budget(3)
+
+
+def test_a_path_that_was_mistyped_begins_no_project(tmp_path):
+    Project(tmp_path / "free.json")
+    assert project_of(tmp_path / "free.json").target_epsilon is None
+    for of in (project_of, project_with_budget):
+        with pytest.raises(ValueError, match="must be a file that exists") as error:
+            of(tmp_path / f"{of.__name__}.json")
+        assert not (tmp_path / f"{of.__name__}.json").exists()
+        # What it says to do is enough.
+        advice = str(error.value).split("`")[-2]
+        eval(advice, {"tfdp": tfdp})
+        of(tmp_path / f"{of.__name__}.json")

@@ -59,7 +59,7 @@ def test_less_noise_than_is_counted_is_found_out(monkeypatch):
     model = private()
     report = audited(model).report(DELTA)
     assert report.nonprivate_epsilon_lower_bound > model.epsilon(DELTA)
-    assert report.nonprivate_exceeds_epsilon
+    assert not report.nonprivate_passed
     assert "MORE than its ledger says" in str(report).replace("\n", " ")
 
 
@@ -72,7 +72,7 @@ def test_poisson_steps_prove_less_than_their_epsilon():
     assert report.steps == 20
     assert 0.2 < audit.epsilon_lower_bound(DELTA) < model.epsilon(DELTA)
     assert report.epsilon == model.epsilon(DELTA)
-    assert not report.nonprivate_exceeds_epsilon
+    assert report.nonprivate_passed
 
 
 def test_canaries_take_part_as_often_as_rows_do():
@@ -131,7 +131,10 @@ def test_a_report_prints_and_is_json():
     assert (fields["canaries"], fields["guesses"], fields["steps"]) == (100, 20, 1)
     bound = fields["nonprivate_epsilon_lower_bound"]
     assert f"above {bound:.3f}" in str(report).replace("\n", " ")
-    assert "not one to publish" in str(report).replace("\n", " ")
+    assert fields["nonprivate_passed"] is report.nonprivate_passed
+    text = str(report).replace("\n", " ")
+    assert "not one to publish" in text
+    assert "computed from private rows, and is private: not to be published" in text
 
 
 @pytest.mark.parametrize("sampling", ["shuffle", "balls_in_bins", "cyclic_poisson"])

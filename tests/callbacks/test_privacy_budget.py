@@ -277,7 +277,7 @@ def test_files_keep_the_numbers_of_the_budget(rows, project, tmp_path):
 
 
 def test_projects_must_have_a_budget(tmp_path):
-    with pytest.raises(ValueError, match="`project` must have a budget"):
+    with pytest.raises(ValueError, match="`project` must be a file that exists"):
         tfdp.callbacks.PrivacyBudget(project=tmp_path / "none.json")
     with pytest.raises(TypeError, match="`delta` must be a number"):
         tfdp.callbacks.PrivacyBudget()

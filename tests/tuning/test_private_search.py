@@ -174,7 +174,13 @@ def test_no_tries_leave_nothing():
         assert search.fit(X, Y, **FIT) is None
     assert search.settings is None
     assert search.score is None
-    assert search.ledger.epsilon(DELTA) > Ledger((STEPS,)).epsilon(DELTA)
+    once = search.ledger
+    assert once.epsilon(DELTA) > Ledger((STEPS,)).epsilon(DELTA)
+    # A search that is over counts for the next one of the same object.
+    with pytest.warns(UserWarning, match="The number of tries was 0"):
+        search.fit(X, Y, **FIT)
+    assert search.ledger == compose(once, once).merged()
+    assert search.ledger.epsilon(DELTA) > once.epsilon(DELTA)
 
 
 @pytest.mark.slow
@@ -306,6 +312,8 @@ def test_validation_rows_must_be_said_to_be_public():
         ({"space": {"rate": []}}, ValueError, "`space`"),
         ({"space": {"rate": "abc"}}, ValueError, "`space`"),
         ({"space": 3}, TypeError, "`space`"),
+        ({"project": 3}, TypeError, "`project`"),
+        ({"project": "typo.json"}, ValueError, "must be a file that exists"),
     ],
 )
 def test_arguments_are_checked(options, error, match):
@@ -356,7 +364,11 @@ def test_callbacks_are_made_for_each_try_and_write_nothing(tmp_path):
         "must be a function that makes new ones", fit={"callbacks": [Released([0, 0])]}
     )
     writer = keras.callbacks.CSVLogger(tmp_path / "log.csv")
-    refused("only the best model may leave", fit={"callbacks": lambda _: [writer]})
+    for callbacks in ([writer], [[writer]], keras.callbacks.CallbackList([writer])):
+        refused(
+            "only the best model may leave",
+            fit={"callbacks": lambda _, given=callbacks: given},
+        )
     project = tfdp.accounting.Project(
         tmp_path / "p.json", delta=DELTA, target_epsilon=9.0
     )

@@ -7,9 +7,10 @@ import signal
 import pytest
 
 from tests.accounting.test_projects import end_of, in_child
-from tfdp.accounting import BestOf, Geometric, Ledger, PoissonSteps, Project
+from tfdp.accounting import BestOf, Ledger, PoissonSteps, Project
 from tfdp.errors import PrivacyBudgetError
 from tfdp.runs.recorder import LedgerRecorder
+from tfdp.tuning import Geometric
 from tfdp.tuning.progress import SearchProgress, check_rows
 
 STEPS = PoissonSteps(6, 1.0, 60, 20)

@@ -2,7 +2,14 @@ import math
 
 import pytest
 
-from tfdp.tuning.scores import check_score, direction_of, value_of
+from tfdp.accounting import Segment
+from tfdp.sampling import Poisson
+from tfdp.tuning.scores import (
+    check_is_released,
+    check_score,
+    direction_of,
+    value_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +32,15 @@ def test_public_metrics_need_public_rows():
     check_score("private_accuracy", has_public_rows=False)
     with pytest.raises(ValueError, match="nobody has said to be public"):
         check_score("val_accuracy", has_public_rows=False)
+
+
+def test_each_released_metric_may_be_a_score():
+    names = ("private_this and that", "private_accuracy")
+    segment = Segment(Poisson(60, 60), 1, 20.0, ", ".join(names))
+    for name in names:
+        check_is_released(name, [segment])
+    with pytest.raises(ValueError, match="which no callback releases"):
+        check_is_released("private_this", [segment])
 
 
 def value(values, direction=1, *, is_complete=True):

@@ -24,11 +24,6 @@ from tfdp.accounting.segments import UnamplifiedSteps as UnamplifiedSteps
 from tfdp.accounting.statement import privacy_report as privacy_report
 from tfdp.accounting.statement import privacy_statement as privacy_statement
 from tfdp.accounting.tradeoff import true_positive_rate as true_positive_rate
-from tfdp.accounting.tries import Geometric as Geometric
-from tfdp.accounting.tries import Poisson as Poisson
-from tfdp.accounting.tries import (
-    TruncatedNegativeBinomial as TruncatedNegativeBinomial,
-)
 from tfdp.accounting.users import user_epsilon as user_epsilon
 from tfdp.compat.tf_privacy_accounting import (
     compute_dp_sgd_privacy as compute_dp_sgd_privacy,

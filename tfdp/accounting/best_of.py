@@ -44,9 +44,9 @@ class BestOf(Scheme):
         ValueError: If there is no candidate, or one that runs nothing, or a search in it.
 
     Example:
-        >>> from tfdp.accounting import Geometric, Ledger, PoissonSteps
+        >>> from tfdp.accounting import Ledger, PoissonSteps
         >>> training = PoissonSteps(14_100, 1.1, 60_000, 256)
-        >>> search = BestOf(Geometric(mean=10), [[training]])
+        >>> search = BestOf(tfdp.tuning.Geometric(mean=10), [[training]])
         >>> round(Ledger((search.segment(),)).epsilon(delta=1e-5), 2)
         5.06
 

@@ -321,19 +321,18 @@ class Project:
             entry = state.entries[name]
             state.entries[name] = dataclasses.replace(entry, if_killed=if_killed)
 
-    def finish(self, name: str, runs: Runs, label: str = "") -> None:
+    def finish(self, name: str, runs: Runs) -> None:
         """Count what has run in place of what was reserved.
 
         Args:
             name: Of a training that has reserved.
             runs: All that it comes from, itself included if it has run anything.
-            label: What to call it.
         """
         with self._changed() as state:
-            entry = state.entries.pop(name, Entry(Run(Ledger(), 0), label))
+            entry = state.entries.pop(name, Entry(Run(Ledger(), 0)))
             if name in runs:
-                state.entries[name] = Entry(runs[name], label or entry.label)
-            state.add(runs, label or entry.label)
+                state.entries[name] = Entry(runs[name], entry.label)
+            state.add(runs, entry.label)
         alive = _alive.pop(self._alive_file(name), None)
         if alive is not None:
             alive.close()
@@ -458,6 +457,27 @@ class Project:
                 file.write(state.to_json())
 
 
+def project_of(project: Project | str | os.PathLike[str]) -> Project:
+    """Return a project that there is.
+
+    Args:
+        project: It, or the path of its file.
+
+    Raises:
+        TypeError: If it is something else.
+        ValueError: If there is no such file: a path that was mistyped begins no project.
+    """
+    _validate.instance("project", project, Project, str, os.PathLike)
+    if isinstance(project, Project):
+        return project
+    if not Path(project).exists():
+        raise ValueError(
+            "`project` must be a file that exists. Received: "
+            f"project={os.fspath(project)!r}. {_make(project)}"
+        )
+    return Project(project)
+
+
 def project_with_budget(project: Project | str | os.PathLike[str]) -> Project:
     """Return a project whose budget can bind trainings.
 
@@ -466,20 +486,22 @@ def project_with_budget(project: Project | str | os.PathLike[str]) -> Project:
 
     Raises:
         TypeError: If it is something else.
-        ValueError: If it has no budget.
+        ValueError: If there is no such file, or it has no budget.
     """
-    _validate.instance("project", project, Project, str, os.PathLike)
-    path = project.path if isinstance(project, Project) else Path(project)
-    found = project
-    if not isinstance(found, Project):
-        found = Project(path) if path.exists() else None  # type: ignore[assignment]
-    if not isinstance(found, Project) or found.target_epsilon is None:
+    found = project_of(project)
+    if found.target_epsilon is None:
         raise ValueError(
             "`project` must have a budget. Received: "
-            f"project={str(path)!r}. Make it first: `tfdp.accounting.Project("
-            f"{str(path)!r}, delta=1e-5, target_epsilon=3.0)`."
+            f"project={str(found.path)!r}. {_make(found.path)}"
         )
     return found
+
+
+def _make(path: str | os.PathLike[str]) -> str:
+    return (
+        "Make it first: `tfdp.accounting.Project("
+        f"{os.fspath(path)!r}, delta=1e-5, target_epsilon=3.0)`."
+    )
 
 
 # The locks of the trainings of this process: see `Project._is_alive`.

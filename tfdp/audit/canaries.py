@@ -19,7 +19,7 @@ from tfdp.training.callback import StepCallback
 
 @dataclasses.dataclass(frozen=True)
 class CanaryReport:
-    """What the canaries of a training prove of its epsilon.
+    """What the canaries of a training prove of its epsilon. Keep it where the rows are.
 
     Attributes:
         nonprivate_epsilon_lower_bound: An epsilon that the training exceeds. Where
@@ -43,24 +43,24 @@ class CanaryReport:
     steps: int
 
     @property
-    def nonprivate_exceeds_epsilon(self) -> bool:
-        """Whether the bound contradicts the ledger."""
-        return self.nonprivate_epsilon_lower_bound > self.epsilon
+    def nonprivate_passed(self) -> bool:
+        """Whether the bound does not contradict the ledger."""
+        return self.nonprivate_epsilon_lower_bound <= self.epsilon
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON values; an infinite epsilon is None."""
         fields = dataclasses.asdict(self)
         if not np.isfinite(self.epsilon):
             fields["epsilon"] = None
-        exceeds = self.nonprivate_exceeds_epsilon
-        return {"audit": "gradient canaries", **fields, "nonprivate_exceeds": exceeds}
+        passed = self.nonprivate_passed
+        return {"audit": "gradient canaries", **fields, "nonprivate_passed": passed}
 
     def __str__(self) -> str:
         """Say it in words."""
         verdict = (
-            "MORE than its ledger says: something that ran is not what was counted"
-            if self.nonprivate_exceeds_epsilon
-            else "which does not contradict the ledger"
+            "which does not contradict the ledger"
+            if self.nonprivate_passed
+            else "MORE than its ledger says: something that ran is not what was counted"
         )
         return filled(
             f"Audit by {self.canaries} gradient canaries in {self.steps} "
@@ -69,8 +69,9 @@ class CanaryReport:
             f"confidence {self.confidence:g} epsilon is above "
             f"{self.nonprivate_epsilon_lower_bound:.3f} at delta {self.delta:g}, "
             f"{verdict} ({self.epsilon:.3f}); by the trade-off of Gaussian mechanisms. "
-            "The canaries have moved the weights: an "
-            "audited model is not one to publish."
+            "The bound was computed from private rows, and is private: not to be "
+            "published. The canaries have moved the weights: an audited model is not one "
+            "to publish."
         )
 
 
@@ -90,8 +91,9 @@ class GradientCanaries(StepCallback):
     push the weights that they stand on, by up to C in every step, and one weight each:
     audit a training of its own, and do not publish that model.
 
-    What this proves was computed with the coins in hand, inside the process; of the
-    rows it says no more than the weights do.
+    What this proves is private, too: it comes from sums over the rows. If their noise
+    is as it was counted, the ledger covers it, as it does the weights; but that is what
+    is tried out here.
 
     Args:
         canaries: How many, at least 2 and at most the number of trained weights. A

@@ -49,10 +49,10 @@ class AttackResult:
     most_true_positives_there: float
 
     @property
-    def nonprivate_exceeds(self) -> bool:
-        """Whether the attack finds more than the ledger allows, by both intervals."""
+    def nonprivate_passed(self) -> bool:
+        """Whether the attack finds no more than the ledger allows, by both intervals."""
         least = self.nonprivate_true_positive_interval[0]
-        return least > self.most_true_positives_there
+        return least <= self.most_true_positives_there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +72,9 @@ class MembershipReport:
     results: tuple[AttackResult, ...]
 
     @property
-    def nonprivate_exceeds(self) -> bool:
-        """Whether an attack finds more than the ledger allows."""
-        return any(each.nonprivate_exceeds for each in self.results)
+    def nonprivate_passed(self) -> bool:
+        """Whether no attack finds more than the ledger allows."""
+        return all(each.nonprivate_passed for each in self.results)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
@@ -86,8 +86,8 @@ class MembershipReport:
             }
             for result in fields["results"]
         ]
-        exceeds = self.nonprivate_exceeds
-        return {"audit": "membership", **fields, "nonprivate_exceeds": exceeds}
+        passed = self.nonprivate_passed
+        return {"audit": "membership", **fields, "nonprivate_passed": passed}
 
     def __str__(self) -> str:
         """Say it as a table."""
@@ -102,7 +102,7 @@ class MembershipReport:
                 f"{each.target_false_positive_rate:8.2%} "
                 f"{each.nonprivate_true_positive_rate:7.2%}  "
                 f"[{low:6.2%}, {high:6.2%}] {each.most_true_positives:8.2%}  "
-                f"{each.attack}" + (" MORE than allowed" * each.nonprivate_exceeds)
+                f"{each.attack}" + (" MORE than allowed" * (not each.nonprivate_passed))
             )
         return "\n".join([*lines, "Computed from private rows: not to be published."])
 
@@ -178,8 +178,8 @@ def membership(
         >>> report = tfdp.audit.membership(
         ...     private, (x[:200], y[:200]), (x[200:], y[200:])
         ... )
-        >>> report.nonprivate_exceeds
-        False
+        >>> report.nonprivate_passed
+        True
 
     References:
         .. [1] Yeom et al., "Privacy Risk in Machine Learning", CSF 2018, section 3.

@@ -165,17 +165,6 @@ class PrivateEvaluation(ReleasingCallback):
         """
         return self._ledger
 
-    def epsilon(self, delta: float) -> float:
-        """Return the epsilon of the releases in `ledger`, by the PLD accountant.
-
-        Args:
-            delta: In (0, 1); smaller than one over the number of examples.
-
-        Returns:
-            An upper bound; 0 without rows of its own.
-        """
-        return self.ledger.epsilon(delta)
-
     def set_model(self, model: DPModel) -> None:
         """Refuse a model that is not private."""
         if not isinstance(model, DPModel):
@@ -218,9 +207,8 @@ class PrivateEvaluation(ReleasingCallback):
             )
         self._trained = trained
         due = sum((epoch + 1) % self.every == 0 for epoch in trained.epochs)
-        *others, last = [each.name for each in self._bounds]
-        words = f"{', '.join(others)} and {last}" if others else last
-        self._release = Segment(scheme, 1, self.noise_multiplier, words)
+        names = ", ".join(each.name for each in self._bounds)
+        self._release = Segment(scheme, 1, self.noise_multiplier, names)
         return self._release.with_count(0 if self._own else due)
 
     def standard_error(self, name: str) -> float:

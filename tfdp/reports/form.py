@@ -1,6 +1,7 @@
 """What forms are filled with: facts, answers, and blanks with their questions."""
 
 from tfdp._types import Config
+from tfdp.accounting import BestOf
 from tfdp.accounting.meaning import in_words
 from tfdp.reports.questions import BLANK, QUESTIONS
 
@@ -74,11 +75,18 @@ class Form:
     @property
     def composition(self) -> str:
         """How costs add up."""
+        kinds = {each["kind"] for each in self.facts["planned_segments"]}
+        how = (
+            "by Rényi differential privacy alone: a search counts with all of its tries, "
+            "not with the steps of its winner."
+            if BestOf.kind in kinds
+            else "by privacy loss distributions and by Rényi differential privacy; the "
+            "smaller bound is stated."
+        )
         return (
             "All trainings that the weights come from, and all noised answers that "
             "callbacks asked for, are composed as trainings on the same rows "
-            f"({self.facts['steps']} steps), by privacy loss distributions and by Rényi "
-            "differential privacy; the smaller bound is stated."
+            f"({self.facts['steps']} steps), {how}"
         )
 
     @property
@@ -124,9 +132,8 @@ class Form:
     @property
     def audits_agree(self) -> bool:
         """Whether no audit has found that something else ran than was counted."""
-        return not any(
-            audit.get("nonprivate_exceeds") or audit.get("nonprivate_passed") is False
-            for audit in self.facts["audits"]
+        return all(
+            audit.get("nonprivate_passed", True) for audit in self.facts["audits"]
         )
 
     @property

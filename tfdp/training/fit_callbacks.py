@@ -102,12 +102,19 @@ class LedgerCallback(StepCallback):
         remember_values(self._recorder.weights() or [])
 
 
-def _flattened(callbacks: Nest) -> list[keras.callbacks.Callback]:
-    """List callbacks, those in lists and in Keras's lists of callbacks included."""
+def flattened(callbacks: Nest) -> list[keras.callbacks.Callback]:
+    """List callbacks, those in lists and in Keras's lists of callbacks included.
+
+    Args:
+        callbacks: As `fit` gets them.
+
+    Returns:
+        A flat list, in their order.
+    """
     found = []
     for callback in keras.tree.flatten([] if callbacks is None else callbacks):
         if isinstance(callback, keras.callbacks.CallbackList):
-            found += _flattened(callback.callbacks)
+            found += flattened(callback.callbacks)
         else:
             found.append(callback)
     return found
@@ -128,7 +135,7 @@ def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:
     Raises:
         ValueError: If two of tfdp's callbacks set the same variable.
     """
-    callbacks = _flattened(callbacks)
+    callbacks = flattened(callbacks)
     released = _released_by(callbacks)
     for callback in callbacks:
         monitor = getattr(callback, "monitor", None)

@@ -190,7 +190,7 @@ class ModelLedger:
         """Count in the project what has run, in place of what was reserved."""
         recorder, budget = self.recorder, self.recorder.budget
         if budget is not None and budget.project is not None and budget.reservation:
-            budget.project.finish(recorder.run, recorder.all_runs(), self._name())
+            budget.project.finish(recorder.run, recorder.all_runs())
             set_budget(recorder, dataclasses.replace(budget, reservation=None))
 
     def _name(self) -> str:

@@ -18,11 +18,13 @@ from tfdp._keras import names_begin_again
 from tfdp._types import Config, Logs, Nest
 from tfdp.accounting import BestOf, Ledger, Project, Segment
 from tfdp.accounting.accountant import is_known_to_rdp
+from tfdp.accounting.projects import project_of
 from tfdp.accounting.runs import Run, Runs, ledger_of, union
 from tfdp.accounting.tries import Tries
 from tfdp.distribute.workers import replicas_of
 from tfdp.errors import NotPrivateError
 from tfdp.model import DPModel
+from tfdp.training.fit_callbacks import flattened
 from tfdp.tuning.progress import SearchProgress, check_rows
 from tfdp.tuning.scores import (
     check_callbacks,
@@ -85,8 +87,8 @@ class PrivateSearch:
         delta: Of the guarantee, in (0, 1): what `fit` says in the end, and what it refuses
             an infinite epsilon at.
         mode: ``"max"`` or ``"min"``; None goes by the name of the score.
-        project: A `tfdp.accounting.Project`, or the path of its file, which the search
-            counts in, within its budget if it has one.
+        project: A `tfdp.accounting.Project`, or the path of its file, which must exist:
+            the search counts in it, within its budget if it has one.
         verbose: 0 for silence; 1 for a line before and one after.
 
     Attributes:
@@ -95,8 +97,8 @@ class PrivateSearch:
 
     Raises:
         TypeError: If an argument has a wrong type.
-        ValueError: If the score is an exact metric of private rows, or a number is out
-            of its range.
+        ValueError: If the score is an exact metric of private rows, a number is out
+            of its range, or there is no file of the project.
 
     Example:
         >>> def build(settings):
@@ -149,23 +151,21 @@ class PrivateSearch:
         check_score(score, has_public_rows=True)
         self._score, self._direction = score, direction_of(score, mode)
         self._delta = _validate.probability("delta", delta)
-        if project is not None and not isinstance(project, Project):
-            project = Project(project)
-        self._project = project
+        self._project = None if project is None else project_of(project)
         self._verbose = verbose
         self.settings: Settings | None = None
         self.score: float | None = None
-        # What the search counts as, and searches before it that were cut short.
+        # All searches up to now, with what their models came from.
         self._runs: dict[str, Run] = {}
-        self._cut_short: dict[str, Run] = {}
 
     @property
     def ledger(self) -> Ledger:
-        """What the search has cost, with what its models came from; empty before it.
+        """What all calls of `fit` have cost, with what their models came from.
 
-        While one runs, and if it was cut short, that is all tries that have begun.
+        Empty before the first. A search that was cut short is in it with all tries that
+        had begun; one that runs comes into it when it ends.
         """
-        return ledger_of(union(self._cut_short, self._runs))
+        return ledger_of(self._runs)
 
     def fit(
         self,
@@ -176,6 +176,9 @@ class PrivateSearch:
         **arguments: Any,
     ) -> DPModel | None:
         """Search, and return the best model.
+
+        Searches before it count for the model, too: use another `PrivateSearch` for other
+        data.
 
         Args:
             x: As in `tfdp.DPModel.fit`, for every try.
@@ -202,12 +205,11 @@ class PrivateSearch:
         _check_arguments(arguments)
         arguments |= {"x": x, "y": y, "validation_data": public_data}
         self.settings = self.score = None
-        self._runs = {}
         # All of them at once: what they cost must be known before any of them is trained.
         drawn = [self._space.draw() for _ in range(self._tries.draw())]
         plans = self._plans(drawn, arguments)
         scheme = BestOf(self._tries, tuple(plan.segments for plan in plans))
-        before = union(self._cut_short, *(plan.before for plan in plans))
+        before = union(self._runs, *(plan.before for plan in plans))
         whole = Ledger((scheme.segment(),))
         self._check_cost(whole)
         self._say(
@@ -218,11 +220,12 @@ class PrivateSearch:
             winner = self._best_of(drawn, arguments, progress)
             self._runs = progress.end(winner and winner.recorder)
         except BaseException:
-            self._cut_short = progress.cut_short()
+            self._runs = progress.cut_short()
             raise
         self._say(
-            f"The search is over: ({whole.epsilon(self._delta):.3f}, {self._delta:g})-"
-            "differentially private, with all of its tries."
+            f"The search is over: ({self.ledger.epsilon(self._delta):.3f}, "
+            f"{self._delta:g})-differentially private, with all of its tries and with what "
+            "came before it."
         )
         if winner is None:
             warnings.warn(
@@ -422,7 +425,7 @@ def _arguments_of(
         name: value(dict(settings)) if callable(value) else value
         for name, value in arguments.items()
     }
-    callbacks = keras.tree.flatten(given.pop("callbacks", None) or [])
+    callbacks = flattened(given.pop("callbacks", None))
     check_callbacks(callbacks)
     return {**given, "callbacks": [*callbacks, last], "verbose": 0}
 

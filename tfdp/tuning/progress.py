@@ -20,7 +20,7 @@ class SearchProgress:
 
     Args:
         scheme: What the search costs.
-        before: Runs that its models come from, and searches that were cut short.
+        before: Runs that its models come from, and earlier searches.
         project: That it counts in, if any.
 
     Raises:
@@ -115,7 +115,7 @@ class SearchProgress:
 
     def _finish(self, runs: Runs) -> None:
         if self._project is not None:
-            self._project.finish(self._name, runs, "search")
+            self._project.finish(self._name, runs)
 
     def _check(self, ledger: Ledger) -> None:
         if not is_covered(candidate_event(ledger.segments), self._candidates):

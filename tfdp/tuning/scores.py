@@ -1,12 +1,10 @@
 """What tries are compared by: something that is private already, or public."""
 
 import math
-import re
 from collections.abc import Iterable
 
 import keras
 
-from tfdp._types import Nest
 from tfdp.accounting import Segment
 
 _PRIVATE, _PUBLIC = "private_", "val_"
@@ -79,16 +77,16 @@ def check_score(score: str, *, has_public_rows: bool) -> None:
     )
 
 
-def check_callbacks(callbacks: Nest) -> None:
+def check_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> None:
     """Refuse callbacks that write what must stay inside of a search.
 
     Args:
-        callbacks: Of a try.
+        callbacks: Of a try, all in one list.
 
     Raises:
         ValueError: If there is one.
     """
-    for callback in keras.tree.flatten([] if callbacks is None else callbacks):
+    for callback in callbacks:
         if isinstance(callback, _WRITERS):
             raise ValueError(
                 f"`{type(callback).__name__}` would write what one try alone has made: "
@@ -107,7 +105,7 @@ def check_is_released(score: str, planned: Iterable[Segment]) -> None:
     Raises:
         ValueError: If the name is that of a private score, and nothing releases it.
     """
-    names = [name for each in planned for name in re.split(", | and ", each.released)]
+    names = [name for each in planned for name in each.released.split(", ")]
     if score.startswith(_PRIVATE) and score not in names:
         raise ValueError(
             "A private score must be released with noise in every try. Received: "
