@@ -43,10 +43,10 @@ def _timed(fit: Callable[..., object], data: object) -> tuple[float, float]:
 
 
 def _data(entry: Entry) -> tf.data.Dataset:
-    x, y, weights = entry.batch(BATCH)
+    # Without weights: Keras takes none of rows for losses of positions.
+    x, y, _ = entry.batch(BATCH)
     x = tuple(x) if isinstance(x, list) else x
-    batch = (x, y) if weights is None else (x, y, weights)
-    return tf.data.Dataset.from_tensors(batch).repeat(STEPS)
+    return tf.data.Dataset.from_tensors((x, y)).repeat(STEPS)
 
 
 def _ordinary(entry: Entry) -> tuple[float, float]:
