@@ -7,10 +7,10 @@ import pytest
 from scipy import special
 
 from tfdp.accounting import accountant
-from tfdp.accounting.accountant import epsilon
+from tfdp.accounting.accountant import deltas, epsilon
 from tfdp.accounting.allocation import loss_of_allocation
 from tfdp.accounting.segments import Segment
-from tfdp.sampling import BallsInBins, Poisson, Shuffled
+from tfdp.sampling import BallsInBins, FixedBins, Poisson, Shuffled
 
 INTERVAL = 1e-4
 
@@ -196,3 +196,28 @@ def test_little_noise_and_a_fallback_are_bounds():
 def test_a_tiny_delta_costs_what_whole_releases_cost_at_most():
     found = epsilon([Segment(BallsInBins(50, 10), 1, 0.9)], 1e-12)
     assert found <= epsilon([Segment(Shuffled(50, 10), 1, 0.9)], 1e-12, "RDP")
+
+
+def test_few_bins_cost_no_more_than_whole_releases():
+    bins = [Segment(BallsInBins(200, 100), 1, 0.3)]
+    most = epsilon([Segment(Shuffled(200, 100), 1, 0.3)], 1e-5)
+    assert epsilon(bins, 1e-5) <= most
+    assert deltas(bins, [most])[0] <= 1.01e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise_multiplier", [0.2, 0.3])
+def test_few_bins_among_others_cost_no_more_either(noise_multiplier):
+    drawn = Segment(Poisson(1000, 10), 20, 1.0)
+    fixed = Segment(FixedBins(200, 100, 2, bins=1), 1, noise_multiplier)
+    whole = Segment(Shuffled(200, 100), 1, noise_multiplier)
+    most = epsilon([whole, drawn], 1e-5)
+    assert epsilon([fixed, drawn], 1e-5) <= most
+    assert deltas([fixed, drawn], [most])[0] <= 1.01e-5
+
+
+@pytest.mark.slow
+def test_a_little_more_noise_costs_no_more_where_bins_are_few():
+    runs = [Segment(BallsInBins(200, 100), 1, z) for z in (0.19, 0.2, 0.21, 0.3, 0.4)]
+    costs = [epsilon([run], 1e-5) for run in runs]
+    assert costs == sorted(costs, reverse=True)

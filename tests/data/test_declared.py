@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tfdp.data import DeclaredDataset, PoissonDataset, declare
+from tfdp.data import DeclaredDataset, PoissonDataset, declare, declared
 from tfdp.sampling import BallsInBins, CyclicPoisson, Shuffled
 
 N, B = 100, 8
@@ -260,6 +260,41 @@ def test_cuts_of_an_order_are_no_balls_in_bins(drop):
         declare(cut, expected_batch_size=60, **BINNED)
 
 
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda order: order.shuffle(1020).batch(100).shuffle(11),
+        lambda order: order.batch(100).shuffle(11),
+        # The last cut has another size in every pass.
+        lambda order: (
+            order
+            .filter(lambda i: (i < 1001) | (tf.random.uniform([]) < 0.5))
+            .batch(100)
+            .shuffle(11)
+            .apply(tf.data.experimental.assert_cardinality(11))
+        ),
+    ],
+)
+def test_cuts_in_any_order_are_no_balls_in_bins(cut):
+    dataset = cut(tf.data.Dataset.range(1020))
+    with pytest.raises(ValueError, match=r"batches of .*Use `sampling='shuffle'`"):
+        declare(
+            dataset,
+            number_of_examples=1020,
+            expected_batch_size=93,
+            sampling="balls_in_bins",
+        )
+
+
+@pytest.mark.parametrize("read", [4, 10, 1000])
+def test_cuts_of_which_some_are_read_are_no_balls_in_bins(read, monkeypatch):
+    monkeypatch.setattr(declared, "_MOST_BATCHES_READ", read)
+    cut = tf.data.Dataset.range(1020).shuffle(1020).batch(100).shuffle(11)
+    numbers = {"number_of_examples": 1020, "expected_batch_size": 93}
+    with pytest.raises(ValueError, match="batches of 100"):
+        declare(cut, sampling="balls_in_bins", **numbers)
+
+
 @pytest.mark.parametrize("size", [300, 150, 200])
 def test_few_cuts_of_an_order_are_no_balls_in_bins_either(size):
     cut = tf.data.Dataset.range(600).shuffle(600).batch(size)
@@ -286,7 +321,7 @@ def test_bins_must_have_the_expected_size():
 def test_bins_that_stay_are_another_mechanism(batches, tmp_path):
     bins = tfdp.data.BallsInBins.write(np.ones((600, 2)), tmp_path, batches)
     changed = bins.dataset.map(lambda x: 2 * x[0])
-    for dataset in (bins.dataset, changed):
+    for dataset in (bins.dataset, changed, bins.dataset.shuffle(100)):
         with pytest.raises(
             ValueError, match=r"same in every pass.*BallsInBins\.write\("
         ):

@@ -6,6 +6,7 @@ only in later versions; under add-or-remove-one, its default, the numbers are th
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import math
@@ -13,13 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import dp_accounting
 import numpy as np
-from dp_accounting.pld import privacy_loss_distribution
+from dp_accounting.pld import privacy_loss_distribution, privacy_loss_mechanism
 
 from tfdp._validate import one_of, probability
 from tfdp.accounting.allocation import loss_of_allocation
 from tfdp.accounting.segments import Segment
 from tfdp.accounting.selection import RdpAccountant
-from tfdp.sampling import RandomAllocationDpEvent, Scheme
+from tfdp.sampling import RandomAllocationDpEvent, Scheme, Unknown
 from tfdp.sampling.scheme import LEAST_AMPLIFIED_NOISE
 
 ACCOUNTANTS = ("PLD", "RDP")
@@ -133,6 +134,9 @@ def deltas(
     if is_cheap:
         loss = _composed_loss(segments, _PLD_INTERVAL if few else _PLD_COARSE_INTERVAL)
         bounds.append(loss.get_delta_for_epsilon(np.asarray(epsilons)))
+        in_full = _in_full(segments)
+        if in_full != segments:
+            bounds.append(deltas(in_full, epsilons))
     if not is_cheap or not few:
         with _absl_warnings_off():
             composed = _composed_rdp(segments)
@@ -205,10 +209,50 @@ def _epsilon(segments: tuple[Segment, ...], delta: float, accountant: str) -> fl
     interval = _PLD_INTERVAL if few else _PLD_COARSE_INTERVAL
     loss = _composed_loss(segments, interval)
     result = max(0.0, float(loss.get_epsilon_for_delta(delta)))
+    in_full = _in_full(segments)
+    if in_full != segments and _may_be_less(in_full, segments, result, delta):
+        result = min(result, _epsilon(in_full, delta, accountant))
     if few and math.isfinite(result):
         return result
     # What a loss distribution cuts off may be more than a tiny delta.
     return min(result, _epsilon(segments, delta, "RDP"))
+
+
+def _in_full(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Return segments with whole passes for random allocations, which cost at most that.
+
+    What is computed for allocations may be more where bins are few and the noise small.
+    """
+    return tuple(
+        dataclasses.replace(each, scheme=Unknown()) if _is_allocation(each) else each
+        for each in segments
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_allocation(segment: Segment) -> bool:
+    event = segment.event()
+    return isinstance(getattr(event, "event", event), RandomAllocationDpEvent)
+
+
+def _may_be_less(
+    in_full: tuple[Segment, ...],
+    segments: tuple[Segment, ...],
+    result: float,
+    delta: float,
+) -> bool:
+    """Tell whether whole passes, alone, cost less than all of the segments."""
+    if not math.isfinite(result):
+        return True
+    shift = math.hypot(
+        *(
+            math.sqrt(whole.count) / whole.noise_multiplier
+            for whole, segment in zip(in_full, segments, strict=True)
+            if whole != segment
+        )
+    )
+    whole = privacy_loss_mechanism.GaussianPrivacyLoss(1 / shift)
+    return bool(whole.get_delta_for_epsilon(result) < delta)
 
 
 def _rough_bound(segments: tuple[Segment, ...], delta: float) -> float:

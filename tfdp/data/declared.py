@@ -12,10 +12,13 @@ from tfdp.data.balls_in_bins import BallsInBins
 from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.sampling import Scheme, poisson_probability, samplings
 
-# Batches of a pass whose sizes are compared with those of other passes, and with how
-# many at least. Fresh coins seldom make that many agree, unless batches are tiny.
-_BATCHES_LOOKED_AT = 8
-_BATCHES_THAT_TELL = 4
+# Passes whose sizes are compared, and batches of each: fresh coins seldom make all agree,
+# and one pass that differs ends the comparison.
+_MOST_PASSES_READ = 4
+_MOST_BATCHES_READ = 1000
+# Of fewer batches, nearly all have the same size by chance.
+_FEWEST_CUTS = 4
+_MOST_SIZES_SAID = 8
 
 _TENSOR_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
 
@@ -96,8 +99,10 @@ def declare(
       the other iterations; the random state is secret. Files that were grouped once
       have the same batches every time, which is another mechanism
       (`tfdp.data.BallsInBins`), and equal cuts of a shuffled order are `"shuffle"`.
-      Both are refused here, if their first batches have the same sizes in every pass:
-      those of at least two passes are read.
+      Both are refused here, in whatever order they come, if two to four passes have
+      batches of the same sizes, or all but one batch of a pass has the same: these
+      passes are read. Of passes of more than 1000 batches only the first ones are, so
+      that there a new order of files in every pass is not seen.
 
     Args:
         dataset: A `tf.data.Dataset` that yields batches, or a
@@ -238,10 +243,11 @@ def _check_bins(declared: DeclaredDataset, static_size: int | None) -> None:
         [static_size] if static_size else _sizes_that_stay(declared.dataset, batches)
     )
     if sizes is not None:
+        some = ", ".join(map(str, dict.fromkeys(sizes[:_MOST_SIZES_SAID])))
         raise ValueError(
             f"`sampling={sampling!r}` means that in every pass a fresh coin of its own "
             "decides the batch of each record, so sizes vary from pass to pass. Received: "
-            f"batches of {', '.join(map(str, dict.fromkeys(sizes)))}, the same in every "
+            f"batches of {some}, the same in every "
             "pass: they are cut from an order of the records, or were drawn once. Use "
             "`sampling='shuffle'`, or give `fit` the files of "
             "`tfdp.data.BallsInBins.write((x, y), directory, batches_per_epoch="
@@ -250,26 +256,30 @@ def _check_bins(declared: DeclaredDataset, static_size: int | None) -> None:
 
 
 def _sizes_that_stay(dataset: Data, batches: int) -> list[int] | None:
-    """Return the sizes of the first batches, if they are the same in some passes."""
-    # What is in the others decides the last one.
-    looked_at = min(_BATCHES_LOOKED_AT, max(batches - 1, 1))
-    sizes = _sizes(dataset, looked_at)
-    for _ in range(-(-_BATCHES_THAT_TELL // looked_at)):
+    """Return the sizes of batches, if they are the same in some passes, in any order."""
+    sizes = _sizes_of_pass(dataset, batches)
+    for _ in range(_MOST_PASSES_READ - 1):
         if isinstance(dataset, keras.utils.PyDataset):
             dataset.on_epoch_end()
             dataset.on_epoch_begin()
-        if _sizes(dataset, looked_at) != sizes:
+        if _sizes_of_pass(dataset, batches) != sizes:
             return None
     return sizes
 
 
-def _sizes(dataset: Data, batches: int) -> list[int]:
-    """Return the numbers of rows of the first batches of a pass."""
+def _sizes_of_pass(dataset: Data, batches: int) -> list[int]:
+    """Return the numbers of rows of batches, sorted; of cuts that of the full ones."""
+    looked_at = min(batches, _MOST_BATCHES_READ)
     if isinstance(dataset, tf.data.Dataset):
-        first = iter(dataset.take(batches))
+        first = iter(dataset.take(looked_at))
     else:
-        first = (dataset[index] for index in range(batches))
-    return [len(tf.nest.flatten(batch)[0]) for batch in first]
+        first = (dataset[index] for index in range(looked_at))
+    sizes = sorted(len(tf.nest.flatten(batch)[0]) for batch in first)
+    # The last cut of an order is smaller, and may come anywhere.
+    usual = sizes[len(sizes) // 2] if sizes else 0
+    if len(sizes) >= _FEWEST_CUTS and sizes.count(usual) >= len(sizes) - 1:
+        return [usual]
+    return sizes
 
 
 def _static_batch_size(dataset: Data) -> int | None:
