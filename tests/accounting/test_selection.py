@@ -118,7 +118,7 @@ def test_the_bound_holds_for_randomized_response(tries, truths):
     accountant = RdpAccountant(neighboring_relation=relation)
     events = tuple(RandomizedResponseDpEvent(t, 4) for t in truths)
     accountant.compose(
-        RepeatAndSelectDpEvent(OneOfDpEvent(events), tries.mean, tries.index)
+        RepeatAndSelectDpEvent(OneOfDpEvent(events), tries.mean, tries.shape)
     )
     bound = accountant.get_epsilon(DELTA)
     assert 0 < truth <= bound

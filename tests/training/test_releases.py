@@ -6,7 +6,7 @@ import pytest
 from tfdp.callbacks import PrivateEarlyStopping, PrivateEvaluation
 from tfdp.errors import NotPrivateError
 from tfdp.training.fit_callbacks import sorted_callbacks
-from tfdp.training.releases import Columns, OnlyReleased, check_logs
+from tfdp.training.releases import Columns, OnlyReleased, check_logs, direction_of
 
 
 def evaluation(metric="accuracy"):
@@ -55,3 +55,18 @@ def test_a_name_is_released_once():
     own = PrivateEvaluation(["accuracy"], noise_multiplier=1.0, x=keras.ops.array(x))
     assert sorted_callbacks([evaluation(), own])[1] is own
     assert own.names == ("private_val_accuracy", "private_val_accuracy_standard_error")
+
+
+@pytest.mark.parametrize(
+    ("score", "direction"),
+    [
+        ("private_accuracy", 1),
+        ("val_loss", -1),
+        ("val_auc", 1),
+        ("val_mean_absolute_error", -1),
+    ],
+)
+def test_names_tell_the_direction(score, direction):
+    assert direction_of(score, "auto") == direction
+    assert direction_of(score, "max") == 1
+    assert direction_of(score, "min") == -1

@@ -307,7 +307,7 @@ def test_validation_rows_must_be_said_to_be_public():
         ({"delta": 0}, ValueError, "`delta`"),
         ({"delta": math.nan}, ValueError, "`delta`"),
         ({"score": 3}, TypeError, "`score`"),
-        ({"score": "val_x"}, ValueError, "does not tell whether more is better"),
+        ({"score": "val_x"}, ValueError, "where a name does not tell"),
         ({"mode": "most"}, ValueError, "`mode`"),
         ({"space": {"rate": []}}, ValueError, "`space`"),
         ({"space": {"rate": "abc"}}, ValueError, "`space`"),

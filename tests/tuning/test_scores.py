@@ -7,24 +7,8 @@ from tfdp.sampling import Poisson
 from tfdp.tuning.scores import (
     check_is_released,
     check_score,
-    direction_of,
     value_of,
 )
-
-
-@pytest.mark.parametrize(
-    ("score", "direction"),
-    [
-        ("private_accuracy", 1),
-        ("val_loss", -1),
-        ("val_auc", 1),
-        ("val_mean_absolute_error", -1),
-    ],
-)
-def test_names_tell_the_direction(score, direction):
-    assert direction_of(score, None) == direction
-    assert direction_of(score, "max") == 1
-    assert direction_of(score, "min") == -1
 
 
 def test_public_metrics_need_public_rows():

@@ -111,7 +111,7 @@ class BestOf(Scheme):
         # Its noise is that of its candidates: nobody may take it for less.
         if has_none or noise_multiplier < self._least_noise():
             return dp_accounting.NonPrivateDpEvent()
-        search = RepeatAndSelectDpEvent(try_, self.tries.mean, self.tries.index)
+        search = RepeatAndSelectDpEvent(try_, self.tries.mean, self.tries.shape)
         return dp_accounting.SelfComposedDpEvent(search, count)
 
     def words(self, count: int, noise: str) -> str:

@@ -24,6 +24,7 @@ class Tries(abc.ABC):
     Attributes:
         name: In files.
         mean: Of the number.
+        shape: As dp_accounting has it: 1 for geometric, infinite for Poisson.
 
     References:
         .. [1] Papernot and Steinke, "Hyperparameter Tuning with Renyi Differential
@@ -32,6 +33,7 @@ class Tries(abc.ABC):
 
     name: ClassVar[str]
     mean: float
+    shape: float
 
     def __post_init__(self) -> None:
         """Check the mean."""
@@ -42,11 +44,6 @@ class Tries(abc.ABC):
                 f"mean={self.mean!r}. Use `mean=1`, or train without a search."
             )
         object.__setattr__(self, "mean", mean)
-
-    @property
-    @abc.abstractmethod
-    def index(self) -> float:
-        """What dp_accounting calls its shape: 1 geometric, infinite Poisson."""
 
     @abc.abstractmethod
     def law(self) -> Iterator[tuple[int, float]]:
@@ -95,16 +92,13 @@ class Geometric(Tries):
     """
 
     name: ClassVar[str] = "geometric"
-    mean: float
+    shape = 1.0
 
-    @property
-    def index(self) -> float:
-        """The shape of its family."""
-        return 1.0
+    mean: float
 
     def law(self) -> Iterator[tuple[int, float]]:
         """Yield the numbers from 1 on, each with its probability."""
-        return TruncatedNegativeBinomial(self.index, self.mean).law()
+        return TruncatedNegativeBinomial(self.shape, self.mean).law()
 
     def words(self) -> str:
         """Say which law it is."""
@@ -132,12 +126,10 @@ class Poisson(Tries):
     """
 
     name: ClassVar[str] = "poisson"
-    mean: float
+    # The limit of shapes that grow.
+    shape = math.inf
 
-    @property
-    def index(self) -> float:
-        """The limit of shapes that grow."""
-        return math.inf
+    mean: float
 
     def law(self) -> Iterator[tuple[int, float]]:
         """Yield the numbers from 0 on, each with its probability."""
@@ -183,11 +175,6 @@ class TruncatedNegativeBinomial(Tries):
         shape = _validate.non_negative("shape", self.shape)
         object.__setattr__(self, "shape", shape)
         super().__post_init__()
-
-    @property
-    def index(self) -> float:
-        """Its shape."""
-        return self.shape
 
     def law(self) -> Iterator[tuple[int, float]]:
         """Yield the numbers from 1 on, each with its probability.

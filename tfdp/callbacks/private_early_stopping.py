@@ -7,7 +7,7 @@ import keras
 from tfdp import _validate
 from tfdp._types import Logs, Nest
 from tfdp.training.model_ledger import ModelLedger
-from tfdp.training.releases import ReleasingCallback, WatchingCallback
+from tfdp.training.releases import ReleasingCallback, WatchingCallback, direction_of
 
 _PREFIX = "private_"
 
@@ -28,7 +28,7 @@ class PrivateEarlyStopping(WatchingCallback):
             standard error of the released value.
         patience: Releases without improvement after which the training ends.
         verbose: As in Keras.
-        mode: `"min"`, `"max"`, or `"auto"`, which knows losses and accuracies.
+        mode: `"min"`, `"max"`, or `"auto"`, which goes by the name.
         baseline: As in Keras: the value that is to be beaten. It must not come from the
             data.
         restore_best_weights: As in Keras: whether the weights of the epoch with the
@@ -70,7 +70,7 @@ class PrivateEarlyStopping(WatchingCallback):
             baseline = _validate.number("baseline", baseline)
         self.monitor = monitor
         self.min_delta = min_delta
-        self.mode = _validate.one_of("mode", mode, ("auto", "min", "max"))
+        self.mode = "max" if direction_of(monitor, mode) > 0 else "min"
         self._options = {
             "patience": _validate.seed("patience", patience),
             "verbose": verbose,
@@ -94,19 +94,11 @@ class PrivateEarlyStopping(WatchingCallback):
                 "PrivateEarlyStopping('private_accuracy')]`."
             )
         self._source, self._ledger = sources[0], ledger
-        mode = self._source.directions.get(self.monitor, "")
-        if self.mode != "auto":
-            mode = self.mode
-        if not mode:
-            raise ValueError(
-                f"Nobody knows whether a larger `{self.monitor}` is better. Received: "
-                "mode='auto'. Use `mode='min'` or `mode='max'`."
-            )
         min_delta = self.min_delta
         if min_delta is None:
             min_delta = self._source.standard_error(self.monitor)
         self._stopping = keras.callbacks.EarlyStopping(
-            self.monitor, min_delta=min_delta, mode=mode, **self._options
+            self.monitor, min_delta=min_delta, mode=self.mode, **self._options
         )
         self._stopping.set_model(self.model)
 

@@ -147,11 +147,6 @@ class PrivateEvaluation(ReleasingCallback):
         self._bounds = tuple(bounds(self._metrics, ranges or {}, prefix))
         means = [each.name for each in self._bounds]
         self.names = (*means, *(name + _ERROR for name in means))
-        self.directions = {
-            prefix + name: "min" if metric is None else "max"
-            for name, metric in self._metrics.items()
-            if metric is None or metric.is_accuracy
-        }
         self.released: dict[str, float] = {}
         self.released_epoch: int | None = None
         self._ledger = Ledger()

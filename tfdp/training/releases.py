@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import keras
 
 from tfdp._types import Logs, Nest
+from tfdp._validate import one_of
 from tfdp.accounting import Segment
 from tfdp.data.training_data import TrainingData
 from tfdp.distribute.replicas import Replicas
@@ -14,6 +15,33 @@ from tfdp.errors import NotPrivateError
 from tfdp.losses.objective import Objective
 from tfdp.training.callback import StepCallback
 from tfdp.training.model_ledger import ModelLedger
+
+# How names end of which it is known.
+_LESS_IS_BETTER = ("loss", "error", "perplexity")
+_MORE_IS_BETTER = ("accuracy", "acc", "auc", "precision", "recall", "f1_score")
+
+
+def direction_of(metric: str, mode: str) -> int:
+    """Return 1 if more of a metric is better, else -1.
+
+    Args:
+        metric: Its name in a history.
+        mode: ``"max"`` or ``"min"``; ``"auto"`` to go by the name.
+
+    Raises:
+        ValueError: If the name does not tell, or the mode is another one.
+    """
+    mode = one_of("mode", mode, ("auto", "min", "max"))
+    if mode != "auto":
+        return 1 if mode == "max" else -1
+    if metric.endswith(_LESS_IS_BETTER):
+        return -1
+    if metric.endswith(_MORE_IS_BETTER):
+        return 1
+    raise ValueError(
+        "`mode` must say whether more is better where a name does not tell. Received: "
+        f"mode='auto' for {metric!r}. Use `mode='max'` or `mode='min'`."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +74,11 @@ class ReleasingCallback(StepCallback, abc.ABC):
         released: The values released last, by the names that they are logged under;
             empty before there are some. Nobody else can log under these names.
         names: Those names, also before there are values.
-        directions: For some of them `"min"` or `"max"`, which is better.
         released_epoch: When that was; None before.
     """
 
     released: dict[str, float]
     names: tuple[str, ...]
-    directions: dict[str, str]
     released_epoch: int | None
 
     @abc.abstractmethod

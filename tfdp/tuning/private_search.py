@@ -25,12 +25,12 @@ from tfdp.distribute.workers import replicas_of
 from tfdp.errors import NotPrivateError
 from tfdp.model import DPModel
 from tfdp.training.fit_callbacks import flattened
+from tfdp.training.releases import direction_of
 from tfdp.tuning.progress import SearchProgress, check_rows
 from tfdp.tuning.scores import (
     check_callbacks,
     check_is_released,
     check_score,
-    direction_of,
     value_of,
 )
 from tfdp.tuning.spaces import Grid, Sampler, Settings, space_of
@@ -86,7 +86,7 @@ class PrivateSearch:
             the first try wins.
         delta: Of the guarantee, in (0, 1): what `fit` says in the end, and what it refuses
             an infinite epsilon at.
-        mode: ``"max"`` or ``"min"``; None goes by the name of the score.
+        mode: ``"max"``, ``"min"``, or ``"auto"``, which goes by the name of the score.
         project: A `tfdp.accounting.Project`, or the path of its file, which must exist:
             the search counts in it, within its budget if it has one.
         verbose: 0 for silence; 1 for a line before and one after.
@@ -135,7 +135,7 @@ class PrivateSearch:
         tries: Tries,
         score: str,
         delta: float,
-        mode: str | None = None,
+        mode: str = "auto",
         project: Project | str | os.PathLike[str] | None = None,
         verbose: int = 1,
     ) -> None:

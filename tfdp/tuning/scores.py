@@ -8,8 +8,6 @@ import keras
 from tfdp.accounting import Segment
 
 _PRIVATE, _PUBLIC = "private_", "val_"
-_LESS_IS_BETTER = ("loss", "error", "perplexity")
-_MORE_IS_BETTER = ("accuracy", "acc", "auc", "precision", "recall", "f1_score")
 # Write what is of one try alone, each time somewhere.
 _WRITERS = (
     keras.callbacks.BackupAndRestore,
@@ -19,32 +17,6 @@ _WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
-
-
-def direction_of(score: str, mode: str | None) -> int:
-    """Return 1 if more of a score is better, else -1.
-
-    Args:
-        score: Its name.
-        mode: ``"max"`` or ``"min"``; None to go by the name.
-
-    Raises:
-        ValueError: If the name does not tell, or the mode is another one.
-    """
-    if mode is None:
-        if score.endswith(_LESS_IS_BETTER):
-            return -1
-        if score.endswith(_MORE_IS_BETTER):
-            return 1
-        raise ValueError(
-            f"The name of the score does not tell whether more is better. Received: "
-            f"score={score!r}. Use `mode='max'` or `mode='min'`."
-        )
-    if mode not in {"max", "min"}:
-        raise ValueError(
-            f"`mode` must be 'max', 'min' or None. Received: mode={mode!r}."
-        )
-    return 1 if mode == "max" else -1
 
 
 def check_score(score: str, *, has_public_rows: bool) -> None:
@@ -122,7 +94,7 @@ def value_of(
     Args:
         score: The name in its history.
         history: It.
-        direction: See `direction_of`.
+        direction: 1 if more is better, else -1.
         is_complete: Whether the training has reached its planned end.
 
     Returns:
