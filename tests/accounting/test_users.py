@@ -12,8 +12,19 @@ from scipy import special, stats
 
 from tfdp.accounting import PoissonSteps, Segment, ShuffledPasses
 from tfdp.accounting.accountant import epsilon
-from tfdp.accounting.users import _divergence, user_epsilon
-from tfdp.sampling import CyclicPoisson, FixedBins, Shuffled
+from tfdp.accounting.users import (
+    _divergence,
+    _epsilon_of_group,
+    _epsilon_of_releases,
+    user_epsilon,
+)
+from tfdp.sampling import (
+    BallsInBins,
+    CyclicPoisson,
+    FixedBins,
+    Shuffled,
+    TruncatedPoisson,
+)
 from tfdp.sampling.poisson import log_binomial
 
 HAS_MIXTURES = hasattr(privacy_loss_distribution, "from_mixture_gaussian_mechanism")
@@ -136,7 +147,8 @@ def test_examples_of_a_user_are_in_all_releases_of_a_pass():
     """Whatever the scheme says of it: its event has five releases a pass."""
     passes = Segment(CyclicPoisson(100, 10), 3, 8.0)
     whole = ShuffledPasses(15, 8.0 / 2, 100, 10)
-    assert cost(passes, 1e-5, 2) == pytest.approx(epsilon([whole], 1e-5, "RDP"))
+    found = _epsilon_of_releases(passes, 1e-5, 2, "RDP")
+    assert found == pytest.approx(epsilon([whole], 1e-5, "RDP"))
     fixed = Segment(FixedBins(100, 10, batches_per_epoch=10, bins=1), 3, 8.0)
     whole = ShuffledPasses(3, 8.0 / 2, 100, 10)
     assert cost(fixed, 1e-5, 2) == pytest.approx(epsilon([whole], 1e-5, "RDP"))
@@ -153,6 +165,42 @@ def test_what_is_no_gaussian_release_is_not_taken_for_free():
 
     with pytest.raises(TypeError, match="Received: LaplaceDpEvent"):
         cost(Segment(Laplace(100, 10), 1, 8.0), 1e-5, 2)
+
+
+GROUPS = [
+    Segment(CyclicPoisson(1000, 100), 2, 3.0),
+    pytest.param(Segment(BallsInBins(1000, 100), 3, 2.0), marks=pytest.mark.slow),
+    pytest.param(Segment(FixedBins(1000, 100, 10, 1), 3, 3.0), marks=pytest.mark.slow),
+    pytest.param(
+        Segment(TruncatedPoisson(1000, 100, 190), 40, 2.0), marks=pytest.mark.slow
+    ),
+]
+
+
+@pytest.mark.parametrize("segment", GROUPS)
+def test_users_cost_at_most_what_group_privacy_says(segment):
+    """The least k e over a table of one example's guarantees."""
+    delta, size = 1e-5, 2
+    least = math.inf
+    for log_delta in np.linspace(math.log(delta), math.log(1e-12), 60):
+        of_one = epsilon([segment], math.exp(log_delta))
+        log_sum = special.logsumexp(of_one * np.arange(size))
+        if log_delta + log_sum <= math.log(delta):
+            least = min(least, size * of_one)
+    found = cost(segment, delta, size, "PLD")
+    assert 2 * epsilon([segment], delta) < found <= 1.001 * least
+    assert 0.9 * least < found
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_group_of_gaussian_releases_is_never_too_cheap(size):
+    """What they really cost is known: size times the shift."""
+    run = ShuffledPasses(4, 6.0, 1000, 10)
+    exact = epsilon([ShuffledPasses(4, 6.0 / size, 1000, 10)], 1e-5)
+    of_group = _epsilon_of_group(run, 1e-5, size, "PLD", most=math.inf)
+    assert exact < of_group < 3 * exact
+    assert _epsilon_of_group(run, 1e-5, size, "PLD", most=of_group) == math.inf
+    assert cost(run, 1e-5, size, "PLD") == pytest.approx(exact, rel=1e-3)
 
 
 @pytest.mark.parametrize("size", [0, 1.5])

@@ -46,7 +46,7 @@ def test_users_may_be_in_all_draws_of_a_part():
     segment = Segment(SCHEME, 2, 9.0)
     found = user_epsilon(segment, 1e-5, max_examples_per_user=3, accountant="PLD")
     all_in = epsilon([Segment(Unknown(), 8, 3.0)], 1e-5)
-    assert found == pytest.approx(all_in, rel=1e-3)
+    assert 3 * epsilon([segment], 1e-5) < found <= all_in
 
 
 def test_more_parts_than_rows_are_refused():

@@ -30,6 +30,8 @@ _ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 65), 128, 25
 _PLD_INTERVAL = 1e-3
 _PLD_MOST_EPSILON = 200.0
 _PLD_MOST_EXAMPLES = 20.0
+# Below it, what float64 rounds in a convolution of losses counts.
+_PLD_LEAST_DELTA = 1e-13
 
 
 def user_epsilon(
@@ -44,7 +46,9 @@ def user_epsilon(
     In a pass the examples of a user change the sums of its steps by
     ``max_examples_per_user`` times as much as one example, at most, when they are all
     in one batch. A Poisson draw has a binomial number of them, and a step is then the
-    mixture of Gaussians of [1]_, whose Rényi divergences are integrated here.
+    mixture of Gaussians of [1]_, whose Rényi divergences are integrated here. Where what
+    one example costs says more, by group privacy [2]_, that is returned: mostly for schemes
+    that are not Poisson draws.
 
     Args:
         segment: What was run.
@@ -72,6 +76,8 @@ def user_epsilon(
     References:
         .. [1] Choquette-Choo et al., "Privacy Amplification for Matrix Mechanisms",
            2023, section 3. https://arxiv.org/abs/2310.15526
+        .. [2] Vadhan, "The Complexity of Differential Privacy", 2017, proof of lemma
+           2.2.
     """
     max_examples_per_user = positive_int("max_examples_per_user", max_examples_per_user)
     of_one = epsilon([segment], delta, accountant)
@@ -82,28 +88,79 @@ def user_epsilon(
     is_user = max_examples_per_user == 1 or segment.scheme.unit == "user"
     if is_user or not segment.count:
         return of_one
+    result = _epsilon_of_releases(segment, delta, max_examples_per_user, accountant)
+    # A scheme may cost more than its chances say.
+    result = max(of_one, result)
+    of_group = _epsilon_of_group(
+        segment, delta, max_examples_per_user, accountant, most=result
+    )
+    return min(result, of_group)
+
+
+def _epsilon_of_releases(
+    segment: Segment, delta: float, examples: int, accountant: str
+) -> float:
+    """Return what the sums cost, by how many examples of the user are in each."""
     # As if all were in every release.
     releases = segment.scheme.rdp_event(segment.count, segment.noise_multiplier)
-    noise_multiplier = _noise_of_all(releases) / max_examples_per_user
+    noise_multiplier = _noise_of_all(releases) / examples
     together = Segment(Unknown(), 1, noise_multiplier)
     # Each example of the user that is drawn may have made room for another one.
     change = segment.scheme.most_change_in_clips
     segment = dataclasses.replace(
         segment, noise_multiplier=segment.noise_multiplier / change
     )
-    log_chances = tuple(segment.scheme.log_chances(max_examples_per_user).tolist())
+    log_chances = tuple(segment.scheme.log_chances(examples).tolist())
     if log_chances[-1] == 0 or noise_multiplier == 0:
-        return max(of_one, epsilon([together], delta, accountant))
+        return epsilon([together], delta, accountant)
     result = min(
         _epsilon_by_rdp(segment, delta, log_chances),
         epsilon([together], delta, "RDP"),
     )
-    shift = max_examples_per_user / segment.noise_multiplier
+    shift = examples / segment.noise_multiplier
     is_affordable = result <= _PLD_MOST_EPSILON and shift <= _PLD_MOST_EXAMPLES
     if accountant == "PLD" and is_affordable:
         result = min(result, _epsilon_by_pld(segment, delta, log_chances))
-    # A scheme may cost more than its chances say.
-    return max(of_one, result)
+    return result
+
+
+def _epsilon_of_group(
+    segment: Segment, delta: float, examples: int, accountant: str, most: float
+) -> float:
+    """Return what group privacy says, from the figures of one example.
+
+    Where one example has (e, d), k of them have (k e, d (1 + exp(e) + ... +
+    exp((k - 1) e))), whatever was run. So the e is sought that suffices for the d which
+    makes this sum the delta.
+
+    Returns:
+        The k e, a tenth of a percent above the least at most; ``inf`` if it is `most` or
+        more.
+    """
+
+    def of_one(at_epsilon: float) -> float:
+        log_sum = np.logaddexp.reduce(at_epsilon * np.arange(examples))
+        part = math.exp(math.log(delta) - log_sum)
+        if part == 0:
+            return math.inf
+        by = accountant if part >= _PLD_LEAST_DELTA else "RDP"
+        return epsilon([segment], part, by)
+
+    too_low, enough = 0.0, epsilon([segment], delta, accountant)
+    while examples * enough < most:
+        needed = of_one(enough)
+        if needed <= enough:
+            break
+        too_low, enough = enough, max(needed, 1.25 * enough)
+    else:
+        return math.inf
+    while enough - too_low > 1e-3 * enough:
+        middle = (too_low + enough) / 2
+        if of_one(middle) <= middle:
+            enough = middle
+        else:
+            too_low = middle
+    return examples * enough
 
 
 def _noise_of_all(event: dp_accounting.DpEvent) -> float:
