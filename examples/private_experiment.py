@@ -14,7 +14,6 @@ at the epsilon of the whole experiment: what whoever guesses would have got.
 
 import itertools
 import json
-import math
 import multiprocessing
 import sys
 from collections.abc import Sequence
@@ -64,15 +63,19 @@ def main(argv: Sequence[str]) -> None:
     except (tfdp.errors.NotPrivateError, ValueError) as error:
         sys.exit(f"private_experiment: {error}")
     of_search = private.epsilon(DELTA)
-    alone = epsilon_of_one_try(len(train[0]))
+    alone = epsilon_of_one_try(private.ledger)
     trained_further(private, train)
     epsilon = private.epsilon(DELTA)
     accuracy = private.evaluate(*test, verbose=0, return_dict=True)["accuracy"]
 
     audits = audited(private, train, test)
-    described(private, settings, audits, output)
+    answers = {
+        "trust_model": "Whoever runs this script.",
+        "settings": f"By a private search, which is in the ledger: {settings}.",
+    }
+    described(private, answers, audits, output)
     private.save(output / "experiment.keras")
-    exported(output)
+    exported(answers, audits, output)
     guesses = guessed(train, test, epsilon) if _GUESSES.value else {}
     if guesses:
         plot(guesses, settings, accuracy, epsilon, output / "experiment.png")
@@ -147,12 +150,12 @@ def evaluation(every: int) -> tfdp.callbacks.PrivateEvaluation:
     )
 
 
-def epsilon_of_one_try(n: int) -> float:
-    """Return what a single try costs, without what the choice between tries does."""
-    segments = tfdp.accounting.PoissonSteps(
-        EPOCHS * math.ceil(n / BATCH_SIZE), _NOISE_MULTIPLIER.value, n, BATCH_SIZE
-    )
-    return tfdp.accounting.Ledger((segments,)).epsilon(DELTA)
+def epsilon_of_one_try(ledger: tfdp.accounting.Ledger) -> float:
+    """Return what a try of a search costs, without the choice between tries."""
+    (search,) = ledger.segments
+    # All settings cost the same here: steps, and the release that scores them.
+    (candidate,) = search.scheme.candidates
+    return tfdp.accounting.Ledger(candidate).epsilon(DELTA)
 
 
 def trained_further(private: tfdp.DPModel, train: Any) -> None:
@@ -184,13 +187,9 @@ def audited(private: tfdp.DPModel, train: Any, test: Any) -> list[Any]:
 
 
 def described(
-    private: tfdp.DPModel, settings: dict[str, Any], audits: list[Any], output: Path
+    private: tfdp.DPModel, answers: dict[str, str], audits: list[Any], output: Path
 ) -> None:
     """Write the report in three forms. These images are public, and so are the audits."""
-    answers = {
-        "trust_model": "Whoever runs this script.",
-        "settings": f"By a private search, which is in the ledger: {settings}.",
-    }
     options = {"answers": answers, "audits": audits}
     for name, form in (("MODEL_CARD.md", "model-card"), ("NIST.md", "nist-800-226")):
         text = private.privacy_report(DELTA, form, **options)
@@ -199,11 +198,11 @@ def described(
     (output / "registry.json").write_text(json.dumps(report, indent=2), "utf-8")
 
 
-def exported(output: Path) -> None:
+def exported(answers: dict[str, str], audits: list[Any], output: Path) -> None:
     """Export the model, in a process that has not traced the models of the tries."""
     # Names in a graph count what its process has traced, and so the secret tries.
     process = multiprocessing.get_context("spawn").Process(
-        target=export, args=(str(output),)
+        target=export, args=(answers, audits, output)
     )
     process.start()
     process.join()
@@ -211,11 +210,13 @@ def exported(output: Path) -> None:
         sys.exit("private_experiment: the export has failed.")
 
 
-def export(output: str) -> None:
-    """Load the model that was saved, and export it."""
-    private = keras.models.load_model(Path(output) / "experiment.keras")
-    served = tfdp.export.next_version(Path(output) / "digits")
-    tfdp.export.export_private_model(private, served, delta=DELTA)
+def export(answers: dict[str, str], audits: list[Any], output: Path) -> None:
+    """Load the model that was saved, and export it with its report."""
+    private = keras.models.load_model(output / "experiment.keras")
+    served = tfdp.export.next_version(output / "digits")
+    tfdp.export.export_private_model(
+        private, served, delta=DELTA, answers=answers, audits=audits
+    )
 
 
 def guessed(train: Any, test: Any, epsilon: float) -> dict[tuple[Any, ...], float]:
