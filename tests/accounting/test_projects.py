@@ -258,6 +258,9 @@ def test_a_model_of_its_backup_settles_it(project):
     killed_after(project, lambda: project.reserve("a", {}, RUN.ledger))
     with pytest.raises(ValueError, match="must come from the training"):
         project.settle("a", model(b=ran(3)))
+    # Saved in between: it has taken more steps since.
+    with pytest.raises(ValueError, match="must know of all steps"):
+        project.settle("a", model(a=ran(40)))
     project.settle("a", model(**{"a": ran(40), "a after 40": ran(3)}))
     assert project.ledger.segments == (STEPS.with_count(43),)
 
@@ -279,6 +282,17 @@ def test_a_journal_from_before_the_reservation_settles_nothing(project):
     assert project.ledger.segments == (STEPS.with_count(140 + 3 + 60),)
     project.finish("b", known)
     assert project.unsettled == ["a"]
+
+
+def test_a_link_is_the_project_of_its_file(project, tmp_path, monkeypatch):
+    link = tmp_path / "link.json"
+    link.symlink_to(project.path)
+    monkeypatch.chdir(tmp_path)
+    for other in (Project(link), Project("data.json")):
+        assert other.path == project.path
+    killed_after(Project(link), lambda: Project(link).reserve("a", {}, RUN.ledger))
+    assert link.is_symlink()
+    assert project.ledger == RUN.ledger
 
 
 def test_one_that_runs_cannot_be_settled(project):

@@ -82,7 +82,8 @@ class Project:
         delta: float | None = None,
         target_epsilon: float | None = None,
     ) -> None:
-        self.path = Path(path)
+        # A link and its file are one project, also after `os.chdir`.
+        self.path = Path(path).resolve()
         if not self.path.parent.is_dir():
             raise ValueError(
                 "`path` must be a file in a folder that exists. Received: "
@@ -234,6 +235,14 @@ class Project:
                 raise ValueError(
                     "The model must come from the training that it settles. Received: "
                     f"name={name!r}, a model that comes from {list(runs)!r}."
+                )
+            if private is not None and not _is_told(name, entry, runs):
+                raise ValueError(
+                    "The model must know of all steps of the training that was killed, by "
+                    "the journal of `keras.callbacks.BackupAndRestore`; a file that was "
+                    f"saved in between does not. Received: name={name!r}, a model of "
+                    f"{runs[name].steps} steps. Use `project.settle({name!r})`, which "
+                    "counts all that may have run."
                 )
             self._settle(state, name, runs.get(name))
             state.add(runs, entry.label)
@@ -388,13 +397,8 @@ class Project:
         """
         found = []
         for name, entry in state.entries.items():
-            known = [
-                run.steps
-                for other, run in runs.items()
-                if other == name or other.startswith(f"{name} after ")
-            ]
-            is_told = sum(known) > entry.run.steps and (name in runs) < len(known)
-            if entry.reserved is not None and is_told and not self._is_alive(name):
+            is_told = entry.reserved is not None and _is_told(name, entry, runs)
+            if is_told and not self._is_alive(name):
                 found.append(name)
         return found
 
@@ -506,6 +510,16 @@ def _make(path: str | os.PathLike[str]) -> str:
 
 # The locks of the trainings of this process: see `Project._is_alive`.
 _alive: dict[Path, contextlib.ExitStack] = {}
+
+
+def _is_told(name: str, entry: Entry, runs: Runs) -> bool:
+    """Tell whether a journal knows of steps that were taken after a reservation."""
+    known = [
+        run.steps
+        for other, run in runs.items()
+        if other == name or other.startswith(f"{name} after ")
+    ]
+    return sum(known) > entry.run.steps and (name in runs) < len(known)
 
 
 def _runs_of(private: Private) -> dict[str, Run]:

@@ -1,7 +1,6 @@
 """Folders that appear when all of them is written, and what a kill leaves of others."""
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
@@ -10,6 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import tensorflow as tf
+
+try:
+    import fcntl
+except ImportError:  # There are no such locks on Windows.
+    fcntl = None  # type: ignore[assignment]
 
 # TensorFlow Serving takes only folders whose names are numbers.
 _UNFINISHED = re.compile(r"[0-9]+-unfinished-[0-9a-f]{32}")
@@ -33,7 +37,7 @@ def appearing(path: str) -> Iterator[str]:
     Raises:
         tf.errors.AlreadyExistsError: If it exists by then.
     """
-    if "://" in path:
+    if "://" in path or fcntl is None:
         unfinished, lock = _new_name(path), None
         tf.io.gfile.makedirs(unfinished)
     else:
