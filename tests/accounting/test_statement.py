@@ -1,4 +1,5 @@
 import json
+import math
 import re
 import warnings
 
@@ -349,8 +350,14 @@ def test_releases_are_told_and_stay_what_they_are():
 def test_an_end_by_a_release_and_other_rows_are_told():
     ledger = Ledger((RELEASES,), ended_by_release=True, saw_other_rows=True)
     text = flat(ledger)
-    assert "A run was ended by a released value; nothing more is owed for it." in text
+    assert "A run was ended by a released value. Steps that it did not take" in text
     assert "a ledger of their own" in text
     found = privacy_report(ledger, 1e-5)
+    # Three releases, and nobody knows what other rows have said.
+    share = 6 / (math.pi * 3) ** 2
+    assert found["epsilon"] == pytest.approx(ledger.epsilon(1e-5 * share))
+    assert found["epsilon"] > ledger.epsilon(1e-5)
+    alone = true_positive_rate(ledger, 0.01 / 3)
+    assert found["best_attack"]["true_positive_rate"] == pytest.approx(3 * alone)
     assert found["ended_by_release"]
     assert found["saw_other_rows"]

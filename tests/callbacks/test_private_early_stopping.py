@@ -59,7 +59,10 @@ def test_a_run_that_it_ends_costs_what_it_took(releases):
     assert not ledger.cut_short
     assert ledger.ended_by_release
     statement = " ".join(model.privacy_statement(DELTA).split())
-    assert "ended by a released value; nothing more is owed" in statement
+    assert (
+        "ended by a released value. Steps that it did not take are not owed"
+        in statement
+    )
     assert "stopped before its planned end" not in statement
     assert Ledger.from_json(ledger.to_json()) == ledger
 
@@ -93,7 +96,10 @@ def test_other_rows_may_end_a_run(releases):
     assert history["private_val_accuracy"] == [0.5, 0.4]
     assert (model.ledger.steps, model.ledger.cut_short) == (4, ())
     statement = " ".join(model.privacy_statement(DELTA).split())
-    assert "ended by a released value; nothing more is owed" in statement
+    assert (
+        "ended by a released value. Steps that it did not take are not owed"
+        in statement
+    )
     assert "a ledger of their own" in statement
 
 

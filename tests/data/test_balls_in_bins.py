@@ -89,6 +89,30 @@ def test_sources(tmp_path, source):
     assert sorted(itertools.chain(*rows(data))) == list(range(N))
 
 
+RAGGED = tf.ragged.constant([[1], [1, 2]])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        tf.data.Dataset.from_tensor_slices(RAGGED),
+        tf.data.Dataset.from_tensor_slices(({"a": RAGGED}, [0, 1])),
+        tf.data.Dataset.from_tensor_slices(tf.sparse.from_dense(np.eye(3))),
+    ],
+    ids=["ragged", "nested", "sparse"],
+)
+def test_rows_that_are_not_dense_are_refused(tmp_path, source):
+    with pytest.raises(ValueError, match=r"must be dense.*ragged\.to_tensor"):
+        write(tmp_path, source)
+    assert not list(tmp_path.iterdir())
+
+
+def test_padded_rows_are_stored(tmp_path):
+    data = write(tmp_path, tf.data.Dataset.from_tensor_slices(RAGGED.to_tensor()))
+    stored = np.concatenate([batch[0] for batch in data.dataset])
+    assert sorted(stored.tolist()) == [[1, 0], [1, 2]]
+
+
 def test_empty_bins_are_batches(tmp_path):
     data = write(tmp_path, X[:2], batches_per_epoch=5)
     sizes = [len(batch) for batch in rows(data)]

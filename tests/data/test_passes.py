@@ -111,6 +111,13 @@ def test_fit_takes_every_row_once_an_epoch(trained):
     assert model.ledger.segments == (Segment(BallsInBins(N, B), 3, 4.0),)
 
 
+def test_the_divisor_is_the_mean_size_of_the_bins():
+    model = private()
+    model.fit(X[:110], X[:110], batch_size=100, verbose=0)
+    assert model.optimizer.expected_batch_size == 55
+    assert model.ledger.segments == (Segment(BallsInBins(110, 55), 1, 4.0),)
+
+
 def test_a_fit_that_ends_early_is_gone_on_with_in_an_epoch_of_its_own(trained):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

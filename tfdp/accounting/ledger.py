@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 from tfdp.accounting import accountant as accountants
@@ -83,6 +84,34 @@ class Ledger:
     def releases(self) -> int:
         """Releases of metrics, which are no steps."""
         return sum(s.count for s in self.segments if s.released)
+
+    @property
+    def looks(self) -> int:
+        """Moments up to the end at which a released value could have ended a run.
+
+        1 where none has ended one. Where it was a value of other rows nobody knows more
+        than that it came after a step.
+        """
+        if not self.ended_by_release:
+            return 1
+        return max(
+            self.releases, self.steps + self.passes if self.saw_other_rows else 1
+        )
+
+    def delta_at_end(self, delta: float) -> float:
+        """Return the share of a delta at which the last of the looks is accounted.
+
+        Where a run ends depends on the data then. What it has cost by the k-th look holds
+        with a delta for each: ``6 / (pi k)^2`` of the whole, which adds up to it over
+        all k.
+
+        Args:
+            delta: Of the guarantee.
+
+        Returns:
+            The same where no released value has ended a run.
+        """
+        return delta if self.looks == 1 else delta * 6 / (math.pi * self.looks) ** 2
 
     def add(self, *segments: Segment) -> "Ledger":
         """Return a ledger in which these segments ran after the others."""

@@ -96,7 +96,7 @@ def privacy_statement(
     if delta * _most_examples(planned) >= 1:
         warnings.warn(_delta_message(planned, delta), stacklevel=2)
     paragraphs = [
-        _headline(reported_epsilon(planned, delta), delta),
+        _headline(reported_epsilon(planned, ledger.delta_at_end(delta)), delta),
         *_cautions(ledger, planned, delta),
         filled(in_words(best_attack(ledger), of_users=_units(planned) == {"user"})),
         filled(_unit(planned)),
@@ -105,7 +105,7 @@ def privacy_statement(
         filled(f"Trust model: {_TRUST_MODEL}"),
         *_lists(run, planned),
         *_releases(ledger),
-        _table(_rows(run, planned), delta),
+        _table(_rows(run, planned), ledger.delta_at_end(delta)),
         "Not covered:\n" + _items(_NOT_COVERED),
         *_comparison(planned, delta),
     ]
@@ -153,11 +153,12 @@ def privacy_report(ledger: Ledger, delta: float) -> dict[str, Any]:
     """
     delta = probability("delta", delta)
     run, planned = ledger.merged().segments, ledger.planned().merged().segments
+    at_end = ledger.delta_at_end(delta)
     bounds = [
         {
             "label": label,
             "holds": holds,
-            **{name: _finite(epsilon(each, delta, name)) for name in _ACCOUNTANTS},
+            **{name: _finite(epsilon(each, at_end, name)) for name in _ACCOUNTANTS},
         }
         for label, holds, each in (*_rows(run, planned), *_redrawn(planned))
     ]
@@ -332,7 +333,10 @@ def _releases(ledger: Ledger) -> Iterator[str]:
         )
     if ledger.ended_by_release:
         sentences.append(
-            "A run was ended by a released value; nothing more is owed for it."
+            "A run was ended by a released value. Steps that it did not take are not "
+            "owed. But the data have had a part in where it ended, so each moment at "
+            f"which it could have ended up to then, {ledger.looks} at most, has a delta of its "
+            "own: the k-th 6 / (pi k)^2 of the whole."
         )
     if sentences:
         yield filled(" ".join(sentences))

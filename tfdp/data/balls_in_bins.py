@@ -199,6 +199,14 @@ def _chunks(source: Nest) -> Iterator[Nest]:
             raise ValueError(
                 "`source` must end. Received: an infinite dataset. Remove `.repeat()`."
             )
+        parts_of_example = tf.nest.flatten(source.element_spec)
+        if not all(isinstance(part, tf.TensorSpec) for part in parts_of_example):
+            raise ValueError(
+                "Examples of `source` must be dense tensors of one shape. Received: "
+                f"element_spec={source.element_spec}. Use "
+                "`tf.data.Dataset.from_tensor_slices(ragged.to_tensor())`, or "
+                "`source.map(tf.sparse.to_dense)`."
+            )
         try:
             for batch in source.batch(_ROWS_AT_ONCE).as_numpy_iterator():
                 yield batch if isinstance(batch, tuple) else (batch,)

@@ -1,6 +1,7 @@
 """Batches that tfdp draws, in the form that `fit` takes."""
 
 import collections
+import dataclasses
 import operator
 import os
 import threading
@@ -55,6 +56,12 @@ class DrawnDataset(keras.utils.PyDataset):
         self._scheme = scheme
         self._users = users
         self._steps = steps_per_epoch or scheme.steps_per_epoch or 1
+        if scheme.batches_are_bins and steps_per_epoch is None:
+            # Their number is rounded up, so that they may be smaller than asked for.
+            size = -(-self._number_of_examples // self._steps)
+            self._scheme = dataclasses.replace(  # type: ignore[type-var]
+                scheme, expected_batch_size=size
+            )
         self._seeded = seed is not None
         self._key = fresh_key() if seed is None else seeded_key(seed)
         if self._seeded:
