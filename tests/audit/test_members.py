@@ -120,6 +120,7 @@ def test_targets_of_other_kinds_are_taken():
         assert len(report.results) == 4
 
 
+@pytest.mark.slow
 def test_a_report_prints_and_is_json():
     private, members = trained(1.0)
     report = membership(private, members, rows(seed=1), false_positive_rates=(0.05,))

@@ -259,6 +259,7 @@ def test_saved_models_have_their_releases_once(tmp_path):
     assert not ledger.release(evaluation)
 
 
+@pytest.mark.slow
 def test_a_budget_keeps_room_for_the_last_release():
     model = private()
     evaluation = PrivateEvaluation(["accuracy"], every=3, noise_multiplier=6.0)

@@ -111,6 +111,7 @@ def check(pairs, engine):
         np.testing.assert_allclose(norm, tf.linalg.global_norm(gradients), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_table_trains_by_book_keeping():
     check(columns(), "bookkeeping")
 

@@ -164,7 +164,9 @@ MODELS = {
         pytest.param(
             name,
             id=name,
-            marks=[pytest.mark.slow] if name == "layer_norm_of_vector" else [],
+            marks=[pytest.mark.slow]
+            if name in {"layer_norm_of_vector", "nodes"}
+            else [],
         )
         for name in MODELS
     ],
