@@ -542,6 +542,29 @@ def test_given_rows_warm_up(name, is_by_name, tmp_path):
 NAN = np.full((2, 8, 8, 1), np.nan)
 
 
+def test_a_loaded_model_knows_the_length_that_it_was_trained_with(tmp_path):
+    inner = keras.Sequential([
+        keras.Input((None,), dtype="int32", name="words"),
+        keras.layers.Embedding(5, 2),
+        keras.layers.Conv1D(2, 40),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(1),
+    ])
+    private = tfdp.DPModel(inner)
+    private.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0), "mse"
+    )
+    private.fit(np.ones((8, 64), "int32"), np.ones((8, 1)), batch_size=4, verbose=0)
+    private.save(tmp_path / "private.keras")
+    loaded = keras.models.load_model(tmp_path / "private.keras")
+    assert loaded.fitted_signature.shape.as_list() == [None, 64]
+    # Rows of 32 words, which stand for unknown lengths, are too short for the kernel.
+    path = tmp_path / "model" / "1"
+    export_private_model(loaded, path, delta=0.01)
+    _, arrays = request_in(path)
+    assert arrays["words"].shape == (1, 64)
+
+
 @pytest.mark.parametrize(
     ("name", "warmup"),
     [
