@@ -1,6 +1,7 @@
 """Searches with real models: what leaves, what it costs, and what stays inside."""
 
 import gc
+import json
 import logging
 import math
 import sys
@@ -394,10 +395,36 @@ def test_steps_of_unknown_number_are_refused():
     def sized(settings):
         return small.private(opt=small.optimizer(expected_batch_size=10))
 
-    data = ((X[:10], Y[:10]) for _ in range(100))
+    def data(settings):
+        return ((X[:10], Y[:10]) for _ in range(100))
+
     search = search_of(sized, number=1, space={})
     with pytest.raises(ValueError, match="must be known before it begins"):
         search.fit(data, public_data=PUBLIC)
+
+
+def drawn():
+    return tfdp.data.PoissonDataset(X, Y, expected_batch_size=20)
+
+
+def test_tries_do_not_share_what_counts_its_draws():
+    data = drawn()
+    search = search_of(number=1, space={"rate": [0.1]})
+    with pytest.raises(ValueError, match="x with the same PoissonDataset"):
+        search.fit(data, epochs=2, public_data=PUBLIC)
+    assert (search.ledger, data.epoch) == (Ledger(), 1)
+
+
+@pytest.mark.slow
+def test_what_the_winner_remembers_does_not_number_the_tries():
+    states = []
+    for number in (1, 2):
+        search = search_of(number=number, space={"rate": [0.1]})
+        winner = search.fit(lambda settings: drawn(), epochs=1, public_data=PUBLIC)
+        state = json.loads(winner.recorder.state())
+        states.append({key: state[key] for key in state.keys() - {"runs"}})
+    assert states[0] == states[1]
+    assert states[0]["sampled_epochs"] == 0
 
 
 @pytest.mark.slow

@@ -62,8 +62,9 @@ class LedgerCallback(StepCallback):
             self._has_begun = True
         if self._data.begins_pass_each_epoch:
             self._recorder.counter.begin_release()
-        if self._data.drawn is not None:
-            self._recorder.sampled_epochs = self._data.drawn.epoch
+        drawn = self._data.drawn
+        if drawn is not None and drawn.seeded:
+            self._recorder.sampled_epochs = drawn.epoch
         # What a backup restored may have spent the budget.
         self._model_ledger.limit(1)
 

@@ -24,22 +24,11 @@ from tfdp.accounting.tries import Tries
 from tfdp.distribute.workers import replicas_of
 from tfdp.errors import NotPrivateError
 from tfdp.model import DPModel
-from tfdp.training.fit_callbacks import flattened
 from tfdp.training.releases import direction_of
+from tfdp.tuning.arguments import arguments_of, check_arguments, check_data
 from tfdp.tuning.progress import SearchProgress, check_rows
-from tfdp.tuning.scores import (
-    check_callbacks,
-    check_is_released,
-    check_score,
-    value_of,
-)
+from tfdp.tuning.scores import check_is_released, check_score, value_of
 from tfdp.tuning.spaces import Grid, Sampler, Settings, space_of
-
-_OWN_ARGUMENTS = {
-    "validation_data": "public_data=(x, y)` if the rows are public, or `score='private_accuracy'",
-    "validation_split": "score='private_accuracy'",
-    "verbose": "PrivateSearch(..., verbose=0)",
-}
 
 
 class PrivateSearch:
@@ -189,7 +178,8 @@ class PrivateSearch:
             **arguments: Likewise. Functions are called with the settings of a try:
                 ``epochs=lambda settings: settings["epochs"]``. Callbacks remember what
                 they have seen, so each try must get its own: ``callbacks=lambda settings:
-                [...]``.
+                [...]``, and so must each dataset that tfdp draws from: ``x=lambda
+                settings: tfdp.data.PoissonDataset(...)``.
 
         Returns:
             The model of the best try, trained; None if the number of tries was 0.
@@ -202,7 +192,7 @@ class PrivateSearch:
                 in what they cost, or a try runs more than its `fit` had planned.
         """
         check_score(self._score, has_public_rows=public_data is not None)
-        _check_arguments(arguments)
+        check_arguments(arguments)
         arguments |= {"x": x, "y": y, "validation_data": public_data}
         self.settings = self.score = None
         # All of them at once: what they cost must be known before any of them is trained.
@@ -259,7 +249,8 @@ class PrivateSearch:
         """Find out what a try is to run: all of `fit` up to the first step."""
         private = self._built(settings)
         look = _Look()
-        given = _arguments_of(settings, arguments, look)
+        given = arguments_of(settings, arguments, look)
+        check_data(settings, arguments, given)
         with contextlib.suppress(_LookedAtError):
             private.fit(**given)
         recorder = private.recorder
@@ -320,7 +311,7 @@ class PrivateSearch:
         """Train once, and check that no more was run than was planned."""
         private = self._built(settings)
         history = private.fit(
-            **_arguments_of(settings, arguments, last=_Begin(progress))
+            **arguments_of(settings, arguments, last=_Begin(progress))
         )
         progress.check_try(private.recorder)
         run = private.recorder.own_run()
@@ -399,35 +390,6 @@ class _Begin(keras.callbacks.Callback):
         """Write down all that the try may run."""
         del logs
         self._progress.begin_try(self.model.planned_segments())
-
-
-def _check_arguments(arguments: Config) -> None:
-    """Refuse arguments of `fit` that tries cannot have."""
-    for name, instead in _OWN_ARGUMENTS.items():
-        if name in arguments:
-            raise ValueError(
-                f"`{name}` is not for tries: what is said or decided by it would not be "
-                f"covered. Received: {name}={arguments[name]!r:.60}. Use `{instead}`."
-            )
-    if arguments.get("callbacks") and not callable(arguments["callbacks"]):
-        raise ValueError(
-            "`callbacks` must be a function that makes new ones for every try: they "
-            f"remember what they have seen. Received: {arguments['callbacks']!r}. Use "
-            "`callbacks=lambda settings: [...]`."
-        )
-
-
-def _arguments_of(
-    settings: Settings, arguments: Config, last: keras.callbacks.Callback
-) -> Config:
-    """Return the arguments of `fit` for a try, with a callback behind all others."""
-    given = {
-        name: value(dict(settings)) if callable(value) else value
-        for name, value in arguments.items()
-    }
-    callbacks = flattened(given.pop("callbacks", None))
-    check_callbacks(callbacks)
-    return {**given, "callbacks": [*callbacks, last], "verbose": 0}
 
 
 @contextlib.contextmanager
