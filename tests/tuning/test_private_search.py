@@ -377,6 +377,14 @@ def test_callbacks_are_made_for_each_try_and_write_nothing(tmp_path):
     refused("must not count one by one", fit={"callbacks": lambda _: [budget]})
 
 
+def test_exact_decisions_inside_of_tries_are_refused():
+    stopping = keras.callbacks.EarlyStopping("accuracy", restore_best_weights=True)
+    refused(
+        "`EarlyStopping` would decide by a metric of the private rows",
+        fit={"callbacks": lambda _: [Released([0, 0]), [stopping]]},
+    )
+
+
 class LooksPrivate(keras.callbacks.Callback):
     """Logs an exact metric under the name of one that is released with noise."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import keras
 
 from tfdp.accounting import Segment
+from tfdp.training.fit_callbacks import exact_decisions
 
 _PRIVATE, _PUBLIC = "private_", "val_"
 # Write what is of one try alone, each time somewhere.
@@ -45,12 +46,15 @@ def check_score(score: str, *, has_public_rows: bool) -> None:
         f"leaves, and no noise covers that. Received: score={score!r}. Use a "
         "metric that `tfdp.callbacks.PrivateEvaluation` releases, "
         "`score='private_accuracy'`, or one of public rows, `score='val_accuracy'` with "
-        "`search.fit(..., public_data=(x, y))`."
+        "`search.fit(..., public_data=(x_public, y_public))`."
     )
 
 
-def check_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> None:
-    """Refuse callbacks that write what must stay inside of a search.
+def check_callbacks(callbacks: list[keras.callbacks.Callback]) -> None:
+    """Refuse callbacks that let out what must stay inside of a search.
+
+    Those are callbacks that write, and those that decide by exact metrics: the model that
+    leaves would tell of the private rows what no noise covers.
 
     Args:
         callbacks: Of a try, all in one list.
@@ -65,6 +69,15 @@ def check_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> None:
                 "only the best model may leave a search. Received: callbacks with "
                 f"{callback!r}. Leave it out, and save what `search.fit` returns."
             )
+    for name, monitor in exact_decisions(callbacks):
+        metric = monitor.removeprefix(_PRIVATE)
+        raise ValueError(
+            f"`{name}` would decide by a metric of the private rows, and the epsilon of a "
+            f"search does not cover that. Received: monitor={monitor!r}. Monitor a metric "
+            "that `tfdp.callbacks.PrivateEvaluation` releases in every try, "
+            f"`monitor='private_{metric}'`, or one of public rows, `monitor="
+            f"'val_{metric}'` with `search.fit(..., public_data=(x_public, y_public))`."
+        )
 
 
 def check_is_released(score: str, planned: Iterable[Segment]) -> None:
