@@ -377,6 +377,10 @@ def test_callbacks_are_made_for_each_try_and_write_nothing(tmp_path):
     refused("must not count one by one", fit={"callbacks": lambda _: [budget]})
 
 
+def test_private_rows_are_not_public():
+    refused("`public_data` must be other rows", fit={"public_data": (X[:9], Y[:9])})
+
+
 def test_exact_decisions_inside_of_tries_are_refused():
     stopping = keras.callbacks.EarlyStopping("accuracy", restore_best_weights=True)
     refused(

@@ -1,15 +1,19 @@
 """What tries get as arguments of `fit`: nothing that would tell of other tries."""
 
+import itertools
+
 import keras
 
 from tfdp._types import Config, Nest
+from tfdp.callbacks.evaluated import share_memory
 from tfdp.data.declared import DeclaredDataset
+from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.training.fit_callbacks import flattened
 from tfdp.tuning.scores import check_callbacks
 from tfdp.tuning.spaces import Settings
 
 _OWN_ARGUMENTS = {
-    "validation_data": "public_data=(x, y)` if the rows are public, or `score='private_accuracy'",
+    "validation_data": "public_data=(x_public, y_public)` if the rows are public, or `score='private_accuracy'",
     "validation_split": "score='private_accuracy'",
     "verbose": "PrivateSearch(..., verbose=0)",
 }
@@ -60,7 +64,7 @@ def arguments_of(
 
 
 def check_data(settings: Settings, arguments: Config, given: Config) -> None:
-    """Refuse data that would know of all tries.
+    """Refuse data that would know of all tries, and private rows said to be public.
 
     Args:
         settings: Of a try.
@@ -68,7 +72,8 @@ def check_data(settings: Settings, arguments: Config, given: Config) -> None:
         given: What `arguments_of` has made of them.
 
     Raises:
-        ValueError: If tries would share an object that remembers what was drawn.
+        ValueError: If tries would share an object that remembers what was drawn, or
+            the public rows share memory with those of the training.
     """
     for key, name in _DATA.items():
         remembers = _remembering(given[key])
@@ -82,6 +87,31 @@ def check_data(settings: Settings, arguments: Config, given: Config) -> None:
                 f"new one, `{name}=lambda settings: tfdp.data.PoissonDataset(...)`, or "
                 "arrays."
             )
+    _check_public(given["x"], given["validation_data"])
+
+
+def _check_public(x: Nest, public: Nest) -> None:
+    """Refuse public inputs that are those of the training."""
+    if public is None:
+        return
+    public_x, _, _ = keras.utils.unpack_x_y_sample_weight(public)
+    pairs = itertools.product(_sources(x), _sources(public_x))
+    if any(itertools.starmap(share_memory, pairs)):
+        raise ValueError(
+            "`public_data` must be other rows than those that tries train on: scores of "
+            "these would be exact metrics of private rows. Received: arrays that share "
+            "memory with those of `fit`. Use rows that are public, `search.fit(x, y, "
+            "public_data=(x_public, y_public))`, or `score='private_accuracy'`."
+        )
+
+
+def _sources(x: Nest) -> list[Nest]:
+    """Return the arrays, or other objects, that inputs are read from."""
+    if isinstance(x, DeclaredDataset):
+        x = x.dataset
+    if isinstance(x, DrawnDataset):
+        x = [each.source for each in keras.tree.flatten(x.rows[0])]
+    return list(keras.tree.flatten(x))
 
 
 def _value(settings: Settings, argument: Nest) -> Nest:

@@ -107,7 +107,8 @@ class PrivateSearch:
         ...     verbose=0,
         ... )
         >>> x, y = np.ones((100, 2)), np.ones((100, 1))
-        >>> best = search.fit(x, y, batch_size=10, epochs=1, public_data=(x[:9], y[:9]))
+        >>> public = np.ones((9, 2)), np.ones((9, 1))
+        >>> best = search.fit(x, y, batch_size=10, epochs=1, public_data=public)
         >>> round(best.epsilon(delta=1e-3), 2), best.ledger == search.ledger
         (2.66, True)
 
@@ -173,7 +174,7 @@ class PrivateSearch:
             x: As in `tfdp.DPModel.fit`, for every try.
             y: Likewise.
             public_data: ``(x, y)`` or ``(x, y, sample_weight)`` that are public: nobody's
-                privacy depends on them. Tries are evaluated on them after every epoch,
+                privacy depends on them. They must not be rows of `x`. Tries are evaluated on them after every epoch,
                 as on Keras's `validation_data`.
             **arguments: Likewise. Functions are called with the settings of a try:
                 ``epochs=lambda settings: settings["epochs"]``. Callbacks remember what
