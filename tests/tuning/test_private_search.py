@@ -389,6 +389,33 @@ def test_exact_decisions_inside_of_tries_are_refused():
     )
 
 
+def test_other_private_rows_are_refused_before_a_try():
+    def callbacks(settings):
+        other = small.data(20, outlier=False)
+        return [
+            tfdp.callbacks.PrivateEvaluation(
+                ["accuracy"], noise_multiplier=20.0, x=other[0], y=other[1]
+            )
+        ]
+
+    refused("costs other private rows is not known", fit={"callbacks": callbacks})
+
+
+def test_scores_that_no_epoch_has_are_refused_before_a_try():
+    def callbacks(settings):
+        return [
+            tfdp.callbacks.PrivateEvaluation(
+                ["accuracy"], noise_multiplier=20.0, every=5
+            )
+        ]
+
+    refused(
+        "no callback releases in any epoch",
+        fit={"callbacks": callbacks},
+        score="private_accuracy",
+    )
+
+
 class LooksPrivate(keras.callbacks.Callback):
     """Logs an exact metric under the name of one that is released with noise."""
 

@@ -28,6 +28,8 @@ def test_each_released_metric_may_be_a_score():
         check_is_released(name, [segment])
     with pytest.raises(ValueError, match="which no callback releases"):
         check_is_released("private_this", [segment])
+    with pytest.raises(ValueError, match="in any epoch"):
+        check_is_released("private_accuracy", [segment.with_count(0)])
 
 
 def test_callbacks_decide_by_what_is_released_or_public():

@@ -24,7 +24,7 @@ from tfdp.accounting.tries import Tries
 from tfdp.distribute.workers import replicas_of
 from tfdp.errors import NotPrivateError
 from tfdp.model import DPModel
-from tfdp.training.releases import direction_of
+from tfdp.training.releases import ReleasingCallback, direction_of
 from tfdp.tuning.arguments import arguments_of, check_arguments, check_data
 from tfdp.tuning.progress import SearchProgress, check_rows
 from tfdp.tuning.scores import check_is_released, check_score, value_of
@@ -252,6 +252,8 @@ class PrivateSearch:
         look = _Look()
         given = arguments_of(settings, arguments, look)
         check_data(settings, arguments, given)
+        releasing = [c for c in given["callbacks"] if isinstance(c, ReleasingCallback)]
+        check_rows(saw_others=any(each.sees_other_rows for each in releasing))
         with contextlib.suppress(_LookedAtError):
             private.fit(**given)
         recorder = private.recorder
@@ -263,7 +265,6 @@ class PrivateSearch:
                 "`PrivateSearch(..., project=...)`."
             )
         ledger = recorder.own_run().ledger
-        check_rows(ledger)
         if ledger.noise_seed_fixed or ledger.sampling_seed_fixed:
             raise NotPrivateError(
                 "Tries must be independent, and a seed gives all of them the same noise "

@@ -90,12 +90,15 @@ def check_is_released(score: str, planned: Iterable[Segment]) -> None:
     Raises:
         ValueError: If the name is that of a private score, and nothing releases it.
     """
-    names = [name for each in planned for name in each.released.split(", ")]
+    names = [
+        name for each in planned if each.count for name in each.released.split(", ")
+    ]
     if score.startswith(_PRIVATE) and score not in names:
         raise ValueError(
             "A private score must be released with noise in every try. Received: "
-            f"score={score!r}, which no callback releases. Use `callbacks=lambda "
-            "settings: [tfdp.callbacks.PrivateEvaluation(['accuracy'])]`."
+            f"score={score!r}, which no callback releases in any epoch. Use "
+            "`callbacks=lambda settings: [tfdp.callbacks.PrivateEvaluation(['accuracy'], "
+            "noise_multiplier=20.0)]`, with an `every` of at most `epochs`."
         )
 
 
@@ -123,7 +126,8 @@ def value_of(
         raise ValueError(
             f"The history of a try has no score. Received: score={score!r}, a history "
             f"of {sorted(history)}. Use `callbacks=lambda settings: "
-            "[tfdp.callbacks.PrivateEvaluation(...)]` or `metrics=` that give it."
+            "[tfdp.callbacks.PrivateEvaluation(['accuracy'], noise_multiplier=20.0)]` or "
+            "`metrics=` that give it."
         )
     value = direction * float(history[score][-1])
     return -math.inf if math.isnan(value) else value
