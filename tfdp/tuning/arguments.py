@@ -111,7 +111,8 @@ def _sources(x: Nest) -> list[Nest]:
         x = x.dataset
     if isinstance(x, DrawnDataset):
         x = [each.source for each in keras.tree.flatten(x.rows[0])]
-    return list(keras.tree.flatten(x))
+    # Single numbers, which `fit` refuses, are no sources.
+    return [each for each in keras.tree.flatten(x) if hasattr(each, "__len__")]
 
 
 def _value(settings: Settings, argument: Nest) -> Nest:
