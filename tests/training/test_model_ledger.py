@@ -120,6 +120,14 @@ def test_a_seeded_sampler_goes_on_after_a_restart(tmp_path):
     assert not set(second.drawn[2:]) & set(first.drawn[2:])
 
 
+def test_epochs_of_secret_draws_are_not_remembered():
+    dataset = tfdp.data.PoissonDataset(*data(20), expected_batch_size=10)
+    model = private(run_eagerly=True)
+    model.fit(dataset, verbose=0)
+    assert dataset.epoch > 1
+    assert model.recorder.all_sampled_epochs == 0
+
+
 def test_a_step_of_ones_own_inside_of_fit_is_no_draw():
     x, y = data()
 

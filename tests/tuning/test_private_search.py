@@ -1,6 +1,7 @@
 """Searches with real models: what leaves, what it costs, and what stays inside."""
 
 import gc
+import json
 import logging
 import math
 import sys
@@ -376,6 +377,45 @@ def test_callbacks_are_made_for_each_try_and_write_nothing(tmp_path):
     refused("must not count one by one", fit={"callbacks": lambda _: [budget]})
 
 
+def test_private_rows_are_not_public():
+    refused("`public_data` must be other rows", fit={"public_data": (X[:9], Y[:9])})
+
+
+def test_exact_decisions_inside_of_tries_are_refused():
+    stopping = keras.callbacks.EarlyStopping("accuracy", restore_best_weights=True)
+    refused(
+        "`EarlyStopping` would decide by a metric of the private rows",
+        fit={"callbacks": lambda _: [Released([0, 0]), [stopping]]},
+    )
+
+
+def test_other_private_rows_are_refused_before_a_try():
+    def callbacks(settings):
+        other = small.data(20, outlier=False)
+        return [
+            tfdp.callbacks.PrivateEvaluation(
+                ["accuracy"], noise_multiplier=20.0, x=other[0], y=other[1]
+            )
+        ]
+
+    refused("costs other private rows is not known", fit={"callbacks": callbacks})
+
+
+def test_scores_that_no_epoch_has_are_refused_before_a_try():
+    def callbacks(settings):
+        return [
+            tfdp.callbacks.PrivateEvaluation(
+                ["accuracy"], noise_multiplier=20.0, every=5
+            )
+        ]
+
+    refused(
+        "no callback releases in any epoch",
+        fit={"callbacks": callbacks},
+        score="private_accuracy",
+    )
+
+
 class LooksPrivate(keras.callbacks.Callback):
     """Logs an exact metric under the name of one that is released with noise."""
 
@@ -394,10 +434,36 @@ def test_steps_of_unknown_number_are_refused():
     def sized(settings):
         return small.private(opt=small.optimizer(expected_batch_size=10))
 
-    data = ((X[:10], Y[:10]) for _ in range(100))
+    def data(settings):
+        return ((X[:10], Y[:10]) for _ in range(100))
+
     search = search_of(sized, number=1, space={})
     with pytest.raises(ValueError, match="must be known before it begins"):
         search.fit(data, public_data=PUBLIC)
+
+
+def drawn():
+    return tfdp.data.PoissonDataset(X, Y, expected_batch_size=20)
+
+
+def test_tries_do_not_share_what_counts_its_draws():
+    data = drawn()
+    search = search_of(number=1, space={"rate": [0.1]})
+    with pytest.raises(ValueError, match="x with the same PoissonDataset"):
+        search.fit(data, epochs=2, public_data=PUBLIC)
+    assert (search.ledger, data.epoch) == (Ledger(), 1)
+
+
+@pytest.mark.slow
+def test_what_the_winner_remembers_does_not_number_the_tries():
+    states = []
+    for number in (1, 2):
+        search = search_of(number=number, space={"rate": [0.1]})
+        winner = search.fit(lambda settings: drawn(), epochs=1, public_data=PUBLIC)
+        state = json.loads(winner.recorder.state())
+        states.append({key: state[key] for key in state.keys() - {"runs"}})
+    assert states[0] == states[1]
+    assert states[0]["sampled_epochs"] == 0
 
 
 @pytest.mark.slow

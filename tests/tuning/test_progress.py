@@ -1,6 +1,5 @@
 """What a search counts as when its process is killed."""
 
-import dataclasses
 import os
 import signal
 
@@ -77,10 +76,9 @@ def test_a_try_that_ran_more_counts_with_all_of_it():
 
 
 def test_other_private_rows_are_refused():
-    @dataclasses.dataclass(frozen=True)
-    class SawOthers(Ledger):
-        saw_other_rows: bool = True
-
-    check_rows(Ledger())
+    check_rows(saw_others=False)
+    progress, recorder = SearchProgress(SCHEME, {}, None), LedgerRecorder()
+    progress.begin_try((STEPS,))
+    recorder.note_other_rows()
     with pytest.raises(ValueError, match="rows with a ledger of their own"):
-        check_rows(SawOthers())
+        progress.check_try(recorder)

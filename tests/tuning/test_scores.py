@@ -1,10 +1,13 @@
 import math
 
+import keras
 import pytest
 
+import tfdp
 from tfdp.accounting import Segment
 from tfdp.sampling import Poisson
 from tfdp.tuning.scores import (
+    check_callbacks,
     check_is_released,
     check_score,
     value_of,
@@ -25,6 +28,17 @@ def test_each_released_metric_may_be_a_score():
         check_is_released(name, [segment])
     with pytest.raises(ValueError, match="which no callback releases"):
         check_is_released("private_this", [segment])
+    with pytest.raises(ValueError, match="in any epoch"):
+        check_is_released("private_accuracy", [segment.with_count(0)])
+
+
+def test_callbacks_decide_by_what_is_released_or_public():
+    evaluation = tfdp.callbacks.PrivateEvaluation(["accuracy"], noise_multiplier=20.0)
+    for monitor in ("val_loss", "private_accuracy"):
+        check_callbacks([keras.callbacks.EarlyStopping(monitor), evaluation])
+    for monitor in ("loss", "accuracy", "private_loss"):
+        with pytest.raises(ValueError, match=f"monitor='{monitor}'"):
+            check_callbacks([evaluation, keras.callbacks.EarlyStopping(monitor)])
 
 
 def value(values, direction=1, *, is_complete=True):

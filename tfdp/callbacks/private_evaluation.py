@@ -143,7 +143,8 @@ class PrivateEvaluation(ReleasingCallback):
         self.expected_batch_size = expected_batch_size
         self._metrics = named_metrics(metrics)
         self._own = own_rows(x, y, sample_weight, user_ids)
-        prefix = _PREFIX if self._own is None else _OF_OTHERS
+        self.sees_other_rows = self._own is not None
+        prefix = _OF_OTHERS if self.sees_other_rows else _PREFIX
         self._bounds = tuple(bounds(self._metrics, ranges or {}, prefix))
         means = [each.name for each in self._bounds]
         self.names = (*means, *(name + _ERROR for name in means))

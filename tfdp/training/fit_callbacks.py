@@ -62,8 +62,9 @@ class LedgerCallback(StepCallback):
             self._has_begun = True
         if self._data.begins_pass_each_epoch:
             self._recorder.counter.begin_release()
-        if self._data.drawn is not None:
-            self._recorder.sampled_epochs = self._data.drawn.epoch
+        drawn = self._data.drawn
+        if drawn is not None and drawn.seeded:
+            self._recorder.sampled_epochs = drawn.epoch
         # What a backup restored may have spent the budget.
         self._model_ledger.limit(1)
 
@@ -120,6 +121,29 @@ def flattened(callbacks: Nest) -> list[keras.callbacks.Callback]:
     return found
 
 
+def exact_decisions(
+    callbacks: list[keras.callbacks.Callback],
+) -> Iterator[tuple[str, str]]:
+    """Find callbacks that decide by metrics of private rows without noise.
+
+    Args:
+        callbacks: Of a training, in a flat list.
+
+    Yields:
+        The type of each, and the metric.
+
+    Raises:
+        ValueError: If two callbacks release the same.
+    """
+    released = _released_by(callbacks)
+    for callback in callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if not isinstance(monitor, str) or isinstance(callback, WatchingCallback):
+            continue
+        if monitor not in released and not monitor.startswith(_HARMLESS):
+            yield type(callback).__name__, monitor
+
+
 def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:
     """List callbacks, tfdp's own first; warn of those that read private metrics.
 
@@ -137,19 +161,15 @@ def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:
     """
     callbacks = flattened(callbacks)
     released = _released_by(callbacks)
-    for callback in callbacks:
-        monitor = getattr(callback, "monitor", None)
-        if not isinstance(monitor, str) or isinstance(callback, WatchingCallback):
-            continue
-        if monitor not in released and not monitor.startswith(_HARMLESS):
-            warnings.warn(
-                f"`{type(callback).__name__}` decides by a metric of the private "
-                "data, and no noise covers its decision. Received: monitor="
-                f"{monitor!r}. Monitor a metric of public validation data, "
-                f"`monitor='val_{monitor}'`, or one that is released with noise: "
-                "`tfdp.callbacks.PrivateEvaluation`.",
-                stacklevel=3,
-            )
+    for name, monitor in exact_decisions(callbacks):
+        warnings.warn(
+            f"`{name}` decides by a metric of the private "
+            "data, and no noise covers its decision. Received: monitor="
+            f"{monitor!r}. Monitor a metric of public validation data, "
+            f"`monitor='val_{monitor}'`, or one that is released with noise: "
+            "`tfdp.callbacks.PrivateEvaluation`.",
+            stacklevel=3,
+        )
     setters = collections.defaultdict(list)
     for callback in callbacks:
         if isinstance(callback, StepCallback) and callback.sets is not None:

@@ -75,8 +75,11 @@ class ReleasingCallback(StepCallback, abc.ABC):
             empty before there are some. Nobody else can log under these names.
         names: Those names, also before there are values.
         released_epoch: When that was; None before.
+        sees_other_rows: Whether it looks at private rows that the model does not train on,
+            which have a ledger of their own.
     """
 
+    sees_other_rows = False
     released: dict[str, float]
     names: tuple[str, ...]
     released_epoch: int | None

@@ -24,22 +24,11 @@ from tfdp.accounting.tries import Tries
 from tfdp.distribute.workers import replicas_of
 from tfdp.errors import NotPrivateError
 from tfdp.model import DPModel
-from tfdp.training.fit_callbacks import flattened
-from tfdp.training.releases import direction_of
+from tfdp.training.releases import ReleasingCallback, direction_of
+from tfdp.tuning.arguments import arguments_of, check_arguments, check_data
 from tfdp.tuning.progress import SearchProgress, check_rows
-from tfdp.tuning.scores import (
-    check_callbacks,
-    check_is_released,
-    check_score,
-    value_of,
-)
+from tfdp.tuning.scores import check_is_released, check_score, value_of
 from tfdp.tuning.spaces import Grid, Sampler, Settings, space_of
-
-_OWN_ARGUMENTS = {
-    "validation_data": "public_data=(x, y)` if the rows are public, or `score='private_accuracy'",
-    "validation_split": "score='private_accuracy'",
-    "verbose": "PrivateSearch(..., verbose=0)",
-}
 
 
 class PrivateSearch:
@@ -118,7 +107,8 @@ class PrivateSearch:
         ...     verbose=0,
         ... )
         >>> x, y = np.ones((100, 2)), np.ones((100, 1))
-        >>> best = search.fit(x, y, batch_size=10, epochs=1, public_data=(x[:9], y[:9]))
+        >>> public = np.ones((9, 2)), np.ones((9, 1))
+        >>> best = search.fit(x, y, batch_size=10, epochs=1, public_data=public)
         >>> round(best.epsilon(delta=1e-3), 2), best.ledger == search.ledger
         (2.66, True)
 
@@ -184,12 +174,13 @@ class PrivateSearch:
             x: As in `tfdp.DPModel.fit`, for every try.
             y: Likewise.
             public_data: ``(x, y)`` or ``(x, y, sample_weight)`` that are public: nobody's
-                privacy depends on them. Tries are evaluated on them after every epoch,
+                privacy depends on them. They must not be rows of `x`. Tries are evaluated on them after every epoch,
                 as on Keras's `validation_data`.
             **arguments: Likewise. Functions are called with the settings of a try:
                 ``epochs=lambda settings: settings["epochs"]``. Callbacks remember what
                 they have seen, so each try must get its own: ``callbacks=lambda settings:
-                [...]``.
+                [...]``, and so must each dataset that tfdp draws from: ``x=lambda
+                settings: tfdp.data.PoissonDataset(...)``.
 
         Returns:
             The model of the best try, trained; None if the number of tries was 0.
@@ -202,7 +193,7 @@ class PrivateSearch:
                 in what they cost, or a try runs more than its `fit` had planned.
         """
         check_score(self._score, has_public_rows=public_data is not None)
-        _check_arguments(arguments)
+        check_arguments(arguments)
         arguments |= {"x": x, "y": y, "validation_data": public_data}
         self.settings = self.score = None
         # All of them at once: what they cost must be known before any of them is trained.
@@ -259,7 +250,10 @@ class PrivateSearch:
         """Find out what a try is to run: all of `fit` up to the first step."""
         private = self._built(settings)
         look = _Look()
-        given = _arguments_of(settings, arguments, look)
+        given = arguments_of(settings, arguments, look)
+        check_data(settings, arguments, given)
+        releasing = [c for c in given["callbacks"] if isinstance(c, ReleasingCallback)]
+        check_rows(saw_others=any(each.sees_other_rows for each in releasing))
         with contextlib.suppress(_LookedAtError):
             private.fit(**given)
         recorder = private.recorder
@@ -271,7 +265,6 @@ class PrivateSearch:
                 "`PrivateSearch(..., project=...)`."
             )
         ledger = recorder.own_run().ledger
-        check_rows(ledger)
         if ledger.noise_seed_fixed or ledger.sampling_seed_fixed:
             raise NotPrivateError(
                 "Tries must be independent, and a seed gives all of them the same noise "
@@ -320,7 +313,7 @@ class PrivateSearch:
         """Train once, and check that no more was run than was planned."""
         private = self._built(settings)
         history = private.fit(
-            **_arguments_of(settings, arguments, last=_Begin(progress))
+            **arguments_of(settings, arguments, last=_Begin(progress))
         )
         progress.check_try(private.recorder)
         run = private.recorder.own_run()
@@ -399,35 +392,6 @@ class _Begin(keras.callbacks.Callback):
         """Write down all that the try may run."""
         del logs
         self._progress.begin_try(self.model.planned_segments())
-
-
-def _check_arguments(arguments: Config) -> None:
-    """Refuse arguments of `fit` that tries cannot have."""
-    for name, instead in _OWN_ARGUMENTS.items():
-        if name in arguments:
-            raise ValueError(
-                f"`{name}` is not for tries: what is said or decided by it would not be "
-                f"covered. Received: {name}={arguments[name]!r:.60}. Use `{instead}`."
-            )
-    if arguments.get("callbacks") and not callable(arguments["callbacks"]):
-        raise ValueError(
-            "`callbacks` must be a function that makes new ones for every try: they "
-            f"remember what they have seen. Received: {arguments['callbacks']!r}. Use "
-            "`callbacks=lambda settings: [...]`."
-        )
-
-
-def _arguments_of(
-    settings: Settings, arguments: Config, last: keras.callbacks.Callback
-) -> Config:
-    """Return the arguments of `fit` for a try, with a callback behind all others."""
-    given = {
-        name: value(dict(settings)) if callable(value) else value
-        for name, value in arguments.items()
-    }
-    callbacks = flattened(given.pop("callbacks", None))
-    check_callbacks(callbacks)
-    return {**given, "callbacks": [*callbacks, last], "verbose": 0}
 
 
 @contextlib.contextmanager

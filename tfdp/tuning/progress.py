@@ -63,7 +63,7 @@ class SearchProgress:
             ValueError: If it did. What it has run then counts, too.
         """
         ledger = recorder.own_run().ledger.planned()
-        check_rows(ledger)
+        check_rows(saw_others=ledger.saw_other_rows)
         try:
             self._check(ledger)
         except ValueError:
@@ -126,18 +126,19 @@ class SearchProgress:
             )
 
 
-def check_rows(ledger: Ledger) -> None:
+def check_rows(*, saw_others: bool) -> None:
     """Refuse tries that also look at other private rows, whose cost is elsewhere.
 
     Args:
-        ledger: Of a try.
+        saw_others: Whether they do.
 
     Raises:
-        ValueError: If it says so.
+        ValueError: If they do.
     """
-    if ledger.saw_other_rows:
+    if saw_others:
         raise ValueError(
             "What a search costs other private rows is not known. Received: tries that "
             "release metrics of rows with a ledger of their own. Release them of the "
-            "training rows, or use `fit(..., public_data=...)`."
+            "training rows, or use `fit(..., "
+            "public_data=(x_public, y_public))`."
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import keras
 
 from tfdp.accounting import Segment
+from tfdp.training.fit_callbacks import exact_decisions
 
 _PRIVATE, _PUBLIC = "private_", "val_"
 # Write what is of one try alone, each time somewhere.
@@ -45,12 +46,15 @@ def check_score(score: str, *, has_public_rows: bool) -> None:
         f"leaves, and no noise covers that. Received: score={score!r}. Use a "
         "metric that `tfdp.callbacks.PrivateEvaluation` releases, "
         "`score='private_accuracy'`, or one of public rows, `score='val_accuracy'` with "
-        "`search.fit(..., public_data=(x, y))`."
+        "`search.fit(..., public_data=(x_public, y_public))`."
     )
 
 
-def check_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> None:
-    """Refuse callbacks that write what must stay inside of a search.
+def check_callbacks(callbacks: list[keras.callbacks.Callback]) -> None:
+    """Refuse callbacks that let out what must stay inside of a search.
+
+    Those are callbacks that write, and those that decide by exact metrics: the model that
+    leaves would tell of the private rows what no noise covers.
 
     Args:
         callbacks: Of a try, all in one list.
@@ -65,6 +69,15 @@ def check_callbacks(callbacks: Iterable[keras.callbacks.Callback]) -> None:
                 "only the best model may leave a search. Received: callbacks with "
                 f"{callback!r}. Leave it out, and save what `search.fit` returns."
             )
+    for name, monitor in exact_decisions(callbacks):
+        metric = monitor.removeprefix(_PRIVATE)
+        raise ValueError(
+            f"`{name}` would decide by a metric of the private rows, and the epsilon of a "
+            f"search does not cover that. Received: monitor={monitor!r}. Monitor a metric "
+            "that `tfdp.callbacks.PrivateEvaluation` releases in every try, "
+            f"`monitor='private_{metric}'`, or one of public rows, `monitor="
+            f"'val_{metric}'` with `search.fit(..., public_data=(x_public, y_public))`."
+        )
 
 
 def check_is_released(score: str, planned: Iterable[Segment]) -> None:
@@ -77,12 +90,15 @@ def check_is_released(score: str, planned: Iterable[Segment]) -> None:
     Raises:
         ValueError: If the name is that of a private score, and nothing releases it.
     """
-    names = [name for each in planned for name in each.released.split(", ")]
+    names = [
+        name for each in planned if each.count for name in each.released.split(", ")
+    ]
     if score.startswith(_PRIVATE) and score not in names:
         raise ValueError(
             "A private score must be released with noise in every try. Received: "
-            f"score={score!r}, which no callback releases. Use `callbacks=lambda "
-            "settings: [tfdp.callbacks.PrivateEvaluation(['accuracy'])]`."
+            f"score={score!r}, which no callback releases in any epoch. Use "
+            "`callbacks=lambda settings: [tfdp.callbacks.PrivateEvaluation(['accuracy'], "
+            "noise_multiplier=20.0)]`, with an `every` of at most `epochs`."
         )
 
 
@@ -110,7 +126,8 @@ def value_of(
         raise ValueError(
             f"The history of a try has no score. Received: score={score!r}, a history "
             f"of {sorted(history)}. Use `callbacks=lambda settings: "
-            "[tfdp.callbacks.PrivateEvaluation(...)]` or `metrics=` that give it."
+            "[tfdp.callbacks.PrivateEvaluation(['accuracy'], noise_multiplier=20.0)]` or "
+            "`metrics=` that give it."
         )
     value = direction * float(history[score][-1])
     return -math.inf if math.isnan(value) else value
