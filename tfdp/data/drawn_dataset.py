@@ -58,7 +58,7 @@ class DrawnDataset(keras.utils.PyDataset):
         self._steps = steps_per_epoch or scheme.steps_per_epoch or 1
         if scheme.batches_are_bins and steps_per_epoch is None:
             # Their number is rounded up, so that they may be smaller than asked for.
-            size = -(-self._number_of_examples // self._steps)
+            size = -(-(scheme.number_of_examples or 0) // self._steps)
             self._scheme = dataclasses.replace(  # type: ignore[type-var]
                 scheme, expected_batch_size=size
             )

@@ -167,7 +167,7 @@ def truncated(scheme: Poisson, max_batch_size: int) -> TruncatedPoisson:
             "far more epsilon than others, up to several times as much in all. Received: "
             f"max_batch_size={max_batch_size}, expected_batch_size="
             f"{scheme.expected_batch_size}. Use `max_batch_size={bounded.free_bound}`, "
-            "which costs less than a percent at a delta of 1e-10 or more.",
+            "which costs less than a percent at a delta of 1e-9 or more.",
             stacklevel=3,
         )
     return bounded

@@ -16,7 +16,7 @@ from tfdp.sampling.scheme import Scheme
 _EVENT = getattr(dp_accounting, "TruncatedSubsampledGaussianDpEvent", None)
 
 # A bound that is so many standard deviations above the mean, and a little more where
-# batches are small, costs less than a percent of epsilon at deltas of 1e-10 or more.
+# batches are small, costs less than a percent of epsilon at deltas of 1e-9 or more.
 _DEVIATIONS = 6
 
 # Where draws are cut less often, that costs about a percent at most at a delta of 1e-6.
@@ -70,7 +70,7 @@ class TruncatedPoisson(Poisson):
 
     @property
     def free_bound(self) -> int:
-        """A bound that costs less than a percent of epsilon at deltas of 1e-10 or more.
+        """A bound that costs less than a percent of epsilon at deltas of 1e-9 or more.
 
         It is the number of all examples at most. At smaller deltas it may cost several
         times as much.
