@@ -70,8 +70,8 @@ class Segment:
         """Return the segment as an event of dp_accounting."""
         return self.scheme.event(self.count, self.noise_multiplier)
 
-    def parts(self) -> "tuple[Segment, ...]":
-        """Return the segments that it is made of: itself, or all that a search may run."""
+    def alternatives(self) -> "tuple[Segment, ...]":
+        """Return what may have run: the segment itself, or all that a search may run."""
         return self.scheme.segments_of_tries or (self,)
 
     def words(self) -> str:

@@ -224,7 +224,9 @@ def _cautions(ledger: Ledger, planned: _Segments, delta: float) -> Iterator[str]
 
 def _parts(segments: _Segments) -> _Segments:
     """Return the segments with what searches may have run in place of these."""
-    return tuple(dict.fromkeys(part for each in segments for part in each.parts()))
+    return tuple(
+        dict.fromkeys(part for each in segments for part in each.alternatives())
+    )
 
 
 def _units(segments: _Segments) -> set[str]:
@@ -266,7 +268,7 @@ def _unit(segments: _Segments) -> str:
             "Protected is one example, that is one row of x. Several rows of one person "
             "are not one row: together they are protected less"
         )
-        if all(segment.parts() == (segment,) for segment in segments):
+        if all(segment.alternatives() == (segment,) for segment in segments):
             text += " (`privacy_statement(..., max_examples_per_user=)` says how much)."
         else:
             text += ", and nothing is proven of them after a search."

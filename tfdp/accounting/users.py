@@ -81,7 +81,7 @@ def user_epsilon(
     """
     max_examples_per_user = positive_int("max_examples_per_user", max_examples_per_user)
     of_one = epsilon([segment], delta, accountant)
-    parts = segment.parts()
+    parts = segment.alternatives()
     if parts != (segment,):
         of_users = all(part.scheme.unit == "user" for part in parts)
         return of_one if of_users or max_examples_per_user == 1 else math.inf
