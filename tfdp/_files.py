@@ -54,15 +54,30 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
     Raises:
         OSError: If the file cannot be made, or this system has no such locks.
     """
-    if fcntl is None:
-        raise OSError(f"This system has no file locks. Received: path={str(path)!r}.")
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        yield has_lock(file, wait=wait)
     finally:
         os.close(file)
+
+
+def has_lock(descriptor: int, *, wait: bool) -> bool:
+    """Take the lock of an open file or folder, which goes when it is closed.
+
+    Args:
+        descriptor: Of the file or folder.
+        wait: Whether to wait until it is free.
+
+    Returns:
+        Whether it is held; False only without waiting.
+
+    Raises:
+        OSError: If this system has no such locks.
+    """
+    if fcntl is None:
+        raise OSError("This system has no file locks.")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True

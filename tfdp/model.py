@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Self, overload
@@ -188,8 +187,6 @@ class DPModel(TrainingFunctions):
         self._acting: tuple[StepCallback, ...] = ()
         self._augmentation = views
         self._checked = CheckedModel(model, engine, views, replicas)
-        # What the inputs were like that trained a model which was loaded.
-        self.__dict__["_loaded_inputs"] = []
         if getattr(model, "optimizer", None) is not None:
             # Its slots would be saved with the private model.
             model.optimizer = None
@@ -213,13 +210,7 @@ class DPModel(TrainingFunctions):
 
         A model that was loaded knows it, but for several inputs of a subclassed one.
         """
-        known = self._checked.signature
-        if known is not None:
-            return known
-        like = _keras.input_signature(self.model)
-        if len(self._loaded_inputs) != len(_tree.tensors(like)):
-            return self._loaded_inputs[0] if len(self._loaded_inputs) == 1 else None
-        return _tree.pack(self._loaded_inputs, like) if self._loaded_inputs else None
+        return self._checked.fitted_signature
 
     @property
     def output_names(self) -> list[str] | None:
@@ -1061,26 +1052,14 @@ class DPModel(TrainingFunctions):
         """Save the ledger beside the weights."""
         super().save_own_variables(store)
         store["ledger"] = np.frombuffer(self._model_ledger.state().encode(), np.uint8)
-        if self.fitted_signature is not None:
-            shapes = [
-                [list(spec.shape), spec.dtype.name]
-                for spec in _tree.tensors(self.fitted_signature)
-            ]
-            store["signature"] = np.frombuffer(json.dumps(shapes).encode(), np.uint8)
-        self._checked.released.save(store)
+        self._checked.save(store)
 
     def load_own_variables(self, store: Config) -> None:
         """Take over a saved ledger; what was run here stays counted."""
         saved = {key: store[key] for key in store.keys()}  # noqa: SIM118 (HDF5)
         # The second of these is in files of tfdp 0.1.
         ledger, trained = saved.pop("ledger", None), saved.pop("trained", None)
-        signature = saved.pop("signature", None)
-        if signature is not None:
-            shapes = json.loads(np.asarray(signature, np.uint8).tobytes())
-            self.__dict__["_loaded_inputs"] = [
-                tf.TensorSpec(shape, dtype) for shape, dtype in shapes
-            ]
-        self._checked.released.load(saved)
+        self._checked.load(saved)
         super().load_own_variables(saved)
         if ledger is not None:
             self._model_ledger.restore(np.asarray(ledger, np.uint8).tobytes().decode())

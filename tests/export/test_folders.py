@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
+from tfdp import _files
 from tfdp.export import folders
 from tfdp.export.folders import appearing
 
@@ -82,16 +83,16 @@ def test_one_that_is_being_written_in_this_process_stays(tmp_path):
 def test_one_that_was_taken_for_left_behind_before_it_was_locked_is_made_anew(
     tmp_path, monkeypatch
 ):
-    flock, removed = folders.fcntl.flock, []
+    has_lock, removed = folders.has_lock, []
 
-    def too_late(lock, flags):
-        if not removed and not flags & folders.fcntl.LOCK_NB:
+    def too_late(lock, *, wait):
+        if not removed and wait:
             (name,) = left_behind(tmp_path)
             (tmp_path / name).rmdir()
             removed.append(name)
-        flock(lock, flags)
+        return has_lock(lock, wait=wait)
 
-    monkeypatch.setattr(folders.fcntl, "flock", too_late)
+    monkeypatch.setattr(folders, "has_lock", too_late)
     with appearing(str(tmp_path / "1")) as folder:
         assert Path(folder).name not in removed
         assert Path(folder).exists()
@@ -100,10 +101,8 @@ def test_one_that_was_taken_for_left_behind_before_it_was_locked_is_made_anew(
 
 
 def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
-    def none(lock, flags):
-        raise OSError("no locks here")
-
-    monkeypatch.setattr(folders.fcntl, "flock", none)
+    # As on Windows.
+    monkeypatch.setattr(_files, "fcntl", None)
     old = tmp_path / f"1-unfinished-{HEX}"
     old.mkdir()
     with appearing(str(tmp_path / "2")):

@@ -105,7 +105,7 @@ def privacy_statement(
         filled(f"Trust model: {_TRUST_MODEL}"),
         *_lists(run, planned),
         *_releases(ledger),
-        _table(_rows(run, planned), ledger.delta_at_end(delta)),
+        _table(_rows(run, planned), ledger.delta_at_end(delta), _title(ledger, delta)),
         "Not covered:\n" + _items(_NOT_COVERED),
         *_comparison(planned, delta),
     ]
@@ -349,11 +349,18 @@ def _releases(ledger: Ledger) -> Iterator[str]:
         )
 
 
-def _table(rows: Iterable[_Row], delta: float, title: str = "") -> str:
-    """Return the epsilons of rows by either accountant."""
-    title = title or (
-        f"Epsilon at delta = {delta:g} by either accountant, the smaller is reported:"
+def _title(ledger: Ledger, delta: float) -> str:
+    share = ""
+    if ledger.looks > 1:
+        share = f", of which its end has {ledger.delta_at_end(delta):.3g}"
+    return (
+        f"Epsilon at delta = {delta:g}{share} by either accountant, the smaller is "
+        "reported:"
     )
+
+
+def _table(rows: Iterable[_Row], delta: float, title: str) -> str:
+    """Return the epsilons of rows by either accountant."""
     lines = [title, "".join(f"{name:>9}" for name in _ACCOUNTANTS)]
     for label, _, segments in rows:
         figures = [epsilon(segments, delta, name) for name in _ACCOUNTANTS]

@@ -1,4 +1,4 @@
-"""Stops by a metric that was released with noise, which costs nothing more."""
+"""Stops by a metric that was released with noise."""
 
 from collections.abc import Sequence
 
@@ -16,11 +16,13 @@ class PrivateEarlyStopping(WatchingCallback):
     """Ends a training when a released metric has stopped improving.
 
     It reads what a `tfdp.callbacks.PrivateEvaluation` of the same `fit` releases, and
-    nothing else. So the decision is computed from what is released already and costs
-    nothing: the training costs what it took, not what was planned, and the statement
-    says so. (`keras.callbacks.EarlyStopping` on the same log decides as privately, but
-    counts epochs between releases as without improvement, and the ledger, which does
-    not know how it decides, has the training as one that was cut short.)
+    nothing else. So steps that are not taken are not owed: the ledger has what was run, and
+    not what was planned. But where the run ends depends on the data, so statements and
+    reports give each moment at which it could have ended a delta of its own, which makes
+    their epsilon somewhat larger than that of the ledger; see `Ledger.delta_at_end`.
+    (`keras.callbacks.EarlyStopping` on the same log decides as privately, but counts
+    epochs between releases as without improvement, and the ledger, which does not know
+    how it decides, has the training as one that was cut short.)
 
     Args:
         monitor: Name of a log of `PrivateEvaluation`, such as `"private_accuracy"`.

@@ -49,9 +49,9 @@ class PrivateEvaluation(ReleasingCallback):
     is from the mean over all rows. That comes from the range, the noise and D alone,
     and does not tell how far the rows are from others.
 
-    What decides by released values (`tfdp.callbacks.PrivateEarlyStopping`, or Keras's
-    `ModelCheckpoint` and `ReduceLROnPlateau` with ``monitor="private_accuracy"``) costs
-    nothing more.
+    Decisions by released values (Keras's `ModelCheckpoint` and `ReduceLROnPlateau` with
+    ``monitor="private_accuracy"``) cost nothing more. A training that they end
+    (`tfdp.callbacks.PrivateEarlyStopping`) owes no step that it has not taken.
 
     All rows are evaluated by default. That is best: a draw of a share q of them with
     the noise multiplier q z costs what all rows cost with z, or more, and its mean has

@@ -10,10 +10,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-try:
-    import fcntl
-except ImportError:  # There are no such locks on Windows.
-    fcntl = None  # type: ignore[assignment]
+from tfdp._files import has_lock
 
 # TensorFlow Serving takes only folders whose names are numbers.
 _UNFINISHED = re.compile(r"[0-9]+-unfinished-[0-9a-f]{32}")
@@ -37,7 +34,7 @@ def appearing(path: str) -> Iterator[str]:
     Raises:
         tf.errors.AlreadyExistsError: If it exists by then.
     """
-    if "://" in path or fcntl is None:
+    if "://" in path:
         unfinished, lock = _new_name(path), None
         tf.io.gfile.makedirs(unfinished)
     else:
@@ -64,7 +61,7 @@ def _locked_folder(path: str) -> tuple[str, int]:
         Path(name).mkdir(parents=True)
         lock = os.open(name, os.O_RDONLY)
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            has_lock(lock, wait=True)
         # Somebody may have taken it for left behind before there was a lock.
         if Path(name).exists():
             return name, lock
@@ -82,14 +79,14 @@ def _remove_left_behind(parent: Path) -> None:
 
 
 def _remove_if_free(folder: Path) -> None:
-    """Remove a folder.
+    """Remove a folder, unless somebody holds its lock.
 
     Raises:
-        OSError: If somebody holds its lock, or there are none, or it is gone.
+        OSError: If there are no locks, or it is gone.
     """
     lock = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
+        if has_lock(lock, wait=False):
+            shutil.rmtree(folder)
     finally:
         os.close(lock)

@@ -2,15 +2,17 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree, engines
 from tfdp._tree import signature_of
-from tfdp._types import Loss, Nest, Tensor
+from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.ascent.losses import SAT, AscentLoss
 from tfdp.ascent.released import ReleasedGradient
 from tfdp.checks.engine import choose
@@ -30,6 +32,9 @@ from tfdp.training.units import filled_up
 
 if TYPE_CHECKING:
     from tfdp.engines.traced import TracedPass
+
+# Name of what a saved model has of its inputs.
+_INPUTS = "inputs"
 
 # Sizes of batches that a model is checked with, one by one. By then TensorFlow traces
 # for any number of rows.
@@ -73,6 +78,8 @@ class CheckedModel:
         self._replicas = replicas
         self.engine = engines.get(engine)
         self.signature: Nest = None
+        # Of the inputs that trained a model which was loaded.
+        self._loaded: list[tf.TensorSpec] = []
         self.outputs: tuple[Nest, Nest] = (None, None)
         self.has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
         self.compile(None, None, None)
@@ -101,6 +108,30 @@ class CheckedModel:
     def needs_targets(self) -> bool:
         """Whether the loss compares what the model predicts."""
         return self._loss is not None and not self.has_own_loss
+
+    @property
+    def fitted_signature(self) -> Nest:
+        """Signature of the inputs that trained the model, here or before it was saved."""
+        if self.signature is not None or not self._loaded:
+            return self.signature
+        like = _keras.input_signature(self._model)
+        if len(self._loaded) == len(_tree.tensors(like)):
+            return _tree.pack(self._loaded, like)
+        return self._loaded[0] if len(self._loaded) == 1 else None
+
+    def save(self, store: Config) -> None:
+        """Put what a saved model must remember into a store of arrays."""
+        self.released.save(store)
+        fitted = _tree.tensors(self.fitted_signature)
+        shapes = json.dumps([[list(spec.shape), spec.dtype.name] for spec in fitted])
+        store[_INPUTS] = np.frombuffer(shapes.encode(), np.uint8)
+
+    def load(self, store: Config) -> None:
+        """Take what `save` has put there out again."""
+        self.released.load(store)
+        shapes = np.asarray(store.pop(_INPUTS, np.frombuffer(b"[]", np.uint8)))
+        found = json.loads(shapes.astype(np.uint8).tobytes())
+        self._loaded = [tf.TensorSpec(*each) for each in found]
 
     def objective(self) -> Objective:
         """Return the plain loss of each example, the same while nothing changes."""
