@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras
+from tfdp import _keras, _tree
 from tfdp._types import Nest, Tensor
 from tfdp.engines.vectorization import efficient_vectorization
 
@@ -79,11 +79,15 @@ def _rehearse(vectorized: Callable[[Nest], Nest], elements: Nest) -> bool:
     shapes = [tensor.shape[1:] for tensor in keras.tree.flatten(elements)]
     if _keras.inside_xla() or not all(shape.is_fully_defined() for shape in shapes):
         return False
+    signature = _tree.signature_of(elements, None)
     with _keras.outside_of_graphs():
         zeros = keras.tree.map_structure(
             lambda tensor: tf.zeros([2, *tensor.shape[1:]], tensor.dtype), elements
         )
         try:
+            if isinstance(vectorized, tf.types.experimental.PolymorphicFunction):
+                # The trace that the elements themselves will run, made once.
+                vectorized.get_concrete_function(signature)
             vectorized(zeros)
         except Exception:  # noqa: BLE001 (whatever it is, map_fn does without)
             return False
