@@ -26,7 +26,6 @@ import os
 # Convolutions take half of the time with it; TensorFlow leaves it off on some CPUs.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
-import itertools
 import pickle
 import sys
 import time
@@ -34,6 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import image_files
 import keras
 import numpy as np
 import plots
@@ -365,7 +365,11 @@ class Looks(keras.callbacks.Callback):
 
 
 class ShiftAndFlip(layers.Layer):
-    """Shifts an image by up to four pixels, and flips it, each with probability 1/2."""
+    """Shifts an image by up to four pixels, and flips it, each with probability 1/2.
+
+    Flips are from left to right, as is usual for photographs. The paper prints "vertical",
+    which would turn things upside down, and has no code for it; nothing here depends on it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -504,10 +508,8 @@ def load(
     """Load the images to train on and those to test with, as many of each, or all."""
     if dataset == "imagenet32":
         arrays = imagenet32(data_dir, numbers)
-    elif data_dir is None:
-        arrays = getattr(keras.datasets, dataset).load_data()
     else:
-        arrays = from_folder(Path(data_dir), dataset, numbers)
+        arrays = image_files.load(dataset, data_dir, numbers)
     # 255 is the largest value that a pixel can have, not a statistic of the data.
     train, test = (
         Images(
@@ -517,44 +519,6 @@ def load(
         for (x, y), number in zip(arrays, numbers, strict=True)
     )
     return train, test
-
-
-def from_folder(
-    folder: Path, dataset: str, numbers: tuple[int | None, int | None]
-) -> Any:
-    """Load an npz file, of arrays or of JPEG files."""
-    path, coded = folder / f"{dataset}.npz", folder / f"{dataset}_jpeg.npz"
-    if path.is_file():
-        with np.load(path) as arrays:
-            return [
-                (arrays[f"x_{split}"], arrays[f"y_{split}"])
-                for split in ("train", "test")
-            ]
-    if not coded.is_file():
-        sys.exit(
-            f"cifar10_bam: there is no {path}. Leave --data_dir out to take the images "
-            "of keras.datasets."
-        )
-    with np.load(coded) as arrays:
-        return [
-            decoded(arrays, split, number)
-            for split, number in zip(("train", "test"), numbers, strict=True)
-        ]
-
-
-def decoded(
-    arrays: Any, split: str, number: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Decode the first images that are stored as JPEG files, one behind the other."""
-    coded, ends = arrays[f"{split}_jpeg"], arrays[f"{split}_offsets"]
-    if number is not None:
-        ends = ends[: number + 1]
-    coded = coded[: ends[-1]].tobytes()
-    images = [
-        tf.io.decode_jpeg(coded[begin:end]).numpy()
-        for begin, end in itertools.pairwise(ends)
-    ]
-    return np.stack(images), arrays[f"y_{split}"]
 
 
 def imagenet32(

@@ -657,26 +657,28 @@ class TestFederatedMnist:
 class TestBatchSizes:
     @pytest.mark.slow
     def test_larger_batches_have_less_bias(self, tmp_path):
-        out = run(
-            "batch_sizes",
-            "--batch_size=32",
-            "--batch_size=512",
-            "--batches=4",
-            "--epochs=1",
-            f"--output={tmp_path / 'plot.png'}",
+        flags = (
+            *("--batch_size=32", "--batch_size=512", "--batches=4"),
+            *("--epochs=0", "--epochs=1", f"--output={tmp_path / 'plot.png'}"),
         )
+        out = run("batch_sizes", *flags)
         small, large = (
-            [
-                float(cell)
-                for cell in re.search(rf"^ +{size}((?: +[\d.]+){{4}})$", out, re.M)[
-                    1
-                ].split()
-            ]
+            np.array(
+                [
+                    row.split()
+                    for row in re.findall(rf"^ +{size}((?: +[\d.]+){{6}})$", out, re.M)
+                ],
+                float,
+            )
             for size in (32, 512)
         )
-        assert large[0] < small[0]
-        assert large[3] > small[3]
+        assert small.shape == large.shape == (2, 6)  # After no epoch, and after one.
+        assert (large[:, 0] < small[:, 0]).all()
+        assert (large[:, 3:] > small[:, 3:]).all()
         assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
+        again = run("batch_sizes", *flags, "--resume")
+        assert "Epoch" not in again
+        assert out.splitlines()[-4:] == again.splitlines()[-4:]
 
     def test_more_images_than_there_are(self):
         check_refusal(
