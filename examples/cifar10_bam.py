@@ -368,7 +368,7 @@ class ShiftAndFlip(layers.Layer):
     """Shifts an image by up to four pixels, and flips it, each with probability 1/2.
 
     Flips are from left to right, as is usual for photographs. The paper prints "vertical",
-    which would turn things upside down, and has no code for it; nothing here depends on it.
+    which would turn things upside down.
     """
 
     def __init__(self) -> None:
