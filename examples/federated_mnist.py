@@ -149,7 +149,10 @@ _NETWORK = flags.DEFINE_enum(
     "9,594 or 26,010 parameters. Default: compact.",
 )
 _EVALUATE_EVERY = flags.DEFINE_integer(
-    "evaluate_every", None, "Default: 25 times in a run.", lower_bound=1
+    "evaluate_every",
+    None,
+    "Default: 20 times in a run. Each tenth of the rounds is evaluated, too.",
+    lower_bound=1,
 )
 _DATA_DIR = flags.DEFINE_string(
     "data_dir",
@@ -175,10 +178,10 @@ class Size(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a trial leaves: entries of the history, and the norms of its end."""
+    """What a trial leaves: entries of the history, and norms by the round they are of."""
 
     history: dict[str, list[float]]
-    norms: np.ndarray
+    norms: dict[int, np.ndarray]
     statement: str
 
 
@@ -209,9 +212,12 @@ def main(argv: Sequence[str]) -> None:
             results.setdefault(name, []).append(result)
     output.mkdir(parents=True, exist_ok=True)
     for figure, runs in FIGURES.items():
-        shown = {name: results[name] for name in (BASELINE, *runs) if name in results}
-        plot_runs(shown, output / f"{figure}.png")
+        if results.keys() & runs.keys():
+            names = dict.fromkeys((BASELINE, *FIGURES["fixed"], *runs))
+            shown = {name: results[name] for name in names if name in results}
+            plot_runs(shown, output / f"{figure}.png")
     plot_norms(results, noise_multiplier, size.network, output / "norms.png")
+    plot_histograms(results, noise_multiplier, size.network, output / "histograms.png")
     report(results, output)
 
 
@@ -225,7 +231,7 @@ def chosen_size() -> Size:
         rounds,
         _TRIALS.value or trials,
         _NETWORK.value or network,
-        _EVALUATE_EVERY.value or max(1, rounds // 25),
+        _EVALUATE_EVERY.value or max(1, rounds // 20),
     )
 
 
@@ -256,15 +262,23 @@ def train(
         clip_policy=run.policy(size.rounds),
         metrics=["accuracy"],
     )
-    history = simulation.run(
-        size.rounds,
-        validation_data=test_data,
-        evaluate_every=size.evaluate_every,
-        directory=folder,
-    )
-    return Result(
-        history, simulation.nonprivate_norms, simulation.privacy_statement(DELTA)
-    )
+    norms = {}
+    # The median is released as often.
+    for tenth in range(1, 11):
+        end = round(size.rounds * tenth / 10)
+        history = simulation.run(
+            end,
+            validation_data=test_data,
+            evaluate_every=size.evaluate_every,
+            directory=folder,
+        )
+        path = folder / f"norms_{end}.npy"
+        # A run that goes on may be past this round already.
+        if simulation.rounds == end:
+            np.save(path, simulation.nonprivate_norms)
+        if path.exists():
+            norms[end] = np.load(path)
+    return Result(history, norms, simulation.privacy_statement(DELTA))
 
 
 def load_mnist(data_dir: str | None) -> tuple[Any, Any]:
@@ -385,13 +399,14 @@ def plot_norms(
         color, last = colors()[name], trials[0]
         rounds, clips = last.history["round"], np.array(last.history["l2_norm_clip"])
         style = {"bins": 50, "histtype": "step", "color": color, "label": name}
+        of_end = last.norms[max(last.norms)]
         if name == BASELINE or name in FIGURES["fixed"]:
-            raw.hist(last.norms[np.isfinite(last.norms)], **style)
+            raw.hist(of_end[np.isfinite(of_end)], **style)
             norms = last.history["nonprivate_mean_norm"]
             plots.curve(means, rounds, norms, name, color)
         if name in FIGURES["fixed"]:
             noised.hist(
-                noised_norms(last.norms, clips[-1], noise_multiplier, dimension),
+                noised_norms(of_end, clips[-1], noise_multiplier, dimension),
                 **style,
             )
         if name in FIGURES["fixed"] | FIGURES["scheduled"]:
@@ -412,6 +427,36 @@ def plot_norms(
     for axes in (means, noised_means):
         axes.set(xlabel="round", ylabel="norm of a client's gradient", yscale="log")
         plots.name_curves(axes)
+    plots.save(figure, path)
+
+
+def plot_histograms(
+    results: dict[str, list[Result]], noise_multiplier: float, network: str, path: Path
+) -> None:
+    """Plot how norms are distributed over the training: a row for each private run."""
+    results = {name: trials for name, trials in results.items() if name != BASELINE}
+    if not results:
+        return
+    dimension = build_model(network).count_params()
+    figure, rows = plots.panels(len(results), 2, size=(5.4, 2.4))
+    for (raw, noised), (name, trials) in zip(rows, results.items(), strict=True):
+        last = trials[-1]
+        clips = dict(
+            zip(last.history["round"], last.history["l2_norm_clip"], strict=True)
+        )
+        for (end, norms), color in zip(
+            last.norms.items(), plots.shades(len(last.norms)), strict=True
+        ):
+            style = {"bins": 50, "histtype": "step", "color": color}
+            replies = noised_norms(norms, clips[end], noise_multiplier, dimension)
+            for axes, values in ((raw, norms), (noised, replies)):
+                seen = values[np.isfinite(values) & (values > 0)]
+                axes.hist(np.log10(seen), **style)
+        raw.set(title=f"{name}, before clipping", ylabel="clients")
+        noised.set(title=f"{name}, replies with noise")
+    for axes in rows[-1]:
+        axes.set_xlabel("log10 of the norm of a client's gradient")
+    figure.suptitle("After each tenth of the rounds, later ones darker (not private)")
     plots.save(figure, path)
 
 

@@ -619,11 +619,14 @@ class TestFederatedMnist:
         for name in self.RUNS:
             assert number(rf"(?m)^{name} +([\d.]+) ", text) >= 0
             rows = history(tmp_path / "compact-10" / name / "0" / "history.csv")
-            assert [row["round"] for row in rows] == ["5", "10"]
+            # Every tenth is evaluated, for its norms.
+            assert [row["round"] for row in rows] == [str(n) for n in range(1, 11)]
+            norms = np.load(tmp_path / "compact-10" / name / "0" / "norms_4.npy")
+            assert norms.shape == (1000,)
         assert "(8.000, 1e-07)-locally" in text
         assert text.count("not purely local") == 2
         assert "not differentially private" in text
-        for figure in ("fixed", "scheduled", "adaptive", "norms"):
+        for figure in ("fixed", "scheduled", "adaptive", "norms", "histograms"):
             assert (tmp_path / f"{figure}.png").read_bytes().startswith(PNG)
         # The first trial is not run again.
         more = run("federated_mnist", "--runs=switch-0.2", *arguments, "--trials=2")
