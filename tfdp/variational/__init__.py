@@ -1,6 +1,7 @@
 """Bayesian models under differential privacy: posteriors instead of weights."""
 
 from tfdp import rules
+from tfdp.variational.averaged import AveragedPosterior as AveragedPosterior
 from tfdp.variational.layers import VariationalDense as VariationalDense
 from tfdp.variational.logistic_regression import (
     BayesianLogisticRegression as BayesianLogisticRegression,
