@@ -13,7 +13,6 @@ from tfdp.variational import (
     credible_intervals,
     posterior,
     posterior_samples,
-    predictive_mean,
 )
 
 
@@ -59,25 +58,6 @@ def test_intervals_hold_their_share(model, level):
     for name, (low, high) in credible_intervals(model, level).items():
         inside = (low <= samples[name]) & (samples[name] <= high)
         np.testing.assert_allclose(inside.mean(0), level, atol=0.02)
-
-
-def test_the_predictive_mean_is_that_of_single_models(model, rng):
-    x = rng.normal(size=(5, 3)).astype("float32")
-    before = model.get_weights()
-    found = predictive_mean(
-        model, x, draws=20, activation=keras.activations.sigmoid, seed=3
-    )
-    samples = posterior_samples(model, 20, seed=3)
-    outputs = [
-        special.expit(
-            np.tanh(x @ samples["one/kernel"][n] + samples["one/bias"][n])
-            @ samples["two/kernel"][n]
-        )
-        for n in range(20)
-    ]
-    np.testing.assert_allclose(found, np.mean(outputs, 0), rtol=1e-5)
-    for left, right in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(left, right)
 
 
 @pytest.fixture

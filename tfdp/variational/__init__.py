@@ -11,7 +11,9 @@ from tfdp.variational.one_sample import one_posterior_sample as one_posterior_sa
 from tfdp.variational.posterior import credible_intervals as credible_intervals
 from tfdp.variational.posterior import posterior as posterior
 from tfdp.variational.posterior import posterior_samples as posterior_samples
-from tfdp.variational.posterior import predictive_mean as predictive_mean
+from tfdp.variational.predictive import predictive_intervals as predictive_intervals
+from tfdp.variational.predictive import predictive_mean as predictive_mean
+from tfdp.variational.predictive import predictive_samples as predictive_samples
 from tfdp.variational.rule import variational_dense
 from tfdp.variational.sgld import dp_sgld as dp_sgld
 

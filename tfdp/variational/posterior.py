@@ -1,15 +1,14 @@
 """What a trained posterior says. All of it is post-processing, and costs nothing."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from tfdp import _keras, _tree, _validate
-from tfdp._types import Array, Nest, Tensor
+from tfdp import _keras, _validate
+from tfdp._types import Array
 from tfdp.model import DPModel
 from tfdp.variational.layers import VariationalDense, Weights
 
@@ -51,7 +50,7 @@ def posterior(model: keras.Model) -> dict[str, Gaussian]:
             keras.ops.convert_to_numpy(weights.mean),
             keras.ops.convert_to_numpy(weights.scale),
         )
-        for name, weights in _posteriors(model)
+        for name, weights in weights_by_name(model)
     }
 
 
@@ -108,60 +107,9 @@ def credible_intervals(
     }
 
 
-def predictive_mean(
-    model: keras.Model,
-    x: Nest,
-    *,
-    draws: int = 100,
-    activation: Callable[[Tensor], Tensor] | None = None,
-    seed: int | None = None,
-) -> np.ndarray:
-    """Average a model's outputs over weights drawn from the posterior.
-
-    Args:
-        model: A model with one output.
-        x: Inputs, arrays with leading axis N.
-        draws: How many draws of the weights.
-        activation: Applied to the outputs before they are averaged: for logits
-            `keras.activations.sigmoid` or `softmax`.
-        seed: None for one of the operating system's.
-
-    Returns:
-        Of the outputs' shape.
-
-    Raises:
-        TypeError: If `draws` is not a number.
-        ValueError: If it is less than 1, or there is no variational layer.
-    """
-    model = _unwrapped(model)
-    draws = _validate.positive_int("draws", draws)
-    x = _tree.map_tensors(tf.convert_to_tensor, x)
-    if not model.built:
-        model(x)
-    samples = posterior_samples(model, draws, seed=seed)
-    posteriors = dict(_posteriors(model))
-
-    @tf.function
-    def outputs(drawn: dict[str, Tensor]) -> Tensor:
-        values = []
-        for name, (mean, rho) in posteriors.items():
-            # A posterior of no width at what was drawn.
-            certain = tf.fill(rho.shape, tf.constant(-np.inf, rho.dtype))
-            values += [(mean, drawn[name]), (rho, certain)]
-        with keras.StatelessScope(state_mapping=values):
-            y = model(x, training=False)
-        return y if activation is None else activation(y)
-
-    total = sum(
-        np.asarray(outputs({name: tf.constant(of[n]) for name, of in samples.items()}))
-        for n in range(draws)
-    )
-    return np.asarray(total / draws)
-
-
-def _posteriors(model: keras.Model) -> Iterator[tuple[str, Weights]]:
-    """Yield the posteriors of all weights, by name."""
-    model = _unwrapped(model)
+def weights_by_name(model: keras.Model) -> Iterator[tuple[str, Weights]]:
+    """Yield the posteriors of all weights, by name; see `posterior`."""
+    model = unwrapped(model)
     layers = [
         (path, layer)
         for path, layer in _keras.layers_by_path(model)
@@ -184,6 +132,7 @@ def _posteriors(model: keras.Model) -> Iterator[tuple[str, Weights]]:
             yield f"{path}/{kind}", weights
 
 
-def _unwrapped(model: keras.Model) -> keras.Model:
+def unwrapped(model: keras.Model) -> keras.Model:
+    """Return the model inside a `tfdp.DPModel`, others as they are."""
     inner: keras.Model = model.model if isinstance(model, DPModel) else model
     return inner
