@@ -10,7 +10,7 @@ import numpy as np
 from tfdp import _keras, _validate
 from tfdp._types import Array
 from tfdp.model import DPModel
-from tfdp.variational.layers import VariationalDense, Weights
+from tfdp.variational.base import VariationalLayer, Weights
 
 
 class Gaussian(NamedTuple):
@@ -40,7 +40,9 @@ def posterior(model: keras.Model) -> dict[str, Gaussian]:
     Example:
         >>> model = keras.Sequential([
         ...     keras.Input((2,)),
-        ...     VariationalDense(1, number_of_examples=100, name="dense"),
+        ...     tfdp.variational.VariationalDense(
+        ...         1, number_of_examples=100, name="dense"
+        ...     ),
         ... ])
         >>> posterior(model)["dense/bias"]
         Gaussian(mean=array([0.], dtype=float32), scale=array([0.1], dtype=float32))
@@ -113,7 +115,7 @@ def weights_by_name(model: keras.Model) -> Iterator[tuple[str, Weights]]:
     layers = [
         (path, layer)
         for path, layer in _keras.layers_by_path(model)
-        if isinstance(layer, VariationalDense) and layer.built
+        if isinstance(layer, VariationalLayer) and layer.built
     ]
     if not layers:
         raise ValueError(
