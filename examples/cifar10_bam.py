@@ -7,11 +7,13 @@
 
 Each method trains the same networks from the same weights within the same epsilon, with
 several seeds. Printed are the mean and the standard deviation of the test accuracy, and
-the bias of clipping over the last half of the training; plotted are accuracy, bias, and
-the cosine between the way uphill and the gradient of the batch, over the training.
+the bias of clipping over the last half of the training; plotted over the training are
+accuracy, bias, its two parts, and the cosine between the way uphill and the gradient of
+the batch.
 
 By default a small network sees 10,000 images, which takes a quarter of an hour on two
-cores. Runs are saved as they end: with --resume a comparison that was killed goes on.
+cores. Runs are saved as they end: with --resume a comparison that was killed goes on,
+and begins anew the run that was cut off.
 With --full the arguments are those of the paper, and a GPU is needed: Knolle et
 al., "Bias-Aware Minimisation: Understanding and Mitigating Estimator Bias in Private
 SGD", 2023, https://arxiv.org/abs/2308.12018.
@@ -48,6 +50,8 @@ from tfdp.layers import WSConv2D
 METHODS = ("dp_sgd", "sat", "bam")
 # In plots.
 NAMES = {"dp_sgd": "DP-SGD", "sat": "DP-SAT", "bam": "BAM"}
+# What is looked at, in the order of `Run`; DP-SGD has no ascent.
+LOGS = ("bias_magnitude", "bias_scale", "bias_direction", "ascent_cosine")
 
 
 class Setting(NamedTuple):
@@ -177,11 +181,15 @@ class Run(NamedTuple):
     Attributes:
         accuracy: Test accuracy after each epoch.
         bias: Bias magnitude at each look.
+        scale: What is kept of the gradient's length at each look, a.
+        direction: The part of the bias across the gradient at each look, ||c||.
         cosine: Cosine of the ascent at each look; NaN for DP-SGD.
     """
 
     accuracy: list[float]
     bias: list[float]
+    scale: list[float]
+    direction: list[float]
     cosine: list[float]
 
 
@@ -225,6 +233,7 @@ def what_runs_depend_on(setting: Setting) -> dict[str, Any]:
         "dataset": _DATASET.value,
         "test_images": _TEST_IMAGES.value,
         "every": _EVERY.value,
+        "values": Run._fields,
     }
 
 
@@ -321,11 +330,11 @@ def trained(
     accuracy = history["val_accuracy"]
     print(
         f"epsilon {private.ledger.epsilon(setting.delta):.2f}, {method}, seed {seed}: "
-        f"test accuracy {accuracy[-1]:.1%}, bias {of_last_half(looks.bias):.3f}, "
+        f"test accuracy {accuracy[-1]:.1%}, bias {of_last_half(looks.values[0]):.3f}, "
         f"{private.ledger.steps} steps in {time.perf_counter() - start:.0f} s",
         flush=True,
     )
-    return Run(accuracy, looks.bias, looks.cosine)
+    return Run(accuracy, *looks.values)
 
 
 def progress(epochs: int) -> keras.callbacks.Callback:
@@ -351,16 +360,15 @@ class Looks(keras.callbacks.Callback):
 
     def __init__(self, every: int) -> None:
         super().__init__()
-        self.bias: list[float] = []
-        self.cosine: list[float] = []
+        self.values: list[list[float]] = [[] for _ in LOGS]
         self._every = every
         self._steps = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Take the values of a step that was looked at."""
         if self._steps % self._every == 0:
-            self.bias.append(float(logs["nonprivate_bias_magnitude"]))
-            self.cosine.append(float(logs.get("nonprivate_ascent_cosine", np.nan)))
+            for name, values in zip(LOGS, self.values, strict=True):
+                values.append(float(logs.get(f"nonprivate_{name}", np.nan)))
         self._steps += 1
 
 
@@ -471,9 +479,17 @@ def plot(
     *,
     steps_per_epoch: float,
 ) -> None:
-    """Plot accuracy, bias and cosine over the training, a row for each epsilon."""
-    figure, rows = plots.panels(len(setting.epsilons), 3, size=(4.6, 3.3))
-    labels = ("test accuracy, %", "bias, norm", "cosine of the ascent")
+    """Plot all values over the training, a row for each epsilon."""
+    figure, rows = plots.panels(
+        len(setting.epsilons), len(Run._fields), size=(4.6, 3.3)
+    )
+    labels = (
+        "test accuracy, %",
+        "bias, norm",
+        "part kept of the gradient's length, a",
+        "bias across the gradient, norm of c",
+        "cosine of the ascent",
+    )
     for row, epsilon in zip(rows, setting.epsilons, strict=True):
         for axes, field, label in zip(row, Run._fields, labels, strict=True):
             for method in METHODS:

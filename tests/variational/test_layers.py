@@ -20,6 +20,7 @@ from tfdp.engines import BookkeepingEngine, GhostEngine, VectorizedEngine
 from tfdp.losses.objective import Batch, Objective
 from tfdp.optimizers.dp_optimizer import with_regularizer
 from tfdp.variational import BayesianLogisticRegression, VariationalDense
+from tfdp.variational.base import VariationalLayer
 
 CROSSENTROPY = keras.losses.BinaryCrossentropy(from_logits=True)
 
@@ -63,7 +64,7 @@ def chosen(monkeypatch):
             return tf.constant(numbers, layer.compute_dtype)
 
     chosen = Chosen()
-    monkeypatch.setattr(VariationalDense, "_normal", lambda *args: chosen.normal(*args))  # noqa: PLW0108
+    monkeypatch.setattr(VariationalLayer, "_normal", lambda *args: chosen.normal(*args))  # noqa: PLW0108
     return chosen
 
 
@@ -468,7 +469,7 @@ def test_bam_takes_the_vectorized_engine(rng, caplog):
     objective = Objective.of(model, CROSSENTROPY)
     objective = dataclasses.replace(objective, ascent=ascent)
     assert isinstance(choose("auto", objective, (x, y, None)), VectorizedEngine)
-    assert "(rule `variational_dense`)" in caplog.text
+    assert "(rule `variational_product`)" in caplog.text
 
 
 def test_bam_refuses_a_divergence_inside_in_book_keeping(rng):

@@ -2,6 +2,8 @@
 
 from tfdp import rules
 from tfdp.variational.averaged import AveragedPosterior as AveragedPosterior
+from tfdp.variational.convolutional import VariationalConv2D as VariationalConv2D
+from tfdp.variational.embedding import VariationalEmbedding as VariationalEmbedding
 from tfdp.variational.layers import VariationalDense as VariationalDense
 from tfdp.variational.logistic_regression import (
     BayesianLogisticRegression as BayesianLogisticRegression,
@@ -15,8 +17,10 @@ from tfdp.variational.posterior import posterior_samples as posterior_samples
 from tfdp.variational.predictive import predictive_intervals as predictive_intervals
 from tfdp.variational.predictive import predictive_mean as predictive_mean
 from tfdp.variational.predictive import predictive_samples as predictive_samples
-from tfdp.variational.rule import variational_dense
+from tfdp.variational.rule import variational_embedding, variational_product
 from tfdp.variational.sgld import dp_sgld as dp_sgld
 
-rules.register(VariationalDense, variational_dense)
-rules.register(PredictiveLogit, variational_dense)
+rules.register(VariationalDense, variational_product)
+rules.register(PredictiveLogit, variational_product)
+rules.register(VariationalConv2D, variational_product)
+rules.register(VariationalEmbedding, variational_embedding)

@@ -6,8 +6,8 @@ import keras
 import numpy as np
 
 from tfdp import _validate
-from tfdp.variational.layers import Weights
-from tfdp.variational.posterior import posteriors_of
+from tfdp.variational.base import Weights
+from tfdp.variational.posterior import weights_by_name
 
 
 class AveragedPosterior(keras.callbacks.Callback):
@@ -87,7 +87,7 @@ class AveragedPosterior(keras.callbacks.Callback):
             )
         # Refused before the first step, not after it; a model may not be built yet.
         if self.model.built:
-            next(posteriors_of(self.model))
+            next(weights_by_name(self.model))
         self._left = math.floor((1 - self.share) * steps * self.params["epochs"])
         self._seen = 0
         self._sums: dict[str, np.ndarray] = {}
@@ -98,7 +98,7 @@ class AveragedPosterior(keras.callbacks.Callback):
         if self._left >= 0:
             return
         self._seen += 1
-        for name, weights in posteriors_of(self.model):
+        for name, weights in weights_by_name(self.model):
             mean, scale = (
                 keras.ops.convert_to_numpy(each).astype("float64")
                 for each in (weights.mean, weights.scale)
@@ -110,7 +110,7 @@ class AveragedPosterior(keras.callbacks.Callback):
         """Put the mixture's mean and standard deviation in the place of the last."""
         if not self._seen:
             return
-        for name, weights in posteriors_of(self.model):
+        for name, weights in weights_by_name(self.model):
             mean, square = self._sums[name] / self._seen
             _assign(weights, mean, np.sqrt(np.maximum(square - mean**2, 1e-30)))
 

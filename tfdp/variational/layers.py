@@ -1,47 +1,16 @@
-"""Layers whose weights have a posterior: independent Gaussians."""
+"""A dense layer whose weights have a posterior: independent Gaussians."""
 
-import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import keras
-from keras import ops
 
 from tfdp import _validate
-from tfdp._types import Config, Tensor, Variable
-from tfdp._views_per_example import number_of_views
-from tfdp.losses.regularizers import GaussianDivergence
-
-
-class Weights(NamedTuple):
-    """The posterior of a kernel, or of a bias.
-
-    Attributes:
-        mean: Means.
-        rho: The standard deviations are ``ln(1 + exp(rho))``; of the same shape.
-    """
-
-    mean: Variable
-    rho: Variable
-
-    @property
-    def scale(self) -> Tensor:
-        """Standard deviations."""
-        return ops.softplus(ops.convert_to_tensor(self.rho))
-
-    def drawn(self, noise: Tensor) -> Tensor:
-        """Make weights of standard normal numbers, in the dtype of these."""
-        mean, scale = ops.convert_to_tensor(self.mean), self.scale
-        return ops.cast(mean, noise.dtype) + ops.cast(scale, noise.dtype) * noise
-
-    def by_rho(self, by_scale: Tensor) -> Tensor:
-        """Return derivatives by `rho`, given those by the scale."""
-        slope = ops.sigmoid(ops.convert_to_tensor(self.rho))  # That of softplus.
-        return by_scale * ops.cast(slope, by_scale.dtype)
+from tfdp._types import Config, Tensor
+from tfdp.variational.product import VariationalProduct
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
-class VariationalDense(keras.layers.Layer):
+class VariationalDense(VariationalProduct):
     """A dense layer with a Gaussian posterior over each of its weights.
 
     Each weight is ``w ~ N(mean, scale^2)``, ``scale = ln(1 + exp(rho))``, all
@@ -109,6 +78,8 @@ class VariationalDense(keras.layers.Layer):
            https://arxiv.org/abs/1610.08749
     """
 
+    all_draws = ("shared", "per_example", "local")
+
     def __init__(
         self,
         units: int,
@@ -125,28 +96,20 @@ class VariationalDense(keras.layers.Layer):
         seed: int | None = None,
         **kwargs: object,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(
+            number_of_examples=number_of_examples,
+            prior_scale=prior_scale,
+            draws=draws,
+            kl=kl,
+            activation=activation,
+            use_bias=use_bias,
+            initial_scale=initial_scale,
+            kernel_initializer=kernel_initializer,
+            bias_initializer=bias_initializer,
+            seed=seed,
+            **kwargs,
+        )
         self.units = _validate.positive_int("units", units)
-        self._divergences = [
-            GaussianDivergence(
-                part,
-                prior_scale=prior_scale,
-                number_of_examples=number_of_examples,
-                kl=kl,
-            )
-            for part in ("mean", "scale")
-        ]
-        all_draws = ("shared", "per_example", "local")
-        self.draws = _validate.one_of("draws", draws, all_draws)
-        self.activation = keras.activations.get(activation)
-        self.use_bias = use_bias
-        self.initial_scale = _validate.positive("initial_scale", initial_scale)
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.bias_initializer = keras.initializers.get(bias_initializer)
-        self.seed = seed
-        self.seed_generator = keras.random.SeedGenerator(seed)
-        # Read by the engine that takes one example at a time.
-        self.seed_generator.is_same_for_all_rows = draws == "shared"
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
         """Add means and scales of the kernel, and of the bias."""
@@ -157,145 +120,7 @@ class VariationalDense(keras.layers.Layer):
                 f"{tuple(input_shape)} of layer `{self.name}`. Use `draws='shared'` or "
                 "`draws='per_example'`."
             )
-        shape = (input_shape[-1], self.units)
-        self.kernel_mean, self.kernel_rho = self._add(
-            "kernel", shape, self.kernel_initializer
-        )
-        self.bias_mean = self.bias_rho = None
-        if self.use_bias:
-            self.bias_mean, self.bias_rho = self._add(
-                "bias", (self.units,), self.bias_initializer
-            )
-
-    def _add(
-        self,
-        name: str,
-        shape: tuple[int | None, ...],
-        initializer: keras.initializers.Initializer,
-    ) -> list[Variable]:
-        # So that its softplus is the scale.
-        rho = self.initial_scale + math.log(-math.expm1(-self.initial_scale))
-        starts = (initializer, keras.initializers.Constant(rho))
-        return [
-            self.add_weight(shape, initializer=start, regularizer=part, name=name + of)
-            for of, start, part in zip(
-                ("_mean", "_rho"), starts, self._divergences, strict=True
-            )
-        ]
-
-    @property
-    def posteriors(self) -> dict[str, Weights]:
-        """The posterior of the kernel and, if there is one, that of the bias."""
-        found = {"kernel": Weights(self.kernel_mean, self.kernel_rho)}
-        if self.use_bias:
-            found["bias"] = Weights(self.bias_mean, self.bias_rho)
-        return found
-
-    @property
-    def wide_dtype(self) -> str:
-        """The dtype of sums and squares, which would overflow in half precision."""
-        return str(keras.backend.result_type(self.compute_dtype, "float32"))
-
-    @property
-    def kernel_scale(self) -> Tensor:
-        """Standard deviations of the kernel's weights, of its shape."""
-        return self.posteriors["kernel"].scale
-
-    @property
-    def bias_scale(self) -> Tensor | None:
-        """Standard deviations of the bias, of its shape; None without one."""
-        return self.posteriors["bias"].scale if self.use_bias else None
-
-    def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
-        """Apply weights: drawn ones in training, otherwise their means."""
-        if training and self.draws != "local":
-            return self.activation(self.multiplied(inputs, self.noise(inputs)))
-        return self.outputs(*self.moments(inputs), training=training)
-
-    def noise(self, inputs: Tensor) -> dict[str, Tensor]:
-        """Draw what weights of `"shared"` and `"per_example"` are made of.
-
-        Args:
-            inputs: Shape ``(R, ..., d)``.
-
-        Returns:
-            Standard normal numbers as `posteriors`, with a leading axis of V draws: R,
-            or one for each view of an example.
-        """
-        number = number_of_views() if self.draws == "shared" else ops.shape(inputs)[0]
-        return {
-            name: self._normal((number, *weights.mean.shape))
-            for name, weights in self.posteriors.items()
-        }
-
-    def _normal(self, shape: tuple[int | Tensor, ...]) -> Tensor:
-        dtype = self.wide_dtype
-        return keras.random.normal(shape, dtype=dtype, seed=self.seed_generator)
-
-    def multiplied(self, inputs: Tensor, noise: dict[str, Tensor]) -> Tensor:
-        """Multiply inputs by drawn weights.
-
-        Args:
-            inputs: Shape ``(R, ..., d)``.
-            noise: From `noise`, V draws; row r takes number ``r % V``.
-
-        Returns:
-            Shape ``(R, ..., p)``, before the activation.
-        """
-        posteriors = self.posteriors
-        kernels = posteriors["kernel"].drawn(noise["kernel"])
-        number, (d, p) = ops.shape(kernels)[0], self.kernel_mean.shape
-        between = ops.shape(inputs)[1:-1]
-        positions = math.prod(between) if between else 1
-        rows = ops.cast(inputs, kernels.dtype)
-        rows = ops.reshape(rows, (-1, number, positions, d))
-        # One product for each draw: TensorFlow's product of matrices that are broadcast
-        # was seen to write beside its memory.
-        rows = ops.reshape(ops.transpose(rows, (1, 0, 2, 3)), (number, -1, d))
-        outputs = ops.matmul(rows, kernels)
-        if "bias" in noise:
-            outputs += posteriors["bias"].drawn(noise["bias"])[:, None]
-        outputs = ops.reshape(outputs, (number, -1, positions, p))
-        outputs = ops.transpose(outputs, (1, 0, 2, 3))
-        shape = (ops.shape(inputs)[0], *between, p)
-        return ops.cast(ops.reshape(outputs, shape), self.compute_dtype)
-
-    def moments(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance of the outputs under the posterior.
-
-        Args:
-            inputs: Shape ``(R, ..., d)``.
-
-        Returns:
-            Two tensors of shape ``(R, ..., p)``, before the activation, in at least
-            float32.
-        """
-        dtype = self.wide_dtype
-        rows = ops.cast(inputs, dtype)
-        mean = ops.matmul(rows, ops.cast(self.kernel_mean, dtype))
-        variances = ops.square(ops.cast(self.kernel_scale, dtype))
-        variance = ops.matmul(ops.square(rows), variances)
-        if self.use_bias:
-            mean += ops.cast(self.bias_mean, dtype)
-            variance += ops.square(ops.cast(self.bias_scale, dtype))
-        return mean, variance
-
-    def outputs(
-        self, mean: Tensor, variance: Tensor, *, training: bool | None
-    ) -> Tensor:
-        """Make outputs of their moments.
-
-        Args:
-            mean: From `moments`.
-            variance: From `moments`.
-            training: Whether to draw them.
-
-        Returns:
-            The layer's outputs, of the same shape.
-        """
-        if training:
-            mean += root_of(variance) * self._normal(ops.shape(mean))
-        return self.activation(ops.cast(mean, self.compute_dtype))
+        self._add_product((input_shape[-1], self.units))
 
     def compute_output_shape(
         self, input_shape: tuple[int | None, ...]
@@ -305,23 +130,4 @@ class VariationalDense(keras.layers.Layer):
 
     def get_config(self) -> Config:
         """Return the arguments."""
-        divergence, _ = self._divergences
-        return {
-            **super().get_config(),
-            "units": self.units,
-            "number_of_examples": divergence.number_of_examples,
-            "prior_scale": divergence.prior_scale,
-            "kl": divergence.kl,
-            "draws": self.draws,
-            "activation": keras.activations.serialize(self.activation),
-            "use_bias": self.use_bias,
-            "initial_scale": self.initial_scale,
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-            "bias_initializer": keras.initializers.serialize(self.bias_initializer),
-            "seed": self.seed,
-        }
-
-
-def root_of(variance: Tensor) -> Tensor:
-    """Return standard deviations, with a finite gradient where one is zero."""
-    return ops.sqrt(ops.maximum(variance, 1e-30))
+        return {**super().get_config(), "units": self.units}

@@ -7,7 +7,8 @@ import numpy as np
 from keras import ops
 
 from tfdp._types import Config, Tensor
-from tfdp.variational.layers import VariationalDense, root_of
+from tfdp.variational.layers import VariationalDense
+from tfdp.variational.product import root_of
 
 # For narrow Gaussians, of which these are nodes.
 _NODES, _WEIGHTS = np.polynomial.hermite.hermgauss(32)

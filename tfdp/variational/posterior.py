@@ -10,7 +10,7 @@ import numpy as np
 from tfdp import _keras, _validate
 from tfdp._types import Array
 from tfdp.model import DPModel
-from tfdp.variational.layers import VariationalDense, Weights
+from tfdp.variational.base import VariationalLayer, Weights
 
 
 class Gaussian(NamedTuple):
@@ -40,7 +40,9 @@ def posterior(model: keras.Model) -> dict[str, Gaussian]:
     Example:
         >>> model = keras.Sequential([
         ...     keras.Input((2,)),
-        ...     VariationalDense(1, number_of_examples=100, name="dense"),
+        ...     tfdp.variational.VariationalDense(
+        ...         1, number_of_examples=100, name="dense"
+        ...     ),
         ... ])
         >>> posterior(model)["dense/bias"]
         Gaussian(mean=array([0.], dtype=float32), scale=array([0.1], dtype=float32))
@@ -50,7 +52,7 @@ def posterior(model: keras.Model) -> dict[str, Gaussian]:
             keras.ops.convert_to_numpy(weights.mean),
             keras.ops.convert_to_numpy(weights.scale),
         )
-        for name, weights in posteriors_of(model)
+        for name, weights in weights_by_name(model)
     }
 
 
@@ -107,13 +109,13 @@ def credible_intervals(
     }
 
 
-def posteriors_of(model: keras.Model) -> Iterator[tuple[str, Weights]]:
-    """Yield the posteriors of all weights, by name."""
+def weights_by_name(model: keras.Model) -> Iterator[tuple[str, Weights]]:
+    """Yield the posteriors of all weights, by name; see `posterior`."""
     model = unwrapped(model)
     layers = [
         (path, layer)
         for path, layer in _keras.layers_by_path(model)
-        if isinstance(layer, VariationalDense) and layer.built
+        if isinstance(layer, VariationalLayer) and layer.built
     ]
     if not layers:
         raise ValueError(
@@ -133,6 +135,6 @@ def posteriors_of(model: keras.Model) -> Iterator[tuple[str, Weights]]:
 
 
 def unwrapped(model: keras.Model) -> keras.Model:
-    """Return the model itself, for that and for a `tfdp.DPModel` of it."""
+    """Return the model inside a `tfdp.DPModel`, others as they are."""
     inner: keras.Model = model.model if isinstance(model, DPModel) else model
     return inner

@@ -1,5 +1,6 @@
-"""What a posterior predicts: outputs under weights that are drawn from it."""
+"""What a posterior predicts. All of it is post-processing, and costs nothing."""
 
+import math
 from collections.abc import Callable, Iterator
 
 import keras
@@ -8,7 +9,7 @@ import tensorflow as tf
 
 from tfdp import _tree, _validate
 from tfdp._types import Nest, Tensor
-from tfdp.variational.posterior import posterior_samples, posteriors_of, unwrapped
+from tfdp.variational.posterior import posterior_samples, unwrapped, weights_by_name
 
 
 def predictive_mean(
@@ -37,7 +38,8 @@ def predictive_mean(
         ValueError: If it is less than 1, or there is no variational layer.
     """
     draws = _validate.positive_int("draws", draws)
-    return np.asarray(sum(_outputs(model, x, draws, activation, seed)) / draws)
+    # One at a time: all of them may not fit.
+    return np.asarray(sum(_drawn(model, x, draws, activation, seed)) / draws)
 
 
 def predictive_samples(
@@ -48,36 +50,28 @@ def predictive_samples(
     activation: Callable[[Tensor], Tensor] | None = None,
     seed: int | None = None,
 ) -> np.ndarray:
-    """Return a model's outputs under weights drawn from the posterior.
+    """Compute a model's outputs with weights drawn from the posterior.
 
-    One draw of all weights serves all inputs, so that the samples of two inputs may be
-    compared draw by draw. It is post-processing of the posterior, and costs no privacy
-    beyond that of `x`, if `x` is private.
+    All rows of a draw have the same weights, so that what several rows say together
+    can be computed of each draw. The error of an observation is not in them: what is
+    drawn is the output, for instance a mean or a logit.
 
     Args:
-        model: See `predictive_mean`.
-        x: Likewise.
+        model: A model with one output.
+        x: See `predictive_mean`.
         draws: Likewise.
         activation: Applied to the outputs.
-        seed: None for one of the operating system's.
+        seed: See `predictive_mean`.
 
     Returns:
-        The outputs, with a leading axis of length `draws`.
+        Of the outputs' shape, with a leading axis of length `draws`.
 
     Raises:
         TypeError: If `draws` is not a number.
         ValueError: If it is less than 1, or there is no variational layer.
-
-    Example:
-        >>> model = keras.Sequential([
-        ...     keras.Input((2,)),
-        ...     tfdp.variational.VariationalDense(1, number_of_examples=100),
-        ... ])
-        >>> predictive_samples(model, np.ones((3, 2)), draws=10).shape
-        (10, 3, 1)
     """
     draws = _validate.positive_int("draws", draws)
-    return np.stack([*_outputs(model, x, draws, activation, seed)])
+    return np.stack(list(_drawn(model, x, draws, activation, seed)))
 
 
 def predictive_intervals(
@@ -89,27 +83,26 @@ def predictive_intervals(
     activation: Callable[[Tensor], Tensor] | None = None,
     seed: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the central interval in which each output lies under the posterior.
+    """Return the central interval in which each output lies.
 
-    They are intervals of what the model says, such as a mean or a probability: what an
-    observation scatters around that is not in them. Like
-    `tfdp.variational.credible_intervals` they know nothing of the noise of private
-    training.
+    They are quantiles of `predictive_samples`, and know as little as the posterior of
+    the noise of private training, or of weights that depend on each other.
 
     Args:
-        model: See `predictive_mean`.
-        x: Likewise.
+        model: A model with one output.
+        x: See `predictive_mean`.
         level: Probability under the posterior, between 0 and 1.
-        draws: How many draws of the weights; all outputs are held in memory.
-        activation: Applied to the outputs.
-        seed: None for one of the operating system's.
+        draws: How many draws of the weights, at least ``2 / (1 - level)``.
+        activation: See `predictive_samples`.
+        seed: See `predictive_mean`.
 
     Returns:
-        Lower and upper ends, each of the outputs' shape.
+        Lower and upper ends, of the outputs' shape.
 
     Raises:
         TypeError: If `level` or `draws` is not a number.
-        ValueError: If one is out of its range, or there is no variational layer.
+        ValueError: If `level` is out of its range, `draws` is too small for it, or
+            there is no variational layer.
 
     Example:
         >>> model = keras.Sequential([
@@ -117,31 +110,41 @@ def predictive_intervals(
         ...     tfdp.variational.VariationalDense(1, number_of_examples=100),
         ... ])
         >>> low, high = predictive_intervals(model, np.ones((3, 2)), 0.9)
-        >>> bool(np.all(low < high))
-        True
+        >>> bool(np.all(low < high)), low.shape
+        (True, (3, 1))
     """
     level = _validate.probability("level", level)
+    draws = _validate.positive_int("draws", draws)
+    outside = (1 - level) / 2
+    # But for rounding: 20 draws are enough for 0.9.
+    least = math.ceil(1 / outside - 1e-6)
+    if draws < least:
+        raise ValueError(
+            "`draws` must be at least 2 / (1 - level): of fewer, none is expected "
+            f"beyond an end. Received: draws={draws}, level={level}. Use "
+            f"`draws={least}` or more."
+        )
     samples = predictive_samples(
         model, x, draws=draws, activation=activation, seed=seed
     )
-    low, high = np.quantile(samples, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    low, high = np.quantile(samples, (outside, 1 - outside), axis=0)
     return low, high
 
 
-def _outputs(
+def _drawn(
     model: keras.Model,
     x: Nest,
     draws: int,
     activation: Callable[[Tensor], Tensor] | None,
     seed: int | None,
 ) -> Iterator[np.ndarray]:
-    """Yield the outputs under one draw of all weights after the other."""
+    """Yield the outputs of one draw of the weights after the other."""
     model = unwrapped(model)
     x = _tree.map_tensors(tf.convert_to_tensor, x)
     if not model.built:
         model(x)
     samples = posterior_samples(model, draws, seed=seed)
-    posteriors = dict(posteriors_of(model))
+    posteriors = dict(weights_by_name(model))
 
     @tf.function
     def outputs(drawn: dict[str, Tensor]) -> Tensor:

@@ -4,11 +4,13 @@ import tensorflow as tf
 
 from tfdp._types import Tensor
 from tfdp.rules import Call, OuterProducts, PerRow, ScaledProducts, Term
-from tfdp.variational.layers import VariationalDense
+from tfdp.rules.embedding import row_numbers
+from tfdp.variational.embedding import of_rows
+from tfdp.variational.product import VariationalProduct
 
 
-def variational_dense(call: Call) -> Tensor:
-    """Rule of `tfdp.variational.VariationalDense`.
+def variational_product(call: Call) -> Tensor:
+    """Rule of layers that multiply by a kernel, such as `VariationalDense`.
 
     Where weights are drawn, ``z = x (mean + scale * eps)``, the gradient of a mean is
     that of a dense layer's kernel, and that of ``rho`` is the same times
@@ -22,7 +24,7 @@ def variational_dense(call: Call) -> Tensor:
         The layer's outputs.
     """
     layer, training = call.layer, call.bound()["training"]
-    x = tf.cast(call.inputs, layer.wide_dtype)
+    x = tf.cast(layer.seen(call.inputs), layer.wide_dtype)
     if training and layer.draws != "local":
         noise = layer.noise(x)
 
@@ -43,8 +45,42 @@ def variational_dense(call: Call) -> Tensor:
     return layer.outputs(*moments, training=training)
 
 
+def variational_embedding(call: Call) -> Tensor:
+    """Rule of `tfdp.variational.VariationalEmbedding`.
+
+    The gradient of ``rho`` at a drawn vector is that of the mean times ``eps * d scale /
+    d rho`` of this vector, which goes to the outputs' gradient: no example has a
+    gradient as large as all vectors.
+
+    Args:
+        call: The call.
+
+    Returns:
+        The layer's outputs.
+    """
+    layer, training = call.layer, call.bound()["training"]
+    ids = row_numbers(call.inputs, layer.input_dim)
+    weights = layer.posteriors["embeddings"]
+    if not training:
+        # The means alone are read.
+        return call.watch(
+            call.run_with(), lambda g: [OuterProducts(weights.mean, ids, g)]
+        )
+    noise = layer.noise(ids)["embeddings"]
+
+    def terms(g: Tensor) -> list[Term]:
+        by_rho = of_rows(weights.by_rho(noise), ids)
+        g_wide = tf.cast(g, by_rho.dtype)
+        return [
+            OuterProducts(weights.mean, ids, g),
+            OuterProducts(weights.rho, ids, g_wide * by_rho),
+        ]
+
+    return call.watch(layer.looked_up(ids, noise), terms)
+
+
 def _terms(
-    layer: VariationalDense,
+    layer: VariationalProduct,
     of_means: tuple[Tensor, Tensor],
     of_scales: tuple[Tensor, Tensor],
     by_scales: dict[str, Tensor],

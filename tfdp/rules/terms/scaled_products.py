@@ -19,10 +19,10 @@ class ScaledProducts(Term):
     matrix of squares, and no gradient of any example.
 
     Args:
-        variable: The Keras variable, of shape ``(d, p)``.
+        variable: The Keras variable, of d p numbers, the d outermost.
         a: Inputs, floating point of shape ``(R, ..., d)``.
         g: Gradients of the outputs, shape ``(R, ..., p)`` with the same axes between.
-        scale: Shape ``(V, d, p)``: row r has the one of number ``r % V``. It must not
+        scale: Shape ``(V, *variable.shape)``: row r has the one of number ``r % V``. It must not
             depend on data.
     """
 
@@ -30,11 +30,10 @@ class ScaledProducts(Term):
         self.variable = variable
         self.a = at_least_float32(a)
         self.g = at_least_float32(g)
-        self.scale = tf.cast(scale, self.g.dtype)
-
-    @property
-    def _size(self) -> int:
-        return math.prod(self.variable.shape)
+        self.p: int = g.shape[-1]
+        self.d: int = math.prod(variable.shape) // self.p
+        scale = tf.cast(scale, self.g.dtype)
+        self.scale = tf.reshape(scale, [-1, self.d, self.p])
 
     def _is_single(self, units: Units) -> bool:
         """Whether each unit is one position: then it has one scale."""
@@ -51,12 +50,12 @@ class ScaledProducts(Term):
 
     def numbers(self, how: str, units: Units) -> int:
         """One number, or the gradient."""
-        return 1 if how == "gram" else self._size
+        return 1 if how == "gram" else self.d * self.p
 
     def instantiate(self, units: Units) -> Tensor:
         """Multiply the factors out, row by row, and add them up."""
         # Rows of one unit have scales of their own: summed first, they would mix.
-        d, p = self.variable.shape
+        d, p = self.d, self.p
         a, g = (self._rows(each) for each in (self.a, self.g))
         products = tf.einsum("mvtd,mvtp->mvdp", a, g) * self.scale
         return tf.reduce_sum(units.view(products, [d * p]), 1)
@@ -70,7 +69,7 @@ class ScaledProducts(Term):
 
     def squares_by_gram(self, units: Units) -> Tensor:
         """``sum_jk a_j^2 scale_jk^2 g_k^2``, in float64: squares have a wide range."""
-        d, p = self.variable.shape
+        d, p = self.d, self.p
         a, g = (tf.reshape(self.a, [-1, d]), tf.reshape(self.g, [-1, p]))
         a, g, scale = (
             tf.square(tf.cast(each, tf.float64)) for each in (a, g, self.scale)
@@ -96,7 +95,7 @@ class ScaledProducts(Term):
 
     def factors(self, units: Units) -> list[Tensor]:
         """``(U, T, d)``, then ``(U, T, p)``."""
-        d, p = self.variable.shape
+        d, p = self.d, self.p
         return [units.view(self.a, [d]), units.view(self.g, [p])]
 
     def weighted_sum(self, factors: list[Tensor], weights: Tensor | None) -> Tensor:
@@ -104,7 +103,8 @@ class ScaledProducts(Term):
         a, g = factors
         a, g = self._rows(a), self._rows(weighted(g, weights))
         products = tf.einsum("mvtd,mvtp->vdp", a, g)
-        return tf.reduce_sum(products * self.scale, 0)
+        total = tf.reduce_sum(products * self.scale, 0)
+        return tf.reshape(total, self.variable.shape)
 
     def read(self) -> list[Tensor]:
         """All three factors."""

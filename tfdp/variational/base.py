@@ -1,0 +1,149 @@
+"""What all layers have in common whose weights have a posterior."""
+
+import math
+from typing import NamedTuple
+
+import keras
+from keras import ops
+
+from tfdp import _validate
+from tfdp._types import Config, Tensor, Variable
+from tfdp._views_per_example import number_of_views
+from tfdp.losses.regularizers import GaussianDivergence
+
+
+class Weights(NamedTuple):
+    """The posterior of a kernel, or of a bias.
+
+    Attributes:
+        mean: Means.
+        rho: The standard deviations are ``ln(1 + exp(rho))``; of the same shape.
+    """
+
+    mean: Variable
+    rho: Variable
+
+    @property
+    def scale(self) -> Tensor:
+        """Standard deviations."""
+        return ops.softplus(ops.convert_to_tensor(self.rho))
+
+    def drawn(self, noise: Tensor) -> Tensor:
+        """Make weights of standard normal numbers, in the dtype of these."""
+        mean, scale = ops.convert_to_tensor(self.mean), self.scale
+        return ops.cast(mean, noise.dtype) + ops.cast(scale, noise.dtype) * noise
+
+    def by_rho(self, by_scale: Tensor) -> Tensor:
+        """Return derivatives by `rho`, given those by the scale."""
+        slope = ops.sigmoid(ops.convert_to_tensor(self.rho))  # That of softplus.
+        return by_scale * ops.cast(slope, by_scale.dtype)
+
+
+class VariationalLayer(keras.layers.Layer):
+    """A layer whose weights are independent Gaussians; abstract.
+
+    Args:
+        number_of_examples: See `VariationalDense`, as all that follow.
+        prior_scale: Of every weight.
+        draws: One of `all_draws`.
+        kl: Where the divergence is added.
+        initial_scale: Of every weight.
+        seed: Of the draws.
+        **kwargs: Name, dtype, and `trainable`.
+    """
+
+    all_draws: tuple[str, ...] = ("shared", "per_example")
+
+    def __init__(
+        self,
+        *,
+        number_of_examples: int,
+        prior_scale: float,
+        draws: str,
+        kl: str,
+        initial_scale: float,
+        seed: int | None,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._divergences = [
+            GaussianDivergence(
+                part,
+                prior_scale=prior_scale,
+                number_of_examples=number_of_examples,
+                kl=kl,
+            )
+            for part in ("mean", "scale")
+        ]
+        self.draws = _validate.one_of("draws", draws, self.all_draws)
+        self.initial_scale = _validate.positive("initial_scale", initial_scale)
+        self.seed = seed
+        self.seed_generator = keras.random.SeedGenerator(seed)
+        # Read by the engine that takes one example at a time.
+        self.seed_generator.is_same_for_all_rows = draws == "shared"
+        self._names: tuple[str, ...] = ()
+
+    def _add(
+        self,
+        name: str,
+        shape: tuple[int | None, ...],
+        initializer: keras.initializers.Initializer,
+    ) -> None:
+        """Add weights as the attributes `name_mean` and `name_rho`."""
+        # So that its softplus is the scale.
+        rho = self.initial_scale + math.log(-math.expm1(-self.initial_scale))
+        starts = (initializer, keras.initializers.Constant(rho))
+        for of, start, part in zip(
+            ("_mean", "_rho"), starts, self._divergences, strict=True
+        ):
+            variable = self.add_weight(
+                shape, initializer=start, regularizer=part, name=name + of
+            )
+            setattr(self, name + of, variable)
+        self._names = (*self._names, name)
+
+    @property
+    def posteriors(self) -> dict[str, Weights]:
+        """The posteriors of the layer's weights, by name."""
+        return {
+            name: Weights(getattr(self, f"{name}_mean"), getattr(self, f"{name}_rho"))
+            for name in self._names
+        }
+
+    @property
+    def wide_dtype(self) -> str:
+        """The dtype of sums and squares, which would overflow in half precision."""
+        return str(keras.backend.result_type(self.compute_dtype, "float32"))
+
+    def noise(self, inputs: Tensor) -> dict[str, Tensor]:
+        """Draw what weights of `"shared"` and `"per_example"` are made of.
+
+        Args:
+            inputs: Shape ``(R, ...)``.
+
+        Returns:
+            Standard normal numbers as `posteriors`, with a leading axis of V draws: R,
+            or one for each view of an example.
+        """
+        number = number_of_views() if self.draws == "shared" else ops.shape(inputs)[0]
+        return {
+            name: self._normal((number, *weights.mean.shape))
+            for name, weights in self.posteriors.items()
+        }
+
+    def _normal(self, shape: tuple[int | Tensor, ...]) -> Tensor:
+        dtype = self.wide_dtype
+        return keras.random.normal(shape, dtype=dtype, seed=self.seed_generator)
+
+    def get_config(self) -> Config:
+        """Return the arguments."""
+        divergence, _ = self._divergences
+        return {
+            **super().get_config(),
+            "number_of_examples": divergence.number_of_examples,
+            "prior_scale": divergence.prior_scale,
+            "kl": divergence.kl,
+            "draws": self.draws,
+            "initial_scale": self.initial_scale,
+            "seed": self.seed,
+        }

@@ -1,0 +1,139 @@
+"""An embedding whose vectors have a posterior: independent Gaussians."""
+
+import math
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tfdp import _validate
+from tfdp._types import Config, Tensor
+from tfdp.variational.base import VariationalLayer
+
+
+@keras.saving.register_keras_serializable(package="tfdp")
+class VariationalEmbedding(VariationalLayer):
+    """An embedding with a Gaussian posterior over each number of its vectors.
+
+    All is as in `VariationalDense`. An id has the same vector wherever it occurs in an
+    example.
+
+    Args:
+        input_dim: How many ids there are: they lie in ``[0, input_dim)``.
+        output_dim: Length of a vector.
+        number_of_examples: See `VariationalDense`.
+        prior_scale: Likewise.
+        draws: `"shared"`: one draw of all vectors for all examples of a step.
+            `"per_example"`: each example has vectors of its own, ``input_dim
+            output_dim`` numbers for each.
+        kl: See `VariationalDense`.
+        initial_scale: Likewise.
+        embeddings_initializer: Of the means.
+        seed: Of the draws.
+        **kwargs: Name, dtype, and `trainable`.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If an argument is out of its range.
+
+    Example:
+        >>> layer = VariationalEmbedding(10, 4, number_of_examples=100)
+        >>> layer(np.array([[1, 2, 2]])).shape
+        TensorShape([1, 3, 4])
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        *,
+        number_of_examples: int,
+        prior_scale: float = 1.0,
+        draws: str = "shared",
+        kl: str = "outside",
+        initial_scale: float = 0.1,
+        embeddings_initializer: keras.initializers.Initializer | str = "uniform",
+        seed: int | None = None,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(
+            number_of_examples=number_of_examples,
+            prior_scale=prior_scale,
+            draws=draws,
+            kl=kl,
+            initial_scale=initial_scale,
+            seed=seed,
+            **kwargs,
+        )
+        self.input_dim = _validate.positive_int("input_dim", input_dim)
+        self.output_dim = _validate.positive_int("output_dim", output_dim)
+        self.embeddings_initializer = keras.initializers.get(embeddings_initializer)
+        # Whole numbers must not be rounded to a dtype of fewer digits.
+        self.autocast = False
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        """Add means and scales of all vectors."""
+        shape = (self.input_dim, self.output_dim)
+        self._add("embeddings", shape, self.embeddings_initializer)
+
+    @property
+    def embeddings_scale(self) -> Tensor:
+        """Standard deviations of the vectors' numbers."""
+        return self.posteriors["embeddings"].scale
+
+    def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
+        """Look vectors up: drawn ones in training, otherwise their means."""
+        if training:
+            return self.looked_up(inputs, self.noise(inputs)["embeddings"])
+        vectors = ops.take(self.embeddings_mean, ops.cast(inputs, "int32"), axis=0)
+        return ops.cast(vectors, self.compute_dtype)
+
+    def looked_up(self, ids: Tensor, noise: Tensor) -> Tensor:
+        """Look up drawn vectors.
+
+        Args:
+            ids: Shape ``(R, ...)``.
+            noise: From `noise`, V draws; row r takes number ``r % V``.
+
+        Returns:
+            Shape ``(R, ..., output_dim)``.
+        """
+        vectors = self.posteriors["embeddings"].drawn(noise)
+        return ops.cast(of_rows(vectors, ids), self.compute_dtype)
+
+    def compute_output_shape(
+        self, input_shape: tuple[int | None, ...]
+    ) -> tuple[int | None, ...]:
+        """Return the shape of the outputs."""
+        return (*input_shape, self.output_dim)
+
+    def get_config(self) -> Config:
+        """Return the arguments."""
+        return {
+            **super().get_config(),
+            "input_dim": self.input_dim,
+            "output_dim": self.output_dim,
+            "embeddings_initializer": keras.initializers.serialize(
+                self.embeddings_initializer
+            ),
+        }
+
+
+def of_rows(tables: Tensor, ids: Tensor) -> Tensor:
+    """Look ids up, those of row r in table ``r % V``.
+
+    Args:
+        tables: Shape ``(V, d, p)``.
+        ids: Shape ``(R, ...)``, in ``[-d, d)``.
+
+    Returns:
+        Shape ``(R, ..., p)``.
+    """
+    number, (d, p) = ops.shape(tables)[0], tables.shape[1:]
+    between = ops.shape(ids)[1:]
+    ids = tf.cast(ids, tf.int32)
+    ids = tf.where(ids < 0, ids + d, ids)
+    by_table = tf.reshape(ids, (-1, number, math.prod(between)))
+    found = tf.gather(tables, tf.transpose(by_table, (1, 0, 2)), batch_dims=1)
+    shape = (ops.shape(ids)[0], *between, p)
+    return tf.reshape(tf.transpose(found, (1, 0, 2, 3)), shape)
