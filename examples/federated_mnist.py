@@ -275,7 +275,10 @@ def train(
         path = folder / f"norms_{end}.npy"
         # A run that goes on may be past this round already.
         if simulation.rounds == end:
-            np.save(path, simulation.nonprivate_norms)
+            # Killed here, a run leaves no half of a file.
+            unfinished = path.with_name("unfinished.npy")
+            np.save(unfinished, simulation.nonprivate_norms)
+            unfinished.replace(path)
         if path.exists():
             norms[end] = np.load(path)
     return Result(history, norms, simulation.privacy_statement(DELTA))
