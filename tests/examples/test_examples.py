@@ -822,6 +822,34 @@ class TestDpviBreastCancer:
         check_refusal("dpvi_breast_cancer", flag, message=message)
 
 
+class TestDpviCoverage:
+    @pytest.mark.slow
+    def test_intervals_are_compared_and_go_on(self, tmp_path):
+        plot = tmp_path / "plot.png"
+        flags = ("--epsilon=1", f"--output={plot}")
+        run("dpvi_coverage", "--datasets=1", *flags)
+        text = run("dpvi_coverage", "--datasets=3", "--resume", *flags)
+        assert "epsilon 1.0, data set 0" not in text
+        assert plot.read_bytes().startswith(PNG)
+        widths = dict(
+            re.findall(r"(?m)^ +1.0 (\w.*?) {2,}.* ([\d.]+)$", text),
+        )
+        assert list(widths) == ["begins at 0.1", "begins at the prior", "averaged"]
+        # Noise widens what knows of it.
+        assert float(widths["averaged"]) > float(widths["begins at 0.1"])
+
+    @pytest.mark.parametrize(
+        ("flag", "message"),
+        [
+            ("surplus", "everything is a flag"),
+            ("--epsilon=nan", "`target_epsilon` must be positive"),
+            ("--datasets=0", "datasets"),
+        ],
+    )
+    def test_wrong_flag_is_explained(self, flag, message):
+        check_refusal("dpvi_coverage", flag, message=message)
+
+
 class TestOnePosteriorSample:
     @pytest.mark.slow
     def test_draws_are_compared(self, tmp_path):
