@@ -145,9 +145,10 @@ class Trainer:
         """
         x, y, true = simulated(dataset)
         self._model.set_weights(self._start)
-        for variable in self._optimizer.variables:
-            # Adam's moments are those of other people.
-            if "momentum" in variable.path or "velocity" in variable.path:
+        inner = getattr(self._optimizer, "inner_optimizer", self._optimizer)
+        # Moments of other people, and the count of steps that Adam divides them by.
+        for variable in inner.variables:
+            if variable is not inner.learning_rate:
                 variable.assign(np.zeros(variable.shape))
         found: list[Any] = []
 
