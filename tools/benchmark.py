@@ -97,6 +97,15 @@ _ENGINES = flags.DEFINE_multi_enum(
 _BATCH_SIZES = flags.DEFINE_multi_integer(
     "batch_size", None, "Examples in a batch; repeat the flag for several.", 1
 )
+_TEXTS = flags.DEFINE_string(
+    "texts", None, "TSV of texts and labels for bert, whose tokens are else made up."
+)
+_ALONE = flags.DEFINE_string(
+    "alone",
+    None,
+    "File of JSON lines, one for each row that was measured, in a process of its own "
+    "for time and memory; the rows that are in it already are not measured again.",
+)
 _POISSON = flags.DEFINE_bool("poisson", False, "Let tfdp's batch sizes vary.")
 _JIT_COMPILE = flags.DEFINE_bool(
     "jit_compile", False, "Let XLA compile what can do without it."
@@ -183,6 +192,12 @@ def main(argv: Sequence[str]) -> None:
     """Measure what the flags ask for, and print it."""
     if len(argv) > 1:
         sys.exit(f"benchmark: everything is a flag. Received: {' '.join(argv[1:])}.")
+    other = [name for name in _CHOSEN.value if not name.startswith("bert")]
+    if _TEXTS.value and (other or _POISSON.value):
+        sys.exit(
+            "benchmark: --texts are for bert in batches of one size. Received: "
+            f"models={_CHOSEN.value}, poisson={_POISSON.value}. Use --models=bert."
+        )
     if _CORES.value is not None:
         # Every process inherits it, and starts as many threads.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _CORES.value])
@@ -250,6 +265,7 @@ def start(
     command += [f"--seconds={_SECONDS.value}"]
     command += ["--poisson"] if _POISSON.value else []
     command += ["--jit_compile"] if _JIT_COMPILE.value else []
+    command += [f"--texts={_TEXTS.value}"] if _TEXTS.value else []
     command += options
     seconds = (_TIME_LIMIT.value + 2 * _SECONDS.value * timed) * len(rows)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
@@ -301,6 +317,8 @@ def measure(
     framework: str, model: str, batch_size: int, rows: Sequence[str]
 ) -> dict[str, Result]:
     """Measure the memory of each row, then time those that came to an end."""
+    if _ALONE.value is not None:
+        return {row: alone(framework, model, batch_size, row) for row in rows}
     results = {
         row: start(framework, model, batch_size, [row], timed=False) for row in rows
     }
@@ -312,6 +330,29 @@ def measure(
                 results[row], milliseconds=timed.milliseconds, problem=timed.problem
             )
     return results
+
+
+def alone(framework: str, model: str, batch_size: int, row: str) -> Result:
+    """Measure time and memory of a row in one process, unless a file has them."""
+    path = Path(_ALONE.value)
+    options = [_TEXTS.value, _STEPS.value, _POISSON.value, _JIT_COMPILE.value]
+    what = [framework, model, batch_size, row, *options]
+    # A line without an end is that of a run that was killed.
+    text = path.read_text() if path.exists() else ""
+    for line_ in text[: text.rfind("\n") + 1].splitlines():
+        found = json.loads(line_)
+        if found["what"] == what:
+            return Result(**found["result"])
+    result_ = start(framework, model, batch_size, [row], timed=True)
+    if result_.problem.startswith(_FAILED):
+        return result_
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = json.dumps({"what": what, "result": dataclasses.asdict(result_)}) + "\n"
+    # Killed here, a run leaves the old file or the new one.
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text[: text.rfind("\n") + 1] + new)
+    unfinished.replace(path)
+    return result_
 
 
 # Tables.

@@ -76,6 +76,24 @@ def test_prints_times_and_memory_and_ratios(engines, option):
     assert re.search(r"\d+ cores", process.stdout)
 
 
+def test_texts_are_for_bert():
+    process = start("--models=mlp", "--texts=texts.tsv")
+    assert process.returncode
+    assert "--texts are for bert" in process.stderr
+
+
+@pytest.mark.slow
+def test_rows_alone_are_kept_and_not_measured_again(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    first = small("--rows=bookkeeping", f"--alone={path}")
+    table = rows(first)
+    assert list(table) == ["ordinary", "bookkeeping"]
+    kept = path.read_text()
+    path.write_text(kept + '{"what": [')
+    assert rows(small("--rows=bookkeeping", f"--alone={path}")) == table
+    assert len(kept.splitlines()) == 2
+
+
 @pytest.mark.parametrize(
     ("limit", "problem"),
     [("--memory_limit=0.01", "out of memory"), ("--time_limit=0.1", "too slow")],

@@ -103,6 +103,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", default=10.0, type=float, help="... or this long")
     parser.add_argument("--poisson", action="store_true", help="vary the batch size")
     parser.add_argument("--jit_compile", action="store_true")
+    parser.add_argument("--texts", help="TSV of texts and labels, for tokens of theirs")
     return parser.parse_args()
 
 

@@ -346,12 +346,31 @@ def _bert(blocks: int) -> keras.Model:
 def dataset(options: argparse.Namespace) -> tf.data.Dataset:
     """Make an endless pipeline of batches, of static size unless it varies."""
     if not options.poisson:
-        batch = map(tf.constant, steps.examples(options.model, options.batch_size))
+        batch = map(tf.constant, examples(options))
         return tf.data.Dataset.from_tensors(tuple(batch)).repeat()
     sizes = np.random.default_rng(0).poisson(options.batch_size, _NUMBER_OF_BATCHES)
     x, y = map(tf.constant, steps.examples(options.model, sizes.max()))
     slices = tf.data.Dataset.from_tensor_slices(sizes)
     return slices.map(lambda size: (x[:size], y[:size])).repeat()
+
+
+def examples(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
+    """Return random examples, or the first texts of a file, again where they end."""
+    if options.texts is None:
+        return steps.examples(options.model, options.batch_size)
+    problem = steps.problem_of(options.model)
+    # Texts may have what `splitlines` takes for the end of a line.
+    lines = Path(options.texts).read_text(encoding="utf-8").split("\n")
+    pairs = [line.rsplit("\t", 1) for line in lines if line]
+    # Each begins with a token, so that none is nothing but padding.
+    texts = [f"begin {text}" for text, _ in pairs]
+    vectorize = keras.layers.TextVectorization(
+        problem.vocabulary, output_sequence_length=problem.shape[0]
+    )
+    vectorize.adapt(texts)
+    chosen = np.arange(options.batch_size) % len(pairs)
+    x = np.array(vectorize([texts[i] for i in chosen]), "int32")
+    return x, np.array([int(pairs[i][1]) for i in chosen], "int32")
 
 
 if __name__ == "__main__":
