@@ -10,7 +10,7 @@ privacy and with it:
 
 * one that begins narrow, with a standard deviation of 0.1,
 * one that begins at the prior,
-* the same with `tfdp.variational.AveragedPosterior`, which knows of the noise.
+* the same with `tfdp.variational.AveragedPosterior`, which adds the noise to it.
 
 Results are saved as they come: with --resume a run that was killed goes on.
 """

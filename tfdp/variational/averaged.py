@@ -21,7 +21,9 @@ class AveragedPosterior(keras.callbacks.Callback):
 
     with means and variance over these steps (as the diagonal of SWAG [1]_, for
     posteriors). So more noise gives wider intervals, which `credible_intervals`,
-    `predictive_mean` and exports then have, and a mean that the noise has moved less.
+    `predictive_mean` and exports then have, and a mean that the noise has moved less. The
+    intervals are wider than they must be: they have the error of single steps, not that of
+    their mean.
 
     Guarantees:
         What it reads are weights that private training has released, all of them: the
