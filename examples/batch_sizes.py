@@ -91,6 +91,11 @@ def main(argv: Sequence[str]) -> None:
     """Train, measure and plot."""
     if len(argv) > 1:
         sys.exit(f"batch_sizes: everything is a flag. Received: {' '.join(argv[1:])}.")
+    if _DATASET.value == "digits" and _DATA_DIR.value is not None:
+        sys.exit(
+            "batch_sizes: the digits are those of scikit-learn. Received: "
+            f"data_dir={_DATA_DIR.value}. Use --dataset=mnist or --dataset=cifar10."
+        )
     x, y = load_data()
     sizes = sorted({size for size in _SIZES.value if size <= len(x)})
     if not sizes:

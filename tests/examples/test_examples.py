@@ -683,6 +683,9 @@ class TestBatchSizes:
         assert "Epoch" not in again
         assert out.splitlines()[-4:] == again.splitlines()[-4:]
 
+    def test_a_folder_without_its_data_set(self):
+        check_refusal("batch_sizes", "--data_dir=.", message="Use --dataset=mnist")
+
     def test_more_images_than_there_are(self):
         check_refusal(
             *("batch_sizes", "--batch_size=5000", "--epochs=1"),

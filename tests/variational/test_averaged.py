@@ -26,7 +26,7 @@ class Seen(keras.callbacks.Callback):
         self.found.append(posterior(self.model)[self.name])
 
 
-def fitted(rng, *callbacks, wrap=tfdp.DPModel, **options):
+def fitted(rng, *callbacks, wrap=tfdp.DPModel, steps_per_execution=1, **options):
     x = rng.normal(size=(ROWS, 3)).astype("float32")
     model = BayesianLogisticRegression(number_of_examples=ROWS, initial_scale=1.0)
     trained = wrap(model)
@@ -35,7 +35,11 @@ def fitted(rng, *callbacks, wrap=tfdp.DPModel, **options):
         optimizer = tfdp.optimizers.DPOptimizer(
             optimizer, l2_norm_clip=1.0, noise_multiplier=1.0
         )
-    trained.compile(optimizer, keras.losses.BinaryCrossentropy(from_logits=True))
+    trained.compile(
+        optimizer,
+        keras.losses.BinaryCrossentropy(from_logits=True),
+        steps_per_execution=steps_per_execution,
+    )
     options = {"batch_size": 8, "epochs": 2, "verbose": 0} | options
     trained.fit(x, (x[:, :1] > 0).astype("float32"), callbacks=callbacks, **options)
     return trained
@@ -71,6 +75,33 @@ def test_each_fit_begins_anew(rng):
     means = np.array([each.mean for each in seen.found[2:]])
     found = posterior(trained)["logit/bias"]
     np.testing.assert_allclose(found.mean, means.mean(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"initial_epoch": 1, "epochs": 3}, {}])
+@pytest.mark.parametrize("steps_per_execution", [1, 5])
+def test_steps_are_those_that_are_trained(rng, options, steps_per_execution):
+    seen = Seen("logit/kernel")
+    trained = fitted(
+        *(rng, seen, AveragedPosterior()),
+        steps_per_execution=steps_per_execution,
+        **options,
+    )
+    # The second half of two epochs, of each execution its last step.
+    counted = np.array([each.mean for each in seen.found[5 // steps_per_execution :]])
+    found = posterior(trained)["logit/kernel"]
+    np.testing.assert_allclose(found.mean, counted.mean(0), rtol=1e-5)
+
+
+def test_a_training_that_ends_early_keeps_its_last_posterior(rng, caplog):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = True
+
+    seen = Seen("logit/kernel")
+    trained = fitted(rng, seen, Stop(), AveragedPosterior(0.1))
+    found = posterior(trained)["logit/kernel"]
+    np.testing.assert_array_equal(found.mean, seen.found[-1].mean)
+    assert "ended before the last 0.1 of its planned steps" in caplog.text
 
 
 def test_the_ledger_is_that_of_the_training(rng):

@@ -4,6 +4,7 @@ import math
 
 import keras
 import numpy as np
+from absl import logging
 
 from tfdp import _validate
 from tfdp.variational.base import Weights
@@ -17,7 +18,8 @@ class AveragedPosterior(keras.callbacks.Callback):
     ones are as far off as any. In their place come those of the equal mixture of the
     Gaussians that the last steps of the training left, which for each weight has ::
 
-        mean = E[m], variance = E[s ^ 2] + Var[m]
+        mean = E[m]
+        variance = E[s**2] + Var[m]
 
     with means and variance over these steps (as the diagonal of SWAG [1]_, for
     posteriors). So more noise gives wider intervals, which `credible_intervals`,
@@ -36,6 +38,8 @@ class AveragedPosterior(keras.callbacks.Callback):
 
     Args:
         share: Of the planned steps, those last ones that count; more than 0, at most 1.
+            Of a training that ends before them, the last posterior stays, and the log
+            says so. With `steps_per_execution`, the last step of each execution counts.
 
     Raises:
         TypeError: If `share` is not a number.
@@ -90,14 +94,21 @@ class AveragedPosterior(keras.callbacks.Callback):
         # Refused before the first step, not after it; a model may not be built yet.
         if self.model.built:
             next(weights_by_name(self.model))
-        self._left = math.floor((1 - self.share) * steps * self.params["epochs"])
+        self._steps = steps
+        self._begin: int | None = None
         self._seen = 0
         self._sums: dict[str, np.ndarray] = {}
 
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+        """Find the first step that counts, of all that are left to be trained."""
+        self._epoch = epoch
+        if self._begin is None:
+            planned = (self.params["epochs"] - epoch) * self._steps
+            self._begin = epoch * self._steps + math.floor((1 - self.share) * planned)
+
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
         """Read the posterior that a step has left."""
-        self._left -= 1
-        if self._left >= 0:
+        if self._begin is None or self._epoch * self._steps + batch < self._begin:
             return
         self._seen += 1
         for name, weights in weights_by_name(self.model):
@@ -111,6 +122,11 @@ class AveragedPosterior(keras.callbacks.Callback):
     def on_train_end(self, logs: object = None) -> None:
         """Put the mixture's mean and standard deviation in the place of the last."""
         if not self._seen:
+            logging.warning(
+                "`AveragedPosterior` left the posterior of the last step: the training "
+                "ended before the last %g of its planned steps.",
+                self.share,
+            )
             return
         for name, weights in weights_by_name(self.model):
             mean, square = self._sums[name] / self._seen

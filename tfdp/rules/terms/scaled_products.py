@@ -22,8 +22,8 @@ class ScaledProducts(Term):
         variable: The Keras variable, of d p numbers, the d outermost.
         a: Inputs, floating point of shape ``(R, ..., d)``.
         g: Gradients of the outputs, shape ``(R, ..., p)`` with the same axes between.
-        scale: Shape ``(V, *variable.shape)``: row r has the one of number ``r % V``. It must not
-            depend on data.
+        scale: Shape ``(V, *variable.shape)``: row r has the one of number ``r % V``. It
+            must not depend on data.
     """
 
     def __init__(self, variable: Variable, a: Tensor, g: Tensor, scale: Tensor) -> None:
