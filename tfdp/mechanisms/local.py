@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdp._types import Tensor
 from tfdp.clipping import ClippedSum, at_least_float32
-from tfdp.mechanisms.mechanism import box_muller, seed_of
+from tfdp.mechanisms.mechanism import box_muller, philox_bits, seed_of
 
 # Grid of replies: its spacing in standard deviations is 2**-18 or half of that.
 _GRID_BITS = 18
@@ -66,9 +66,7 @@ def long_normal(shape: tf.TensorShape, seed: Tensor) -> Tensor:
     """
     numbers = shape.num_elements()
     half = (numbers + 1) // 2
-    bits = tf.random.stateless_uniform(
-        [3, half], seed, minval=None, maxval=None, dtype=tf.int64, alg="philox"
-    )
+    bits = philox_bits([3, half], seed, tf.int64)
     # The sign bit and ten others stay unused.
     coarse, fine, angle = tf.unstack(tf.cast(bits & (2**53 - 1), tf.float64) * 2.0**-53)
     uniform = tf.minimum(coarse + (fine * 2.0**-53 + 2.0**-106), 1.0)

@@ -7,7 +7,7 @@ import os
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Self
 
 import keras
@@ -21,6 +21,9 @@ from tfdp.sampling import Scheme
 
 # Numbers that one draw gives to several variables, at most.
 _MOST_DRAWN_TOGETHER = 1 << 20
+
+# What TensorFlow's operations call it.
+_PHILOX = 1
 
 # A forked process has the keys of its parent, and must not draw the parent's noise.
 _living: weakref.WeakSet["Mechanism"] = weakref.WeakSet()
@@ -360,14 +363,7 @@ def standard_normal(shape: tf.TensorShape, seed: Tensor) -> Tensor:
     input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([2], tf.int64)],
 )
 def _standard_normals(numbers: Tensor, seed: Tensor) -> Tensor:
-    bits = tf.random.stateless_uniform(
-        tf.stack([2, (numbers + 1) // 2]),
-        seed,
-        minval=None,
-        maxval=None,
-        dtype=tf.int32,
-        alg="philox",
-    )
+    bits = philox_bits(tf.stack([2, (numbers + 1) // 2]), seed, tf.int32)
     first, second = tf.unstack(bits)
     coarse = tf.cast(first & 0x7FFFFFFF, tf.float32) * 2.0**-31
     fine = tf.cast((second & 255) + 1, tf.float32) * 2.0**-39
@@ -375,6 +371,36 @@ def _standard_normals(numbers: Tensor, seed: Tensor) -> Tensor:
     radius = tf.sqrt(-2.0 * tf.math.log(coarse + fine))
     angle = tf.cast(second & ~255, tf.float32) * (math.pi * 2.0**-31)
     return box_muller(radius, angle)[:numbers]
+
+
+def philox_bits(shape: Sequence[int] | Tensor, seed: Tensor, dtype: tf.DType) -> Tensor:
+    """Draw bits from Philox [1]_: every word of the seed is a word of its input.
+
+    `tf.random.stateless_uniform` hashes its seed first, with some forty operations in each draw.
+    Philox needs no hash, and without one no two seeds share a block of bits, by
+    construction: the first word is the key, the second the upper half of the counter, whose
+    lower half numbers the blocks of a draw.
+
+    Args:
+        shape: Of the draw.
+        seed: int64, shape ``(2,)``.
+        dtype: `tf.int32` or `tf.int64`.
+
+    Returns:
+        Integers in which every bit is random.
+
+    References:
+        .. [1] Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
+           https://doi.org/10.1145/2063384.2063405
+    """
+    key, upper = tf.split(tf.bitcast(seed, tf.uint64), 2)
+    return tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=shape,
+        key=key,
+        counter=tf.concat([tf.zeros([1], tf.uint64), upper], 0),
+        alg=_PHILOX,
+        dtype=dtype,
+    )
 
 
 def box_muller(radius: Tensor, angle: Tensor) -> Tensor:
