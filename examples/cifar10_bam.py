@@ -12,8 +12,9 @@ accuracy, bias, its two parts, and the cosine between the way uphill and the gra
 the batch.
 
 By default a small network sees 10,000 images, which takes a quarter of an hour on two
-cores. Runs are saved as they end: with --resume a comparison that was killed goes on,
-and begins anew the run that was cut off.
+cores. Runs are saved as they end, and the one that is under way after each epoch: with
+--resume a comparison that was killed goes on with the epoch that was cut off. The steps of
+that epoch that were lost count in the run's epsilon all the same.
 With --full the arguments are those of the paper, and a GPU is needed: Knolle et
 al., "Bias-Aware Minimisation: Understanding and Mitigating Estimator Bias in Private
 SGD", 2023, https://arxiv.org/abs/2308.12018.
@@ -28,9 +29,13 @@ import os
 # Convolutions take half of the time with it; TensorFlow leaves it off on some CPUs.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
+import itertools
+import json
 import pickle
+import shutil
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +47,7 @@ import plots
 import tensorflow as tf
 from absl import app, flags
 from keras import layers
-from saved import SavedResults
+from saved import SavedResults, read_history
 
 import tfdp
 from tfdp.layers import WSConv2D
@@ -242,6 +247,12 @@ def run_all(
 ) -> dict[tuple[float, str], list[Run]]:
     """Train what is not there yet."""
     runs: dict[tuple[float, str], list[Run]] = {}
+    under_way = Path(_OUTPUT.value).with_suffix(".under_way")
+    if not _RESUME.value:
+        shutil.rmtree(under_way, ignore_errors=True)
+    # What has other settings is in another folder.
+    settings = json.dumps(what_runs_depend_on(setting)).encode()
+    under_way /= f"{zlib.crc32(settings):08x}"
     for epsilon in setting.epsilons:
         for seed in range(_SEEDS.value):
             for method in dict.fromkeys(_METHODS.value):
@@ -249,7 +260,12 @@ def run_all(
                 if name in saved:
                     print(f"{name}: run before")
                 else:
-                    saved[name] = trained(method, seed, epsilon, setting, train, test)
+                    folder = under_way / name.replace(", ", "-").replace(" ", "_")
+                    folder.mkdir(parents=True, exist_ok=True)
+                    saved[name] = trained(
+                        method, seed, epsilon, setting, (train, test), folder
+                    )
+                    shutil.rmtree(folder)
                 runs.setdefault((epsilon, method), []).append(Run(*saved[name]))
     return runs
 
@@ -288,11 +304,11 @@ def trained(
     seed: int,
     epsilon: float,
     setting: Setting,
-    train: Images,
-    test: Images,
+    data: tuple[Images, Images],
+    folder: Path,
 ) -> Run:
-    """Train once, and say how it went."""
-    start = time.perf_counter()
+    """Train once, or go on from what is in the folder, and say how it went."""
+    start, (train, test) = time.perf_counter(), data
     # Weights and views follow the seed; batches and noise never do.
     keras.utils.set_random_seed(seed)
     private = tfdp.DPModel(
@@ -311,9 +327,9 @@ def trained(
         setting.learning_rate, l2_norm_clip=1.0, noise_multiplier=noise_multiplier
     )
     private.compile(optimizer, loss_of(method, setting), metrics=["accuracy"])
-    looks = Looks(_EVERY.value)
+    looks = Looks(_EVERY.value, folder / "looks.json")
     print(f"epsilon {epsilon:g}, {method}, seed {seed}", flush=True)
-    history = private.fit(
+    private.fit(
         train.x,
         train.y,
         batch_size=setting.batch_size,
@@ -324,17 +340,21 @@ def trained(
             tfdp.callbacks.BiasLogger(every=_EVERY.value),
             looks,
             progress(setting.epochs),
+            keras.callbacks.CSVLogger(folder / "history.csv", append=True),
+            # The last one: what it has saved the others have noted.
+            keras.callbacks.BackupAndRestore(folder / "backup"),
         ],
         verbose=0,
-    ).history
-    accuracy = history["val_accuracy"]
+    )
+    accuracy = read_history(folder / "history.csv")["val_accuracy"]
+    values = looks.read()
     print(
         f"epsilon {private.ledger.epsilon(setting.delta):.2f}, {method}, seed {seed}: "
-        f"test accuracy {accuracy[-1]:.1%}, bias {of_last_half(looks.values[0]):.3f}, "
+        f"test accuracy {accuracy[-1]:.1%}, bias {of_last_half(values[0]):.3f}, "
         f"{private.ledger.steps} steps in {time.perf_counter() - start:.0f} s",
         flush=True,
     )
-    return Run(accuracy, *looks.values)
+    return Run(accuracy, *values)
 
 
 def progress(epochs: int) -> keras.callbacks.Callback:
@@ -352,24 +372,41 @@ def progress(epochs: int) -> keras.callbacks.Callback:
 
 
 class Looks(keras.callbacks.Callback):
-    """Keeps what `BiasLogger` logs, each look once.
+    """Keeps what `BiasLogger` logs, each look once, in a file by epoch.
 
     Args:
         every: Steps from one look to the next.
+        path: The file, JSON. An epoch that is run again replaces what it has of it.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, path: Path) -> None:
         super().__init__()
-        self.values: list[list[float]] = [[] for _ in LOGS]
-        self._every = every
+        self._every, self._path = every, path
         self._steps = 0
+        self._epochs = json.loads(path.read_text()) if path.exists() else {}
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin with nothing of this epoch."""
+        self._values: list[list[float]] = [[] for _ in LOGS]
+        self._epochs[str(epoch)] = self._values
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Take the values of a step that was looked at."""
         if self._steps % self._every == 0:
-            for name, values in zip(LOGS, self.values, strict=True):
+            for name, values in zip(LOGS, self._values, strict=True):
                 values.append(float(logs.get(f"nonprivate_{name}", np.nan)))
         self._steps += 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Keep what there is."""
+        self._path.write_text(json.dumps(self._epochs))
+
+    def read(self) -> list[list[float]]:
+        """Return the looks of all epochs, for each of `LOGS`."""
+        of_epochs = [self._epochs[epoch] for epoch in sorted(self._epochs, key=int)]
+        return [
+            list(itertools.chain(*values)) for values in zip(*of_epochs, strict=True)
+        ]
 
 
 class ShiftAndFlip(layers.Layer):

@@ -764,6 +764,41 @@ class TestCifar10Bam:
         assert "  epoch" not in text
 
     @pytest.mark.slow
+    def test_a_run_that_was_killed_goes_on_with_its_epoch(self, folder):
+        flags = ("--methods=sat", "--seeds=1", "--delta=1e-3", "--epochs=3")
+        command = [
+            *(sys.executable, "-u", ROOT / "examples" / "cifar10_bam.py"),
+            *("--batch_size=32", "--every=2", f"--data_dir={folder}", *flags),
+            f"--output={folder / 'plot.png'}",
+        ]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, text=True
+        ) as process:
+            for line in process.stdout:
+                if "epoch 2/3" in line:
+                    process.kill()
+        [killed] = folder.glob("plot.under_way/*/*")
+        assert (killed / "looks.json").is_file()
+        finished = subprocess.run(
+            [*command, "--resume"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert finished.returncode == 0, finished.stderr
+        # Where it was killed decides whether the second epoch had been saved.
+        assert "epoch 1/3" not in finished.stdout
+        assert "epoch 3/3" in finished.stdout
+        [values] = json.loads((folder / "plot.json").read_text())["results"].values()
+        accuracy, *looks = values
+        assert len(accuracy) == 3
+        steps = 3 * (len(np.load(folder / "cifar10.npz")["x_train"]) // 32)
+        assert {len(each) for each in looks} <= {steps // 2, steps // 2 + 1}
+        assert not list(folder.glob("plot.under_way/*/*"))
+
+    @pytest.mark.slow
     def test_imagenet32(self, folder):
         flags = ("--dataset=imagenet32", "--target_epsilon=10", "--delta=1e-3")
         text = self.small(folder, *flags, "--methods=sat", "--seeds=1")
