@@ -46,6 +46,8 @@ class GaussianDivergence(keras.regularizers.Regularizer):
 
     so that each variable has its part as a weight regularizer, and Keras adds them up to
     the whole. The loss of a batch is then minus the evidence lower bound, divided by N.
+    That takes a `weight` of 1, so that the divergence counts 1 / N: with less of it the
+    posterior is too narrow, or has no width at all.
 
     Args:
         part: `"mean"` for a variable of mu; `"scale"` for one of
@@ -54,6 +56,8 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         number_of_examples: N, a public number of at least 2.
         kl: `"outside"`: it is added after the noise, as no data enter it.
             `"inside"`: it is part of the loss of each example, and clipped with it.
+        weight: What the divergence is multiplied by. A variable may change from step to
+            step; it is saved by the layer that has made it.
     """
 
     def __init__(
@@ -63,11 +67,13 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         prior_scale: float,
         number_of_examples: int,
         kl: str = "outside",
+        weight: float | Variable = 1.0,
     ) -> None:
         self.part = _validate.one_of("part", part, ("mean", "scale"))
         self.prior_scale = _validate.positive("prior_scale", prior_scale)
         self.number_of_examples = checked_number(number_of_examples)
         self.kl = _validate.one_of("kl", kl, ("outside", "inside"))
+        self.weight = weight
 
     @property
     def is_of_each_example(self) -> bool:
@@ -75,7 +81,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         return self.kl == "inside"
 
     def __call__(self, x: Variable | Tensor) -> Tensor:
-        """Return the part for a variable, divided by N."""
+        """Return the part for a variable, times the weight, divided by N."""
         if self.part == "mean":
             total = ops.sum(ops.square(x)) / (2 * self.prior_scale**2)
         else:
@@ -86,7 +92,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
             log_ratio = log_scale - math.log(self.prior_scale)
             ratio = ops.square(scale / self.prior_scale)
             total = ops.sum(ratio - 1 - 2 * log_ratio) / 2
-        return total / self.number_of_examples
+        return ops.cast(self.weight, total.dtype) * total / self.number_of_examples
 
     def get_config(self) -> Config:
         """Return the arguments."""

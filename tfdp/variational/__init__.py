@@ -1,6 +1,7 @@
 """Bayesian models under differential privacy: posteriors instead of weights."""
 
 from tfdp import rules
+from tfdp.variational.annealing import KLAnnealing as KLAnnealing
 from tfdp.variational.averaged import AveragedPosterior as AveragedPosterior
 from tfdp.variational.convolutional import VariationalConv2D as VariationalConv2D
 from tfdp.variational.embedding import VariationalEmbedding as VariationalEmbedding

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
 from tfdp import _validate
@@ -66,12 +67,17 @@ class VariationalLayer(keras.layers.Layer):
         **kwargs: object,
     ) -> None:
         super().__init__(**kwargs)
+        # No weight of the layer: those are what models release, copy and average.
+        weight = keras.Variable(
+            1.0, trainable=False, dtype=self.wide_dtype, name="kl_weight"
+        )
         self._divergences = [
             GaussianDivergence(
                 part,
                 prior_scale=prior_scale,
                 number_of_examples=number_of_examples,
                 kl=kl,
+                weight=weight,
             )
             for part in ("mean", "scale")
         ]
@@ -101,6 +107,11 @@ class VariationalLayer(keras.layers.Layer):
             )
             setattr(self, name + of, variable)
         self._names = (*self._names, name)
+
+    @property
+    def kl_weight(self) -> Variable:
+        """What the divergence over N is multiplied by; see `KLAnnealing`."""
+        return self._divergences[0].weight
 
     @property
     def posteriors(self) -> dict[str, Weights]:
@@ -134,6 +145,17 @@ class VariationalLayer(keras.layers.Layer):
     def _normal(self, shape: tuple[int | Tensor, ...]) -> Tensor:
         dtype = self.wide_dtype
         return keras.random.normal(shape, dtype=dtype, seed=self.seed_generator)
+
+    def save_own_variables(self, store: Config) -> None:
+        """Save the weights, and that of the divergence."""
+        super().save_own_variables(store)
+        store["kl_weight"] = self.kl_weight.numpy()
+
+    def load_own_variables(self, store: Config) -> None:
+        """Load what was saved."""
+        saved = {name: store[name] for name in store.keys()}  # noqa: SIM118 (HDF5)
+        self.kl_weight.assign(np.asarray(saved.pop("kl_weight", 1.0)))
+        super().load_own_variables(saved)
 
     def get_config(self) -> Config:
         """Return the arguments."""

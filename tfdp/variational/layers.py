@@ -19,6 +19,7 @@ class VariationalDense(VariationalProduct):
     regularizers are the Kullback-Leibler divergence from the prior over N: with a loss
     that is minus the log-likelihood of an example, `fit` minimizes minus the evidence
     lower bound over N, under `keras.Model` and, privately [3]_, `tfdp.DPModel`.
+    `tfdp.variational.KLAnnealing` lets the divergence's weight rise to that.
     Several draws for each example are averaged before clipping by ``DPModel(model,
     augmentation_multiplicity=draws)``. At inference the weights are their means;
     `tfdp.variational.predictive_mean` averages over the posterior.
