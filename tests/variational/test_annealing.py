@@ -130,6 +130,7 @@ def test_the_logged_loss_has_the_weight_in_it():
         np.testing.assert_allclose(loss, of_rows + weight * full, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_costs_no_privacy():
     with_it, without = (private(network()) for _ in range(2))
     fit(with_it, KLAnnealing(4))
@@ -139,7 +140,9 @@ def test_it_costs_no_privacy():
     assert len(with_it.model.weights) == len(with_it.model.trainable_weights)
 
 
-@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize(
+    "weights_only", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_the_weight_is_saved_and_a_training_goes_on(tmp_path, weights_only):
     model = private(network())
     fit(model, KLAnnealing(16))

@@ -18,10 +18,14 @@ from tfdp.variational.posterior import posterior_samples as posterior_samples
 from tfdp.variational.predictive import predictive_intervals as predictive_intervals
 from tfdp.variational.predictive import predictive_mean as predictive_mean
 from tfdp.variational.predictive import predictive_samples as predictive_samples
-from tfdp.variational.rule import variational_embedding, variational_product
+from tfdp.variational.rule import (
+    predictive_logit,
+    variational_embedding,
+    variational_product,
+)
 from tfdp.variational.sgld import dp_sgld as dp_sgld
 
 rules.register(VariationalDense, variational_product)
-rules.register(PredictiveLogit, variational_product)
+rules.register(PredictiveLogit, predictive_logit)
 rules.register(VariationalConv2D, variational_product)
 rules.register(VariationalEmbedding, variational_embedding)

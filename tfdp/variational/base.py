@@ -31,8 +31,12 @@ class Weights(NamedTuple):
 
     def drawn(self, noise: Tensor) -> Tensor:
         """Make weights of standard normal numbers, in the dtype of these."""
-        mean, scale = ops.convert_to_tensor(self.mean), self.scale
-        return ops.cast(mean, noise.dtype) + ops.cast(scale, noise.dtype) * noise
+        mean = ops.cast(ops.convert_to_tensor(self.mean), noise.dtype)
+        return mean + self.deviations(noise)
+
+    def deviations(self, noise: Tensor) -> Tensor:
+        """Return how far weights that are made of these numbers lie from their means."""
+        return ops.cast(self.scale, noise.dtype) * noise
 
     def by_rho(self, by_scale: Tensor) -> Tensor:
         """Return derivatives by `rho`, given those by the scale."""
@@ -59,11 +63,11 @@ class VariationalLayer(keras.layers.Layer):
         self,
         *,
         number_of_examples: int,
-        prior_scale: float,
-        draws: str,
-        kl: str,
-        initial_scale: float,
-        seed: int | None,
+        prior_scale: float = 1.0,
+        draws: str = "shared",
+        kl: str = "outside",
+        initial_scale: float = 0.1,
+        seed: int | None = None,
         **kwargs: object,
     ) -> None:
         super().__init__(**kwargs)
@@ -86,8 +90,13 @@ class VariationalLayer(keras.layers.Layer):
         self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(seed)
         # Read by the engine that takes one example at a time.
-        self.seed_generator.is_same_for_all_rows = draws == "shared"
+        self.seed_generator.is_same_for_all_rows = self.shares_draws
         self._names: tuple[str, ...] = ()
+
+    @property
+    def shares_draws(self) -> bool:
+        """Whether all examples of a step have what is drawn for one of them."""
+        return self.draws in {"shared", "flipout"}
 
     def _add(
         self,
@@ -127,7 +136,7 @@ class VariationalLayer(keras.layers.Layer):
         return str(keras.backend.result_type(self.compute_dtype, "float32"))
 
     def noise(self, inputs: Tensor) -> dict[str, Tensor]:
-        """Draw what weights of `"shared"` and `"per_example"` are made of.
+        """Draw what weights are made of.
 
         Args:
             inputs: Shape ``(R, ...)``.
@@ -136,7 +145,7 @@ class VariationalLayer(keras.layers.Layer):
             Standard normal numbers as `posteriors`, with a leading axis of V draws: R,
             or one for each view of an example.
         """
-        number = number_of_views() if self.draws == "shared" else ops.shape(inputs)[0]
+        number = number_of_views() if self.shares_draws else ops.shape(inputs)[0]
         return {
             name: self._normal((number, *weights.mean.shape))
             for name, weights in self.posteriors.items()
