@@ -1,6 +1,7 @@
-"""Flipout: one draw for all examples, and signs of its own for each of them."""
+"""Draws of whole weights: with signs for each example, and of weights that vary together."""
 
 import contextlib
+import itertools
 
 import keras
 import numpy as np
@@ -30,10 +31,17 @@ def square(y, outputs):
     return tf.reduce_sum(tf.square(y - outputs), [1, 2])
 
 
-@pytest.fixture
-def model(rng):
-    """With positions, which share the signs of their row."""
-    options = OPTIONS | {"dtype": "float64", "seed": 3}
+# Flipout, and weights that vary together.
+KINDS = {
+    "flipout": {"draws": "flipout"},
+    "shared": {"draws": "shared", "rank": 2},
+    "per_example": {"draws": "per_example", "rank": 3},
+}
+
+
+def network(rng, kind="flipout"):
+    """With positions, which share the signs of their row, or its weights."""
+    options = KINDS[kind] | {"number_of_examples": 40, "dtype": "float64", "seed": 3}
     model = keras.Sequential([
         keras.Input((2, 3), dtype="float64"),
         VariationalDense(4, activation="softplus", name="one", **options),
@@ -52,6 +60,38 @@ def data(rng):
     return x, y
 
 
+def generators(layer):
+    found = [layer.seed_generator, getattr(layer, "sign_generator", None)]
+    return [each for each in found if each is not None]
+
+
+@contextlib.contextmanager
+def with_seeds_put_back(*layers):
+    states = [each.state for layer in layers for each in generators(layer)]
+    before = [state.numpy() for state in states]
+    yield
+    for state, value in zip(states, before, strict=True):
+        state.assign(value)
+
+
+def drawn_by(layer, rows, patch):
+    """Return what a batch will draw, and whether each row has some of its own."""
+    drawn = []
+    for name in ("_normal", "_signs"):
+        draw, is_of_rows = getattr(layer, name), name == "_signs"
+
+        def note(shape, draw=draw, is_of_rows=is_of_rows or not layer.shares_draws):
+            drawn.append((draw(shape), is_of_rows))
+            return drawn[-1][0]
+
+        patch.setattr(layer, name, note)
+    inputs = tf.zeros((rows, 2, layer.kernel_mean.shape[0]), "float64")
+    with with_seeds_put_back(layer):
+        layer.noise(inputs)
+        layer.signs(inputs)
+    return drawn
+
+
 @contextlib.contextmanager
 def drawn_for_all_rows(model, x, monkeypatch):
     """Let a batch's rows be run by themselves with what the batch will draw for them.
@@ -62,17 +102,14 @@ def drawn_for_all_rows(model, x, monkeypatch):
     now = [slice(None)]
     with monkeypatch.context() as patch:
         for layer in model.layers:
-            states = [layer.seed_generator.state, layer.sign_generator.state]
-            before = [state.numpy() for state in states]
-            inputs = tf.zeros((len(x), 2, layer.kernel_mean.shape[0]), "float64")
-            noise, signs = layer.noise(inputs), layer.signs(inputs)
-            for state, value in zip(states, before, strict=True):
-                state.assign(value)
-            patch.setattr(layer, "noise", lambda _, noise=noise: noise)
-            patch.setattr(
-                *(layer, "signs"),
-                lambda _, signs=signs: tuple(each[now[0]] for each in signs),
-            )
+            drawn = itertools.cycle(drawn_by(layer, len(x), patch))
+
+            def again(_, calls=drawn):
+                numbers, is_of_rows = next(calls)
+                return numbers[now[0]] if is_of_rows else numbers
+
+            patch.setattr(layer, "_normal", again)
+            patch.setattr(layer, "_signs", again)
 
         def run(rows):
             now[0] = rows
@@ -109,16 +146,27 @@ def expected_gradients(engine, model, x, y, rows_per_unit, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("rows_per_unit", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "engine",
-    [BookkeepingEngine(), GhostEngine(), VectorizedEngine(), ApartEngine()],
+    ("engine", "rows_per_unit"),
+    [
+        (BookkeepingEngine(), 1),
+        *(
+            pytest.param(engine, rows_per_unit, marks=pytest.mark.slow)
+            for engine, rows_per_unit in itertools.product(
+                [BookkeepingEngine(), GhostEngine(), VectorizedEngine(), ApartEngine()],
+                [1, 2],
+            )
+            if (engine, rows_per_unit) != (BookkeepingEngine(), 1)
+        ),
+    ],
     ids=repr,
 )
-def test_norms_and_sums_are_those_of_rows_with_their_signs(
-    engine, rows_per_unit, model, data, monkeypatch
+def test_norms_and_sums_are_those_of_rows_with_what_they_draw(
+    engine, rows_per_unit, kind, data, rng, monkeypatch
 ):
     """What is really drawn, by every engine."""
+    model = network(rng, kind)
     expected = expected_gradients(engine, model, *data, rows_per_unit, monkeypatch)
     clip = float(np.median(clipped_sum(expected, 1.0)[1]))
     expected, norms = clipped_sum(expected, clip)
@@ -135,15 +183,13 @@ def test_norms_and_sums_are_those_of_rows_with_their_signs(
     assert_all_close(sums, expected, rtol=0, atol=1e-9 * clip * ROWS)
 
 
-def test_a_row_has_the_same_signs_whatever_the_others_are(model, data):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_draws_whatever_the_others_are(kind, data, rng):
     x, _ = data
     others = np.concatenate([x[:1], 1e6 * x[1:]])
-    layer = model.layers[0]
-    states = [layer.seed_generator.state, layer.sign_generator.state]
-    before = [state.numpy() for state in states]
-    first = layer(x, training=True)
-    for state, value in zip(states, before, strict=True):
-        state.assign(value)
+    layer = network(rng, kind).layers[0]
+    with with_seeds_put_back(layer):
+        first = layer(x, training=True)
     np.testing.assert_array_equal(layer(others, training=True)[0], first[0])
 
 
@@ -186,6 +232,7 @@ def test_gradients_of_a_batch_vary_less_than_with_shared_weights(rng):
     assert spread["flipout"] < 3 * spread["per_example"]
 
 
+@pytest.mark.slow
 def test_all_passes_of_a_step_share_the_draw_and_have_signs_of_their_own():
     """One weight has two values: its mean, more or less the same number."""
     model = keras.Sequential([

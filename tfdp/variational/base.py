@@ -1,7 +1,8 @@
 """What all layers have in common whose weights have a posterior."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -11,6 +12,9 @@ from tfdp import _validate
 from tfdp._types import Config, Tensor, Variable
 from tfdp._views_per_example import number_of_views
 from tfdp.losses.regularizers import GaussianDivergence
+
+# From a shape to standard normal numbers.
+Normal: TypeAlias = Callable[[tuple[int | Tensor, ...]], Tensor]
 
 
 class Weights(NamedTuple):
@@ -75,16 +79,16 @@ class VariationalLayer(keras.layers.Layer):
         weight = keras.Variable(
             1.0, trainable=False, dtype=self.wide_dtype, name="kl_weight"
         )
-        self._divergences = [
-            GaussianDivergence(
+        self._divergences = {
+            part: GaussianDivergence(
                 part,
                 prior_scale=prior_scale,
                 number_of_examples=number_of_examples,
                 kl=kl,
                 weight=weight,
             )
-            for part in ("mean", "scale")
-        ]
+            for part in ("mean", "scale", "factors")
+        }
         self.draws = _validate.one_of("draws", draws, self.all_draws)
         self.initial_scale = _validate.positive("initial_scale", initial_scale)
         self.seed = seed
@@ -108,9 +112,8 @@ class VariationalLayer(keras.layers.Layer):
         # So that its softplus is the scale.
         rho = self.initial_scale + math.log(-math.expm1(-self.initial_scale))
         starts = (initializer, keras.initializers.Constant(rho))
-        for of, start, part in zip(
-            ("_mean", "_rho"), starts, self._divergences, strict=True
-        ):
+        parts = (self._divergences[part] for part in ("mean", "scale"))
+        for of, start, part in zip(("_mean", "_rho"), starts, parts, strict=True):
             variable = self.add_weight(
                 shape, initializer=start, regularizer=part, name=name + of
             )
@@ -120,7 +123,7 @@ class VariationalLayer(keras.layers.Layer):
     @property
     def kl_weight(self) -> Variable:
         """What the divergence over N is multiplied by; see `KLAnnealing`."""
-        return self._divergences[0].weight
+        return self._divergences["mean"].weight
 
     @property
     def posteriors(self) -> dict[str, Weights]:
@@ -142,12 +145,24 @@ class VariationalLayer(keras.layers.Layer):
             inputs: Shape ``(R, ...)``.
 
         Returns:
-            Standard normal numbers as `posteriors`, with a leading axis of V draws: R,
-            or one for each view of an example.
+            See `noise_of`. There are R draws, or one for each view of an example.
         """
         number = number_of_views() if self.shares_draws else ops.shape(inputs)[0]
+        return self.noise_of(self._normal, number)
+
+    def noise_of(self, normal: Normal, number: int | Tensor) -> dict[str, Tensor]:
+        """Make what weights are made of from standard normal numbers.
+
+        Args:
+            normal: Draws them, of a shape.
+            number: How many draws of all weights, V.
+
+        Returns:
+            Numbers as `posteriors`, with a leading axis of V draws, each of mean 0 and
+            variance 1.
+        """
         return {
-            name: self._normal((number, *weights.mean.shape))
+            name: normal((number, *weights.mean.shape))
             for name, weights in self.posteriors.items()
         }
 
@@ -168,7 +183,7 @@ class VariationalLayer(keras.layers.Layer):
 
     def get_config(self) -> Config:
         """Return the arguments."""
-        divergence, _ = self._divergences
+        divergence = self._divergences["mean"]
         return {
             **super().get_config(),
             "number_of_examples": divergence.number_of_examples,

@@ -27,6 +27,7 @@ class DenseProduct(VariationalProduct):
         initial_scale: float = 0.1,
         kernel_initializer: keras.initializers.Initializer | str = "glorot_uniform",
         bias_initializer: keras.initializers.Initializer | str = "zeros",
+        rank: int = 0,
         seed: int | None = None,
         **kwargs: object,
     ) -> None:
@@ -40,6 +41,7 @@ class DenseProduct(VariationalProduct):
             initial_scale=initial_scale,
             kernel_initializer=kernel_initializer,
             bias_initializer=bias_initializer,
+            rank=rank,
             seed=seed,
             **kwargs,
         )
@@ -72,7 +74,7 @@ class VariationalDense(DenseProduct):
     """A dense layer with a Gaussian posterior over each of its weights.
 
     Each weight is ``w ~ N(mean, scale^2)``, ``scale = ln(1 + exp(rho))``, all
-    independent of each other (mean field); the prior is ``N(0, prior_scale^2)``. In
+    independent of each other (mean field) but for a `rank`; the prior is ``N(0, prior_scale^2)``. In
     training, weights are drawn as ``mean + scale * eps`` [1]_, and the layer's weight
     regularizers are the Kullback-Leibler divergence from the prior over N: with a loss
     that is minus the log-likelihood of an example, `fit` minimizes minus the evidence
@@ -105,6 +107,10 @@ class VariationalDense(DenseProduct):
         initial_scale: Standard deviation of the posterior at first.
         kernel_initializer: Of the kernel's means, as in `keras.layers.Dense`.
         bias_initializer: Of the bias's means.
+        rank: With r of at least 1, the layer's weights vary together: their covariance is
+            a diagonal and ``U U^T``, with r columns of U that train [5]_, and scales stay
+            the standard deviations. `covariance` returns it. For `draws="shared"` or
+            `"per_example"`.
         seed: Of the draws; they need not be secret.
         **kwargs: Name, dtype, and `trainable`.
 
@@ -139,4 +145,6 @@ class VariationalDense(DenseProduct):
            https://arxiv.org/abs/1610.08749
         .. [4] Wen et al., "Flipout: Efficient Pseudo-Independent Weight Perturbations on
            Mini-Batches", ICLR 2018, section 3.1. https://arxiv.org/abs/1803.04386
+        .. [5] Ong et al., "Gaussian Variational Approximation with a Factor Covariance
+           Structure", JCGS 2018. https://arxiv.org/abs/1701.03208
     """

@@ -7,8 +7,10 @@ from typing import Any
 import keras
 from keras import ops
 
+from tfdp import _validate
 from tfdp._types import Config, Tensor
-from tfdp.variational.base import VariationalLayer
+from tfdp.variational import correlation
+from tfdp.variational.base import Normal, VariationalLayer
 
 # Signs must not come of the bits that numbers come of, also not those of another layer,
 # whose seed may be the next one.
@@ -23,6 +25,7 @@ class VariationalProduct(VariationalLayer):
         use_bias: Whether there is a bias, with a posterior too.
         kernel_initializer: Of the kernel's means.
         bias_initializer: Of the bias's means.
+        rank: See `VariationalDense`.
         **kwargs: Of `VariationalLayer`.
     """
 
@@ -35,6 +38,7 @@ class VariationalProduct(VariationalLayer):
         use_bias: bool = True,
         kernel_initializer: keras.initializers.Initializer | str = "glorot_uniform",
         bias_initializer: keras.initializers.Initializer | str = "zeros",
+        rank: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -42,6 +46,13 @@ class VariationalProduct(VariationalLayer):
         self.use_bias = use_bias
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
+        self.rank = rank if rank == 0 else _validate.positive_int("rank", rank)
+        if self.rank and self.draws not in VariationalLayer.all_draws:
+            raise ValueError(
+                "`draws` must be of whole weights for those that vary together. Received: "
+                f"draws={self.draws!r}, rank={rank}. Use `draws='shared'` or "
+                "`draws='per_example'`."
+            )
         if self.draws == "flipout":
             seed = self.seed
             if seed is not None:
@@ -54,6 +65,15 @@ class VariationalProduct(VariationalLayer):
         self.bias_mean = self.bias_rho = None
         if self.use_bias:
             self._add("bias", shape[-1:], self.bias_initializer)
+        if self.rank:
+            rows = math.prod(self.kernel_mean.shape[:-1]) + self.use_bias
+            self.factors = self.add_weight(
+                (rows, shape[-1], self.rank),
+                # At zero nothing says which way to go.
+                initializer=keras.initializers.RandomNormal(stddev=0.1),
+                regularizer=self._divergences["factors"],
+                name="factors",
+            )
 
     def seen(self, inputs: Tensor) -> Tensor:
         """Return what is multiplied at each position, shape ``(R, ..., d)``."""
@@ -68,6 +88,49 @@ class VariationalProduct(VariationalLayer):
     def bias_scale(self) -> Tensor | None:
         """Standard deviations of the bias, of its shape; None without one."""
         return self.posteriors["bias"].scale if self.use_bias else None
+
+    def covariance(self) -> tuple[Tensor, Tensor]:
+        """Return the covariance of the layer's weights, ``diag(diagonal) + U U^T``.
+
+        Returns:
+            The diagonal of shape ``(n, p)``, and U of shape ``(n, p, rank)``: p outputs,
+            and n numbers for each, those of the kernel and then that of the bias.
+        """
+        scales = {name: of.scale[None] for name, of in self.posteriors.items()}
+        together = ops.cast(self.together(scales)[0], self.wide_dtype)
+        if not self.rank:
+            return ops.square(together), ops.zeros((*together.shape, 0), together.dtype)
+        return correlation.covariance(together, self.factors)
+
+    def together(self, by_name: dict[str, Tensor]) -> Tensor:
+        """Join what is of kernel and bias, V of each, to shape ``(V, n, p)``."""
+        kernels = by_name["kernel"]
+        size = (ops.shape(kernels)[0], -1, self.kernel_mean.shape[-1])
+        parts = [ops.reshape(kernels, size)]
+        if self.use_bias:
+            parts.append(by_name["bias"][:, None])
+        return ops.concatenate(parts, axis=1)
+
+    def noise_of(self, normal: Normal, number: int | Tensor) -> dict[str, Tensor]:
+        """Make what weights are made of; those that vary together have z in common.
+
+        Args:
+            normal: See `VariationalLayer`.
+            number: Likewise.
+
+        Returns:
+            Likewise; and with a `rank`, `"common"` of shape ``(V, rank)``.
+        """
+        found = super().noise_of(normal, number)
+        if not self.rank:
+            return found
+        z = normal((number, self.rank))
+        noise = correlation.correlated(self.together(found), z, self.factors)
+        kernels = noise[:, :-1] if self.use_bias else noise
+        found["kernel"] = ops.reshape(kernels, (number, *self.kernel_mean.shape))
+        if self.use_bias:
+            found["bias"] = noise[:, -1]
+        return found | {"common": z}
 
     def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
         """Apply weights: drawn ones in training, otherwise their means."""
@@ -129,11 +192,11 @@ class VariationalProduct(VariationalLayer):
         """
         posteriors = self.posteriors
         if signs is None:
-            drawn = {name: posteriors[name].drawn(each) for name, each in noise.items()}
+            drawn = {name: of.drawn(noise[name]) for name, of in posteriors.items()}
             return ops.cast(_products(inputs, drawn), self.compute_dtype)
         # The input of a bias is 1, with no sign.
         deviations = {
-            name: posteriors[name].deviations(each) for name, each in noise.items()
+            name: of.deviations(noise[name]) for name, of in posteriors.items()
         }
         of_inputs, of_outputs = signs
         rows = ops.cast(inputs, of_inputs.dtype) * of_inputs
@@ -160,13 +223,17 @@ class VariationalProduct(VariationalLayer):
             Two tensors of shape ``(R, ..., p)``, before the activation, in at least
             float32.
         """
-        dtype = self.wide_dtype
-        squares = ops.square(ops.cast(inputs, dtype))
-        scales = ops.cast(self.kernel_scale, dtype)
-        variances = ops.square(ops.reshape(scales, (-1, self.kernel_mean.shape[-1])))
-        variance = ops.matmul(squares, variances)
+        rows = ops.cast(inputs, self.wide_dtype)
+        diagonal, factors = self.covariance()
+        d = rows.shape[-1]
+        variance = ops.matmul(ops.square(rows), diagonal[:d])
         if self.use_bias:
-            variance += ops.square(ops.cast(self.bias_scale, dtype))
+            variance += diagonal[d]
+        if self.rank:
+            together = ops.tensordot(rows, factors[:d], 1)
+            if self.use_bias:
+                together += factors[d]
+            variance += ops.sum(ops.square(together), axis=-1)
         return self.mean(inputs), variance
 
     def local(self, mean: Tensor, variance: Tensor) -> Tensor:
@@ -181,6 +248,7 @@ class VariationalProduct(VariationalLayer):
             "use_bias": self.use_bias,
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
             "bias_initializer": keras.initializers.serialize(self.bias_initializer),
+            "rank": self.rank,
         }
 
 

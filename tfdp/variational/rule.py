@@ -5,6 +5,7 @@ import tensorflow as tf
 from tfdp._types import Tensor
 from tfdp.rules import Call, OuterProducts, PerRow, ScaledProducts, Term
 from tfdp.rules.embedding import row_numbers
+from tfdp.variational.correlation import derivatives_by_factors
 from tfdp.variational.embedding import of_rows
 from tfdp.variational.product import VariationalProduct
 
@@ -40,10 +41,11 @@ def variational_product(call: Call) -> Tensor:
         if signs is not None:
             of_inputs, of_outputs = signs
             deviating = x * of_inputs, g * tf.cast(of_outputs, g.dtype)
-        return [
+        terms = [
             *_terms_of_means(layer, x, g),
             *_terms_of_scales(layer, *deviating, noise),
         ]
+        return [*terms, _term_of_factors(layer, x, g, noise)] if layer.rank else terms
 
     return layer.finished(call.watch(layer.multiplied(x, noise, signs), of_weights))
 
@@ -137,12 +139,33 @@ def _terms_of_scales(
         One term, or two with a bias.
     """
     by_rho = {
-        name: layer.posteriors[name].by_rho(each) for name, each in by_scales.items()
+        name: weights.by_rho(by_scales[name])
+        for name, weights in layer.posteriors.items()
     }
     terms: list[Term] = [ScaledProducts(layer.kernel_rho, x, g, by_rho["kernel"])]
     if layer.use_bias:
         terms.append(PerRow(layer.bias_rho, _for_rows(by_rho["bias"], g) * g))
     return terms
+
+
+def _term_of_factors(
+    layer: VariationalProduct, x: Tensor, g: Tensor, noise: dict[str, Tensor]
+) -> Term:
+    """Return the term of the factors by which weights vary together.
+
+    A weight has the derivatives ``scale * d noise / d factors`` by r numbers, so that of
+    each output's gradient there are r.
+    """
+    scales = {name: of.scale[None] for name, of in layer.posteriors.items()}
+    by_factors = derivatives_by_factors(
+        layer.together(noise), noise["common"], layer.factors
+    )
+    by_factors *= tf.cast(layer.together(scales)[..., None], by_factors.dtype)
+    if layer.use_bias:
+        x = tf.concat([x, tf.ones_like(x[..., :1])], -1)
+    return ScaledProducts(
+        layer.factors, x, tf.repeat(g, layer.rank, axis=-1), by_factors
+    )
 
 
 def _for_rows(of_views: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
