@@ -21,6 +21,7 @@ from tfdp.variational import (
     predictive_intervals,
 )
 from tfdp.variational.base import VariationalLayer
+from tfdp.variational.product import VariationalProduct
 
 UNITS = 4
 OPTIONS = {"number_of_examples": 40, "dtype": "float64"}
@@ -42,14 +43,19 @@ def rows(monkeypatch):
         for name, weights in layer.posteriors.items():
             size = (24, *weights.mean.shape)
             numbers = np.random.default_rng(len(name)).normal(size=size)
-            if layer.draws == "shared":
+            if layer.shares_draws:
                 numbers = numbers[: number_of_views()]
             else:
                 numbers = numbers[rows.now][: inputs.shape[0]]
             found[name] = tf.constant(numbers)
         return found
 
+    def signs(layer, shape):
+        found = np.random.default_rng(len(layer.name)).choice([-1, 1], (24, *shape[1:]))
+        return tf.constant(found[rows.now][: shape[0]], "float64")
+
     monkeypatch.setattr(VariationalLayer, "noise", noise)
+    monkeypatch.setattr(VariationalProduct, "_signs", signs)
     return rows
 
 
@@ -92,10 +98,21 @@ def data(network, rng, views):
     return rng.normal(size=(number, 5, 6, 2)), y
 
 
-@pytest.mark.parametrize("network", [convolution, embedding])
 @pytest.mark.parametrize(
-    ("draws", "views", "kl"),
-    [("shared", 1, "inside"), ("shared", 3, "outside"), ("per_example", 2, "inside")],
+    ("network", "draws", "views", "kl"),
+    [
+        *(
+            (network, *options)
+            for network in (convolution, embedding)
+            for options in (
+                ("shared", 1, "inside"),
+                ("shared", 3, "outside"),
+                ("per_example", 2, "inside"),
+            )
+        ),
+        (convolution, "flipout", 1, "outside"),
+        (convolution, "flipout", 2, "inside"),
+    ],
 )
 def test_norms_and_sums_are_those_of_single_units(network, draws, views, kl, rows, rng):
     model = network(draws, kl=kl)
@@ -183,9 +200,14 @@ def test_models_train_predict_and_are_loaded(network, tmp_path, rng):
         ),
         (lambda: VariationalEmbedding(0, 3, number_of_examples=9), "input_dim"),
         (lambda: VariationalEmbedding(3, np.nan, number_of_examples=9), "output_dim"),
-        (
-            lambda: VariationalEmbedding(3, 3, number_of_examples=9, draws="local"),
-            "draws",
+        *(
+            (
+                lambda draws=draws: VariationalEmbedding(
+                    3, 3, number_of_examples=9, draws=draws
+                ),
+                "draws",
+            )
+            for draws in ("local", "flipout")
         ),
     ],
 )

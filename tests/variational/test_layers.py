@@ -21,6 +21,7 @@ from tfdp.losses.objective import Batch, Objective
 from tfdp.optimizers.dp_optimizer import with_regularizer
 from tfdp.variational import BayesianLogisticRegression, VariationalDense
 from tfdp.variational.base import VariationalLayer
+from tfdp.variational.product import VariationalProduct
 
 CROSSENTROPY = keras.losses.BinaryCrossentropy(from_logits=True)
 
@@ -30,7 +31,7 @@ def square(y, outputs):
     return tf.reduce_mean(tf.square(y - tf.cast(outputs, y.dtype)), -1)
 
 
-DRAWS = ("local", "shared", "per_example")
+DRAWS = ("local", "shared", "per_example", "flipout")
 UNITS = 5
 
 draws_of_all_kinds = pytest.mark.parametrize("draws", DRAWS)
@@ -55,16 +56,26 @@ def chosen(monkeypatch):
             self.calls[layer.name] = number + 1
             seed = [zlib.crc32(layer.name.encode()), number]
             numbers = np.random.default_rng(seed).normal(size=(32, *shape[1:]))
-            if layer.draws == "shared":
-                numbers = numbers[: shape[0]]
-            elif self.are_alike:
-                numbers = np.repeat(numbers[:1], shape[0], 0)
-            else:
-                numbers = numbers[self.rows][: shape[0]]
+            numbers = (
+                numbers[: shape[0]]
+                if layer.shares_draws
+                else self.of_rows(numbers, shape[0])
+            )
             return tf.constant(numbers, layer.compute_dtype)
+
+        def signs(self, layer, shape):
+            rng = np.random.default_rng(zlib.crc32(layer.name.encode()))
+            signs = rng.choice([-1, 1], size=(32, *shape[1:]))
+            return tf.constant(self.of_rows(signs, shape[0]), layer.compute_dtype)
+
+        def of_rows(self, numbers, count):
+            if self.are_alike:
+                return np.repeat(numbers[:1], count, 0)
+            return numbers[self.rows][:count]
 
     chosen = Chosen()
     monkeypatch.setattr(VariationalLayer, "_normal", lambda *args: chosen.normal(*args))  # noqa: PLW0108
+    monkeypatch.setattr(VariationalProduct, "_signs", lambda *args: chosen.signs(*args))  # noqa: PLW0108
     return chosen
 
 
@@ -166,6 +177,8 @@ FACTORED = (
         ("shared", 3, "inside"),
         ("per_example", 1, "outside"),
         ("per_example", 3, "inside"),
+        ("flipout", 1, "outside"),
+        ("flipout", 3, "inside"),
     ],
 )
 def test_norms_and_sums_are_those_of_single_units(draws, views, kl, chosen, rng):
@@ -179,6 +192,7 @@ def test_norms_and_sums_are_those_of_single_units(draws, views, kl, chosen, rng)
         ("graph", "shared"),
         pytest.param("xla", "local", marks=pytest.mark.slow),
         pytest.param("xla", "per_example", marks=pytest.mark.slow),
+        pytest.param("xla", "flipout", marks=pytest.mark.slow),
     ],
 )
 def test_however_it_is_run(mode, draws, chosen, rng):
@@ -189,7 +203,7 @@ def test_however_it_is_run(mode, draws, chosen, rng):
 
 @pytest.mark.parametrize(
     ("draws", "views", "kl"),
-    [("local", 2, "inside"), ("shared", 2, "outside")],
+    [("local", 2, "inside"), ("shared", 2, "outside"), ("flipout", 2, "inside")],
 )
 def test_vectorized_engine(draws, views, kl, chosen, rng):
     chosen.are_alike = True
@@ -198,7 +212,8 @@ def test_vectorized_engine(draws, views, kl, chosen, rng):
 
 
 @pytest.mark.parametrize(
-    ("draws", "views"), [("shared", 1), ("shared", 2), ("per_example", 2)]
+    ("draws", "views"),
+    [("shared", 1), ("shared", 2), ("per_example", 2), ("flipout", 2)],
 )
 def test_positions_share_the_weights_of_their_row(draws, views, chosen, rng):
     options = {"number_of_examples": 40, "draws": draws, "dtype": "float64"}
@@ -321,7 +336,7 @@ def test_outputs_have_the_moments_of_the_posterior(draws, rng):
     np.testing.assert_allclose(outputs.std(0), scale, rtol=0.06)
 
 
-@pytest.mark.parametrize("draws", ["shared", "per_example"])
+@pytest.mark.parametrize("draws", ["shared", "per_example", "flipout"])
 @pytest.mark.parametrize("shape", [(12, 5, 3), (16, 7, 8), (6, 4, 4), (4, 2, 3, 8)])
 def test_positions_in_float32(draws, shape, rng):
     """Products that TensorFlow broadcasts were seen to write beside their memory."""
@@ -469,7 +484,7 @@ def test_bam_takes_the_vectorized_engine(rng, caplog):
     objective = Objective.of(model, CROSSENTROPY)
     objective = dataclasses.replace(objective, ascent=ascent)
     assert isinstance(choose("auto", objective, (x, y, None)), VectorizedEngine)
-    assert "(rule `variational_product`)" in caplog.text
+    assert "(rule `predictive_logit`)" in caplog.text
 
 
 def test_bam_refuses_a_divergence_inside_in_book_keeping(rng):
@@ -597,7 +612,7 @@ def test_arguments_out_of_range_are_refused(argument, value, error):
 
 
 def test_local_draws_of_positions_are_refused():
-    with pytest.raises(ValueError, match="Use `draws='shared'`"):
+    with pytest.raises(ValueError, match="Use `draws='flipout'`"):
         VariationalDense(2, number_of_examples=40).build((None, 5, 3))
 
 

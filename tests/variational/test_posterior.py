@@ -83,9 +83,7 @@ def test_probabilities_of_any_width():
         [-10.0, 0.0, 2.0, 3.0], [0.01, 0.5, 0.99, 1.01, 3.0, 20.0, 50.0]
     )
     layer = BayesianLogisticRegression(number_of_examples=40).logit
-    logits = layer.outputs(
-        tf.constant(means), tf.constant(scales**2), training=False
-    ).numpy()
+    logits = layer.averaged(tf.constant(means), tf.constant(scales**2)).numpy()
     for mean, scale, logit in zip(*map(np.ravel, (means, scales, logits)), strict=True):
         expected, _ = integrate.quad(
             lambda z, m=mean, s=scale: special.expit(z) * stats.norm.pdf(z, m, s),

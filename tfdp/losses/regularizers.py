@@ -45,15 +45,25 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         mu^2 / (2 s^2)    and    (sigma^2 / s^2 - 1 - ln(sigma^2 / s^2)) / 2
 
     so that each variable has its part as a weight regularizer, and Keras adds them up to
-    the whole. The loss of a batch is then minus the evidence lower bound, divided by N.
+    the whole. Weights of these means and scales that vary together, by factors v as in
+    `tfdp.variational.VariationalDense(rank=r)`, add what they tell about each other,
+    minus half the logarithm of their correlation matrix's determinant::
+
+        (sum_i ln(1 + |v_i|^2) - ln det(I_r + V^T V)) / 2
+
+    by the matrix determinant lemma: the whole is the exact divergence again. The loss of a batch is then minus the evidence lower bound, divided by N.
+    That takes a `weight` of 1, so that the divergence counts 1 / N: with less of it the
+    posterior is too narrow, or has no width at all.
 
     Args:
         part: `"mean"` for a variable of mu; `"scale"` for one of
-            ``ln(exp(sigma) - 1)``.
+            ``ln(exp(sigma) - 1)``; `"factors"` for one of v, of shape ``(..., r)``.
         prior_scale: s, positive.
         number_of_examples: N, a public number of at least 2.
         kl: `"outside"`: it is added after the noise, as no data enter it.
             `"inside"`: it is part of the loss of each example, and clipped with it.
+        weight: What the divergence is multiplied by. A variable may change from step to
+            step; it is saved by the layer that has made it.
     """
 
     def __init__(
@@ -63,11 +73,13 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         prior_scale: float,
         number_of_examples: int,
         kl: str = "outside",
+        weight: float | Variable = 1.0,
     ) -> None:
-        self.part = _validate.one_of("part", part, ("mean", "scale"))
+        self.part = _validate.one_of("part", part, ("mean", "scale", "factors"))
         self.prior_scale = _validate.positive("prior_scale", prior_scale)
         self.number_of_examples = checked_number(number_of_examples)
         self.kl = _validate.one_of("kl", kl, ("outside", "inside"))
+        self.weight = weight
 
     @property
     def is_of_each_example(self) -> bool:
@@ -75,9 +87,11 @@ class GaussianDivergence(keras.regularizers.Regularizer):
         return self.kl == "inside"
 
     def __call__(self, x: Variable | Tensor) -> Tensor:
-        """Return the part for a variable, divided by N."""
+        """Return the part for a variable, times the weight, divided by N."""
         if self.part == "mean":
             total = ops.sum(ops.square(x)) / (2 * self.prior_scale**2)
+        elif self.part == "factors":
+            total = _told_about_each_other(x)
         else:
             scale = ops.softplus(x)
             # Far below zero the scale is exp(x), and then too small for a logarithm.
@@ -86,7 +100,7 @@ class GaussianDivergence(keras.regularizers.Regularizer):
             log_ratio = log_scale - math.log(self.prior_scale)
             ratio = ops.square(scale / self.prior_scale)
             total = ops.sum(ratio - 1 - 2 * log_ratio) / 2
-        return total / self.number_of_examples
+        return ops.cast(self.weight, total.dtype) * total / self.number_of_examples
 
     def get_config(self) -> Config:
         """Return the arguments."""
@@ -96,6 +110,17 @@ class GaussianDivergence(keras.regularizers.Regularizer):
             "number_of_examples": self.number_of_examples,
             "kl": self.kl,
         }
+
+
+def _told_about_each_other(factors: Variable | Tensor) -> Tensor:
+    """Return minus half the log-determinant of the correlation matrix of weights."""
+    # Sums over all weights almost cancel.
+    v = ops.cast(ops.reshape(factors, (-1, factors.shape[-1])), "float64")
+    gram = ops.matmul(ops.transpose(v), v) + ops.eye(v.shape[-1], dtype="float64")
+    # Of a Cholesky factor, the determinant is the square of the diagonal's product.
+    half = ops.sum(ops.log(ops.diagonal(ops.cholesky(gram))))
+    total = ops.sum(ops.log1p(ops.sum(ops.square(v), axis=-1))) / 2 - half
+    return ops.cast(total, factors.dtype)
 
 
 def checked_number(number_of_examples: object) -> int:

@@ -1,6 +1,7 @@
 """Bayesian models under differential privacy: posteriors instead of weights."""
 
 from tfdp import rules
+from tfdp.variational.annealing import KLAnnealing as KLAnnealing
 from tfdp.variational.averaged import AveragedPosterior as AveragedPosterior
 from tfdp.variational.convolutional import VariationalConv2D as VariationalConv2D
 from tfdp.variational.embedding import VariationalEmbedding as VariationalEmbedding
@@ -17,10 +18,14 @@ from tfdp.variational.posterior import posterior_samples as posterior_samples
 from tfdp.variational.predictive import predictive_intervals as predictive_intervals
 from tfdp.variational.predictive import predictive_mean as predictive_mean
 from tfdp.variational.predictive import predictive_samples as predictive_samples
-from tfdp.variational.rule import variational_embedding, variational_product
+from tfdp.variational.rule import (
+    predictive_logit,
+    variational_embedding,
+    variational_product,
+)
 from tfdp.variational.sgld import dp_sgld as dp_sgld
 
 rules.register(VariationalDense, variational_product)
-rules.register(PredictiveLogit, variational_product)
+rules.register(PredictiveLogit, predictive_logit)
 rules.register(VariationalConv2D, variational_product)
 rules.register(VariationalEmbedding, variational_embedding)

@@ -32,6 +32,8 @@ class AveragedPosterior(keras.callbacks.Callback):
         epsilon of DP-SGD is that of the whole sequence of its weights, so this costs
         nothing more.
 
+    Of weights that vary together (`rank`), the correlations stay those of the last step.
+
     What it does not know is clipping, which may move every step alike, and weights that
     have not arrived yet: train until they go to and fro, and begin with
     ``initial_scale=prior_scale``, so that a posterior that did not move is the prior.

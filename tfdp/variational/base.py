@@ -1,15 +1,20 @@
 """What all layers have in common whose weights have a posterior."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import keras
+import numpy as np
 from keras import ops
 
 from tfdp import _validate
 from tfdp._types import Config, Tensor, Variable
 from tfdp._views_per_example import number_of_views
 from tfdp.losses.regularizers import GaussianDivergence
+
+# From a shape to standard normal numbers.
+Normal: TypeAlias = Callable[[tuple[int | Tensor, ...]], Tensor]
 
 
 class Weights(NamedTuple):
@@ -30,8 +35,12 @@ class Weights(NamedTuple):
 
     def drawn(self, noise: Tensor) -> Tensor:
         """Make weights of standard normal numbers, in the dtype of these."""
-        mean, scale = ops.convert_to_tensor(self.mean), self.scale
-        return ops.cast(mean, noise.dtype) + ops.cast(scale, noise.dtype) * noise
+        mean = ops.cast(ops.convert_to_tensor(self.mean), noise.dtype)
+        return mean + self.deviations(noise)
+
+    def deviations(self, noise: Tensor) -> Tensor:
+        """Return how far weights that are made of these numbers lie from their means."""
+        return ops.cast(self.scale, noise.dtype) * noise
 
     def by_rho(self, by_scale: Tensor) -> Tensor:
         """Return derivatives by `rho`, given those by the scale."""
@@ -58,30 +67,40 @@ class VariationalLayer(keras.layers.Layer):
         self,
         *,
         number_of_examples: int,
-        prior_scale: float,
-        draws: str,
-        kl: str,
-        initial_scale: float,
-        seed: int | None,
+        prior_scale: float = 1.0,
+        draws: str = "shared",
+        kl: str = "outside",
+        initial_scale: float = 0.1,
+        seed: int | None = None,
         **kwargs: object,
     ) -> None:
         super().__init__(**kwargs)
-        self._divergences = [
-            GaussianDivergence(
+        # No weight of the layer: those are what models release, copy and average.
+        weight = keras.Variable(
+            1.0, trainable=False, dtype=self.wide_dtype, name="kl_weight"
+        )
+        self._divergences = {
+            part: GaussianDivergence(
                 part,
                 prior_scale=prior_scale,
                 number_of_examples=number_of_examples,
                 kl=kl,
+                weight=weight,
             )
-            for part in ("mean", "scale")
-        ]
+            for part in ("mean", "scale", "factors")
+        }
         self.draws = _validate.one_of("draws", draws, self.all_draws)
         self.initial_scale = _validate.positive("initial_scale", initial_scale)
         self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(seed)
         # Read by the engine that takes one example at a time.
-        self.seed_generator.is_same_for_all_rows = draws == "shared"
+        self.seed_generator.is_same_for_all_rows = self.shares_draws
         self._names: tuple[str, ...] = ()
+
+    @property
+    def shares_draws(self) -> bool:
+        """Whether all examples of a step have what is drawn for one of them."""
+        return self.draws in {"shared", "flipout"}
 
     def _add(
         self,
@@ -93,14 +112,18 @@ class VariationalLayer(keras.layers.Layer):
         # So that its softplus is the scale.
         rho = self.initial_scale + math.log(-math.expm1(-self.initial_scale))
         starts = (initializer, keras.initializers.Constant(rho))
-        for of, start, part in zip(
-            ("_mean", "_rho"), starts, self._divergences, strict=True
-        ):
+        parts = (self._divergences[part] for part in ("mean", "scale"))
+        for of, start, part in zip(("_mean", "_rho"), starts, parts, strict=True):
             variable = self.add_weight(
                 shape, initializer=start, regularizer=part, name=name + of
             )
             setattr(self, name + of, variable)
         self._names = (*self._names, name)
+
+    @property
+    def kl_weight(self) -> Variable:
+        """What the divergence over N is multiplied by; see `KLAnnealing`."""
+        return self._divergences["mean"].weight
 
     @property
     def posteriors(self) -> dict[str, Weights]:
@@ -116,18 +139,30 @@ class VariationalLayer(keras.layers.Layer):
         return str(keras.backend.result_type(self.compute_dtype, "float32"))
 
     def noise(self, inputs: Tensor) -> dict[str, Tensor]:
-        """Draw what weights of `"shared"` and `"per_example"` are made of.
+        """Draw what weights are made of.
 
         Args:
             inputs: Shape ``(R, ...)``.
 
         Returns:
-            Standard normal numbers as `posteriors`, with a leading axis of V draws: R,
-            or one for each view of an example.
+            See `noise_of`. There are R draws, or one for each view of an example.
         """
-        number = number_of_views() if self.draws == "shared" else ops.shape(inputs)[0]
+        number = number_of_views() if self.shares_draws else ops.shape(inputs)[0]
+        return self.noise_of(self._normal, number)
+
+    def noise_of(self, normal: Normal, number: int | Tensor) -> dict[str, Tensor]:
+        """Make what weights are made of from standard normal numbers.
+
+        Args:
+            normal: Draws them, of a shape.
+            number: How many draws of all weights, V.
+
+        Returns:
+            Numbers as `posteriors`, with a leading axis of V draws, each of mean 0 and
+            variance 1.
+        """
         return {
-            name: self._normal((number, *weights.mean.shape))
+            name: normal((number, *weights.mean.shape))
             for name, weights in self.posteriors.items()
         }
 
@@ -135,9 +170,20 @@ class VariationalLayer(keras.layers.Layer):
         dtype = self.wide_dtype
         return keras.random.normal(shape, dtype=dtype, seed=self.seed_generator)
 
+    def save_own_variables(self, store: Config) -> None:
+        """Save the weights, and that of the divergence."""
+        super().save_own_variables(store)
+        store["kl_weight"] = self.kl_weight.numpy()
+
+    def load_own_variables(self, store: Config) -> None:
+        """Load what was saved."""
+        saved = {name: store[name] for name in store.keys()}  # noqa: SIM118 (HDF5)
+        self.kl_weight.assign(np.asarray(saved.pop("kl_weight", 1.0)))
+        super().load_own_variables(saved)
+
     def get_config(self) -> Config:
         """Return the arguments."""
-        divergence, _ = self._divergences
+        divergence = self._divergences["mean"]
         return {
             **super().get_config(),
             "number_of_examples": divergence.number_of_examples,

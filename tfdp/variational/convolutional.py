@@ -1,6 +1,7 @@
 """Convolutions whose weights have a posterior: independent Gaussians."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 from keras import ops
@@ -23,20 +24,10 @@ class VariationalConv2D(VariationalProduct):
     Args:
         filters: Channels of the outputs.
         kernel_size: Height and width of the kernel, or one number for both.
-        number_of_examples: See `VariationalDense`.
         strides: Steps of the kernel along both axes, or one number for both.
         padding: `"valid"` or `"same"`.
-        prior_scale: See `VariationalDense`.
-        draws: `"shared"`: one draw for all examples of a step. `"per_example"`: each
-            example has weights of its own, as many numbers as the kernel for each.
-        kl: See `VariationalDense`, as all that follow.
-        activation: Of the outputs.
-        use_bias: Whether there is a bias.
-        initial_scale: Of the posterior.
-        kernel_initializer: Of the means.
-        bias_initializer: Of the means.
-        seed: Of the draws.
-        **kwargs: Name, dtype, and `trainable`.
+        **kwargs: All other arguments of `VariationalDense`; `draws` is `"shared"` unless
+            it is given.
 
     Raises:
         TypeError: If an argument has another type.
@@ -57,33 +48,11 @@ class VariationalConv2D(VariationalProduct):
         filters: int,
         kernel_size: int | Sequence[int],
         *,
-        number_of_examples: int,
         strides: int | Sequence[int] = 1,
         padding: str = "valid",
-        prior_scale: float = 1.0,
-        draws: str = "shared",
-        kl: str = "outside",
-        activation: Callable[[Tensor], Tensor] | str | None = None,
-        use_bias: bool = True,
-        initial_scale: float = 0.1,
-        kernel_initializer: keras.initializers.Initializer | str = "glorot_uniform",
-        bias_initializer: keras.initializers.Initializer | str = "zeros",
-        seed: int | None = None,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            number_of_examples=number_of_examples,
-            prior_scale=prior_scale,
-            draws=draws,
-            kl=kl,
-            activation=activation,
-            use_bias=use_bias,
-            initial_scale=initial_scale,
-            kernel_initializer=kernel_initializer,
-            bias_initializer=bias_initializer,
-            seed=seed,
-            **kwargs,
-        )
+        super().__init__(**kwargs)
         self.filters = _validate.positive_int("filters", filters)
         self.kernel_size = _two("kernel_size", kernel_size)
         self.strides = _two("strides", strides)

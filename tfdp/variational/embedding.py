@@ -1,6 +1,7 @@
 """An embedding whose vectors have a posterior: independent Gaussians."""
 
 import math
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -21,16 +22,12 @@ class VariationalEmbedding(VariationalLayer):
     Args:
         input_dim: How many ids there are: they lie in ``[0, input_dim)``.
         output_dim: Length of a vector.
-        number_of_examples: See `VariationalDense`.
-        prior_scale: Likewise.
         draws: `"shared"`: one draw of all vectors for all examples of a step.
             `"per_example"`: each example has vectors of its own, ``input_dim
             output_dim`` numbers for each.
-        kl: See `VariationalDense`.
-        initial_scale: Likewise.
         embeddings_initializer: Of the means.
-        seed: Of the draws.
-        **kwargs: Name, dtype, and `trainable`.
+        **kwargs: `number_of_examples`, `prior_scale`, `kl`, `initial_scale` and `seed`
+            of `VariationalDense`; name, dtype, and `trainable`.
 
     Raises:
         TypeError: If an argument has another type.
@@ -47,24 +44,11 @@ class VariationalEmbedding(VariationalLayer):
         input_dim: int,
         output_dim: int,
         *,
-        number_of_examples: int,
-        prior_scale: float = 1.0,
         draws: str = "shared",
-        kl: str = "outside",
-        initial_scale: float = 0.1,
         embeddings_initializer: keras.initializers.Initializer | str = "uniform",
-        seed: int | None = None,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            number_of_examples=number_of_examples,
-            prior_scale=prior_scale,
-            draws=draws,
-            kl=kl,
-            initial_scale=initial_scale,
-            seed=seed,
-            **kwargs,
-        )
+        super().__init__(draws=draws, **kwargs)
         self.input_dim = _validate.positive_int("input_dim", input_dim)
         self.output_dim = _validate.positive_int("output_dim", output_dim)
         self.embeddings_initializer = keras.initializers.get(embeddings_initializer)

@@ -7,7 +7,7 @@ import numpy as np
 from keras import ops
 
 from tfdp._types import Config, Tensor
-from tfdp.variational.layers import VariationalDense
+from tfdp.variational.layers import DenseProduct
 from tfdp.variational.product import root_of
 
 # For narrow Gaussians, of which these are nodes.
@@ -20,7 +20,7 @@ _LOGISTIC_WEIGHTS = 0.5 / (2 + 2 * np.cosh(_LOGISTIC_NODES))
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
-class PredictiveLogit(VariationalDense):
+class PredictiveLogit(DenseProduct):
     """A `VariationalDense` whose outputs at inference are averaged over the posterior.
 
     The outputs are logits. At inference they are those of the mean probability: the
@@ -30,12 +30,12 @@ class PredictiveLogit(VariationalDense):
     the Gaussian is the same integral.
     """
 
-    def outputs(
-        self, mean: Tensor, variance: Tensor, *, training: bool | None
-    ) -> Tensor:
-        """Draw logits in training; average their probabilities at inference."""
-        if training:
-            return super().outputs(mean, variance, training=training)
+    def at_inference(self, inputs: Tensor) -> Tensor:
+        """Return the logits of mean probabilities."""
+        return self.averaged(*self.moments(inputs))
+
+    def averaged(self, mean: Tensor, variance: Tensor) -> Tensor:
+        """Return the logits of the mean probabilities, given the moments of logits."""
         scale = root_of(variance)
         logit = ops.where(scale < 1, _of_narrow(mean, scale), _of_wide(mean, scale))
         return ops.cast(logit, self.compute_dtype)

@@ -8,13 +8,13 @@ import keras
 import numpy as np
 
 from tfdp import _keras, _validate
-from tfdp._types import Array
+from tfdp._types import Array, Tensor
 from tfdp.model import DPModel
 from tfdp.variational.base import VariationalLayer, Weights
 
 
 class Gaussian(NamedTuple):
-    """Independent Gaussians.
+    """Gaussians, each by itself.
 
     Attributes:
         mean: Means.
@@ -75,12 +75,17 @@ def posterior_samples(
     """
     number = _validate.positive_int("number", number)
     rng = np.random.default_rng(seed)
-    return {
-        name: (mean + scale * rng.standard_normal((number, *mean.shape))).astype(
-            mean.dtype
-        )
-        for name, (mean, scale) in posterior(model).items()
-    }
+
+    def normal(shape: tuple[int, ...]) -> Tensor:
+        return keras.ops.convert_to_tensor(rng.standard_normal(shape))
+
+    samples = {}
+    for path, layer in _layers_by_path(model):
+        noise = layer.noise_of(normal, number)
+        for kind, weights in layer.posteriors.items():
+            drawn = keras.ops.cast(weights.drawn(noise[kind]), weights.mean.dtype)
+            samples[f"{path}/{kind}"] = keras.ops.convert_to_numpy(drawn)
+    return samples
 
 
 def credible_intervals(
@@ -111,6 +116,13 @@ def credible_intervals(
 
 def weights_by_name(model: keras.Model) -> Iterator[tuple[str, Weights]]:
     """Yield the posteriors of all weights, by name; see `posterior`."""
+    for path, layer in _layers_by_path(model):
+        for kind, weights in layer.posteriors.items():
+            yield f"{path}/{kind}", weights
+
+
+def _layers_by_path(model: keras.Model) -> list[tuple[str, VariationalLayer]]:
+    """List the variational layers, of which there must be some, by different names."""
     model = unwrapped(model)
     layers = [
         (path, layer)
@@ -129,9 +141,7 @@ def weights_by_name(model: keras.Model) -> Iterator[tuple[str, Weights]]:
             f"Layers must have names of their own. Received: {names}. Use "
             "`VariationalDense(..., name='...')`."
         )
-    for path, layer in layers:
-        for kind, weights in layer.posteriors.items():
-            yield f"{path}/{kind}", weights
+    return layers
 
 
 def unwrapped(model: keras.Model) -> keras.Model:

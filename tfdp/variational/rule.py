@@ -5,6 +5,7 @@ import tensorflow as tf
 from tfdp._types import Tensor
 from tfdp.rules import Call, OuterProducts, PerRow, ScaledProducts, Term
 from tfdp.rules.embedding import row_numbers
+from tfdp.variational.correlation import derivatives_by_factors
 from tfdp.variational.embedding import of_rows
 from tfdp.variational.product import VariationalProduct
 
@@ -14,8 +15,10 @@ def variational_product(call: Call) -> Tensor:
 
     Where weights are drawn, ``z = x (mean + scale * eps)``, the gradient of a mean is
     that of a dense layer's kernel, and that of ``rho`` is the same times
-    ``eps * d scale / d rho``. Where outputs are drawn, their mean ``x mean`` and their
-    variance ``x^2 scale^2`` are watched, and each is a product with a matrix.
+    ``eps * d scale / d rho``. With signs of a row's inputs and outputs, ``z = x mean +
+    ((x s) (scale * eps)) r``, the factors of the latter are ``x s`` and ``g r``. Where
+    outputs are drawn, their mean ``x mean`` and their variance ``x^2 scale^2`` are
+    watched, and each is a product with a matrix.
 
     Args:
         call: The call.
@@ -23,26 +26,44 @@ def variational_product(call: Call) -> Tensor:
     Returns:
         The layer's outputs.
     """
-    layer, training = call.layer, call.bound()["training"]
+    layer = call.layer
     x = tf.cast(layer.seen(call.inputs), layer.wide_dtype)
-    if training and layer.draws != "local":
-        noise = layer.noise(x)
+    if not call.bound()["training"]:
+        return layer.finished(
+            call.watch(layer.mean(x), lambda g: _terms_of_means(layer, x, g))
+        )
+    if layer.draws == "local":
+        return layer.finished(layer.local(*_watched_moments(call, x)))
+    noise, signs = layer.noise(x), layer.signs(x)
 
-        def of_weights(g: Tensor) -> list[Term]:
-            return _terms(layer, (x, g), (x, g), noise)
+    def of_weights(g: Tensor) -> list[Term]:
+        deviating = x, g
+        if signs is not None:
+            of_inputs, of_outputs = signs
+            deviating = x * of_inputs, g * tf.cast(of_outputs, g.dtype)
+        terms = [
+            *_terms_of_means(layer, x, g),
+            *_terms_of_scales(layer, *deviating, noise),
+        ]
+        return [*terms, _term_of_factors(layer, x, g, noise)] if layer.rank else terms
 
-        return layer.activation(call.watch(layer.multiplied(x, noise), of_weights))
+    return layer.finished(call.watch(layer.multiplied(x, noise, signs), of_weights))
 
-    def of_moments(g_mean: Tensor, g_variance: Tensor) -> list[Term]:
-        # The derivatives of variances by scales, the same for all rows.
-        twice = {
-            name: 2 * weights.scale[None] for name, weights in layer.posteriors.items()
-        }
-        return _terms(layer, (x, g_mean), (tf.square(x), g_variance), twice)
 
-    # No linear terms: variances are not linear in the scales.
-    moments = call.watch_all([*layer.moments(x)], of_moments, linear_terms=None)
-    return layer.outputs(*moments, training=training)
+def predictive_logit(call: Call) -> Tensor:
+    """Rule of the layer of `tfdp.variational.BayesianLogisticRegression`.
+
+    Args:
+        call: The call.
+
+    Returns:
+        The layer's outputs; at inference made of their moments, as `variational_product`
+        does where outputs are drawn.
+    """
+    if call.bound()["training"]:
+        return variational_product(call)
+    x = tf.cast(call.inputs, call.layer.wide_dtype)
+    return call.layer.averaged(*_watched_moments(call, x))
 
 
 def variational_embedding(call: Call) -> Tensor:
@@ -79,37 +100,72 @@ def variational_embedding(call: Call) -> Tensor:
     return call.watch(layer.looked_up(ids, noise), terms)
 
 
-def _terms(
-    layer: VariationalProduct,
-    of_means: tuple[Tensor, Tensor],
-    of_scales: tuple[Tensor, Tensor],
-    by_scales: dict[str, Tensor],
+def _watched_moments(call: Call, x: Tensor) -> list[Tensor]:
+    """Watch mean and variance of the outputs."""
+    layer = call.layer
+
+    def of_moments(g_mean: Tensor, g_variance: Tensor) -> list[Term]:
+        # The derivatives of variances by scales, the same for all rows.
+        twice = {
+            name: 2 * weights.scale[None] for name, weights in layer.posteriors.items()
+        }
+        return [
+            *_terms_of_means(layer, x, g_mean),
+            *_terms_of_scales(layer, tf.square(x), g_variance, twice),
+        ]
+
+    # No linear terms: variances are not linear in the scales.
+    return call.watch_all([*layer.moments(x)], of_moments, linear_terms=None)
+
+
+def _terms_of_means(layer: VariationalProduct, x: Tensor, g: Tensor) -> list[Term]:
+    """List the terms of the means, of a product with them."""
+    terms: list[Term] = [OuterProducts(layer.kernel_mean, x, g)]
+    return [*terms, PerRow(layer.bias_mean, g)] if layer.use_bias else terms
+
+
+def _terms_of_scales(
+    layer: VariationalProduct, x: Tensor, g: Tensor, by_scales: dict[str, Tensor]
 ) -> list[Term]:
-    """List the terms of all variables.
+    """List the terms of the scales.
 
     Args:
         layer: The layer.
-        of_means: Inputs and gradients of the product with the means.
-        of_scales: Those of the product that the scales are in.
+        x: Inputs of the product that the scales are in.
+        g: Its gradients.
         by_scales: The derivatives by the scales of what is multiplied there.
 
     Returns:
-        Two terms, or four with a bias.
+        One term, or two with a bias.
     """
     by_rho = {
-        name: layer.posteriors[name].by_rho(each) for name, each in by_scales.items()
+        name: weights.by_rho(by_scales[name])
+        for name, weights in layer.posteriors.items()
     }
-    found = [
-        OuterProducts(layer.kernel_mean, *of_means),
-        ScaledProducts(layer.kernel_rho, *of_scales, by_rho["kernel"]),
-    ]
-    if "bias" in by_rho:
-        (_, g_mean), (_, g_scale) = of_means, of_scales
-        found += [
-            PerRow(layer.bias_mean, g_mean),
-            PerRow(layer.bias_rho, _for_rows(by_rho["bias"], g_scale) * g_scale),
-        ]
-    return found
+    terms: list[Term] = [ScaledProducts(layer.kernel_rho, x, g, by_rho["kernel"])]
+    if layer.use_bias:
+        terms.append(PerRow(layer.bias_rho, _for_rows(by_rho["bias"], g) * g))
+    return terms
+
+
+def _term_of_factors(
+    layer: VariationalProduct, x: Tensor, g: Tensor, noise: dict[str, Tensor]
+) -> Term:
+    """Return the term of the factors by which weights vary together.
+
+    A weight has the derivatives ``scale * d noise / d factors`` by r numbers, so that of
+    each output's gradient there are r.
+    """
+    scales = {name: of.scale[None] for name, of in layer.posteriors.items()}
+    by_factors = derivatives_by_factors(
+        layer.together(noise), noise["common"], layer.factors
+    )
+    by_factors *= tf.cast(layer.together(scales)[..., None], by_factors.dtype)
+    if layer.use_bias:
+        x = tf.concat([x, tf.ones_like(x[..., :1])], -1)
+    return ScaledProducts(
+        layer.factors, x, tf.repeat(g, layer.rank, axis=-1), by_factors
+    )
 
 
 def _for_rows(of_views: tf.Tensor, g: tf.Tensor) -> tf.Tensor:
