@@ -342,7 +342,9 @@ def trained(
             progress(setting.epochs),
             keras.callbacks.CSVLogger(folder / "history.csv", append=True),
             # The last one: what it has saved the others have noted.
-            keras.callbacks.BackupAndRestore(folder / "backup"),
+            keras.callbacks.BackupAndRestore(
+                folder / "backup", double_checkpoint=True, delete_checkpoint=False
+            ),
         ],
         verbose=0,
     )
@@ -399,7 +401,10 @@ class Looks(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Keep what there is."""
-        self._path.write_text(json.dumps(self._epochs))
+        # Killed here, a run leaves the old file or the new one.
+        unfinished = self._path.with_name("unfinished.json")
+        unfinished.write_text(json.dumps(self._epochs))
+        unfinished.replace(self._path)
 
     def read(self) -> list[list[float]]:
         """Return the looks of all epochs, for each of `LOGS`."""

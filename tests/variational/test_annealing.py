@@ -238,3 +238,31 @@ def test_data_of_unknown_length_are_refused():
         plain(network()).fit(
             rows(), shuffle=False, verbose=0, callbacks=[KLAnnealing(4)]
         )
+
+
+class BringsWeight(keras.callbacks.Callback):
+    """Sets the weight after `KLAnnealing` began, as a backup does."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.seen = layer, []
+
+    def on_train_begin(self, logs=None):
+        self.layer.kl_weight.assign(0.25)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(float(self.layer.kl_weight.numpy()))
+
+
+def test_a_weight_that_a_backup_brings_is_replaced():
+    model = plain(network())
+    brings = BringsWeight(model.layers[0])
+    fit(model, KLAnnealing(lambda step: 1.0), brings)
+    assert set(brings.seen) == {1.0}
+
+
+def test_a_fit_without_steps_leaves_the_weight():
+    model = plain(network())
+    fit(model, KLAnnealing(4))
+    fit(model, KLAnnealing(4), initial_epoch=2)
+    assert model.layers[0].kl_weight.numpy() == 1.0

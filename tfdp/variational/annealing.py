@@ -100,13 +100,12 @@ class KLAnnealing(keras.callbacks.Callback):
         self._weights = tabulate(self.schedule, max(last, 1))
         for step, weight in enumerate(self._weights):
             _validate.non_negative(f"schedule({step})", float(weight))
-        self._set(self._weights[0])
+        self._set_weight()
 
     def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
         """Set the weight of the step that begins."""
-        step = min(int(self.model.optimizer.iterations), len(self._weights) - 1)
-        if self._weights[step] != self._weight:
-            self._set(self._weights[step])
+        # Always: a backup that was restored has brought its own.
+        self._set_weight()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, object] | None = None) -> None:
         """Log the weight of the epoch's last step."""
@@ -122,7 +121,9 @@ class KLAnnealing(keras.callbacks.Callback):
                 self._weight,
             )
 
-    def _set(self, weight: float) -> None:
-        self._weight = float(weight)
+    def _set_weight(self) -> None:
+        """Set the weight of the step that is next."""
+        step = min(int(self.model.optimizer.iterations), len(self._weights) - 1)
+        self._weight = float(self._weights[step])
         for layer in self._layers:
             layer.kl_weight.assign(self._weight)

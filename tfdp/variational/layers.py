@@ -111,7 +111,8 @@ class VariationalDense(DenseProduct):
             a diagonal and ``U U^T``, with r columns of U that train [5]_, and scales stay
             the standard deviations. `covariance` returns it. For `draws="shared"` or
             `"per_example"`.
-        seed: Of the draws; they need not be secret.
+        seed: Of the draws. Like masks of dropout they are taken for unknown: whoever
+            knows it, where rows have draws of their own, knows more than is accounted.
         **kwargs: Name, dtype, and `trainable`.
 
     Raises:
