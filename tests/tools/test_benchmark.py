@@ -123,11 +123,13 @@ def test_memory_over_batch_sizes():
 @pytest.mark.slow
 def test_growth_is_plotted(tmp_path):
     code = """
-import pathlib, sys, benchmark
-found = benchmark.Result({"ordinary": [1.0], "ghost": [2.0]}, 100.0)
-failed = benchmark.Result(problem="out of memory")
+import pathlib, sys
+from benchmarking.growth import plot
+from benchmarking.processes import Result
+found = Result({"ordinary": [1.0], "ghost": [2.0]}, 100.0)
+failed = Result(problem="out of memory")
 over = {8: {"ordinary": found, "ghost": found}, 9: {"ordinary": found, "ghost": failed}}
-benchmark.plot({"a": over, "b": over}, ["ordinary", "ghost"], pathlib.Path(sys.argv[1]))
+plot({"a": over, "b": over}, ["ordinary", "ghost"], pathlib.Path(sys.argv[1]))
 """
     plot = tmp_path / "plots" / "growth.png"
     subprocess.run(

@@ -95,6 +95,25 @@ def _synthetic() -> keras.Model:
     ])
 
 
+def _wide_sequence() -> keras.Model:
+    """Two dense layers over few positions: gradients are larger than Gram matrices."""
+    return _sequence(32, 512)
+
+
+def _long_sequence() -> keras.Model:
+    """Two dense layers over many positions: Gram matrices are larger than gradients."""
+    return _sequence(512, 32)
+
+
+def _sequence(positions: int, width: int) -> keras.Model:
+    return keras.Sequential([
+        keras.Input((positions, width)),
+        layers.Dense(width, activation="relu"),
+        layers.Dense(width),
+        layers.GlobalAveragePooling1D(),
+    ])
+
+
 def _deep(depth: int = 8) -> keras.Model:
     """Narrow dense layers."""
     hidden = [layers.Dense(128, activation="relu") for _ in range(depth - 1)]
@@ -131,6 +150,8 @@ _BUILD = {
     "lstm": _lstm,
     "embedding": _embedding,
     "synthetic": _synthetic,
+    "wide_sequence": _wide_sequence,
+    "long_sequence": _long_sequence,
     "frozen": _frozen,
     "deep": _deep,
     "mobilenet_v2": _mobilenet_v2,

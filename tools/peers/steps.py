@@ -43,6 +43,8 @@ PROBLEMS = {
     "lstm": Problem((64, 32), 3, batch_size=32),
     "embedding": Problem((64,), 10, vocabulary=100_000),
     "synthetic": Problem((5120,), 1280),
+    "wide_sequence": Problem((32, 512), 512),
+    "long_sequence": Problem((512, 32), 32),
     "frozen": Problem((2048,), 10),
     "deep": Problem((128,), 10),
     "bert": Problem((32,), 2, batch_size=32, vocabulary=30_522),
@@ -55,13 +57,19 @@ class SkippedError(Exception):
     """A row that the framework has, but not for this model."""
 
 
-def main(stepper: Callable[[argparse.Namespace, str], Step], about: str) -> None:
+def main(
+    stepper: Callable[[argparse.Namespace, str], Step],
+    about: str,
+    memory: Callable[[], tuple[float, float]] | None = None,
+) -> None:
     """Take the steps that the command line asks for, and print what they took.
 
     Args:
         stepper: Prepares the steps of one row of the table.
         about: The versions that matter.
+        memory: Returns the MiB that are held, and their peak; default the host's.
     """
+    memory = memory or memory_of_host
     options = parsed()
     steps = {}
     skipped = {}
@@ -70,7 +78,7 @@ def main(stepper: Callable[[argparse.Namespace, str], Step], about: str) -> None
             steps[row] = stepper(options, row)
         except SkippedError as error:
             skipped[row] = str(error)
-    before = resident_mib()
+    before, _ = memory()
     first = first_cpu_seconds(steps)
     times = in_turns(
         steps,
@@ -79,13 +87,14 @@ def main(stepper: Callable[[argparse.Namespace, str], Step], about: str) -> None
         repeats=options.repeats,
         seconds=options.seconds,
     )
+    _, peak = memory()
     print(
         json.dumps({
             "about": about,
             "milliseconds": times,
             "first_cpu_seconds": first,
             "skipped": skipped,
-            "peak_mib": peak_mib(),
+            "peak_mib": peak,
             "before_mib": before,
         })
     )
@@ -157,15 +166,13 @@ def in_turns(
     return {row: taken for row, taken in times.items() if taken}
 
 
-def peak_mib() -> float:
-    """Return the largest resident memory of this process up to now."""
+def memory_of_host() -> tuple[float, float]:
+    """Return what this process keeps resident now, and the most that it ever has."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2 ** (20 if sys.platform == "darwin" else 10)
-
-
-def resident_mib() -> float:
-    """Return the resident memory of this process, or its peak where only that shows."""
+    peak_mib = peak / 2 ** (20 if sys.platform == "darwin" else 10)
     statm = Path("/proc/self/statm")
     if not statm.exists():
-        return peak_mib()
-    return int(statm.read_text().split()[1]) * resource.getpagesize() / 2**20
+        # Only the peak shows.
+        return peak_mib, peak_mib
+    resident = int(statm.read_text().split()[1]) * resource.getpagesize()
+    return resident / 2**20, peak_mib

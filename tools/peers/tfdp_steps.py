@@ -40,7 +40,8 @@ _BINS, _BUFFER = 234, 10_000
 
 _WITH_BATCH_NORMALIZATION = ("mobilenet_v2", "resnet50")
 
-_OPTIONS = {
+# Of the private model of a row.
+OPTIONS = {
     "vectorized": {"engine": "vectorized"},
     "fast_gradient_clipping": {"engine": GhostEngine(norms="instantiate")},
     "ghost": {"engine": GhostEngine(norms="gram")},
@@ -76,7 +77,7 @@ def stepper(options: argparse.Namespace, row: str) -> steps.Step:
     model = build(options.model)
     optimizer: keras.optimizers.Optimizer = keras.optimizers.SGD(steps.LEARNING_RATE)
     if row != "ordinary":
-        model = tfdp.DPModel(model, **_OPTIONS[row])
+        model = tfdp.DPModel(model, **OPTIONS[row])
         optimizer = tfdp.optimizers.DPSGD(
             steps.LEARNING_RATE,
             l2_norm_clip=steps.L2_NORM_CLIP,
@@ -373,13 +374,17 @@ def examples(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     return x, np.array([int(pairs[i][1]) for i in chosen], "int32")
 
 
-if __name__ == "__main__":
+def about() -> str:
+    """Return the versions that matter, and the GPUs."""
     gpus = [
         tf.config.experimental.get_device_details(gpu).get("device_name", "GPU")
         for gpu in tf.config.list_physical_devices("GPU")
     ]
-    steps.main(
-        stepper,
+    return (
         f"tfdp {tfdp.__version__}, Keras {keras.__version__}, TensorFlow "
-        f"{tf.__version__}, {', '.join(gpus) or 'no GPU'}",
+        f"{tf.__version__}, {', '.join(gpus) or 'no GPU'}"
     )
+
+
+if __name__ == "__main__":
+    steps.main(stepper, about())
