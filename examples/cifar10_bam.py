@@ -184,6 +184,7 @@ class Run(NamedTuple):
     """What one training shows.
 
     Attributes:
+        epsilon: What it has spent, with steps that were lost where it was killed.
         accuracy: Test accuracy after each epoch.
         bias: Bias magnitude at each look.
         scale: What is kept of the gradient's length at each look, a.
@@ -191,11 +192,16 @@ class Run(NamedTuple):
         cosine: Cosine of the ascent at each look; NaN for DP-SGD.
     """
 
+    epsilon: float
     accuracy: list[float]
     bias: list[float]
     scale: list[float]
     direction: list[float]
     cosine: list[float]
+
+
+# What changes over a training.
+CURVES = Run._fields[1:]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -349,14 +355,14 @@ def trained(
         verbose=0,
     )
     accuracy = read_history(folder / "history.csv")["val_accuracy"]
-    values = looks.read()
+    values, spent = looks.read(), private.ledger.epsilon(setting.delta)
     print(
-        f"epsilon {private.ledger.epsilon(setting.delta):.2f}, {method}, seed {seed}: "
+        f"epsilon {spent:.2f}, {method}, seed {seed}: "
         f"test accuracy {accuracy[-1]:.1%}, bias {of_last_half(values[0]):.3f}, "
         f"{private.ledger.steps} steps in {time.perf_counter() - start:.0f} s",
         flush=True,
     )
-    return Run(accuracy, *values)
+    return Run(spent, accuracy, *values)
 
 
 def progress(epochs: int) -> keras.callbacks.Callback:
@@ -492,6 +498,13 @@ def report(runs: dict[tuple[float, str], list[Run]], setting: Setting) -> None:
             f"{'-' if np.isnan(cosine) else f'{cosine:.3f}':>15}"
         )
     for (epsilon, method), of_seeds in runs.items():
+        spent = max(run.epsilon for run in of_seeds)
+        if spent > epsilon:
+            print(
+                f"epsilon {epsilon:g}: a run of {method} was killed on its way, and has "
+                f"spent {spent:.3g} with the steps that were lost"
+            )
+    for (epsilon, method), of_seeds in runs.items():
         if method != "dp_sgd" and (epsilon, "dp_sgd") in runs:
             lower = sum(
                 of_last_half(run.bias) < of_last_half(base.bias)
@@ -522,9 +535,7 @@ def plot(
     steps_per_epoch: float,
 ) -> None:
     """Plot all values over the training, a row for each epsilon."""
-    figure, rows = plots.panels(
-        len(setting.epsilons), len(Run._fields), size=(4.6, 3.3)
-    )
+    figure, rows = plots.panels(len(setting.epsilons), len(CURVES), size=(4.6, 3.3))
     labels = (
         "test accuracy, %",
         "bias, norm",
@@ -533,7 +544,7 @@ def plot(
         "cosine of the ascent",
     )
     for row, epsilon in zip(rows, setting.epsilons, strict=True):
-        for axes, field, label in zip(row, Run._fields, labels, strict=True):
+        for axes, field, label in zip(row, CURVES, labels, strict=True):
             for method in METHODS:
                 if (epsilon, method) not in runs:
                     continue
