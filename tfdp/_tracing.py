@@ -5,7 +5,7 @@ import contextvars
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from tfdp._types import Nest, Tensor
+from tfdp._types import Nest, Tensor, Variable
 
 
 class Tracing(Protocol):
@@ -22,6 +22,9 @@ class Tracing(Protocol):
         in_loop: bool = False,
     ) -> Nest:
         """Look at what a function does to one row; used in place of a map over rows."""
+
+    def reads_alone(self, variable: Variable) -> bool:
+        """Tell whether a function that sees one row reads a variable by itself."""
 
     def note_read(self, tensors: list[Tensor]) -> None:
         """Note what an engine has made up to now, of which its norms and sums are."""

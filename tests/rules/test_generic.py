@@ -226,6 +226,15 @@ class Hidden(Vectors):
         return x * tf.identity(self.scale._value) + self.offset
 
 
+@register
+class Looped(Vectors):
+    """Does so in a loop, where it is not followed either."""
+
+    def call(self, x):
+        scale = lambda _, h: h * tf.identity(self.scale._value)  # noqa: E731
+        return ops.fori_loop(0, 1, scale, x) + self.offset
+
+
 # Of no layer, whose state it would be.
 SEEDS = keras.random.SeedGenerator(0)
 
@@ -237,6 +246,14 @@ class Noisy(Vectors):
     def call(self, x):
         noise = keras.random.normal(ops.shape(x), seed=SEEDS)
         return (x + noise) * self.scale + self.offset
+
+
+@register
+class NoisyLoop(Noisy):
+    """Draws, and multiplies in a loop."""
+
+    def call(self, x):
+        return ops.fori_loop(0, 1, lambda _, h: h * self.scale, super().call(x))
 
 
 def called_twice():
@@ -302,6 +319,11 @@ def test_units_can_have_vectors_of_their_own(is_exact):
     check_engines(OF_VECTORS[0], run, OUTLIER, ascent=ascent)
 
 
+def test_vectors_that_are_followed_instead():
+    problem = problem_of(lambda: sequential((3, 2), Hidden(), layers.Dense(2)))
+    check(problem, "bookkeeping")
+
+
 def test_vectors_say_nothing(caplog):
     model = OF_VECTORS[0].build()
     assert rules.find(model.layers[1]) is vectors
@@ -316,8 +338,8 @@ def test_vectors_say_nothing(caplog):
     ("leaf", "refusal"),
     [
         (Centred, "rows of a batch meet"),
-        (Hidden, "must read its variables by their `value`"),
-        pytest.param(Noisy, "must not be random", marks=pytest.mark.slow),
+        (Looped, "must read its variables by their `value`"),
+        pytest.param(NoisyLoop, "must not be random", marks=pytest.mark.slow),
     ],
 )
 def test_vectors_that_are_refused(leaf, refusal):

@@ -14,7 +14,6 @@ from tests.engine_checks import OUTLIER, Uphill, check, runner
 from tests.problems import Problem, logits
 from tfdp import rules
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
-from tfdp.errors import UnsupportedLayerError
 from tfdp.rules import hub
 from tfdp.rules.generic import generic
 
@@ -242,17 +241,19 @@ def test_users_rules_come_first(monkeypatch):
     assert rules.find(PositionEmbedding(LENGTH)) is generic
 
 
-def test_a_head_with_a_matrix_of_its_own_is_refused():
+def test_a_head_with_a_matrix_of_its_own_is_followed():
+    """The rule gives it up; what is made of its matrix is on the graph."""
     x, at = keras.Input((LENGTH, WIDTH)), keras.Input((2,), dtype="int32")
     model = keras.Model([x, at], MaskedLMHead(IDS)(x, at))
     rng = np.random.default_rng(0)
     data = [rng.normal(size=(3, LENGTH, WIDTH)), rng.integers(LENGTH, size=(3, 2))]
-    with pytest.raises(UnsupportedLayerError, match="by the token embedding"):
+    targets = rng.normal(size=(3, 2, IDS))
+    found, expected = (
         tfdp.clipped_gradients(
-            model,
-            "mse",
-            data,
-            np.zeros((3, 2, IDS)),
-            l2_norm_clip=1.0,
-            engine="bookkeeping",
+            model, "mse", data, targets, l2_norm_clip=0.5, engine=engine
         )
+        for engine in ("bookkeeping", "vectorized")
+    )
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-5)
+    for left, right in zip(found.gradients, expected.gradients, strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-5)

@@ -243,7 +243,7 @@ ENTRIES = [
     Entry("deep_and_cross", deep_and_cross, table, YES_OR_NO, "bookkeeping"),
     Entry("tab_transformer", tab_transformer, table, YES_OR_NO, "bookkeeping"),
     Entry("gated_residual", gated_residual, table, YES_OR_NO, "bookkeeping"),
-    Entry("decision_forest", decision_forest, features, CLASSES, "apart"),
+    Entry("decision_forest", decision_forest, features, CLASSES, "bookkeeping"),
     Entry("preprocessing", preprocessing, table, YES_OR_NO, "bookkeeping", True),
     Entry("crossed_features", crossed_features, table, YES_OR_NO, "apart"),
     Entry("multi_hot", multi_hot, answers, CLASSES, "bookkeeping"),

@@ -197,8 +197,10 @@ ENTITIES = words(LENGTH, IDS, LENGTH, classes=4)
 OPINIONS = words(LENGTH, IDS, 1, classes=2)
 
 ENTRIES = [
-    Entry("transformer_classifier", transformer_classifier, WORDS, CLASSES, "apart"),
-    Entry("miniature_gpt", miniature_gpt, NEXT_WORDS, CLASSES, "apart"),
+    Entry(
+        "transformer_classifier", transformer_classifier, WORDS, CLASSES, "bookkeeping"
+    ),
+    Entry("miniature_gpt", miniature_gpt, NEXT_WORDS, CLASSES, "bookkeeping"),
     Entry(
         "masked_language_model",
         masked_language_model,
@@ -209,7 +211,13 @@ ENTRIES = [
     Entry("entity_recognition", entity_recognition, ENTITIES, CLASSES, "bookkeeping"),
     Entry("bidirectional_lstm", bidirectional_lstm, OPINIONS, YES_OR_NO, "bookkeeping"),
     Entry("seq2seq_lstm", seq2seq_lstm, letters, CLASSES, "bookkeeping"),
-    Entry("seq2seq_transformer", seq2seq_transformer, translations, CLASSES, "apart"),
+    Entry(
+        "seq2seq_transformer",
+        seq2seq_transformer,
+        translations,
+        CLASSES,
+        "bookkeeping",
+    ),
     Entry("fourier", fourier, WORDS, CLASSES, "bookkeeping"),
     Entry("text_cnn", text_cnn, OPINIONS, YES_OR_NO, "bookkeeping"),
     Entry("raw_text", raw_text, raw_sentences, CLASSES, "apart"),

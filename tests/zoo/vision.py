@@ -414,7 +414,7 @@ IMAGES = images(8, 8, 3)
 
 ENTRIES = [
     Entry("vit_class_token", vit_class_token, IMAGES, CLASSES, "bookkeeping", True),
-    Entry("vit_patch_encoder", vit_patch_encoder, IMAGES, CLASSES, "apart"),
+    Entry("vit_patch_encoder", vit_patch_encoder, IMAGES, CLASSES, "bookkeeping"),
     Entry("mlp_mixer", mlp_mixer, IMAGES, CLASSES, "bookkeeping"),
     Entry("conv_mixer", conv_mixer, IMAGES, CLASSES, "bookkeeping"),
     Entry("cct", cct, IMAGES, CLASSES, "bookkeeping"),
@@ -441,7 +441,7 @@ ENTRIES = [
         "squeeze_and_excitation", squeeze_and_excitation, IMAGES, CLASSES, "bookkeeping"
     ),
     Entry("super_resolution", super_resolution, resolutions, "mae", "bookkeeping"),
-    Entry("perceiver", perceiver, IMAGES, CLASSES, "apart"),
+    Entry("perceiver", perceiver, IMAGES, CLASSES, "bookkeeping"),
     Entry("spatial_gating", spatial_gating, IMAGES, CLASSES, "bookkeeping"),
     Entry("bag_of_instances", bag_of_instances, bags, CLASSES, "bookkeeping"),
     Entry("handwriting", handwriting, writings, None, "apart", dtype="float32"),

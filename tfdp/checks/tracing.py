@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp._tracing import traced_by
-from tfdp._types import Nest, Tensor
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.checks.graph import METRIC, Analysis
 from tfdp.checks.sizes import Length, Size
 from tfdp.checks.values import FREE, PLAIN, WITHIN, Cause, Layout, Value
@@ -283,6 +283,15 @@ class Trace:
             return tf.cast(column, output.dtype) + tf.zeros(output.shape, output.dtype)
 
         return keras.tree.map_structure(stand_in, traced.structured_outputs)
+
+    def reads_alone(self, variable: Variable) -> bool:
+        """Tell whether a function that sees one row reads a variable by itself."""
+        handles = {id(each.handle) for each in _keras.tensorflow_variables(variable)}
+        return any(
+            id(outer) in handles
+            for graph, _, _ in self._alone
+            for outer, _ in graph.captures
+        )
 
     def _find_in_loop(
         self,

@@ -22,7 +22,7 @@ from tfdp.clipping import (
 from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation, explained
 from tfdp.engines.uphill import Uphill, states_put_back
-from tfdp.losses.added import NotInGraphError
+from tfdp.errors import NotInGraphError, UnsupportedLayerError
 from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.losses.regularizers import gradient_of
 from tfdp.rules.recording import Recording
@@ -231,8 +231,13 @@ class RecordedForward:
         )
         found: dict[int, list[Term]] = {id(v): [] for v in self._objective.variables}
         for watched, of_call in zip(self._recording.watched, gradients, strict=True):
-            # No loss depends on this call.
             if all(gradient is None for gradient in of_call):
+                if watched.must_be_reached:
+                    raise UnsupportedLayerError(
+                        "A variable that is used elsewhere than in its layer must have "
+                        f"a gradient. Received: `{watched.path}`, without one."
+                    )
+                # No loss depends on this call.
                 continue
             unscaled = [
                 _unscaled(tensor, gradient, scale)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdp import _keras, _tree
 from tfdp._tracing import part_of_trace
 from tfdp._types import Nest, Tensor
-from tfdp.errors import UnsupportedLayerError
+from tfdp.errors import NotInGraphError, UnsupportedLayerError
 
 
 class Predicted(NamedTuple):
@@ -25,10 +25,6 @@ class Predicted(NamedTuple):
 
     y_pred: Nest
     added: Tensor
-
-
-class NotInGraphError(UnsupportedLayerError):
-    """What each row has of a loss can only be read from a graph, and there is none."""
 
 
 class _Added(NamedTuple):

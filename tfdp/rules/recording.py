@@ -18,10 +18,13 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._tracing import tracing
 from tfdp._types import Nest, Tensor, Variable
-from tfdp.errors import UnsupportedLayerError
+from tfdp.errors import NotInGraphError, UnsupportedLayerError
+from tfdp.rules.elsewhere import Met, met
 from tfdp.rules.moves import Move, Moves
 from tfdp.rules.terms import PerRow, Term
+from tfdp.rules.uses import Free, NotFollowedError, Pass, Use, named
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
 Rule: TypeAlias = Callable[["Call"], Nest]
@@ -99,6 +102,7 @@ class Watched(NamedTuple):
         tensors: What to differentiate by.
         terms: From their gradients, in that order, to the terms.
         repeats: Rows of the call for each row of the batch.
+        must_be_reached: Whether it would be a mistake if no loss depended on them.
     """
 
     path: str
@@ -106,6 +110,7 @@ class Watched(NamedTuple):
     tensors: list[Tensor]
     terms: Terms
     repeats: int
+    must_be_reached: bool = False
 
     def terms_of(self, gradients: list[Tensor]) -> list[Term]:
         """Return the terms for these gradients of the tensors."""
@@ -127,7 +132,8 @@ class Recording:
     """A forward pass whose layers are called by their rules.
 
     No trainable variable escapes: a second tape sees those that are used outside of
-    the calls of their own layers.
+    the calls of their own layers. On the graph of the pass they are followed from
+    there; see `tfdp.rules.elsewhere`.
 
     Args:
         model: The model.
@@ -176,6 +182,13 @@ class Recording:
         self._place = _place()
         # Whether a rule calls a layer now.
         self._is_by_rule = False
+        # Variables that no rule answers for in some use, and why, by their ids.
+        self._foreign: dict[int, tuple[Variable, str]] = {}
+        # Where in the graph the pass is, what rules make, and what they give up.
+        self._first = self._made()
+        self._by_rules: list[range] = []
+        self._given_up: list[range] = []
+        self._free = Free([])
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -187,8 +200,7 @@ class Recording:
         """
         with contextlib.ExitStack() as entered:
             entered.enter_context(self.tape)
-            if self._is_of_one_unit:
-                self.tape.watch([v.value for v in self._model.trainable_variables])
+            self.tape.watch([v.value for v in self._without_rule()])
             outside = entered.enter_context(self._tape_of_variables())
             for path, layer in _keras.layers_by_path(self._model):
                 add_loss = functools.partial(self._add_loss, path, layer.add_loss)
@@ -203,11 +215,22 @@ class Recording:
                 run = functools.partial(self._run, rule, path, layer, layer.call)
                 call = functools.wraps(layer.call)(run)
                 entered.enter_context(_keras.attributes_replaced(layer, call=call))
+            begin = functools.partial(self._begin, self._model.call)
+            call = functools.wraps(self._model.call)(begin)
+            entered.enter_context(_keras.attributes_replaced(self._model, call=call))
             yield
-        self._refuse_foreign(outside.watched_variables(), [])
+        self._note_foreign(outside.watched_variables())
+        self._watch_foreign()
         self._refuse_out_of_reach()
         if self._refusals:
             raise UnsupportedLayerError(" ".join(dict.fromkeys(self._refusals)))
+
+    def _begin(
+        self, function: Callable[..., Nest], *args: Nest, **kwargs: Nest
+    ) -> Nest:
+        """Call the model; what it is given is rows, though it may be constant."""
+        self._free = Free(_tensors((args, kwargs)))
+        return function(*args, **kwargs)
 
     def _run(
         self,
@@ -219,6 +242,7 @@ class Recording:
         **kwargs: Nest,
     ) -> Nest:
         call = Call(layer, args, kwargs, path, self, rule, function)
+        first, before = self._made(), (len(self.watched), len(self._sizes))
         with (
             # The outer tape must not see what the rule uses: the rule answers for it.
             self._variable_tapes[-1].stop_recording(),
@@ -231,17 +255,34 @@ class Recording:
                         f"Received: `{path}` ({type(layer).__name__}), called in a "
                         "graph of its own."
                     )
+                if not self._is_of_one_unit and self._is_without_rows(call):
+                    raise UnsupportedLayerError(
+                        "A layer must be called on rows. Received: "
+                        f"`{path}` ({type(layer).__name__}), called on none."
+                    )
                 with self._by_a_rule():
                     outputs = rule(call)
             except UnsupportedLayerError as error:
-                # The pass goes on, to find whatever else cannot be recorded.
-                if not self._is_of_one_unit:
-                    self._refusals.append(str(error))
-                    return function(*args, **kwargs)
+                del self.watched[before[0] :], self._sizes[before[1] :]
+                self._given_up.append(range(first, self._made()))
+                # The pass goes on, as if the layer had no rule.
+                self.tape.watch([v.value for v in own_variables(layer)])
                 outputs = function(*args, **kwargs)
-                self._refuse_foreign(used.watched_variables(), [])
+                self._note_foreign(used.watched_variables(), str(error))
+                return outputs
+        self._by_rules.append(range(first, self._made()))
         self._refuse_foreign(used.watched_variables(), own_variables(layer))
         return outputs
+
+    def _is_without_rows(self, call: "Call") -> bool:
+        """Tell whether a layer is called on what is the same for all rows."""
+        return not self._place[0] and all(
+            map(self._free.holds, _tensors((call.args, call.kwargs)))
+        )
+
+    def _made(self) -> int:
+        """Count the operations in the graph of the pass."""
+        return 0 if self._place[0] else len(self._place[1].get_operations())
 
     @contextlib.contextmanager
     def _by_a_rule(self) -> Iterator[None]:
@@ -271,20 +312,98 @@ class Recording:
             finally:
                 self._variable_tapes.pop()
 
+    def _without_rule(self) -> list[Variable]:
+        """List the trainable variables that the tape must see where they are read."""
+        if self._is_of_one_unit:
+            return list(self._model.trainable_variables)
+        with_rule = {
+            id(variable)
+            for layer in _keras.flatten_layers(self._model)
+            if layer.trainable_variables and find(layer) is not None
+            for variable in own_variables(layer)
+        }
+        return [v for v in self._model.trainable_variables if id(v) not in with_rule]
+
+    def _of_model(self, used: tuple[tf.Variable, ...]) -> list[Variable]:
+        of_model = [self._trainable.get(id(variable)) for variable in used]
+        return [variable for variable in of_model if variable is not None]
+
     def _refuse_foreign(
         self, used: tuple[tf.Variable, ...], own: list[Variable]
     ) -> None:
+        """Refuse that a rule uses what is not its layer's own."""
         known = {id(variable) for variable in own}
-        of_model = [self._trainable.get(id(variable)) for variable in used]
-        foreign = {v.path: v for v in of_model if v is not None and id(v) not in known}
+        foreign = [v for v in self._of_model(used) if id(v) not in known]
         if self._is_of_one_unit:
-            self.elsewhere |= {id(variable): variable for variable in foreign.values()}
-        elif foreign:
-            names = ", ".join(f"`{path}`" for path in foreign)
-            self._refusals.append(
-                "Every variable must be used in the calls of its own layer, by a layer "
-                f"that has no others. Received: {names}, used elsewhere."
+            self.elsewhere |= {id(variable): variable for variable in foreign}
+        else:
+            self._refusals += [_used_elsewhere(variable) for variable in foreign]
+
+    def _note_foreign(
+        self, used: tuple[tf.Variable, ...], why: str | None = None
+    ) -> None:
+        """Note what is used where no rule answers for it.
+
+        Args:
+            used: Variables.
+            why: Why the rule of their layer does not.
+        """
+        foreign = self._of_model(used)
+        if self._is_of_one_unit:
+            self.elsewhere |= {id(variable): variable for variable in foreign}
+            return
+        # What a rule calls is not followed: the rule answers for it.
+        if why is not None and (self._is_by_rule or not foreign):
+            self._refusals.append(why)
+        for variable in foreign:
+            reason = why or _used_elsewhere(variable)
+            self._foreign.setdefault(id(variable), (variable, reason))
+
+    @property
+    def _static_rows(self) -> int | None:
+        return self._rows if isinstance(self._rows, int) else None
+
+    def _watch_foreign(self) -> None:
+        """Watch what variables meet the rows in that rules do not answer for."""
+        reasons = [reason for _, reason in self._foreign.values()]
+        if self.moves is not None:
+            self._refusals += reasons
+            return
+        if reasons and self._place[0]:
+            raise NotInGraphError(" ".join(dict.fromkeys(self._refusals + reasons)))
+        rows = self._static_rows
+        trace = tracing()
+        operations = None
+        for variable, reason in self._foreign.values():
+            operations = operations or Pass(
+                self._first, self._free, rows, self._by_rules, self._given_up
             )
+            try:
+                if trace is not None and trace.reads_alone(variable):
+                    raise NotFollowedError("a loss of each example alone")
+                followed = operations.follow(variable)
+                for use in followed.uses:
+                    self._watch_use(variable, use, met(followed, use, rows))
+            except NotFollowedError as error:
+                self._refusals.append(
+                    f"{reason} It is not known what becomes of it in {error}."
+                )
+
+    def _watch_use(self, variable: Variable, use: Use, found: Met) -> None:
+        # Of what it does not know, a tape may still tell a part of the gradient.
+        if not _has_recorded(self.tape, use.output):
+            raise NotFollowedError(f"{named(use.op)}, which no tape has recorded")
+        self._with_rows(variable.path, found.rows, found.axis)
+        self.watched.append(
+            Watched(
+                variable.path,
+                use.op.type,
+                [use.output],
+                found.terms,
+                1,
+                must_be_reached=True,
+            )
+        )
 
     def hide(self, path: str, variable: Variable) -> None:
         """Note that the tape does not see a variable; see `Call.hide`."""
@@ -330,12 +449,12 @@ class Recording:
         self.watched.append(watched)
         return watched.tensors
 
-    def _with_rows(self, path: str, tensor: Tensor) -> Tensor:
-        """Make sure that the leading axis holds the rows of the batch."""
+    def _with_rows(self, path: str, tensor: Tensor, axis: int = 0) -> Tensor:
+        """Make sure that the leading axis, or another, holds the rows of the batch."""
         # Norms are taken along it: an axis of something else would be clipped instead.
         if self._is_of_one_unit:
             return tensor
-        leading = tensor.shape[0] if tensor.shape.rank else 0
+        leading = tensor.shape[axis] if tensor.shape.rank else 0
         rows = self._rows if isinstance(self._rows, int) else None
         if leading is not None:
             if rows is not None and leading == rows * self.repeats:
@@ -345,9 +464,11 @@ class Recording:
                 f"Received: `{path}` with leading axis {leading} in a batch of "
                 f"{'any number of' if rows is None else rows} rows."
             )
-        numbers = tensor.shape[1:].num_elements()
+        others = [n for place, n in enumerate(tensor.shape) if place != axis]
+        numbers = tf.TensorShape(others).num_elements()
         if numbers is None:
-            numbers = tf.reduce_prod(tf.shape(tensor, tf.int64)[1:])
+            shape = tf.shape(tensor, tf.int64)
+            numbers = tf.reduce_prod(shape[:axis]) * tf.reduce_prod(shape[axis + 1 :])
         size = tf.size(tensor, tf.int64)
         self._sizes.append((path, size, self.repeats * numbers))
         return tensor
@@ -368,9 +489,34 @@ class Recording:
             return tf.identity(tensor)
 
 
+def _tensors(nest: Nest) -> list[Tensor]:
+    return [leaf for leaf in keras.tree.flatten(nest) if tf.is_tensor(leaf)]
+
+
 def _place() -> tuple[bool, tf.Graph]:
     """Return where operations are made: eagerly or not, and in which graph."""
     return tf.executing_eagerly(), tf.compat.v1.get_default_graph()
+
+
+def _has_recorded(tape: tf.GradientTape, tensor: Tensor) -> bool:
+    """Tell whether a tape knows what a tensor comes from, without going back there."""
+    asked: list[Tensor] = []
+
+    @tf.custom_gradient
+    def probe(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
+        return tf.identity(tensor), asked.append
+
+    with tape:
+        end = probe(tensor)
+    tape.gradient(end, tensor)
+    return bool(asked)
+
+
+def _used_elsewhere(variable: Variable) -> str:
+    return (
+        "Every variable must be used in the calls of its own layer, by a layer that has "
+        f"no others. Received: `{variable.path}`, used elsewhere."
+    )
 
 
 def own_variables(layer: keras.layers.Layer) -> list[Variable]:

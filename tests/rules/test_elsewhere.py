@@ -1,0 +1,424 @@
+"""Variables that are used elsewhere than in calls of their layers, and book-keeping."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfdp
+from tests.engine_checks import BATCHES, OUTLIER, check, check_clipped, runner
+from tests.problems import Problem, floats, register, sequential
+from tfdp.checks.engine import choose
+from tfdp.engines.apart import ApartEngine
+from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
+from tfdp.errors import UnsupportedLayerError
+from tfdp.losses.objective import Objective
+
+pytestmark = pytest.mark.keras_private
+
+ENGINES = [BookkeepingEngine(), GhostEngine()]
+IDS, LENGTH, WIDTH = 7, 4, 3
+
+
+@register
+class Block(layers.Layer):
+    """A layer that has weights of its own, and a layer inside."""
+
+    def __init__(self, shape, use, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = layers.Dense(WIDTH, "tanh")
+        self.shape, self.use = shape, use
+
+    def build(self, shape):
+        start = keras.initializers.RandomUniform(0.5, 1.5, seed=1)
+        self.own = self.add_weight(shape=self.shape, initializer=start, name="own")
+        self.inner.build(shape)
+
+    def call(self, x):
+        return USES[self.use](self.inner(x), self.own)
+
+
+def tiled(x, own):
+    return ops.concatenate([ops.tile(own, (ops.shape(x)[0], 1, 1)), x], axis=1)
+
+
+def broadcast(x, own):
+    token = ops.broadcast_to(own, (ops.shape(x)[0], 2, WIDTH))
+    return ops.concatenate([token, x], axis=1)
+
+
+def repeated(x, own):
+    token = ops.repeat(ops.repeat(own[None], 2, 1), ops.shape(x)[0], 0)
+    return ops.concatenate([x, token], axis=1)
+
+
+def flattened(x, own):
+    return ops.reshape(ops.matmul(ops.reshape(x, (-1, WIDTH)), own), (-1, LENGTH, 2))
+
+
+def masked(x, own):
+    return ops.where(x[..., :1] > 0, x, own)
+
+
+def cancelling(x, own):
+    return x + 1e3 * (x * own) - 1e3 * (own * x)
+
+
+# What is done with a variable of some shape, and rows of shape (LENGTH, WIDTH).
+SHAPES = {
+    "scaled": (WIDTH,),
+    "shifted": (LENGTH, WIDTH),
+    "positions": (1, LENGTH, WIDTH),
+    "temperature": (),
+    "decay": (WIDTH,),
+    "weighed": (LENGTH,),
+    "part": (9, WIDTH),
+    "tiled": (1, 1, WIDTH),
+    "broadcast": (1, 1, WIDTH),
+    "repeated": (1, WIDTH),
+    "multiplied": (WIDTH, 2),
+    "transposed": (2, WIDTH),
+    "flattened": (WIDTH, 2),
+    "of_squares": (WIDTH, 2),
+    "mixed_positions": (LENGTH, LENGTH),
+    "heads": (2, WIDTH, WIDTH),
+    "einsum": (2, WIDTH, WIDTH),
+    "bilinear": (WIDTH, WIDTH),
+    "masked": (WIDTH,),
+    "twice": (WIDTH,),
+    "cancelling": (WIDTH,),
+    "stopped": (WIDTH,),
+}
+USES = {
+    "scaled": lambda x, own: x * own,
+    "shifted": lambda x, own: own - x,
+    "positions": lambda x, own: x + own,
+    "temperature": lambda x, own: ops.softmax(x * (1.0 / own)),
+    "decay": lambda x, own: x * ops.exp(-ops.sigmoid(own)),
+    "weighed": lambda x, own: ops.softmax(own)[:, None] * x,
+    "part": lambda x, own: x + ops.tanh(own[:LENGTH]),
+    "tiled": tiled,
+    "broadcast": broadcast,
+    "repeated": repeated,
+    "multiplied": ops.matmul,
+    "transposed": lambda x, own: ops.matmul(x, ops.transpose(own)),
+    "flattened": flattened,
+    "of_squares": lambda x, own: ops.matmul(x, own**2),
+    "mixed_positions": lambda x, own: ops.matmul(own, x),
+    "heads": lambda x, own: ops.matmul(x[:, None], own),
+    "einsum": lambda x, own: ops.einsum("ntd,hde->nhte", x, own),
+    "bilinear": lambda x, own: ops.einsum("ntd,de,nse->nts", x, own, x),
+    "masked": masked,
+    "twice": lambda x, own: own * ops.tanh(own * x),
+    "cancelling": cancelling,
+    "stopped": lambda x, own: x * own + ops.stop_gradient(own),
+}
+
+
+@register
+class Words(layers.Layer):
+    """Looks words up, and where they stand: once for all rows."""
+
+    def __init__(self, positions="arange", **kwargs):
+        super().__init__(**kwargs)
+        self.words = layers.Embedding(IDS, WIDTH)
+        self.positions = layers.Embedding(LENGTH + 2, WIDTH)
+        self.at = positions
+
+    def build(self, shape):
+        self.words.build(shape)
+        self.positions.build(shape)
+
+    def call(self, x):
+        if self.at == "arange":
+            places = self.positions(ops.arange(ops.shape(x)[-1]))
+        elif self.at == "sliced":
+            places = self.positions(ops.arange(LENGTH + 2))[1 : LENGTH + 1]
+        else:
+            places = ops.take(self.positions.embeddings, (x + 1) % LENGTH, axis=0)
+        return self.words(x) + places
+
+
+@register
+class Tied(layers.Layer):
+    """Multiplies by the matrix of words."""
+
+    def __init__(self, words, **kwargs):
+        super().__init__(**kwargs)
+        self.words = words
+
+    def call(self, x):
+        return ops.matmul(x, ops.transpose(self.words.embeddings))
+
+
+@register
+class OfVector(layers.Layer):
+    """Calls a layer on a vector, which has no axis of rows."""
+
+    def __init__(self, inner, **kwargs):
+        super().__init__(**kwargs)
+        self.positions = layers.Embedding(LENGTH, WIDTH)
+        self.inner = inner
+
+    def call(self, x):
+        first = self.positions(ops.arange(LENGTH))[0]
+        return x * ops.sum(self.inner(first) ** 2)
+
+
+@register
+class TiedOverTime(layers.Layer):
+    """Multiplies by a part of a matrix of a loop over time, which is inside."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = layers.GRU(WIDTH, return_sequences=True)
+
+    def call(self, x):
+        return self.inner(x) + ops.matmul(
+            x, self.inner.cell.recurrent_kernel[:, :WIDTH]
+        )
+
+
+def words(rng):
+    return rng.integers(IDS, size=LENGTH), rng.normal(size=2)
+
+
+def text_model(*inner, length=LENGTH, at="arange"):
+    return keras.Sequential([
+        keras.Input((length,), dtype="int32"),
+        Words(at),
+        *inner,
+        layers.LayerNormalization(),
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(2),
+    ])
+
+
+def tied_model():
+    x = keras.Input((LENGTH,), dtype="int32")
+    words = layers.Embedding(IDS, WIDTH)
+    h = layers.Dense(WIDTH, "tanh")(words(x))
+    return keras.Model(x, layers.Dense(2)(layers.Flatten()(Tied(words)(h))))
+
+
+def block(use):
+    model = functools.partial(Block, SHAPES[use], use)
+    return Problem(
+        use,
+        lambda: sequential(
+            (LENGTH, WIDTH),
+            layers.Dense(WIDTH),
+            model(),
+            layers.Flatten(),
+            layers.Dense(1),
+        ),
+        floats((LENGTH, WIDTH), 1),
+        "mse",
+    )
+
+
+PROBLEMS = {use: block(use) for use in USES} | {
+    name: Problem(name, model, words, "mse")
+    for name, model in {
+        "places": text_model,
+        "places_of_any_length": lambda: text_model(length=None),
+        "places_in_part": lambda: text_model(at="sliced"),
+        "tied": tied_model,
+        "tied_over_time": lambda: text_model(TiedOverTime()),
+        "norm_of_vector": lambda: text_model(OfVector(layers.LayerNormalization())),
+        "dense_of_vector": lambda: text_model(OfVector(layers.RMSNormalization())),
+    }.items()
+}
+
+
+def chosen(problem, engine="auto", sizes=(None,)):
+    objective = Objective.of(problem.build(), problem.loss())
+    return choose(engine, objective, tuple(problem.batch(3)), sizes)
+
+
+# The others take seconds as well, and differ in no more than an operation.
+QUICK = {"cancelling", "flattened", "part", "places", "tied", "tiled"}
+CASES = [
+    pytest.param(problem, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for name, problem in PROBLEMS.items()
+]
+
+
+@pytest.mark.parametrize("problem", CASES)
+def test_a_graph_equals_one_example_at_a_time(problem):
+    assert chosen(problem) == BookkeepingEngine()
+    run = runner(problem, ENGINES)
+    for rows in BATCHES:
+        check(problem, run, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize("mode", ["eager", "xla"])
+def test_in_every_mode_with_units_of_two(problem, mode):
+    check(problem, runner(problem, ENGINES, mode, unit_size=2), OUTLIER, unit_size=2)
+
+
+@pytest.mark.parametrize("name", ["scaled", "tied"])
+def test_an_outlier_is_clipped(name):
+    """The clipped sum of one row is as long as it may be, whatever is in the row."""
+    problem = PROBLEMS[name]
+    check_clipped(problem, runner(problem, ENGINES), [1e-3, 1e6])
+
+
+@pytest.mark.parametrize("name", ["scaled", "tiled", "tied", "places"])
+def test_the_number_of_rows_may_be_static(name):
+    assert chosen(PROBLEMS[name], sizes=(5,)) == BookkeepingEngine()
+    problem = PROBLEMS[name]
+    check(problem, runner(problem, ENGINES, "xla"), OUTLIER)
+
+
+def test_what_is_used_in_many_places_has_the_norm_of_the_sum():
+    """Two uses that cancel leave nothing, and are not as long as both together."""
+    problem = PROBLEMS["cancelling"]
+    batch = problem.batch(4)
+    found = tfdp.clipped_gradients(
+        problem.build(), "mse", *batch[:2], l2_norm_clip=1e9, engine="bookkeeping"
+    )
+    own = [v.path.endswith("/own") for v in problem.build().trainable_variables]
+    assert np.abs(found.gradients[own.index(True)]).max() < 1e-3
+
+
+# ---------------------------------------------------------------- what is not followed
+
+
+@tf.custom_gradient
+def tripled(x, own):
+    def gradient(g):
+        return g * own, 3 * tf.reduce_sum(g * x, [0, 1])
+
+    return x * own, gradient
+
+
+def with_a_gradient(x, own):
+    return tripled(x, tf.convert_to_tensor(own))
+
+
+def with_a_gradient_inside(x, own):
+    @tf.custom_gradient
+    def function(x):
+        def gradient(g, variables):
+            del variables
+            return g * own, [3 * tf.reduce_sum(g * x, [0, 1])]
+
+        return x * own, gradient
+
+    return function(x)
+
+
+def through_a_gradient(x, own):
+    """What is made of the variable has it, before it meets rows."""
+
+    @tf.custom_gradient
+    def function(own):
+        return tf.tanh(own), lambda g: 3 * g
+
+    return x * function(tf.convert_to_tensor(own))
+
+
+def in_a_loop(x, own):
+    return ops.fori_loop(0, 2, lambda _, h: h * own, x)
+
+
+def in_a_function(x, own):
+    return tf.function(lambda x: x * own)(x)
+
+
+def on_another_axis(x, own):
+    return ops.transpose(ops.transpose(x, (1, 0, 2)) + own, (1, 0, 2))
+
+
+def remembered(x, own):
+    return tf.recompute_grad(lambda x: x * own)(x)
+
+
+# What stops book-keeping over the batch, by the words that say it.
+REFUSED = {
+    "in_a_loop": (in_a_loop, "PartitionedCall|While"),
+    "in_a_function": (in_a_function, "PartitionedCall"),
+    "with_a_gradient": (with_a_gradient, "IdentityN"),
+    "with_a_gradient_inside": (with_a_gradient_inside, "IdentityN"),
+    "through_a_gradient": (through_a_gradient, "IdentityN"),
+    "remembered": (remembered, "IdentityN"),
+    "on_another_axis": (on_another_axis, "leading axis 4"),
+    "convolved": (
+        lambda x, own: ops.conv(x, own[None, None] * ops.ones((1, WIDTH, 1))),
+        "Conv2D",
+    ),
+    "without_a_loss": (lambda x, own: (x * own, x)[1], "must have a gradient"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_followed_is_taken_apart(name, monkeypatch):
+    use, why = REFUSED[name]
+    monkeypatch.setitem(USES, name, use)
+    monkeypatch.setitem(SHAPES, name, (WIDTH,))
+    problem = block(name)
+    with pytest.raises(UnsupportedLayerError, match=why):
+        chosen(problem, "bookkeeping")
+    assert chosen(problem) == ApartEngine()
+    check(problem, runner(problem, [ApartEngine()]), OUTLIER)
+
+
+def test_what_no_tape_knows_has_no_part_of_a_gradient():
+    """A matrix that a layer with a rule has, looked up by whole numbers."""
+    problem = Problem("words", lambda: text_model(at="words"), words, "mse")
+    with pytest.raises(UnsupportedLayerError, match="no tape has recorded"):
+        chosen(problem, "bookkeeping")
+    assert chosen(problem) == ApartEngine()
+
+
+class InBoth(keras.Model):
+    """Uses a weight in its call, and in the loss that it computes of each row."""
+
+    def __init__(self, is_in_call):
+        super().__init__()
+        self.inner = layers.Dense(2)
+        self.own = self.add_weight(shape=(2,), initializer="ones", name="own")
+        self.is_in_call = is_in_call
+
+    def call(self, x):
+        z = self.inner(x)
+        return z * self.own if self.is_in_call else z
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        return ops.mean(ops.square(y - y_pred * self.own))
+
+
+@pytest.mark.parametrize("is_in_call", [False, True])
+def test_a_loss_of_each_row_alone_is_not_followed(is_in_call):
+    model = InBoth(is_in_call)
+    model.compile(None)
+    x = np.ones((4, 3), "float32")
+    model(x)
+    objective = Objective.of_compute_loss(model)
+    with pytest.raises(UnsupportedLayerError, match="a loss of each example alone"):
+        choose("bookkeeping", objective, (x, x[:, :2], None))
+    assert choose("auto", objective, (x, x[:, :2], None)) == ApartEngine()
+
+
+@register
+class InTime(Block):
+    """That layer, for every step of time."""
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def test_what_a_rule_calls_is_not_followed():
+    """Once by itself, and once for each step of time, where nobody would see it."""
+    x = keras.Input((2, LENGTH, WIDTH))
+    layer = InTime(SHAPES["scaled"], "scaled")
+    outputs = layer(x[:, 0])[:, None] + layers.TimeDistributed(layer)(x)
+    model = keras.Model(x, layers.Dense(1)(layers.Flatten()(outputs)))
+    rows = np.ones((3, 2, LENGTH, WIDTH), "float32"), np.ones((3, 1), "float32"), None
+    assert choose("auto", Objective.of(model, "mse"), rows) == ApartEngine()

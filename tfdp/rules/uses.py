@@ -1,0 +1,284 @@
+"""Follows a variable through the graph of a pass to where it meets the rows."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfdp import _keras
+from tfdp._types import Tensor, Variable
+
+# What tells of a tensor no more than its shape.
+_SIZES = frozenset({"Shape", "ShapeN", "Size", "Rank", "VariableShape"})
+
+# What no gradient comes back through.
+_ENDS = frozenset({"StopGradient", "ZerosLike", "OnesLike"})
+
+# What makes copies, perhaps one for each row.
+COPIES = frozenset({"Tile", "BroadcastTo"})
+
+
+class NotFollowedError(Exception):
+    """A variable is used in a way of which nothing is known; the message says where."""
+
+
+class Use(NamedTuple):
+    """Where something that is made of a variable alone meets the rows.
+
+    Attributes:
+        op: The operation in which it does.
+        place: Which of its inputs it is.
+    """
+
+    op: tf.Operation
+    place: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is made of the variable."""
+        return self.op.inputs[self.place]
+
+    @property
+    def output(self) -> Tensor:
+        """What the operation makes of it and of the rows."""
+        return self.op.outputs[0]
+
+
+class Followed(NamedTuple):
+    """What becomes of a variable.
+
+    Attributes:
+        variable: The Keras variable.
+        made: Operations that make something of it and of no data, by their names.
+        uses: Where that meets the rows.
+    """
+
+    variable: Variable
+    made: dict[str, tf.Operation]
+    uses: list[Use]
+
+    def line_to(self, tensor: Tensor) -> list[tf.Operation] | None:
+        """List the operations between where the variable is read and a tensor.
+
+        Args:
+            tensor: Something that is made of it.
+
+        Returns:
+            None if they are not one after the other.
+        """
+        line: list[tf.Operation] = []
+        op = tensor.op
+        while op.type != "ReadVariableOp":
+            line.append(op)
+            before = [each.op for each in op.inputs if each.op.name in self.made]
+            if len(before) != 1:
+                return None
+            op = before[0]
+        return line[::-1]
+
+
+class Free:
+    """Tells which tensors of a graph are made without rows, and not of their number.
+
+    Args:
+        rows: Tensors that are rows, whatever made them.
+    """
+
+    def __init__(self, rows: Iterable[Tensor]) -> None:
+        self._known = {
+            each.op.name: False for each in rows if tf.is_symbolic_tensor(each)
+        }
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is made of variables, constants and lengths alone."""
+        if not tf.is_symbolic_tensor(tensor):
+            return True
+        stack = [(tensor.op, False)]
+        while stack:
+            op, is_ready = stack.pop()
+            if op.name in self._known:
+                continue
+            before = [each.op.name for each in op.inputs]
+            if is_ready:
+                self._known[op.name] = all(self._known[name] for name in before)
+            elif any(each.dtype == tf.resource for each in op.inputs):
+                # Other resources bring data, such as iterators.
+                self._known[op.name] = op.type in {"ReadVariableOp", "VariableShape"}
+            elif not before:
+                self._known[op.name] = op.type == "Const"
+            elif "Random" in op.type:
+                self._known[op.name] = False
+            elif _is_length(op):
+                self._known[op.name] = True
+            else:
+                stack.append((op, True))
+                stack.extend((each.op, False) for each in op.inputs)
+        return self._known[tensor.op.name]
+
+
+def _is_length(op: tf.Operation) -> bool:
+    """Tell whether an operation takes the length of an axis that is not the first."""
+    if op.type == "Shape":
+        return bool(op.inputs[0].shape.is_fully_defined())
+    if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
+        return False
+    rank = op.inputs[0].op.inputs[0].shape.rank
+    begin, step = (tf.get_static_value(op.inputs[place]) for place in (1, 3))
+    if not rank or begin is None or step != 1 or op.get_attr("begin_mask"):
+        return False
+    return bool(begin[0] % rank != 0)
+
+
+class Pass:
+    """The operations of a pass, in the graph that is being made.
+
+    Args:
+        first: How many operations the graph had before.
+        free: What is made without rows.
+        rows: Length of the leading axis, None where that is not static.
+        by_rules: Where operations are that rules answer for.
+        dead: Where operations are that nobody uses.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        free: Free,
+        rows: int | None,
+        by_rules: list[range],
+        dead: list[range],
+    ) -> None:
+        self._graph = tf.compat.v1.get_default_graph()
+        operations = self._graph.get_operations()
+        self._places = {op.name: place for place, op in enumerate(operations)}
+        self._first = first
+        self._rows = rows
+        self._by_rules = by_rules
+        self._dead = dead
+        self._free = free
+
+    def follow(self, variable: Variable) -> Followed:
+        """Find all that is made of a variable, except by rules.
+
+        Args:
+            variable: A Keras variable.
+
+        Returns:
+            All of it.
+
+        Raises:
+            NotFollowedError: If something is not known.
+        """
+        followed = Followed(variable, {}, [])
+        stack: list[Tensor] = []
+        for op in self._reads(variable):
+            if op.type != "ReadVariableOp":
+                raise NotFollowedError(named(op))
+            followed.made[op.name] = op
+            stack += op.outputs
+        if not stack:
+            raise NotFollowedError("a graph of its own")
+        while stack:
+            tensor = stack.pop()
+            consumers = self._consumers(tensor)
+            if not consumers and tensor.shape == [self._rows]:
+                # It may be the losses themselves.
+                raise NotFollowedError(f"{named(tensor.op)}, which nothing follows")
+            for op in consumers:
+                if op.name in followed.made:
+                    continue
+                if self._meets_rows(op):
+                    check_is_plain(op)
+                    followed.uses.extend(
+                        Use(op, place)
+                        for place, each in enumerate(op.inputs)
+                        if each.name == tensor.name
+                    )
+                    continue
+                check_is_plain(op)
+                followed.made[op.name] = op
+                stack += [each for each in op.outputs if each.dtype.is_floating]
+        return followed
+
+    def _reads(self, variable: Variable) -> list[tf.Operation]:
+        """List what reads a variable, but for rules."""
+        handles = {id(each.handle) for each in _keras.tensorflow_variables(variable)}
+        spans = [*self._by_rules, *self._dead]
+        return [
+            op
+            for outer, inner in self._graph.captures
+            if id(outer) in handles
+            for op in _different(inner.consumers())
+            if self._places.get(op.name, -1) >= self._first
+            and op.type not in _SIZES
+            and not self._is_in(spans, op)
+        ]
+
+    def _consumers(self, tensor: Tensor) -> list[tf.Operation]:
+        """List the operations through which gradients come back to a tensor."""
+        return [
+            op
+            for op in _different(tensor.consumers())
+            if op.type not in _SIZES | _ENDS
+            and op.name in self._places
+            and not self._is_in(self._dead, op)
+        ]
+
+    def _is_in(self, spans: list[range], op: tf.Operation) -> bool:
+        return any(self._places[op.name] in span for span in spans)
+
+    def _meets_rows(self, op: tf.Operation) -> bool:
+        if not all(map(self._free.holds, op.inputs)):
+            return True
+        return op.type in COPIES and rows_of_copies(op, self._rows) is not None
+
+
+def rows_of_copies(op: tf.Operation, rows: int | None) -> int | None:
+    """Return the axis on which an operation makes one copy for each row.
+
+    Args:
+        op: One of `COPIES`.
+        rows: How many rows there are, None where that is not static.
+
+    Returns:
+        An axis of its output; None if there is none.
+    """
+    given, made = op.inputs[0].shape, op.outputs[0].shape
+    if made.rank is None or given.rank is None:
+        return None
+    lengths = [1] * (made.rank - given.rank) + given.as_list()
+    return next(
+        (
+            axis
+            for axis, (length, copies) in enumerate(zip(lengths, made, strict=True))
+            if length == 1 and copies == rows and (length, copies) != (1, 1)
+        ),
+        None,
+    )
+
+
+def named(op: tf.Operation) -> str:
+    """Return words for an operation in a message."""
+    return f"operation {op.type} `{op.name}`"
+
+
+def check_is_plain(op: tf.Operation) -> None:
+    """Refuse what has functions or a state, or a gradient that is not its own.
+
+    Args:
+        op: An operation.
+
+    Raises:
+        NotFollowedError: If it does.
+    """
+    if (
+        any(attribute.type == "func" for attribute in op.op_def.attr)
+        or op.op_def.is_stateful
+        or "_gradient_op_type" in op.node_def.attr
+    ):
+        raise NotFollowedError(named(op))
+
+
+def _different(operations: Iterable[tf.Operation]) -> list[tf.Operation]:
+    """List operations, each once."""
+    return list({op.name: op for op in operations}.values())
