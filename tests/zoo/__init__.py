@@ -4,11 +4,11 @@
 start and a step of a private training cost beside the ordinary ones.
 """
 
-from tests.zoo import generative, series, structured, text, vision
+from tests.zoo import generative, series, structured, text, vision, weights
 from tests.zoo.entry import Entry as Entry
 
 ZOO: dict[str, Entry] = {
     entry.name: entry
-    for family in (vision, text, structured, series, generative)
+    for family in (vision, text, structured, series, generative, weights)
     for entry in family.ENTRIES
 }

@@ -238,11 +238,8 @@ def of_words(
 
 # Some norms compute in float32 whatever the policy says.
 SINGLE = {"dtype": "float32"}
-# A layer that has others in it has a variable of its own: a class token, or what relative
-# positions add. Adapters leave it alone.
-OWN = {"engines": ("apart", "bookkeeping")}
-T5 = {"adapted": ["query_projector", "value_projector"], **SINGLE, **OWN}
-# Projects its relative positions, which all sentences share, with the adapted layers too.
+T5 = {"adapted": ["query_projector", "value_projector"], **SINGLE}
+# Picks scores by relative positions, of which the way back adds up rows by numbers.
 APART = {"engines": ("apart", "apart")}
 
 ENTRIES = [
@@ -282,7 +279,6 @@ ENTRIES = [
         vit,
         functools.partial(classes, task="ViTImageClassifier"),
         images(*IMAGE),
-        **OWN,
     ),
     *family(
         "mit",
@@ -292,7 +288,7 @@ ENTRIES = [
         engines=("bookkeeping",),
     ),
     *family("clip_text", clip_text, of_mean, text_of_tower),
-    *family("clip_vision", clip_vision, of_mean, images_of_tower, **OWN),
+    *family("clip_vision", clip_vision, of_mean, images_of_tower),
 ]
 
 HUB: dict[str, Entry] = {entry.name: entry for entry in ENTRIES}

@@ -188,7 +188,7 @@ class Recording:
         self._first = self._made()
         self._by_rules: list[range] = []
         self._given_up: list[range] = []
-        self._free = Free([])
+        self._free = Free(self._static_rows, [])
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -229,7 +229,7 @@ class Recording:
         self, function: Callable[..., Nest], *args: Nest, **kwargs: Nest
     ) -> Nest:
         """Call the model; what it is given is rows, though it may be constant."""
-        self._free = Free(_tensors((args, kwargs)))
+        self._free = Free(self._static_rows, _tensors((args, kwargs)))
         return function(*args, **kwargs)
 
     def _run(
@@ -376,7 +376,7 @@ class Recording:
         operations = None
         for variable, reason in self._foreign.values():
             operations = operations or Pass(
-                self._first, self._free, rows, self._by_rules, self._given_up
+                self._first, self._free, self._by_rules, self._given_up
             )
             try:
                 if trace is not None and trace.reads_alone(variable):

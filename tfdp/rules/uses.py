@@ -81,10 +81,12 @@ class Free:
     """Tells which tensors of a graph are made without rows, and not of their number.
 
     Args:
+        number: Of rows, None where it is not static.
         rows: Tensors that are rows, whatever made them.
     """
 
-    def __init__(self, rows: Iterable[Tensor]) -> None:
+    def __init__(self, number: int | None, rows: Iterable[Tensor]) -> None:
+        self.number = number
         self._known = {
             each.op.name: False for each in rows if tf.is_symbolic_tensor(each)
         }
@@ -106,7 +108,7 @@ class Free:
                 self._known[op.name] = op.type in {"ReadVariableOp", "VariableShape"}
             elif not before:
                 self._known[op.name] = op.type == "Const"
-            elif "Random" in op.type:
+            elif "Random" in op.type or _copies_for_rows(op, self.number):
                 self._known[op.name] = False
             elif _is_length(op):
                 self._known[op.name] = True
@@ -114,6 +116,10 @@ class Free:
                 stack.append((op, True))
                 stack.extend((each.op, False) for each in op.inputs)
         return self._known[tensor.op.name]
+
+
+def _copies_for_rows(op: tf.Operation, number: int | None) -> bool:
+    return op.type in COPIES and rows_of_copies(op, number) is not None
 
 
 def _is_length(op: tf.Operation) -> bool:
@@ -135,7 +141,6 @@ class Pass:
     Args:
         first: How many operations the graph had before.
         free: What is made without rows.
-        rows: Length of the leading axis, None where that is not static.
         by_rules: Where operations are that rules answer for.
         dead: Where operations are that nobody uses.
     """
@@ -144,7 +149,6 @@ class Pass:
         self,
         first: int,
         free: Free,
-        rows: int | None,
         by_rules: list[range],
         dead: list[range],
     ) -> None:
@@ -152,7 +156,6 @@ class Pass:
         operations = self._graph.get_operations()
         self._places = {op.name: place for place, op in enumerate(operations)}
         self._first = first
-        self._rows = rows
         self._by_rules = by_rules
         self._dead = dead
         self._free = free
@@ -181,7 +184,7 @@ class Pass:
         while stack:
             tensor = stack.pop()
             consumers = self._consumers(tensor)
-            if not consumers and tensor.shape == [self._rows]:
+            if not consumers and tensor.shape == [self._free.number]:
                 # It may be the losses themselves.
                 raise NotFollowedError(f"{named(tensor.op)}, which nothing follows")
             for op in consumers:
@@ -228,9 +231,7 @@ class Pass:
         return any(self._places[op.name] in span for span in spans)
 
     def _meets_rows(self, op: tf.Operation) -> bool:
-        if not all(map(self._free.holds, op.inputs)):
-            return True
-        return op.type in COPIES and rows_of_copies(op, self._rows) is not None
+        return not all(map(self._free.holds, [*op.inputs, *op.outputs]))
 
 
 def rows_of_copies(op: tf.Operation, rows: int | None) -> int | None:
