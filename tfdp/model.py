@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _keras, _tree, _validate, engines, reports
+from tfdp import _keras, _seeds, _tree, _validate, engines, reports
 from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
@@ -481,7 +481,12 @@ class DPModel(TrainingFunctions):
                 optimizer=None, loss=loss, loss_weights=loss_weights, jit_compile=False
             )
         self._model_ledger.bind(optimizer)
-        optimizer.renew_noise_key()
+        self._renew_keys()
+
+    def _renew_keys(self) -> None:
+        """Draw noise and masks with fresh secret keys from here on."""
+        self.optimizer.renew_noise_key()
+        _seeds.renew_key(self.model, is_known=self.optimizer.noise_is_seeded)
 
     def get_compile_config(self) -> Config:
         """Return the arguments of `compile`."""
@@ -652,7 +657,7 @@ class DPModel(TrainingFunctions):
             regularizers.check_number_of_examples(
                 self.trainable_variables, data.scheme.number_of_examples
             )
-            optimizer.renew_noise_key()
+            self._renew_keys()
             for callback in acting:
                 callback.set_model(self)
                 find_queries(callback, optimizer)
@@ -1072,7 +1077,7 @@ class DPModel(TrainingFunctions):
             self.optimizer.build(self.trainable_variables)
         super().load_weights(*args, **kwargs)
         if self.compiled:
-            self.optimizer.renew_noise_key()
+            self._renew_keys()
             self._model_ledger.limit_again()
 
     def get_config(self) -> Config:

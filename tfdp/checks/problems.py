@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import keras
 
-from tfdp.checks.node import MEMORY
+from tfdp.checks.node import BY_PLACE, MEMORY
 from tfdp.checks.tracing import LOSS, NO_GRADIENT, Found, Trace
 from tfdp.errors import UnsupportedLayerError
 
@@ -53,6 +53,11 @@ _OUTSIDE = _Flaw(
     "what it keeps from one row to the next is not known: {}",
     "Use TensorFlow's operations, or, for a function that keeps nothing, "
     "`tf.numpy_function(..., stateful=False)`.",
+)
+_KNOWN_DRAWS = _Flaw(
+    "without one row, others would have other draws than those that everybody knows: {}",
+    "Draw with `self.seed_generator = keras.random.SeedGenerator()` and "
+    "`keras.random.normal(shape, seed=self.seed_generator)`, to which tfdp adds a secret.",
 )
 _UNPROVEN = _Flaw(
     "nobody knows whether rows of a batch meet in it: {}",
@@ -130,6 +135,8 @@ def _flaws(
         flaw = _MIXING if is_certain else _UNPROVEN
         if worst.cause.why == MEMORY:
             flaw = _OUTSIDE
+        if worst.cause.why == BY_PLACE:
+            flaw = _KNOWN_DRAWS
         if is_certain and isinstance(layer, keras.layers.TimeDistributed):
             flaw = _UNKNOWN_STEPS
         if is_certain and id(layer) in trace.adding_losses:

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras, engines
+from tfdp import _keras, _seeds, engines
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.accounting.levels import folded
 from tfdp.ascent.losses import BAM, SAT, AscentLoss
@@ -187,7 +187,9 @@ class BatchClipper:
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
             if augmentation is None:
                 return run_pass(batch, clip)
-            sums, norms, y_pred = run_pass(augmentation.views(batch), clip)
+            with _seeds.secret_seeds(self.model):
+                batch = augmentation.views(batch)
+            sums, norms, y_pred = run_pass(batch, clip)
             return sums, norms, augmentation.first(y_pred)
 
         in_passes = self.physical_batch_size is not None
