@@ -176,6 +176,7 @@ class Recording:
         self._place = _place()
         # Whether a rule calls a layer now.
         self._is_by_rule = False
+        self._own_gradients = _OwnGradients()
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -186,6 +187,7 @@ class Recording:
                 among it variables used outside of the calls of their own layer.
         """
         with contextlib.ExitStack() as entered:
+            entered.enter_context(self._own_gradients.looked_for())
             entered.enter_context(self.tape)
             if self._is_of_one_unit:
                 self.tape.watch([v.value for v in self._model.trainable_variables])
@@ -321,7 +323,10 @@ class Recording:
             shifts = self.moves.shifts(tensors, linear.terms_of)
         for tensor, shift in zip(tensors, shifts, strict=True):
             # The tape knows tensors by identity: another call may have this one too.
-            own = tf.identity(self._with_rows(path, tensor))
+            own = _keras.identity_with_gradient(
+                self._with_rows(path, tensor),
+                functools.partial(self._own_gradients.see, path),
+            )
             if self.moves is not None and shift is not None:
                 own = self.moves.moved(own, shift)
             self.tape.watch(own)
@@ -366,6 +371,46 @@ class Recording:
         )
         with tf.control_dependencies([] if check is None else [check]):
             return tf.identity(tensor)
+
+
+class _OwnGradients:
+    """Finds gradients that a model or a loss takes itself, on the way to its outputs.
+
+    They go back through the layers, by way of variables, of which the terms of rules
+    know nothing. Tapes keep what watches for them, and would never be freed if that
+    had a tape.
+    """
+
+    def __init__(self) -> None:
+        self._is_forward = False
+        self._found: dict[str, None] = {}
+
+    @contextlib.contextmanager
+    def looked_for(self) -> Iterator[None]:
+        self._is_forward = True
+        symbolic = tf.gradients
+
+        def gradients(*args: Nest, **kwargs: Nest) -> Nest:
+            self.see("tf.gradients", args)
+            return symbolic(*args, **kwargs)
+
+        try:
+            # It asks no tape.
+            with _keras.attributes_replaced(tf, gradients=gradients):
+                yield
+        finally:
+            self._is_forward = False
+        if self._found:
+            raise UnsupportedLayerError(
+                "A model or a loss that takes gradients itself needs whole gradients of "
+                "each example. Received: a gradient through "
+                f"`{'`, `'.join(self._found)}`."
+            )
+
+    def see(self, path: str, gradient: Nest) -> Nest:
+        if self._is_forward:
+            self._found[path] = None
+        return gradient
 
 
 def _place() -> tuple[bool, tf.Graph]:
