@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import keras
 
+from tfdp.checks.comparisons import COMPARISONS, MEETING, OWN_COMPARISONS
 from tfdp.checks.node import BY_PLACE, MEMORY
 from tfdp.checks.tracing import LOSS, NO_GRADIENT, Found, Trace
 from tfdp.errors import UnsupportedLayerError
@@ -166,14 +167,22 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 "A loss that is computed row after row must have a gradient there. "
                 f"Received: {each.operation}, which {cause.why}."
             )
+        elif cause.why in COMPARISONS:
+            reason = (
+                "A loss must not be an in-batch one, which compares the rows of a batch: "
+                "it is asked for each example alone, where nothing is left of it, and "
+                f"only the noise would train. Received: {each.operation}, which "
+                f"{cause.why}. {OWN_COMPARISONS}"
+            )
         else:
+            advice = OWN_COMPARISONS if cause.why in MEETING else _LOSS_OF_ROWS
             reason = (
                 "The loss of an example must not depend on other examples. Received: "
                 f"{each.operation}, which {cause.why}. `keras.losses.Circle` compares "
                 "the rows of a batch, and a loss that is normalized over the batch "
                 "shares its divisor. Use a loss that compares each example with its "
                 "own target, e.g. `keras.losses.CategoricalCrossentropy()`. "
-                f"{_LOSS_OF_ROWS}"
+                f"{advice}"
             )
         problems.append(Problem(LOSS, "loss", reason, "", cause.is_certain))
     return problems
