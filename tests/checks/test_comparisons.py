@@ -91,6 +91,13 @@ def views_of_a_batch(y, p):
     return cross_entropy((ops.arange(number) + number // 2) % number, scores)
 
 
+def of_repeated_rows(y, p):
+    number = ops.shape(p["query"])[0]
+    first = tf.repeat(p["query"], number, axis=0)
+    second = tf.tile(p["query"], [number, 1])
+    return -ops.mean(ops.log(ops.sum(ops.square(first - second), axis=1) + 1.0))
+
+
 def hard_triplets(y, p):
     squares = ops.sum(ops.square(p["query"]), axis=1, keepdims=True)
     away = squares + ops.transpose(squares)
@@ -210,8 +217,17 @@ def advantages(y, p):
 
 
 COMPARING = [
-    *(two_towers, both_ways, of_static_size, views_of_a_batch, hard_triplets),
-    *(of_the_same_class, discrepancy, coral, products, correlation, variance, risks),
+    *(two_towers, both_ways, of_static_size, views_of_a_batch, of_repeated_rows),
+    *(
+        hard_triplets,
+        of_the_same_class,
+        discrepancy,
+        coral,
+        products,
+        correlation,
+        variance,
+        risks,
+    ),
     *(pairs_of_scores, list_of_rows, hardest, shifted, reversed_rows),
     *(
         neighbours,
@@ -242,6 +258,10 @@ def squared(y, p):
 def of_own_count(y, p):
     errors = ops.square(p["score"] - y["target"])
     return ops.sum(errors) / ops.cast(ops.shape(errors)[0], errors.dtype)
+
+
+def times_count(y, p):
+    return squared(y, p) * ops.cast(ops.shape(p["score"])[0], "float32") / 256.0
 
 
 def with_constants(y, p):
@@ -348,6 +368,42 @@ def label_by_place(y, p):
     return -ops.mean(ops.take(flat, places + ops.cast(y["label"], "int32")))
 
 
+def label_by_pairs(y, p):
+    places = ops.arange(ops.shape(p["query"])[0], dtype="int32")
+    pairs = tf.stack([places, tf.cast(y["label"], tf.int32)], axis=-1)
+    return -tf.reduce_mean(tf.gather_nd(tf.nn.log_softmax(p["query"]), pairs))
+
+
+def label_along_axis(y, p):
+    losses = ops.log_softmax(p["query"])
+    return -ops.mean(ops.take_along_axis(losses, y["label"][:, None], axis=1))
+
+
+def diagonal(y, p):
+    scores = tf.matmul(p["query"], p["item"], transpose_b=True)
+    return -tf.reduce_mean(tf.linalg.diag_part(scores))
+
+
+def penalty(y, p):
+    with tf.GradientTape() as tape:
+        tape.watch(p["query"])
+        score = tf.reduce_sum(tf.tanh(p["query"] @ tf.ones([D, 1])) ** 2, axis=1)
+    slope = tf.sqrt(tf.reduce_sum(tape.gradient(score, p["query"]) ** 2, axis=1))
+    return tf.reduce_mean((slope - 1.0) ** 2)
+
+
+def without_nan(y, p):
+    losses = ops.where(ops.isnan(squares(y, p)), 0.0, squares(y, p))
+    return ops.where(ops.mean(losses) > 1e6, 0.0, ops.mean(losses))
+
+
+def inside_one_row(y, p):
+    scores = ops.einsum("ntd,nsd->nts", p["positions"], p["positions"][:, ::-1])
+    scores -= ops.mean(scores, axis=(1, 2), keepdims=True)
+    labels = ops.zeros_like(scores[..., 0]) + ops.arange(POSITIONS, dtype=scores.dtype)
+    return cross_entropy(labels, scores)
+
+
 def focal(y, p):
     return keras.losses.CategoricalFocalCrossentropy(from_logits=True)(
         ops.one_hot(y["label"], D), p["query"]
@@ -373,7 +429,15 @@ def raise_if_many(z):
 
 
 HONEST = [
-    *(squared, of_own_count, with_constants, over_masks, over_all_masks, kept_rows),
+    *(
+        squared,
+        of_own_count,
+        times_count,
+        with_constants,
+        over_masks,
+        over_all_masks,
+        kept_rows,
+    ),
     *(
         two_heads,
         repeated_labels,
@@ -384,7 +448,8 @@ HONEST = [
     ),
     *(between_positions, flat_positions, of_centred_positions, own_candidates),
     *(of_a_catalogue, connectionist, step_by_step, along_positions, label_by_place),
-    *(focal, cosine, dice, in_batch_of_none),
+    *(label_by_pairs, label_along_axis, diagonal, penalty, without_nan),
+    *(inside_one_row, focal, cosine, dice, in_batch_of_none),
 ]
 
 
@@ -429,6 +494,20 @@ def by_weights_of_rows(y, p):
     return ops.sum(weights * squares(y, p)) / ops.sum(weights)
 
 
+def share_of_each_class(y, p):
+    target = ops.cast(y["label"] > 1, "float32")
+    share = ops.mean(target)
+    weights = ops.where(target > 0.5, 1 - share, share)
+    return ops.mean(weights * squares(y, p))
+
+
+def of_counted_classes(y, p):
+    target = ops.one_hot(y["label"], D)
+    score = ops.softmax(p["query"])
+    right = 2 * ops.sum(target * score, axis=0)
+    return 1 - ops.mean(right / (ops.sum(target + score, axis=0) + 1e-6))
+
+
 def flat_pixels_sorted(y, p):
     return ops.mean(ops.sort(ops.reshape(p["positions"], (-1,))) ** 2)
 
@@ -440,7 +519,7 @@ def marginal(y, p):
 
 CHANGED = [
     *(root, log_of_mean, roots_of_columns, all_pixels, by_weights_of_rows),
-    *(flat_pixels_sorted, marginal),
+    *(share_of_each_class, of_counted_classes, flat_pixels_sorted, marginal),
 ]
 
 

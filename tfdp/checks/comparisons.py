@@ -1,23 +1,22 @@
 """Finds losses that compare the rows of a batch, which alone have nothing to compare."""
 
+import contextlib
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import tensorflow as tf
 from absl import logging
 
 from tfdp._types import Tensor
 from tfdp.checks.node import COUNTS, Node, static_lengths
-from tfdp.checks.values import Cause, Value, known
-
-if TYPE_CHECKING:
-    import tensorflow as tf
+from tfdp.checks.values import Cause, NotKnownError, Value, known
 
 WITH_OTHERS = "compares rows of the batch with each other"
 WITH_MEAN = "takes from each row the mean over the batch"
-OF_PRODUCTS = "makes no sum of sums of products over the batch"
-_OF_SUMS = "makes no sum of sums over the batch"
-_SHARES = "divides by a sum over the batch"
+OF_PRODUCTS = "is a function of products that are summed over the batch"
+_OF_SUMS = "is a function of a mean or a sum over the batch"
+_WEIGHS = "multiplies or divides by a sum over the batch"
+_OF_ONE_EACH = "adds up one number of each row"
 
 COMPARISONS = (WITH_OTHERS, WITH_MEAN, OF_PRODUCTS)
 
@@ -26,8 +25,9 @@ OWN_COMPARISONS = (
     "Compare what is in one row: give each its own negatives, `x = {'query': (N, d), "
     "'items': (N, 1 + k, d)}` with the positive one first, `scores = "
     "keras.ops.einsum('nd,nkd->nk', query, items)`, and labels `zeros(N)`; or score all "
-    "items that are public, `scores = query @ keras.ops.transpose(table)`. Where two "
-    "tensors are to meet row by row, give both one shape: `y[:, None]`."
+    "items that are public, `scores = query @ keras.ops.transpose(table)`. In the "
+    "place of a mean over the batch take a public number. Where two tensors are to meet "
+    "row by row, give both one shape: `y[:, None]`."
 )
 
 # What operations are found to do in which rows meet others, not only add up.
@@ -37,6 +37,7 @@ MEETING = (
     "goes along the rows",
     "moves rows to others",
     "puts rows to others",
+    "repeats rows as often as there are rows",
     "compares the rows",
     "sorts the rows",
     "normalizes by statistics of the batch",
@@ -81,8 +82,9 @@ class Comparisons:
         """Begin with nothing."""
         self.certain: list[Cause] = []
         self.changed: list[Cause] = []
-        # What was found already, and what adds up the rows: what of each.
+        # What was found already.
         self._met: set[tf.Operation] = set()
+        # What adds up the rows: `OF_PRODUCTS`, `_OF_ONE_EACH` or `_OF_SUMS`.
         self._sums: dict[tf.Operation, str] = {}
 
     def look_at(self, node: Node, outputs: Sequence[Value]) -> None:
@@ -92,26 +94,43 @@ class Comparisons:
             node: With what is known of its inputs.
             outputs: What that makes of its outputs.
         """
-        op, kind = node.op, node.op.type
         is_sure = all(map(self._is_sure, node.inputs))
-        if op in self._met or not outputs or not is_sure:
+        if node.op in self._met or not outputs or not is_sure:
             return
-        new = next((c for c in outputs[0].causes if c.op is op), None)
-        with_rows = [each for each in node.inputs if each.axis is not None]
-        if new is not None and _meets(node, new.why, with_rows):
-            self._note(node, WITH_OTHERS, is_certain=_have_one_each(with_rows))
-        elif new is not None and with_rows and outputs[0].axis is None:
-            self._note_sum(node, with_rows)
-        elif kind in ("Sub", "SquaredDifference") and self._centres(node):
+        # Where not even shapes are known, nothing is for certain.
+        with contextlib.suppress(NotKnownError):
+            new = next((c for c in outputs[0].causes if c.op is node.op), None)
+            with_rows = [each for each in node.inputs if each.axis is not None]
+            if new is None or not with_rows:
+                self._look_at_function(node)
+            elif _meets(node, new, with_rows):
+                self._note(node, WITH_OTHERS, is_certain=_have_one_each(with_rows))
+            elif outputs[0].axis is None:
+                self._note_sum(node, with_rows)
+
+    def _look_at_function(self, node: Node) -> None:
+        """Look at what changes no place of a row, and may make of sums what is none."""
+        kind, sums = node.op.type, self._sums_in(node.inputs)
+        if kind in ("Sub", "SquaredDifference") and self._centres(node):
             self._note(node, WITH_MEAN, is_certain=True)
-        elif kind in _BENDING:
-            found = self._sums_in(node.inputs)
-            if found:
-                is_certain = OF_PRODUCTS in found
-                why = OF_PRODUCTS if is_certain else _OF_SUMS
-                self._note(node, why, is_certain=is_certain)
-        elif kind in _QUOTIENTS and _SHARES in self._sums_in(node.inputs[1:]):
-            self._note(node, _SHARES, is_certain=False)
+        elif kind in _BENDING and sums and any(v.axis is None for v in node.inputs):
+            is_certain = OF_PRODUCTS in sums
+            why = OF_PRODUCTS if is_certain else _OF_SUMS
+            self._note(node, why, is_certain=is_certain)
+        elif self._weighs(node):
+            self._note(node, _WEIGHS, is_certain=False)
+
+    def _weighs(self, node: Node) -> bool:
+        """Tell whether sums of one number of each row multiply data, or divide."""
+        sums = [self._sums_in([each]) for each in node.inputs]
+        of_one_each = [bool(each - {_OF_SUMS}) for each in sums]
+        if node.op.type in _QUOTIENTS:
+            return of_one_each[1]
+        are_data = [
+            each.axis is not None or bool(of_it)
+            for each, of_it in zip(node.inputs, sums, strict=True)
+        ]
+        return node.op.type == "Mul" and any(of_one_each) and all(are_data)
 
     def _note(self, node: Node, why: str, *, is_certain: bool) -> None:
         self._met.add(node.op)
@@ -119,15 +138,16 @@ class Comparisons:
 
     def _is_sure(self, value: Value) -> bool:
         """Tell whether rows are for certain where they are said to be."""
-        known = self._met | self._sums.keys()
-        return all(c.why in _KEEPING or c.op in known for c in value.causes)
+        return all(
+            cause.why in _KEEPING or cause.op in self._met or cause.op in self._sums
+            for cause in value.causes
+        )
 
     def _sums_in(self, values: Sequence[Value]) -> set[str]:
-        """List what there is of sums in tensors that have no rows any more."""
+        """List what sums over the rows there are in tensors."""
         return {
             self._sums[cause.op]
             for value in values
-            if value.axis is None
             for cause in value.causes
             if cause.op in self._sums
         }
@@ -141,7 +161,7 @@ class Comparisons:
             axes = {int(n) % len(value.shape) for n in known(along.numbers).ravel()}
             others = [value.shape[axis] for axis in axes - {value.axis}]
             self._sums[node.op] = (
-                _SHARES if has_one and set(others) <= {1} else _OF_SUMS
+                _OF_ONE_EACH if has_one and set(others) <= {1} else _OF_SUMS
             )
         elif kind in _PRODUCTS:
             is_table = sum(n != 1 for n in static_lengths(node.tensor) or ()) > 1
@@ -154,7 +174,7 @@ class Comparisons:
             op = _origin(mean).op
             if (
                 op.type in ("Mean", "Sum")
-                and self._sums.get(op) == _SHARES
+                and self._sums.get(op) == _OF_ONE_EACH
                 and _origin(op.inputs[0]) is _origin(rows)
             ):
                 return True
@@ -166,8 +186,11 @@ def _have_one_each(values: Sequence[Value]) -> bool:
     return all(each.layout.times * each.layout.entries == 1 for each in values)
 
 
-def _meets(node: Node, why: str, with_rows: Sequence[Value]) -> bool:
+def _meets(node: Node, cause: Cause, with_rows: Sequence[Value]) -> bool:
     """Tell whether rows meet others where an operation does something to them."""
+    why = cause.why
+    if not cause.is_certain or _takes_diagonal(node.op):
+        return False
     if why == _JOINING:
         # Not if they only are in another order there.
         return len({each.from_end for each in with_rows}) > 1
@@ -178,6 +201,12 @@ def _meets(node: Node, why: str, with_rows: Sequence[Value]) -> bool:
         picks_many = picked.axis is not None or bool(picked.lengths and picked.causes)
         return picks_many and _have_one_each(with_rows)
     return why in MEETING or (why == _TAKING and _leaves_out_first(node))
+
+
+def _takes_diagonal(op: tf.Operation) -> bool:
+    """Tell whether of a table of rows and others only each with itself is read."""
+    readers = op.outputs[0].consumers()
+    return bool(readers) and all(r.type.startswith("MatrixDiagPart") for r in readers)
 
 
 def _leaves_out_first(node: Node) -> bool:
@@ -211,8 +240,8 @@ def warn_of_change(model: str, what: str) -> None:
     """
     logging.warning(
         "tfdp asks for the loss of model `%s` for each example alone, where it may be "
-        "another one than of a batch: %s. Of one example it is a function of what is "
-        "in its own row, and the losses of the examples are then averaged.",
+        "another one than for a batch: %s. The mean that trains is taken last, of such "
+        "functions of one row each.",
         model,
         what,
     )
