@@ -312,21 +312,11 @@ class Trace:
         """Note whether a loss compares the rows of a batch; tell if it takes batches."""
         traced = tf.function(of_batch, autograph=False)
         for length in (None, _MANY):
-            specs = [
-                tf.TensorSpec([length, *tensor.shape[1:]], tensor.dtype)
-                for tensor in rows
-            ]
             try:
-                graph = traced.get_concrete_function(specs).graph
+                comparisons = self._compared(traced, rows, length)
             # Whatever it is: the loss is asked for rows, and of these it is known.
             except Exception:  # noqa: BLE001
                 continue
-            known = self._captured(graph)
-            for spec, tensor in zip(specs, graph.inputs, strict=False):
-                known[tensor.op.name] = _given(spec, length, 1, _LENGTHS[0])
-            known |= {inner.op.name: FREE for _, inner in _outer(graph)}
-            comparisons = Comparisons()
-            Analysis(length, comparisons.look_at).values(graph, known, graph.outputs)
             self._of_losses += [Found(LOSS, each) for each in comparisons.certain]
             if comparisons.changed and not comparisons.certain:
                 found = Found(LOSS, comparisons.changed[0])
@@ -334,6 +324,22 @@ class Trace:
                 warn_of_change(name, f"{found.operation} {found.cause.why}")
             return True
         return False
+
+    def _compared(
+        self, traced: Nest, rows: list[Tensor], length: int | None
+    ) -> Comparisons:
+        """Look at what a function makes of so many rows, which it alone gets."""
+        specs = [
+            tf.TensorSpec([length, *tensor.shape[1:]], tensor.dtype) for tensor in rows
+        ]
+        graph = traced.get_concrete_function(specs).graph
+        known = self._captured(graph)
+        for spec, tensor in zip(specs, graph.inputs, strict=False):
+            known[tensor.op.name] = _given(spec, length, 1, _LENGTHS[0])
+        known |= {inner.op.name: FREE for _, inner in _outer(graph)}
+        comparisons = Comparisons()
+        Analysis(length, comparisons.look_at).values(graph, known, graph.outputs)
+        return comparisons
 
     def _find_in_loop(
         self,
