@@ -397,6 +397,17 @@ def without_nan(y, p):
     return ops.where(ops.mean(losses) > 1e6, 0.0, ops.mean(losses))
 
 
+def mapped(y, p):
+    def of_row(row):
+        a, b = row
+        order = tf.argsort(a)
+        return tf.reduce_sum(tf.gather(a, order) * b) + tf.reduce_max(
+            a[:, None] - a[None] + tf.tensordot(a, b, 1)
+        )
+
+    return ops.mean(tf.vectorized_map(of_row, (p["query"], p["item"])))
+
+
 def inside_one_row(y, p):
     scores = ops.einsum("ntd,nsd->nts", p["positions"], p["positions"][:, ::-1])
     scores -= ops.mean(scores, axis=(1, 2), keepdims=True)
@@ -449,7 +460,7 @@ HONEST = [
     *(between_positions, flat_positions, of_centred_positions, own_candidates),
     *(of_a_catalogue, connectionist, step_by_step, along_positions, label_by_place),
     *(label_by_pairs, label_along_axis, diagonal, penalty, without_nan),
-    *(inside_one_row, focal, cosine, dice, in_batch_of_none),
+    *(mapped, inside_one_row, focal, cosine, dice, in_batch_of_none),
 ]
 
 

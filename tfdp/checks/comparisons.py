@@ -195,12 +195,23 @@ def _meets(node: Node, cause: Cause, with_rows: Sequence[Value]) -> bool:
         # Not if they only are in another order there.
         return len({each.from_end for each in with_rows}) > 1
     if why == _PICKING:
-        # Each row by a number, or as many as there are. With several entries of its own
-        # a row may pick among these.
-        picked = node.inputs[1]
-        picks_many = picked.axis is not None or bool(picked.lengths and picked.causes)
-        return picks_many and _have_one_each(with_rows)
+        # By numbers of the rows, or drawn ones. With several entries of its own a row may
+        # pick among these.
+        is_any = node.inputs[1].axis is not None or _are_drawn(node.op.inputs[1])
+        return is_any and _have_one_each(with_rows)
     return why in MEETING or (why == _TAKING and _leaves_out_first(node))
+
+
+def _are_drawn(tensor: Tensor) -> bool:
+    """Tell whether random numbers have a part in a tensor."""
+    stack, seen = [tensor.op], {tensor.op}
+    while stack:
+        op = stack.pop()
+        if op.type.startswith(("Random", "StatelessRandom")):
+            return True
+        stack += [each.op for each in op.inputs if each.op not in seen]
+        seen.update(each.op for each in op.inputs)
+    return False
 
 
 def _takes_diagonal(op: tf.Operation) -> bool:
