@@ -9,7 +9,7 @@ from keras import layers, ops
 import tfdp
 from tfdp.checks import comparisons
 from tfdp.checks.engine import check_objective
-from tfdp.errors import UnsupportedLossError
+from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses.objective import Objective
 
 pytestmark = pytest.mark.keras_private
@@ -586,6 +586,23 @@ def test_a_loss_of_each_row_that_compares_it_is_refused_with_what_to_do():
     model = private(lambda y, p: ops.logsumexp(p @ ops.transpose(y), axis=-1))
     with pytest.raises(UnsupportedLossError, match="its own negatives"):
         model.fit(np.ones((8, 3)), np.ones((8, D)), batch_size=4, verbose=0)
+
+
+class AddsPairs(layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.mean(ops.exp(-ops.square(ops.matmul(x, ops.transpose(x))))))
+        return x
+
+
+def test_a_loss_that_a_layer_adds_and_that_compares_rows_says_what_to_do():
+    model = keras.Sequential([
+        keras.Input((3,)),
+        layers.Dense(D),
+        AddsPairs(name="end"),
+    ])
+    rows = np.ones((8, 3)), np.ones((8, D)), None
+    with pytest.raises(UnsupportedLayerError, match=r"`end`.*its own negatives"):
+        check_objective(Objective.of(model, "mse"), rows)
 
 
 def in_halves(y, p):

@@ -141,7 +141,7 @@ def _flaws(
         if is_certain and isinstance(layer, keras.layers.TimeDistributed):
             flaw = _UNKNOWN_STEPS
         if is_certain and id(layer) in trace.adding_losses:
-            flaw = flaw._replace(fix=f"{flaw.fix} {_LOSS_OF_ROWS}")
+            flaw = flaw._replace(fix=f"{flaw.fix} {_loss_instead(worst)}")
         what = f"{worst.operation} {worst.cause.why}"
         yield flaw._replace(reason=flaw.reason.format(what)), is_certain
     if names:
@@ -175,17 +175,21 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 f"{cause.why}. {OWN_COMPARISONS}"
             )
         else:
-            advice = OWN_COMPARISONS if cause.why in MEETING else _LOSS_OF_ROWS
             reason = (
                 "The loss of an example must not depend on other examples. Received: "
                 f"{each.operation}, which {cause.why}. `keras.losses.Circle` compares "
                 "the rows of a batch, and a loss that is normalized over the batch "
                 "shares its divisor. Use a loss that compares each example with its "
                 "own target, e.g. `keras.losses.CategoricalCrossentropy()`. "
-                f"{advice}"
+                f"{_loss_instead(each)}"
             )
         problems.append(Problem(LOSS, "loss", reason, "", cause.is_certain))
     return problems
+
+
+def _loss_instead(found: Found) -> str:
+    """Say which loss trains in the place of one that lets rows meet."""
+    return OWN_COMPARISONS if found.cause.why in MEETING else _LOSS_OF_ROWS
 
 
 def raise_if(model: keras.Model, problems: list[Problem]) -> None:
