@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp._types import Tensor
-from tfdp.checks.node import COUNTS, Node, static_lengths
+from tfdp.checks.node import BY_PLACE, COUNTS, Node, static_lengths
 from tfdp.checks.values import Cause, NotKnownError, Value, known
 
 WITH_OTHERS = "compares rows of the batch with each other"
@@ -47,7 +47,7 @@ _JOINING = "joins tensors whose rows are on different axes"
 _PICKING = "picks some rows by their numbers"
 _TAKING = "takes some of the rows"
 # Behind these, rows still are where they are looked for.
-_KEEPING = (COUNTS, "puts other entries between or behind the rows")
+_KEEPING = (BY_PLACE, COUNTS, "puts other entries between or behind the rows")
 
 _REDUCTIONS = ("Sum", "Mean", "Prod", "Max", "Min", "EuclideanNorm")
 _PRODUCTS = ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
