@@ -458,7 +458,13 @@ HONEST = [
         divergence,
     ),
     *(between_positions, flat_positions, of_centred_positions, own_candidates),
-    *(of_a_catalogue, connectionist, step_by_step, along_positions, label_by_place),
+    *(
+        of_a_catalogue,
+        pytest.param(connectionist, marks=pytest.mark.slow),
+        step_by_step,
+        along_positions,
+        label_by_place,
+    ),
     *(label_by_pairs, label_along_axis, diagonal, penalty, without_nan),
     *(mapped, inside_one_row, focal, cosine, dice, in_batch_of_none),
 ]
@@ -641,6 +647,7 @@ class Retrieval(keras.Model):
         return cross_entropy(ops.zeros(ops.shape(scores)[0], "int32"), scores)
 
 
+@pytest.mark.slow
 def test_what_the_refusal_says_trains():
     rng = np.random.default_rng(0)
     query = rng.normal(size=(256, 3)).astype("float32")
