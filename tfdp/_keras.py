@@ -154,6 +154,27 @@ def without_tapes() -> Iterator[None]:
         tape.variable_accessed(variable)
 
 
+def identity_with_gradient(
+    tensor: Tensor, gradient: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return a tensor as another one, with a gradient of its own, at no operation's cost.
+
+    Args:
+        tensor: The tensor.
+        gradient: From the gradient of what is returned to that of the tensor. A tape
+            keeps it, for as long as the tape lives.
+
+    Returns:
+        A tensor of the same values.
+    """
+    with record.stop_recording():
+        own = tf.identity(tensor)
+    record.record_operation(
+        "Identity", [own], [tensor], lambda of_own: [gradient(of_own)]
+    )
+    return own
+
+
 @contextlib.contextmanager
 def outside_of_graphs() -> Iterator[None]:
     """Run eagerly what is called while a graph is built.

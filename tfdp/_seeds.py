@@ -1,13 +1,21 @@
-"""Random seeds: drawn for each row of a batch by itself, or refused."""
+"""Random seeds: secret, drawn for each row of a batch by itself, or refused."""
 
 import contextlib
+import os
+import secrets
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from tfdp import _keras
 from tfdp._types import Tensor
+
+# What operations that give secret seeds are called in a graph.
+SECRET = "secret_seed"
 
 # A generator, and the argument `ordered` of each of its draws since the row began.
 _Draws = tuple[keras.random.SeedGenerator, list[bool]]
@@ -16,6 +24,7 @@ _Draws = tuple[keras.random.SeedGenerator, list[bool]]
 class _RowSeeds(threading.local):
     """The row whose seeds this thread draws, if any, and what it has drawn."""
 
+    key: Tensor | None = None
     row: Tensor | None = None
     refused: bool = False
 
@@ -37,6 +46,81 @@ class _RowSeeds(threading.local):
 
 _row_seeds = _RowSeeds()
 _next_seed = keras.random.SeedGenerator.next
+
+
+class _Key:
+    """Two words from the operating system, in a variable that is never saved.
+
+    Attributes:
+        words: int64, shape ``(2,)``, each less than 2**32.
+    """
+
+    def __init__(self) -> None:
+        self._is_known = False
+        with tf.init_scope(), _keras.unmirrored_variables():
+            self.words = tf.Variable(self._new(), trainable=False, name="mask_key")
+
+    def renew(self, *, is_known: bool) -> None:
+        self._is_known = is_known
+        self.words.assign(self._new())
+
+    def renew_in_child(self) -> None:
+        # A child cannot use its parent's GPU, nor draw with a key that lies there.
+        if "GPU" not in str(self.words.device):
+            self.renew(is_known=self._is_known)
+
+    def _new(self) -> np.ndarray:
+        if self._is_known:
+            return np.zeros(2, np.int64)
+        return np.frombuffer(secrets.token_bytes(8), np.uint32).astype(np.int64)
+
+
+_keys: weakref.WeakKeyDictionary[keras.Model, _Key] = weakref.WeakKeyDictionary()
+
+
+def _renew_in_child() -> None:
+    for key in _keys.values():
+        key.renew_in_child()
+
+
+os.register_at_fork(after_in_child=_renew_in_child)
+
+
+def _key_of(model: keras.Model) -> _Key:
+    if model not in _keys:
+        _keys[model] = _Key()
+    return _keys[model]
+
+
+def renew_key(model: keras.Model, *, is_known: bool) -> None:
+    """Let a model draw other numbers from here on, from the same states.
+
+    Args:
+        model: See `secret_seeds`.
+        is_known: Whether what it draws follows from the states alone, for tests.
+    """
+    _key_of(model).renew(is_known=is_known)
+
+
+def secret_seeds(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Let nobody who knows the states of Keras's seed generators know what they draw.
+
+    A row draws by its place in the batch, so that without one row those behind it draw
+    what others drew. That changes nothing for those who know only how draws are
+    distributed, but all for those who know the draws: then one row would move a
+    clipped sum by many times the clip norm. States are no secret: they are saved with
+    the model, and `keras.utils.set_random_seed` sets them. So a key is added to each
+    seed, and the number of the replica, as the states of replicas are all alike.
+
+    Generators with a true attribute `is_same_for_all_rows` draw as without.
+
+    Args:
+        model: The model that draws, or for which views are drawn.
+
+    Returns:
+        A context in which it is so.
+    """
+    return _row_seeds.changed(key=_key_of(model).words)
 
 
 @contextlib.contextmanager
@@ -86,7 +170,7 @@ def _next_seed_of_row(
     if _row_seeds.refused:
         raise RandomError
     if _row_seeds.row is None:
-        return _next_seed(generator, ordered=ordered)
+        return _with_key(generator, _next_seed(generator, ordered=ordered))
     draws = _row_seeds.drawn.setdefault(id(generator), (generator, []))[1]
     state = tf.convert_to_tensor(generator.state)
     row = tf.cast(_row_seeds.row, tf.int64)
@@ -96,4 +180,18 @@ def _next_seed_of_row(
     offset = row * 0x9E3779B1 + len(draws) * 0x85EBCA77
     draws.append(ordered)
     fold = tf.stack([tf.zeros_like(offset), offset % (1 << 31)])
-    return tf.cast((tf.cast(state, tf.int64) + fold) % (1 << 32), state.dtype)
+    seed = tf.cast((tf.cast(state, tf.int64) + fold) % (1 << 32), state.dtype)
+    return _with_key(generator, seed)
+
+
+def _with_key(generator: keras.random.SeedGenerator, seed: Tensor) -> Tensor:
+    """Add the key and the number of the replica; no two seeds become one."""
+    if _row_seeds.key is None or getattr(generator, "is_same_for_all_rows", False):
+        return seed
+    seed = tf.convert_to_tensor(seed)
+    words = tf.cast(seed, tf.int64) + _row_seeds.key
+    replica = tf.distribute.get_replica_context()
+    if replica is not None and replica.num_replicas_in_sync > 1:
+        number = tf.cast(replica.replica_id_in_sync_group, tf.int64)
+        words += tf.stack([number * 0x9E3779B1, tf.zeros_like(number)])
+    return tf.identity(tf.cast(words % (1 << 32), seed.dtype), name=SECRET)

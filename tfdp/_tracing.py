@@ -20,6 +20,7 @@ class Tracing(Protocol):
         rows: list[Tensor],
         *,
         in_loop: bool = False,
+        of_batch: Callable[[list[Tensor]], Tensor] | None = None,
     ) -> Nest:
         """Look at what a function does to one row; used in place of a map over rows."""
 

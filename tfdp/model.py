@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _keras, _tree, _validate, engines, reports
+from tfdp import _keras, _seeds, _tree, _validate, engines, reports
 from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
@@ -90,8 +90,9 @@ class DPModel(TrainingFunctions):
     Args:
         model: Any Keras 3 model. It must not mix examples in training
             (`tfdp.validate_model`) nor override `train_step`. A model that
-            overrides `compute_loss` has it evaluated for each example alone. What layers
-            add (`add_loss`, `activity_regularizer`) is part of each example's loss.
+            overrides `compute_loss` has it evaluated for each example alone; losses that
+            compare the rows of a batch are refused. What layers add (`add_loss`,
+            `activity_regularizer`) is part of each example's loss.
         engine: How per-example gradients are clipped: `"bookkeeping"`, in about the
             time of an ordinary step; `"ghost"`, by a second backward pass in place of
             keeping what the first one found; `"apart"`, with each example by itself;
@@ -481,7 +482,12 @@ class DPModel(TrainingFunctions):
                 optimizer=None, loss=loss, loss_weights=loss_weights, jit_compile=False
             )
         self._model_ledger.bind(optimizer)
-        optimizer.renew_noise_key()
+        self._renew_keys()
+
+    def _renew_keys(self) -> None:
+        """Draw noise and masks with fresh secret keys from here on."""
+        self.optimizer.renew_noise_key()
+        _seeds.renew_key(self.model, is_known=self.optimizer.noise_is_seeded)
 
     def get_compile_config(self) -> Config:
         """Return the arguments of `compile`."""
@@ -652,7 +658,7 @@ class DPModel(TrainingFunctions):
             regularizers.check_number_of_examples(
                 self.trainable_variables, data.scheme.number_of_examples
             )
-            optimizer.renew_noise_key()
+            self._renew_keys()
             for callback in acting:
                 callback.set_model(self)
                 find_queries(callback, optimizer)
@@ -1072,7 +1078,7 @@ class DPModel(TrainingFunctions):
             self.optimizer.build(self.trainable_variables)
         super().load_weights(*args, **kwargs)
         if self.compiled:
-            self.optimizer.renew_noise_key()
+            self._renew_keys()
             self._model_ledger.limit_again()
 
     def get_config(self) -> Config:

@@ -161,7 +161,7 @@ class PenalizeSpread(layers.Layer):
 
 class TensorFlowNoise(layers.Layer):
     def call(self, x):
-        return x + tf.random.uniform(tf.shape(x))
+        return x + tf.random.uniform(ops.shape(x)[1:])
 
 
 class UnseededNoise(layers.Layer):

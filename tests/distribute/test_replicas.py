@@ -40,7 +40,7 @@ def test_bounds_of_tensors():
 def test_alone_nothing_is_run_elsewhere():
     assert ONE_DEVICE.number == ONE_DEVICE.processes == 1
     assert ONE_DEVICE.run(lambda *args: args, 1, 2) == (1, 2)
-    assert ONE_DEVICE.first("value") == ONE_DEVICE.joined("value") == "value"
+    assert ONE_DEVICE.first("value") == ONE_DEVICE.concatenated("value") == "value"
     assert ONE_DEVICE.share_of("rows", rows_per_unit=1) == "rows"
     np.testing.assert_array_equal(ONE_DEVICE.of_all([3, 4]), [[3, 4]])
     assert ONE_DEVICE.texts_of_all("text") == ["text"]

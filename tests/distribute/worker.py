@@ -18,6 +18,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.distribute import cases
+from tfdp import _seeds
 from tfdp.distribute.replicas import replica_number, summed
 from tfdp.mechanisms import mechanism
 from tfdp.mechanisms.mechanism import add_noise, seed_of, standard_normal
@@ -252,6 +253,22 @@ def others(directory):
         except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
             found["errors"].append(f"{type(error).__name__}: {error}")
     return found
+
+
+def masks():
+    """Return what each replica draws from the seeds that all of them have."""
+    model = keras.Sequential([keras.layers.Dropout(0.5, seed=1)])
+    # The key is nothing: what differs is the replica.
+    _seeds.renew_key(model, is_known=True)
+
+    def draw():
+        with _seeds.secret_seeds(model):
+            return model(tf.ones([64]), training=True)
+
+    with STRATEGY.scope():
+        model(tf.ones([64]))
+        drawn = tf.function(lambda: STRATEGY.run(draw))()
+    return {"masks": [each.numpy().tolist() for each in drawn.values]}
 
 
 class SetClip(keras.callbacks.Callback):

@@ -18,6 +18,7 @@ from tests.engine_checks import (
 )
 from tests.problems import PROBLEMS, Batch, Problem, cases, floats, sequential, take
 from tests.reference import assert_all_close, clipped_sum, problem_gradients
+from tfdp._seeds import renew_key
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.losses.objective import Objective
 from tfdp.losses.regularizers import GaussianDivergence
@@ -274,6 +275,7 @@ def test_factors_of_a_recurrent_layer_see_its_dropout(rng):
     model = sequential((3, 5), layer)
     x, y = rng.normal(size=(4, 3, 5)), rng.normal(size=(4, 4))
     x, y = tf.constant(x, tf.float32), tf.constant(y, tf.float32)
+    renew_key(model, is_known=True)
     state = layer.cell.seed_generator.state
     begin = state.numpy()
     with tf.GradientTape(persistent=True) as tape:

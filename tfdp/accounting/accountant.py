@@ -158,7 +158,7 @@ def rough_epsilon(segments: Iterable[Segment], delta: float) -> float:
     return _rough_epsilon(_counted(segments), delta)
 
 
-def joined(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+def merged(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     """Return segments whose costs add up.
 
     Args:
@@ -187,7 +187,7 @@ def _together(parts: list[Segment]) -> Segment:
 
 
 def _counted(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    return joined(s for s in segments if s.count)
+    return merged(s for s in segments if s.count)
 
 
 @functools.lru_cache(maxsize=4096)

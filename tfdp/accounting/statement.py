@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 from tfdp._validate import positive_int, probability
-from tfdp.accounting.accountant import epsilon, joined, reported_epsilon
+from tfdp.accounting.accountant import epsilon, merged, reported_epsilon
 from tfdp.accounting.ledger import FLAGS, Ledger
 from tfdp.accounting.meaning import FALSE_POSITIVE_RATE, best_attack, in_words
 from tfdp.accounting.segments import Segment, segment_to_dict
@@ -298,7 +298,7 @@ def _users(segments: _Segments, delta: float, examples: int | None) -> Iterator[
     examples = positive_int("max_examples_per_user", examples)
     if _units(segments) == {"user"}:
         return  # What is said of one user holds for any number of rows.
-    segments = joined(segments)
+    segments = merged(segments)
     # Segments are composed by adding up what each costs at its part of delta.
     part = delta / max(1, len(segments))
     figure = sum(

@@ -1,7 +1,7 @@
 """Follows rows through the graph of a function, and through the functions it calls."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -67,15 +67,21 @@ class Analysis:
 
     Args:
         rows: How many rows a batch has; None if that is not static.
+        look_at: Called for each operation, with what becomes of its outputs.
 
     Attributes:
         effects: What changes state that outlives the step by what rows hold.
     """
 
-    def __init__(self, rows: int | None) -> None:
+    def __init__(
+        self,
+        rows: int | None,
+        look_at: Callable[[Node, Sequence[Value]], None] | None = None,
+    ) -> None:
         """Begin with nothing."""
         self.effects: set[Cause] = set()
         self._rows = rows
+        self._look_at = look_at
         self._outer: tf.Operation | None = None
         # Whether what is looked at runs or not by what is in the rows.
         self._is_hidden = False
@@ -107,6 +113,8 @@ class Analysis:
             if is_outermost:
                 self._outer = op
             values[name] = self._outputs(op, inputs)
+            if self._look_at is not None:
+                self._look_at(self._node(op, inputs), values[name])
             if is_outermost:
                 self._outer = None
         return [values[tensor.op.name][tensor.value_index] for tensor in wanted]

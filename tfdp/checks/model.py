@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _keras
+from tfdp import _keras, _seeds
 from tfdp._tree import signature_of
 from tfdp._types import Nest
 from tfdp.checks.problems import Problem, layer_problems, raise_if
@@ -72,7 +72,7 @@ def _problems_of(model: keras.Model, x: Nest, *, views: int = 1) -> list[Problem
 def _outputs(model: keras.Model, inputs: Nest) -> Nest:
     """Return what a model returns, and what its layers add for each row."""
     added = AddedLosses(model, inputs)
-    with added.observing():
+    with _seeds.secret_seeds(model), added.observing():
         y_pred = _keras.run_model(model, added.inputs, training=True)
         return y_pred, added.of_rows(number_of_rows(inputs), skips_unknown=True)
 

@@ -274,6 +274,8 @@ _effects: dict[str, bool] = {}
 
 
 COUNTS = "counts the rows of a batch"
+
+BY_PLACE = "draws for each row what its place in the batch and a known seed give"
 # Of what runs outside of TensorFlow, or keeps what is no variable.
 MEMORY = "may keep what depends on the data"
 

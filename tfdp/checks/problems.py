@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import keras
 
-from tfdp.checks.node import MEMORY
+from tfdp.checks.comparisons import COMPARISONS, MEETING, OWN_COMPARISONS
+from tfdp.checks.node import BY_PLACE, MEMORY
 from tfdp.checks.tracing import LOSS, NO_GRADIENT, Found, Trace
 from tfdp.errors import UnsupportedLayerError
 
@@ -53,6 +54,11 @@ _OUTSIDE = _Flaw(
     "what it keeps from one row to the next is not known: {}",
     "Use TensorFlow's operations, or, for a function that keeps nothing, "
     "`tf.numpy_function(..., stateful=False)`.",
+)
+_KNOWN_DRAWS = _Flaw(
+    "without one row, others would have other draws than those that everybody knows: {}",
+    "Draw with `self.seed_generator = keras.random.SeedGenerator()` and "
+    "`keras.random.normal(shape, seed=self.seed_generator)`, to which tfdp adds a secret.",
 )
 _UNPROVEN = _Flaw(
     "nobody knows whether rows of a batch meet in it: {}",
@@ -130,10 +136,12 @@ def _flaws(
         flaw = _MIXING if is_certain else _UNPROVEN
         if worst.cause.why == MEMORY:
             flaw = _OUTSIDE
+        if worst.cause.why == BY_PLACE:
+            flaw = _KNOWN_DRAWS
         if is_certain and isinstance(layer, keras.layers.TimeDistributed):
             flaw = _UNKNOWN_STEPS
         if is_certain and id(layer) in trace.adding_losses:
-            flaw = flaw._replace(fix=f"{flaw.fix} {_LOSS_OF_ROWS}")
+            flaw = flaw._replace(fix=f"{flaw.fix} {_loss_instead(worst)}")
         what = f"{worst.operation} {worst.cause.why}"
         yield flaw._replace(reason=flaw.reason.format(what)), is_certain
     if names:
@@ -159,6 +167,13 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 "A loss that is computed row after row must have a gradient there. "
                 f"Received: {each.operation}, which {cause.why}."
             )
+        elif cause.why in COMPARISONS:
+            reason = (
+                "A loss must not be an in-batch one, which compares the rows of a batch: "
+                "it is asked for each example alone, where nothing is left of it, and "
+                f"only the noise would train. Received: {each.operation}, which "
+                f"{cause.why}. {OWN_COMPARISONS}"
+            )
         else:
             reason = (
                 "The loss of an example must not depend on other examples. Received: "
@@ -166,10 +181,15 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 "the rows of a batch, and a loss that is normalized over the batch "
                 "shares its divisor. Use a loss that compares each example with its "
                 "own target, e.g. `keras.losses.CategoricalCrossentropy()`. "
-                f"{_LOSS_OF_ROWS}"
+                f"{_loss_instead(each)}"
             )
         problems.append(Problem(LOSS, "loss", reason, "", cause.is_certain))
     return problems
+
+
+def _loss_instead(found: Found) -> str:
+    """Say which loss trains in the place of one that lets rows meet."""
+    return OWN_COMPARISONS if found.cause.why in MEETING else _LOSS_OF_ROWS
 
 
 def raise_if(model: keras.Model, problems: list[Problem]) -> None:

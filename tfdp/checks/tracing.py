@@ -13,9 +13,11 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp._tracing import traced_by
 from tfdp._types import Nest, Tensor, Variable
+from tfdp.checks.comparisons import OWN_COMPARISONS, Comparisons, warn_of_change
 from tfdp.checks.graph import METRIC, Analysis
 from tfdp.checks.sizes import Length, Size
 from tfdp.checks.values import FREE, PLAIN, WITHIN, Cause, Layout, Value
+from tfdp.errors import UnsupportedLossError
 
 # Where the rows of losses are: one entry each on the first axis. Losses may be the same
 # for all.
@@ -23,6 +25,9 @@ _ROWS = {(0, PLAIN), (None, PLAIN)}
 
 # Lengths for axes other than that of the rows whose length is open.
 _LENGTHS = (11, 13)
+
+# A number of rows, where one must be known: no likely length of another axis.
+_MANY = 97
 
 # In place of a layer: the loss.
 LOSS = "loss"
@@ -86,8 +91,8 @@ class Trace:
         self._owners: list[Owner] = [None]
         # What an engine reads, and how many operations there were by then.
         self._read: tuple[list[Tensor], int | None] | None = None
-        # What cannot be differentiated where rows are taken one after the other.
-        self._in_loops: list[Found] = []
+        # What losses do that are asked for each row alone, but cannot be.
+        self._of_losses: list[Found] = []
 
     def found(
         self,
@@ -203,7 +208,7 @@ class Trace:
                 for alone, arguments, owner in self._alone
                 for cause in self._causes_alone(alone, arguments, by_tensor)
             ]
-            + self._in_loops
+            + self._of_losses
         )
 
     def _captured(self, graph: tf.Graph) -> dict[str, Value]:
@@ -252,6 +257,7 @@ class Trace:
         rows: list[Tensor],
         *,
         in_loop: bool = False,
+        of_batch: Callable[[list[Tensor]], Tensor] | None = None,
     ) -> Nest:
         """Look at what a function does to one row; used in place of a map over rows.
 
@@ -259,13 +265,29 @@ class Trace:
             function: Takes a list with one row of each tensor.
             rows: The tensors.
             in_loop: Whether the map is a loop over rows.
+            of_batch: Computes the same of all rows, if that is a loss: takes the tensors.
 
         Returns:
             For each output of the function, a tensor with as many rows, each of which
             depends on the same row of all tensors.
+
+        Raises:
+            UnsupportedLossError: If a loss can be asked for a batch, and not for a row.
         """
+        takes_batches = False
+        if of_batch is not None and self._owners[-1] == LOSS:
+            takes_batches = self._compare(of_batch, rows)
         specs = [tf.TensorSpec(tensor.shape[1:], tensor.dtype) for tensor in rows]
-        traced = tf.function(function, autograph=False).get_concrete_function(specs)
+        try:
+            traced = tf.function(function, autograph=False).get_concrete_function(specs)
+        except Exception as error:
+            if not takes_batches:
+                raise
+            raise UnsupportedLossError(
+                "A loss is asked for each example alone: one that can be asked for a "
+                f"batch only is refused. Received: {type(error).__name__} for one row, "
+                f"{' '.join(str(error).split())}. {OWN_COMPARISONS}"
+            ) from error
         self._alone.append((traced.graph, len(rows), self._owners[-1]))
         if in_loop and any(op.type in _LOOPS for op in traced.graph.get_operations()):
             self._find_in_loop(function, rows, traced)
@@ -293,6 +315,41 @@ class Trace:
             for outer, _ in graph.captures
         )
 
+    def _compare(
+        self, of_batch: Callable[[list[Tensor]], Tensor], rows: list[Tensor]
+    ) -> bool:
+        """Note whether a loss compares the rows of a batch; tell if it takes batches."""
+        traced = tf.function(of_batch, autograph=False)
+        for length in (None, _MANY):
+            try:
+                comparisons = self._compared(traced, rows, length)
+            # Whatever it is: the loss is asked for rows, and of these it is known.
+            except Exception:  # noqa: BLE001
+                continue
+            self._of_losses += [Found(LOSS, each) for each in comparisons.certain]
+            if comparisons.changed and not comparisons.certain:
+                found = Found(LOSS, comparisons.changed[0])
+                name = "" if self._model is None else self._model.name
+                warn_of_change(name, f"{found.operation} {found.cause.why}")
+            return True
+        return False
+
+    def _compared(
+        self, traced: Nest, rows: list[Tensor], length: int | None
+    ) -> Comparisons:
+        """Look at what a function makes of so many rows, which it alone gets."""
+        specs = [
+            tf.TensorSpec([length, *tensor.shape[1:]], tensor.dtype) for tensor in rows
+        ]
+        graph = traced.get_concrete_function(specs).graph
+        known = self._captured(graph)
+        for spec, tensor in zip(specs, graph.inputs, strict=False):
+            known[tensor.op.name] = _given(spec, length, 1, _LENGTHS[0])
+        known |= {inner.op.name: FREE for _, inner in _outer(graph)}
+        comparisons = Comparisons()
+        Analysis(length, comparisons.look_at).values(graph, known, graph.outputs)
+        return comparisons
+
     def _find_in_loop(
         self,
         function: Callable[[list[Tensor]], Nest],
@@ -319,7 +376,7 @@ class Trace:
         except LookupError:
             loops = [op for op in traced.graph.get_operations() if op.type in _LOOPS]
             cause = Cause(loops[0], loops[0], False, NO_GRADIENT)
-            self._in_loops.append(Found(self._owners[-1], cause))
+            self._of_losses.append(Found(self._owners[-1], cause))
 
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:

@@ -129,7 +129,7 @@ class Replicas:
         of_replicas = self.strategy.experimental_local_results
         return tf.nest.map_structure(lambda value: of_replicas(value)[0], values)
 
-    def joined(self, rows: Nest) -> Tensor:
+    def concatenated(self, rows: Nest) -> Tensor:
         """Put the rows of all replicas one behind the other.
 
         Args:

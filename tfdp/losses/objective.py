@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import keras
 import tensorflow as tf
 
-from tfdp import _keras, _tree
+from tfdp import _keras, _seeds, _tree
 from tfdp._tracing import tracing
 from tfdp._types import Loss, Nest, Padded, Tensor, Variable
 from tfdp._views_per_example import views_per_example
@@ -167,7 +167,7 @@ class Objective:
             with contextlib.ExitStack() as entered:
                 entered.enter_context(_keras.without_regularizers(variables))
                 if added is not None:
-                    of_row = [tf.reshape(added, [])]
+                    of_row = [tf.reduce_sum(added)]
                     entered.enter_context(_keras.with_losses(model, of_row))
                 return tf.reduce_sum(_keras.compute_loss(model, *row))
 
@@ -205,7 +205,7 @@ class Objective:
         """
         rows = number_of_rows(tuple(batch))
         noted = AddedLosses(self.model, batch.x)
-        with noted.observing():
+        with _seeds.secret_seeds(self.model), noted.observing():
             y_pred = self.predict(noted.inputs)
             if (
                 noted.found
@@ -383,7 +383,12 @@ def each_row_alone(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> T
         return tf.reshape(tf.cast(function(*row), keras.config.floatx()), [])
 
     if trace is not None:
-        losses: Tensor = trace.alone(of_one, leaves, in_loop=True)
+        losses: Tensor = trace.alone(
+            of_one,
+            leaves,
+            in_loop=True,
+            of_batch=lambda leaves: function(*_tree.pack(leaves, like=rows)),
+        )
         return losses
     return tf.map_fn(
         of_one, leaves, fn_output_signature=tf.as_dtype(keras.config.floatx())

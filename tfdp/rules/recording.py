@@ -189,6 +189,7 @@ class Recording:
         self._by_rules: list[range] = []
         self._given_up: list[range] = []
         self._free = Free(self._static_rows, [])
+        self._own_gradients = _OwnGradients()
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -199,6 +200,7 @@ class Recording:
                 among it variables used outside of the calls of their own layer.
         """
         with contextlib.ExitStack() as entered:
+            entered.enter_context(self._own_gradients.looked_for())
             entered.enter_context(self.tape)
             self.tape.watch([v.value for v in self._without_rule()])
             outside = entered.enter_context(self._tape_of_variables())
@@ -440,7 +442,10 @@ class Recording:
             shifts = self.moves.shifts(tensors, linear.terms_of)
         for tensor, shift in zip(tensors, shifts, strict=True):
             # The tape knows tensors by identity: another call may have this one too.
-            own = tf.identity(self._with_rows(path, tensor))
+            own = _keras.identity_with_gradient(
+                self._with_rows(path, tensor),
+                functools.partial(self._own_gradients.see, path),
+            )
             if self.moves is not None and shift is not None:
                 own = self.moves.moved(own, shift)
             self.tape.watch(own)
@@ -491,6 +496,46 @@ class Recording:
 
 def _tensors(nest: Nest) -> list[Tensor]:
     return [leaf for leaf in keras.tree.flatten(nest) if tf.is_tensor(leaf)]
+
+
+class _OwnGradients:
+    """Finds gradients that a model or a loss takes itself, on the way to its outputs.
+
+    They go back through the layers, by way of variables, of which the terms of rules
+    know nothing. Tapes keep what watches for them, and would never be freed if that
+    had a tape.
+    """
+
+    def __init__(self) -> None:
+        self._is_forward = False
+        self._found: dict[str, None] = {}
+
+    @contextlib.contextmanager
+    def looked_for(self) -> Iterator[None]:
+        self._is_forward = True
+        symbolic = tf.gradients
+
+        def gradients(*args: Nest, **kwargs: Nest) -> Nest:
+            self.see("tf.gradients", args)
+            return symbolic(*args, **kwargs)
+
+        try:
+            # It asks no tape.
+            with _keras.attributes_replaced(tf, gradients=gradients):
+                yield
+        finally:
+            self._is_forward = False
+        if self._found:
+            raise UnsupportedLayerError(
+                "A model or a loss that takes gradients itself needs whole gradients of "
+                "each example. Received: a gradient through "
+                f"`{'`, `'.join(self._found)}`."
+            )
+
+    def see(self, path: str, gradient: Nest) -> Nest:
+        if self._is_forward:
+            self._found[path] = None
+        return gradient
 
 
 def _place() -> tuple[bool, tf.Graph]:

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras, engines
+from tfdp import _keras, _seeds, engines
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.accounting.levels import folded
 from tfdp.ascent.losses import BAM, SAT, AscentLoss
@@ -143,14 +143,14 @@ class BatchClipper:
                 assign(values_then)
                 return clipped_sum
 
-            return self.joined(self._on_all(of_replica, values_now, batch))
+            return self.seen_by_first(self._on_all(of_replica, values_now, batch))
 
         return clip
 
-    def joined(self, clipped_sum: ClippedSum) -> ClippedSum:
+    def seen_by_first(self, clipped_sum: ClippedSum) -> ClippedSum:
         """Return what the first replica has of a sum, with the norms of all."""
         first: ClippedSum = self.replicas.first(clipped_sum)
-        return first._replace(norms=self.replicas.joined(clipped_sum.norms))
+        return first._replace(norms=self.replicas.concatenated(clipped_sum.norms))
 
     def _on_all(self, clip: Callable[..., ClippedSum], *args: Nest) -> ClippedSum:
         """Add up what all replicas have clipped; each gets the sum."""
@@ -187,7 +187,9 @@ class BatchClipper:
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
             if augmentation is None:
                 return run_pass(batch, clip)
-            sums, norms, y_pred = run_pass(augmentation.views(batch), clip)
+            with _seeds.secret_seeds(self.model):
+                batch = augmentation.views(batch)
+            sums, norms, y_pred = run_pass(batch, clip)
             return sums, norms, augmentation.first(y_pred)
 
         in_passes = self.physical_batch_size is not None
@@ -455,16 +457,16 @@ def _learner(
 
     def learn(clipped_sum: ClippedSum) -> None:
         # Replicas put their norms together.
-        joined = clipper.joined(clipped_sum)
-        answers = Answers(joined, stream)
-        units = optimizer.expected_units(joined.examples_per_unit)
+        seen = clipper.seen_by_first(clipped_sum)
+        answers = Answers(seen, stream)
+        units = optimizer.expected_units(seen.examples_per_unit)
         for callback in asking:
             answer = answers.of(callback)
             callback.during_step(Step(optimizer, units, iteration, answer))
         for callback in looking:
             callback.nonprivate_step(
                 NonprivateStep(
-                    optimizer, joined, clip_again, session.ascent, session.released
+                    optimizer, seen, clip_again, session.ascent, session.released
                 )
             )
 

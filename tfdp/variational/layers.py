@@ -111,8 +111,8 @@ class VariationalDense(DenseProduct):
             a diagonal and ``U U^T``, with r columns of U that train [5]_, and scales stay
             the standard deviations. `covariance` returns it. For `draws="shared"` or
             `"per_example"`.
-        seed: Of the draws. Like masks of dropout they are taken for unknown: whoever
-            knows it, where rows have draws of their own, knows more than is accounted.
+        seed: Of the draws. Like masks of dropout, draws of rows have a secret beside it in
+            private training.
         **kwargs: Name, dtype, and `trainable`.
 
     Raises:

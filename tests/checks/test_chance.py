@@ -1,0 +1,109 @@
+"""Draws that rows get by their places have secret seeds, or are no batch's."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfdp
+from tfdp.checks.model import validate_model
+
+pytestmark = pytest.mark.keras_private
+
+D = 3
+GENERATOR = tf.random.Generator.from_seed(1)
+
+
+class Draws(layers.Layer):
+    """Adds what a function draws for each row."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+        self.seed_generator = keras.random.SeedGenerator(1)
+        self.count = self.add_weight(dtype="int32", trainable=False, initializer="ones")
+
+    def call(self, x):
+        return x + self.draw(self, ops.shape(x))
+
+
+def branch(layer, shape):
+    return tf.cond(
+        layer.count > 0,
+        lambda: keras.random.normal(shape, seed=1),
+        lambda: tf.zeros(shape),
+    )
+
+
+SECRET = {
+    "a generator of the layer": lambda layer, shape: keras.random.normal(
+        shape, seed=layer.seed_generator
+    ),
+    "a seed of it, in a branch": lambda layer, shape: tf.cond(
+        layer.count > 0,
+        lambda: keras.random.normal(shape, seed=layer.seed_generator),
+        lambda: tf.zeros(shape),
+    ),
+    "Keras's generator": lambda layer, shape: keras.random.uniform(shape),
+    "dropout": lambda layer, shape: keras.random.dropout(
+        tf.ones(shape), 0.5, seed=layer.seed_generator
+    ),
+    "for all rows alike": lambda layer, shape: keras.random.normal((1, D), seed=1),
+}
+KNOWN = {
+    "a number": lambda layer, shape: keras.random.normal(shape, seed=1),
+    "a number, in a branch": branch,
+    "numbers of TensorFlow": lambda layer, shape: tf.random.stateless_normal(
+        shape, [1, 2]
+    ),
+    "a counter": lambda layer, shape: tf.random.stateless_normal(
+        shape, [layer.count.value, 2]
+    ),
+}
+# Their state moves from row to row, however rows are run.
+KNOWN_WITH_STATE = {
+    "a seed of TensorFlow": lambda layer, shape: tf.random.normal(shape, seed=3),  # noqa: TID251
+    "a generator of TensorFlow": lambda layer, shape: GENERATOR.normal(shape),
+}
+
+
+def problems(draw):
+    model = keras.Sequential([keras.Input((D,)), Draws(draw), layers.Dense(1)])
+    return validate_model(model, np.ones((4, D)))
+
+
+@pytest.mark.parametrize("name", SECRET)
+def test_secret_draws_are_proven(name):
+    assert problems(SECRET[name]) == []
+
+
+def test_what_the_system_seeds_is_secret():
+    # What Keras's `set_random_seed` has set is known.
+    tf.random.set_seed(None)  # noqa: TID251
+    assert problems(lambda layer, shape: tf.random.normal(shape)) == []  # noqa: TID251
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_draws_are_those_of_one_row(name):
+    (problem,) = problems(KNOWN[name])
+    assert not problem.is_certain
+    assert "SeedGenerator" in problem.fix
+
+
+@pytest.mark.parametrize("name", KNOWN_WITH_STATE)
+@pytest.mark.parametrize("engine", ["auto", "vectorized", "apart"])
+def test_known_draws_that_move_on_are_refused(name, engine):
+    (problem,) = problems(KNOWN_WITH_STATE[name])
+    assert problem.is_certain
+    model = keras.Sequential([
+        keras.Input((D,)),
+        Draws(KNOWN_WITH_STATE[name]),
+        layers.Dense(1),
+    ])
+    private = tfdp.DPModel(model, engine=engine)
+    private.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0), "mse"
+    )
+    with pytest.raises(tfdp.errors.UnsupportedLayerError, match="known seed"):
+        private.fit(np.ones((8, D)), np.ones((8, 1)), batch_size=4, verbose=0)
