@@ -70,22 +70,23 @@ def test_a_model_is_traced_once(options):
     assert len(CALLS) == 1
 
 
-class Shared(layers.Layer):
-    """Has a layer that sees all rows' positions, of whatever batch."""
+class Flattened(layers.Layer):
+    """Has a layer that sees the positions of all rows as rows."""
 
     def build(self, shape):
-        self.positions = layers.Embedding(shape[-1], 2)
-        self.positions.build((shape[-1],))
+        self.inner = layers.Dense(2)
+        self.inner.build((None, 1))
 
     def call(self, x):
-        return x[..., None] * self.positions(keras.ops.arange(x.shape[-1]))
+        positions = keras.ops.reshape(x, (-1, 1))
+        return keras.ops.reshape(self.inner(positions), (-1, x.shape[-1], 2))
 
 
 def test_units_that_are_taken_apart_run_in_the_graph_that_was_tried():
     """Variables of the optimizer are made before: a graph that makes them is another."""
     inner = keras.Sequential([
         keras.Input((3,)),
-        Shared(),
+        Flattened(),
         layers.Lambda(noted),
         layers.Flatten(),
         layers.Dense(2),

@@ -91,6 +91,7 @@ SHAPES = {
     "twice": (WIDTH,),
     "cancelling": (WIDTH,),
     "stopped": (WIDTH,),
+    "compared": (WIDTH,),
 }
 USES = {
     "scaled": lambda x, own: x * own,
@@ -115,6 +116,7 @@ USES = {
     "twice": lambda x, own: own * ops.tanh(own * x),
     "cancelling": cancelling,
     "stopped": lambda x, own: x * own + ops.stop_gradient(own),
+    "compared": lambda x, own: x * own * ops.cast(x > own, x.dtype),
 }
 
 
@@ -340,6 +342,11 @@ def remembered(x, own):
     return tf.recompute_grad(lambda x: x * own)(x)
 
 
+def of_waves(x, own):
+    waves = tf.complex(x, x) * tf.complex(own, 2 * own)
+    return ops.cast(tf.math.real(waves), x.dtype)
+
+
 # What stops book-keeping over the batch, by the words that say it.
 REFUSED = {
     "in_a_loop": (in_a_loop, "PartitionedCall|While"),
@@ -354,6 +361,7 @@ REFUSED = {
         "Conv2D",
     ),
     "without_a_loss": (lambda x, own: (x * own, x)[1], "must have a gradient"),
+    "complex": (of_waves, "Complex"),
 }
 
 

@@ -24,7 +24,7 @@ from tfdp.errors import NotInGraphError, UnsupportedLayerError
 from tfdp.rules.elsewhere import Met, met
 from tfdp.rules.moves import Move, Moves
 from tfdp.rules.terms import PerRow, Term
-from tfdp.rules.uses import Free, NotFollowedError, Pass, Use, named
+from tfdp.rules.uses import Free, NotFollowedError, Pass, Use
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
 Rule: TypeAlias = Callable[["Call"], Nest]
@@ -188,7 +188,7 @@ class Recording:
         self._first = self._made()
         self._by_rules: list[range] = []
         self._given_up: list[range] = []
-        self._free = Free(self._static_rows, [])
+        self._free = Free(self._static_rows)
         self._own_gradients = _OwnGradients()
 
     @contextlib.contextmanager
@@ -230,8 +230,8 @@ class Recording:
     def _begin(
         self, function: Callable[..., Nest], *args: Nest, **kwargs: Nest
     ) -> Nest:
-        """Call the model; what it is given is rows, though it may be constant."""
-        self._free = Free(self._static_rows, _tensors((args, kwargs)))
+        """Call the model; what it is given is rows."""
+        self._free.add(_tensors((args, kwargs)))
         return function(*args, **kwargs)
 
     def _run(
@@ -278,9 +278,13 @@ class Recording:
 
     def _is_without_rows(self, call: "Call") -> bool:
         """Tell whether a layer is called on what is the same for all rows."""
-        return not self._place[0] and all(
-            map(self._free.holds, _tensors((call.args, call.kwargs)))
-        )
+        given = _tensors((call.args, call.kwargs))
+        # States of loops, for example, may be zeros for each row.
+        if self._place[0] or all(
+            each.shape[:1] == [self._static_rows] for each in given
+        ):
+            return False
+        return all(map(self._free.holds, given))
 
     def _made(self) -> int:
         """Count the operations in the graph of the pass."""
@@ -385,27 +389,19 @@ class Recording:
                     raise NotFollowedError("a loss of each example alone")
                 followed = operations.follow(variable)
                 for use in followed.uses:
-                    self._watch_use(variable, use, met(followed, use, rows))
+                    self._watch_use(variable, use, met(followed, use, self.tape, rows))
             except NotFollowedError as error:
                 self._refusals.append(
                     f"{reason} It is not known what becomes of it in {error}."
                 )
 
     def _watch_use(self, variable: Variable, use: Use, found: Met) -> None:
-        # Of what it does not know, a tape may still tell a part of the gradient.
-        if not _has_recorded(self.tape, use.output):
-            raise NotFollowedError(f"{named(use.op)}, which no tape has recorded")
-        self._with_rows(variable.path, found.rows, found.axis)
-        self.watched.append(
-            Watched(
-                variable.path,
-                use.op.type,
-                [use.output],
-                found.terms,
-                1,
-                must_be_reached=True,
-            )
+        path, rule = variable.path, use.op.type
+        self._with_rows(path, found.rows, found.axis)
+        watched = Watched(
+            path, rule, [use.output], found.terms, 1, must_be_reached=True
         )
+        self.watched.append(watched)
 
     def hide(self, path: str, variable: Variable) -> None:
         """Note that the tape does not see a variable; see `Call.hide`."""
@@ -541,20 +537,6 @@ class _OwnGradients:
 def _place() -> tuple[bool, tf.Graph]:
     """Return where operations are made: eagerly or not, and in which graph."""
     return tf.executing_eagerly(), tf.compat.v1.get_default_graph()
-
-
-def _has_recorded(tape: tf.GradientTape, tensor: Tensor) -> bool:
-    """Tell whether a tape knows what a tensor comes from, without going back there."""
-    asked: list[Tensor] = []
-
-    @tf.custom_gradient
-    def probe(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
-        return tf.identity(tensor), asked.append
-
-    with tape:
-        end = probe(tensor)
-    tape.gradient(end, tensor)
-    return bool(asked)
 
 
 def _used_elsewhere(variable: Variable) -> str:

@@ -82,12 +82,15 @@ class Free:
 
     Args:
         number: Of rows, None where it is not static.
-        rows: Tensors that are rows, whatever made them.
     """
 
-    def __init__(self, number: int | None, rows: Iterable[Tensor]) -> None:
+    def __init__(self, number: int | None) -> None:
         self.number = number
-        self._known = {
+        self._known: dict[str, bool] = {}
+
+    def add(self, rows: Iterable[Tensor]) -> None:
+        """Note tensors that are rows, whatever made them: they may be constants."""
+        self._known |= {
             each.op.name: False for each in rows if tf.is_symbolic_tensor(each)
         }
 
@@ -190,15 +193,14 @@ class Pass:
             for op in consumers:
                 if op.name in followed.made:
                     continue
+                check_is_plain(op)
                 if self._meets_rows(op):
-                    check_is_plain(op)
                     followed.uses.extend(
                         Use(op, place)
                         for place, each in enumerate(op.inputs)
                         if each.name == tensor.name
                     )
                     continue
-                check_is_plain(op)
                 followed.made[op.name] = op
                 stack += [each for each in op.outputs if each.dtype.is_floating]
         return followed
@@ -225,6 +227,7 @@ class Pass:
             if op.type not in _SIZES | _ENDS
             and op.name in self._places
             and not self._is_in(self._dead, op)
+            and not all(map(_has_no_gradient, op.outputs))
         ]
 
     def _is_in(self, spans: list[range], op: tf.Operation) -> bool:
@@ -264,7 +267,7 @@ def named(op: tf.Operation) -> str:
 
 
 def check_is_plain(op: tf.Operation) -> None:
-    """Refuse what has functions or a state, or a gradient that is not its own.
+    """Refuse what has functions, a state, complex numbers, or a gradient of its own.
 
     Args:
         op: An operation.
@@ -275,9 +278,15 @@ def check_is_plain(op: tf.Operation) -> None:
     if (
         any(attribute.type == "func" for attribute in op.op_def.attr)
         or op.op_def.is_stateful
+        or not all(e.dtype.is_floating or _has_no_gradient(e) for e in op.outputs)
         or "_gradient_op_type" in op.node_def.attr
     ):
         raise NotFollowedError(named(op))
+
+
+def _has_no_gradient(tensor: Tensor) -> bool:
+    dtype = tensor.dtype
+    return bool(dtype.is_integer or dtype.is_bool or dtype == tf.string)
 
 
 def _different(operations: Iterable[tf.Operation]) -> list[tf.Operation]:

@@ -1,0 +1,192 @@
+"""Takes gradients of what was made of a variable alone to those of the variable."""
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdp._tracing import tracing
+from tfdp._types import Tensor, Variable
+from tfdp.rules.terms import OuterProducts, PerRow, Term
+from tfdp.rules.uses import Followed
+
+# Number by number, with broadcasting.
+BY_NUMBER = frozenset({
+    "Add", "AddV2", "Atan2", "BiasAdd", "Cast", "Ceil", "Cos", "Cosh", "Div",
+    "DivNoNan", "Elu", "Erf", "Erfc", "Exp", "Expm1", "Floor", "Identity", "Inv",
+    "LeakyRelu", "Log", "Log1p", "Maximum", "Minimum", "Mul", "MulNoNan", "Neg", "Pow",
+    "RealDiv", "Reciprocal", "Relu", "Relu6", "Rsqrt", "SelectV2", "Selu", "Sigmoid",
+    "Sign", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Square",
+    "SquaredDifference", "Sub", "Tan", "Tanh", "Xdivy", "Xlogy",
+})  # fmt: skip
+
+# The same numbers in the same order.
+AS_IT_IS = frozenset({"Identity", "Cast"})
+_SAME_ORDER = AS_IT_IS | {"Reshape", "ExpandDims", "Squeeze"}
+
+
+def through(followed: Followed, tensor: Tensor) -> Callable[[Tensor], Term]:
+    """Return what takes the rows' gradients of a tensor to those of the variable.
+
+    Args:
+        followed: The variable, and what becomes of it.
+        tensor: What is made of it alone.
+
+    Returns:
+        From gradients of shape ``(N, *tensor.shape)`` to a term of the variable.
+    """
+    variable = followed.variable
+    line = followed.line_to(tensor)
+    if line is not None and all(op.type in _SAME_ORDER for op in line):
+        return lambda g: PerRow(variable, tf.reshape(g, [-1, *variable.shape]))
+    lookup = None if line is None else _lookup_of(line)
+    if lookup is not None:
+        ids = lookup.inputs[1]
+
+        def looked_up(g: Tensor) -> Term:
+            shape = [tf.shape(g)[0], *lengths_of(ids)]
+            g = tf.reshape(g, [*shape, *variable.shape[1:]])
+            return term_of_lookup(variable, tf.broadcast_to(ids[None], shape), g)
+
+        return looked_up
+
+    def term(g: Tensor) -> Term:
+        value = tf.cast(tf.convert_to_tensor(variable), g.dtype)
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(value)
+            made = _made_again(followed, tensor, value)
+
+        def back(g: Tensor | None) -> Tensor:
+            found = tape.gradient(
+                made,
+                value,
+                output_gradients=g,
+                unconnected_gradients=tf.UnconnectedGradients.ZERO,
+            )
+            return tf.ensure_shape(tf.convert_to_tensor(found), variable.shape)
+
+        if _is_by_number(followed, tensor):
+            return PerRow(variable, g * back(None))
+
+        trace = tracing()
+        if trace is not None:
+            return PerRow(variable, trace.alone(lambda row: back(row[0]), [g]))
+        return PerRow(variable, tf.vectorized_map(back, g, warn=False))
+
+    return term
+
+
+def _lookup_of(line: list[tf.Operation]) -> tf.Operation | None:
+    """Return the operation that looks rows of a matrix up, if there is one alone."""
+    lookups = [op for op in line if op.type == "GatherV2"]
+    if len(lookups) != 1 or not looks_up_rows(lookups[0]):
+        return None
+    place = line.index(lookups[0])
+    before, after = line[:place], line[place + 1 :]
+    is_plain = all(op.type in AS_IT_IS for op in before)
+    is_plain &= all(op.type in _SAME_ORDER for op in after)
+    return lookups[0] if is_plain else None
+
+
+def _is_by_number(followed: Followed, tensor: Tensor) -> bool:
+    """Tell whether each number of a tensor is made of one of the variable's."""
+    shape = tuple(followed.variable.shape)
+    stack, seen = [tensor], set()
+    while stack:
+        op = stack.pop().op
+        if op.name in seen or op.type == "ReadVariableOp":
+            continue
+        seen.add(op.name)
+        if op.type not in BY_NUMBER or tuple(op.outputs[0].shape) != shape:
+            return False
+        stack += [each for each in op.inputs if each.op.name in followed.made]
+    return True
+
+
+def _made_again(followed: Followed, tensor: Tensor, value: Tensor) -> Tensor:
+    """Make a tensor once more, of another value of the variable."""
+    known: dict[str, list[Tensor]] = {}
+
+    def again(each: Tensor) -> Tensor:
+        op = each.op
+        if op.name not in followed.made:
+            return each
+        if op.type == "ReadVariableOp":
+            return value
+        if op.name not in known:
+            made = again_on(op, [again(one) for one in op.inputs], value.dtype)
+            known[op.name] = list(made) if isinstance(made, list | tuple) else [made]
+        return known[op.name][each.value_index]
+
+    return again(tensor)
+
+
+def again_on(op: tf.Operation, inputs: list[Tensor], dtype: tf.DType) -> Tensor:
+    """Do an operation on other inputs, in another precision.
+
+    Args:
+        op: The operation.
+        inputs: In place of its own.
+        dtype: Of all that is not of whole numbers.
+
+    Returns:
+        What it makes of them; a list if that is several tensors.
+    """
+    inputs = [
+        tf.cast(each, dtype) if each.dtype.is_floating else each for each in inputs
+    ]
+    if op.type == "Cast" and op.outputs[0].dtype.is_floating:
+        return tf.cast(inputs[0], dtype)
+    if op.type == "BiasAdd":  # It takes no biases of rows.
+        return tf.add(*inputs)
+    remaining = iter(inputs)
+    given: dict[str, object] = {}
+    function = getattr(tf.raw_ops, op.type)
+    parameters = list(inspect.signature(function).parameters)
+    for place, argument in enumerate(op.op_def.input_arg):
+        # Some have other names in Python.
+        name = argument.name if argument.name in parameters else parameters[place]
+        several = argument.number_attr or argument.type_list_attr
+        if several:
+            number = op.get_attr(several)
+            number = number if isinstance(number, int) else len(number)
+            given[name] = list(itertools.islice(remaining, number))
+        else:
+            given[name] = next(remaining)
+    given |= {
+        attribute.name: op.get_attr(attribute.name)
+        for attribute in op.op_def.attr
+        if attribute.name in parameters
+    }
+    return function(**given)
+
+
+def looks_up_rows(op: tf.Operation) -> bool:
+    """Tell whether a `GatherV2` looks up along the first axis."""
+    axis = tf.get_static_value(op.inputs[2])
+    return axis is not None and int(axis) == 0 and op.get_attr("batch_dims") == 0
+
+
+def term_of_lookup(variable: Variable, ids: Tensor, g: Tensor) -> Term:
+    """Return the term of a lookup in a variable.
+
+    Args:
+        variable: The Keras variable.
+        ids: Whole numbers of shape ``(N, ...)``.
+        g: Gradients of what is found, shape ``(N, ..., *variable.shape[1:])``.
+    """
+    between = ids.shape.rank
+    size = math.prod(variable.shape[1:])
+    shape = tf.concat([tf.shape(g)[:between], [size]], 0)
+    g = tf.ensure_shape(tf.reshape(g, shape), [*g.shape[:between], size])
+    return OuterProducts(variable, tf.cast(ids, tf.int32), g)
+
+
+def lengths_of(tensor: Tensor) -> list[int | Tensor]:
+    """List the lengths of the axes, as ints where they are static."""
+    return [
+        tf.shape(tensor)[axis] if length is None else length
+        for axis, length in enumerate(tensor.shape)
+    ]
