@@ -11,6 +11,7 @@ from keras import layers, ops
 import tfdp
 from tests.engine_checks import BATCHES, OUTLIER, check, check_clipped, runner
 from tests.problems import Problem, floats, register, sequential
+from tests.reference import assert_all_close, clipped_sum, problem_gradients
 from tfdp.checks.engine import choose
 from tfdp.engines.apart import ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
@@ -127,7 +128,7 @@ class Words(layers.Layer):
     def __init__(self, positions="arange", **kwargs):
         super().__init__(**kwargs)
         self.words = layers.Embedding(IDS, WIDTH)
-        self.positions = layers.Embedding(LENGTH + 2, WIDTH)
+        self.positions = layers.Embedding(LENGTH + 3, WIDTH)
         self.at = positions
 
     def build(self, shape):
@@ -138,7 +139,7 @@ class Words(layers.Layer):
         if self.at == "arange":
             places = self.positions(ops.arange(ops.shape(x)[-1]))
         elif self.at == "sliced":
-            places = self.positions(ops.arange(LENGTH + 2))[1 : LENGTH + 1]
+            places = self.positions(ops.arange(LENGTH + 3))[1 : LENGTH + 1]
         else:
             places = ops.take(self.positions.embeddings, (x + 1) % LENGTH, axis=0)
         return self.words(x) + places
@@ -269,6 +270,20 @@ def test_an_outlier_is_clipped(name):
     """The clipped sum of one row is as long as it may be, whatever is in the row."""
     problem = PROBLEMS[name]
     check_clipped(problem, runner(problem, ENGINES), [1e-3, 1e6])
+
+
+def test_as_many_rows_as_places_are_no_places():
+    """Eagerly, where shapes are all that can be seen, and the first batch is longer."""
+    problem = PROBLEMS["places"]
+    model, batch = problem.build(), problem.batch(6)
+    gradients = problem_gradients(problem, batch)
+    for rows in (6, LENGTH, LENGTH + 2, 1):
+        expected, norms = clipped_sum([each[:rows] for each in gradients], 0.1)
+        found = tfdp.clipped_gradients(
+            model, "mse", batch.x[:rows], batch.y[:rows], l2_norm_clip=0.1
+        )
+        np.testing.assert_allclose(found.norms, norms, rtol=2e-5)
+        assert_all_close(found.gradients, expected, rtol=0, atol=2e-5 * 0.1 * rows)
 
 
 @pytest.mark.parametrize("name", ["scaled", "tiled", "tied", "places"])
@@ -422,11 +437,34 @@ class InTime(Block):
         return shape
 
 
-def test_what_a_rule_calls_is_not_followed():
+@register
+class Noisy(layers.Layer):
+    """Has a rule, which gives it up: it draws."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], initializer="ones")
+
+    def compute_output_shape(self, shape):
+        return shape
+
+    def call(self, x):
+        return x * self.scale + keras.random.normal(
+            ops.shape(x), seed=self.seed_generator
+        )
+
+
+@pytest.mark.parametrize(
+    "layer", [lambda: InTime(SHAPES["scaled"], "scaled"), Noisy], ids=["own", "noisy"]
+)
+def test_what_a_rule_calls_is_not_followed(layer):
     """Once by itself, and once for each step of time, where nobody would see it."""
-    x = keras.Input((2, LENGTH, WIDTH))
-    layer = InTime(SHAPES["scaled"], "scaled")
-    outputs = layer(x[:, 0])[:, None] + layers.TimeDistributed(layer)(x)
+    x, layer = keras.Input((2, LENGTH, WIDTH)), layer()
+    h = layers.Dense(WIDTH)(x)
+    outputs = layer(h[:, 0])[:, None] + layers.TimeDistributed(layer)(h)
     model = keras.Model(x, layers.Dense(1)(layers.Flatten()(outputs)))
     rows = np.ones((3, 2, LENGTH, WIDTH), "float32"), np.ones((3, 1), "float32"), None
     assert choose("auto", Objective.of(model, "mse"), rows) == ApartEngine()

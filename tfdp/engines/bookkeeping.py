@@ -9,7 +9,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfdp import _keras, _validate
+from tfdp import _keras, _tree, _validate
 from tfdp._tracing import part_of_trace, tracing
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.clipping import (
@@ -76,7 +76,12 @@ class BookkeepingEngine(Engine):
         try:
             return clip(batch, l2_norm_clip)
         except NotInGraphError:
+            # Of any number of rows: one may be that of something else, and was not proven.
+            signature = Batch(*_tree.signature_of(tuple(batch)))
             in_graph = tf.function(clip, autograph=False)
+            in_graph.get_concrete_function(
+                signature, tf.TensorSpec([], l2_norm_clip.dtype)
+            )
             clipped: Clipped = in_graph(batch, l2_norm_clip)
             return clipped
 

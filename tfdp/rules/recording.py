@@ -11,6 +11,7 @@ import inspect
 import itertools
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -91,6 +92,11 @@ def imported(name: str) -> object:
         return operator.attrgetter(path)(sys.modules.get(package))
     except AttributeError:
         return None
+
+
+# Layers that were called on what is the same for all rows. There may be as many numbers
+# in it as there are rows, and eagerly nobody could tell.
+_WITHOUT_ROWS: weakref.WeakSet[keras.layers.Layer] = weakref.WeakSet()
 
 
 class Watched(NamedTuple):
@@ -278,13 +284,13 @@ class Recording:
 
     def _is_without_rows(self, call: "Call") -> bool:
         """Tell whether a layer is called on what is the same for all rows."""
+        if self._place[0]:
+            return call.layer in _WITHOUT_ROWS
         given = _tensors((call.args, call.kwargs))
-        # States of loops, for example, may be zeros for each row.
-        if self._place[0] or all(
-            each.shape[:1] == [self._static_rows] for each in given
-        ):
-            return False
-        return all(map(self._free.holds, given))
+        is_without = all(map(self._free.holds, given))
+        if is_without:
+            _WITHOUT_ROWS.add(call.layer)
+        return is_without
 
     def _made(self) -> int:
         """Count the operations in the graph of the pass."""
