@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from tfdp._types import Nest, Tensor, Variable
+from tfdp.errors import UnsupportedLayerError
+
+
+class NotInGraphError(UnsupportedLayerError):
+    """What each row has of something can only be read from a graph; there is none."""
 
 
 class Tracing(Protocol):

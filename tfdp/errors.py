@@ -19,7 +19,3 @@ class UnsupportedLossError(ValueError):
 
 class WorkerLostError(RuntimeError):
     """A process that took part in a training is gone."""
-
-
-class NotInGraphError(UnsupportedLayerError):
-    """What each row has of something can only be read from a graph; there is none."""

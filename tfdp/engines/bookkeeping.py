@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _tree, _validate
-from tfdp._tracing import part_of_trace, tracing
+from tfdp._tracing import NotInGraphError, part_of_trace, tracing
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.clipping import (
     at_least_float32,
@@ -22,7 +22,7 @@ from tfdp.clipping import (
 from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation, explained
 from tfdp.engines.uphill import Uphill, states_put_back
-from tfdp.errors import NotInGraphError, UnsupportedLayerError
+from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.losses.regularizers import gradient_of
 from tfdp.rules.recording import Recording

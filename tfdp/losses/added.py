@@ -10,9 +10,9 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _tree
-from tfdp._tracing import part_of_trace
+from tfdp._tracing import NotInGraphError, part_of_trace
 from tfdp._types import Nest, Tensor
-from tfdp.errors import NotInGraphError, UnsupportedLayerError
+from tfdp.errors import UnsupportedLayerError
 
 
 class Predicted(NamedTuple):

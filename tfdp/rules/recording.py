@@ -19,9 +19,9 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._tracing import tracing
+from tfdp._tracing import NotInGraphError, tracing
 from tfdp._types import Nest, Tensor, Variable
-from tfdp.errors import NotInGraphError, UnsupportedLayerError
+from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.elsewhere import Met, met
 from tfdp.rules.moves import Move, Moves
 from tfdp.rules.terms import PerRow, Term
