@@ -20,16 +20,16 @@ class Cell:
     """A recurrent cell, its products with the matrices taken out.
 
     Attributes:
-        matrix: What the state h is multiplied by.
+        matrices: What the state h is multiplied by.
         step: ``(x, inner, states) -> new states`` for x of the projected inputs and
-            ``inner = h matrix``; states are a list that h is the first of.
+            inner of the products of h; states are a list that h is the first of.
         terms: ``(g, g_inner, h) -> terms`` of the recurrent matrix, all of shape
             ``(R, T, ...)``.
         bias_terms: ``(g, g_inner) -> terms`` of the bias.
         inner_differs: Whether `inner` has other gradients than x.
     """
 
-    matrix: "Matrix"
+    matrices: "Matrices"
     step: Callable[..., list[Tensor]]
     terms: Callable[..., list[Term]]
     bias_terms: Callable[..., list[Term]]
@@ -52,14 +52,6 @@ class Matrix:
     before: int = 0
     behind: int = 0
 
-    def split(self, column: int) -> tuple["Matrix", "Matrix"]:
-        """Return the columns before one, and the others."""
-        left, right = self.value[:, :column], self.value[:, column:]
-        return (
-            Matrix(left, self.added, 0, right.shape[1]),
-            Matrix(right, self.added, left.shape[1], 0),
-        )
-
     def times(self, rows: Tensor) -> Tensor:
         """``(R, units) -> (R, K)``."""
         products = tf.matmul(rows, self.value)
@@ -78,18 +70,79 @@ class Matrix:
 
 
 @dataclasses.dataclass(frozen=True)
+class Matrices:
+    """Blocks of columns side by side, which see a state under masks of their own.
+
+    Attributes:
+        blocks: The blocks, from the first column to the last.
+        kept: Dropout mask of what each block sees, shape ``(R, units)``. Or none.
+    """
+
+    blocks: list[Matrix]
+    kept: list[Tensor]
+
+    @classmethod
+    def of(
+        cls, value: Tensor, added: Move | None, widths: list[int], kept: list[Tensor]
+    ) -> "Matrices":
+        """Split the columns of a matrix into blocks of some widths."""
+        blocks, before = [], 0
+        for columns in tf.split(value, widths, -1):
+            behind = value.shape[1] - before - columns.shape[1]
+            blocks.append(Matrix(columns, added, before, behind))
+            before += columns.shape[1]
+        return cls(blocks, kept)
+
+    def split(self, block: int) -> tuple["Matrices", "Matrices"]:
+        """Return the blocks before one, and the others."""
+        return (
+            Matrices(self.blocks[:block], self.kept[:block]),
+            Matrices(self.blocks[block:], self.kept[block:]),
+        )
+
+    @property
+    def widths(self) -> list[int]:
+        """How many columns each block has."""
+        return [block.value.shape[1] for block in self.blocks]
+
+    def seen(self, h: Tensor) -> list[Tensor]:
+        """Return what each block sees of ``(R, units)``, or of ``(R, T, units)``."""
+        if not self.kept:
+            return [h] * len(self.blocks)
+        masks = self.kept if h.shape.rank == 2 else [m[:, None] for m in self.kept]
+        return [h * mask for mask in masks]
+
+    def times(self, h: Tensor) -> Tensor:
+        """``(R, units) -> (R, columns)``, of all blocks."""
+        return self.products(self.seen(h))
+
+    def products(self, seen: list[Tensor]) -> Tensor:
+        """Multiply what each block sees, all of shape ``(R, units)``."""
+        pairs = zip(self.blocks, seen, strict=True)
+        products = [block.times(rows) for block, rows in pairs]
+        return products[0] if len(products) == 1 else tf.concat(products, -1)
+
+    def times_transposed(self, rows: Tensor) -> Tensor:
+        """``(R, columns) -> (R, units)``, under the masks."""
+        parts = [rows] if len(self.blocks) == 1 else tf.split(rows, self.widths, -1)
+        pairs = zip(self.blocks, parts, strict=True)
+        products = [block.times_transposed(part) for block, part in pairs]
+        if self.kept:
+            products = [a * mask for a, mask in zip(products, self.kept, strict=True)]
+        return products[0] if len(products) == 1 else tf.add_n(products)
+
+
+@dataclasses.dataclass(frozen=True)
 class Scan:
     """A cell that runs over time, with a gradient of its own.
 
     Attributes:
         cell: The cell.
         mask: bool, shape ``(T, R, 1)``: where it is False the states stay. Or None.
-        kept: Dropout mask of h, shape ``(R, units)``, or None.
     """
 
     cell: Cell
     mask: Tensor | None
-    kept: Tensor | None
 
     def run(
         self, over_time: list[Tensor], states: list[Tensor]
@@ -141,11 +194,11 @@ class Scan:
 
         def body(time: Tensor, states: Nest, written: Nest) -> Nest:
             (x, *more), mask = self._read(reads, time)
-            inner = tf.add_n([self._inner_product(states[0]), *more])
+            inner = tf.add_n([self.cell.matrices.times(states[0]), *more])
             written = _write(written, time, [inner, *states])
             return time + 1, self._step(x, inner, states, mask), written
 
-        width = self.cell.matrix.value.shape[-1]
+        width = sum(self.cell.matrices.widths)
         like = [tf.zeros([tf.shape(states[0])[0], width], states[0].dtype), *states]
 
         _, last, written = tf.while_loop(
@@ -186,8 +239,7 @@ class Scan:
                 unconnected_gradients=tf.UnconnectedGradients.ZERO,
             )
             # h reaches the next states directly and by way of its inner product.
-            of_h = self.cell.matrix.times_transposed(of_inner)
-            of_h = of_h if self.kept is None else of_h * self.kept
+            of_h = self.cell.matrices.times_transposed(of_inner)
             # Where nothing is added to the inner products nobody asks for theirs.
             written = _write(written, time, [of_x, of_inner][: len(written)])
             return time, [of_states[0] + of_h, *of_states[1:]], written
@@ -201,9 +253,6 @@ class Scan:
             maximum_iterations=steps,
         )
         return [*(array.stack() for array in written), *of_first]
-
-    def _inner_product(self, h: Tensor) -> Tensor:
-        return self.cell.matrix.times(h if self.kept is None else h * self.kept)
 
     def _step(
         self, x: Tensor, inner: Tensor, states: list[Tensor], mask: Tensor | None
