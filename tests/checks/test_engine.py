@@ -296,6 +296,19 @@ def test_what_rules_do_not_reach_is_refused_by_name(name):
     assert "\n" not in text
 
 
+@pytest.mark.parametrize("engine", ["auto", "vectorized"])
+def test_states_that_go_from_batch_to_batch_are_refused_before_any_step(engine):
+    layer = layers.SimpleRNN(2, stateful=True)
+    model = keras.Sequential([keras.Input(batch_shape=(ROWS, 3, 2)), layer])
+    data = np.ones((ROWS, 3, 2), "float32"), np.ones((ROWS, 2), "float32"), None
+    objective = Objective.of(model, "mse")
+    with pytest.raises(UnsupportedLayerError, match=r"`layer.stateful = False`"):
+        choose(engine, objective, data)
+    assert not np.any(layer.states[0])
+    layer.stateful = False
+    assert choose(engine, objective, data)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

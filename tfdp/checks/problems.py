@@ -44,6 +44,11 @@ _UNKNOWN_STEPS = _Flaw(
     "Give it rows of one length: `keras.Input((steps, ...))`, and batches of that "
     "shape, `tf.ensure_shape(x, (None, steps, ...))`.",
 )
+_STATEFUL = _Flaw(
+    "`stateful=True` hands the state in which a row ends to the row in its place in the "
+    "next batch, and keeps it without noise",
+    "Give it whole sequences as rows, and let each begin anew: `layer.stateful = False`.",
+)
 _MEMORY = _Flaw(
     "its state {} changes with the data that pass through, and keeps them without "
     "noise",
@@ -147,6 +152,8 @@ def _flaws(
     if names:
         listed = ", ".join(f"`{name}`" for name in names)
         yield _MEMORY._replace(reason=_MEMORY.reason.format(listed)), True
+    if id(layer) in trace.stateful:
+        yield _STATEFUL, True
 
 
 def loss_problems(found: list[Found]) -> list[Problem]:
