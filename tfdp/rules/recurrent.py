@@ -179,7 +179,7 @@ def _products(
     variable: Variable, seen: list[Tensor], g: Tensor, widths: list[int] | None = None
 ) -> Term:
     """Return the term of a matrix whose blocks of columns multiply what they see."""
-    return Columns.of_rows(variable, seen, tf.split(g, widths or len(seen), -1))
+    return Columns.of(variable, seen, tf.split(g, widths or len(seen), -1))
 
 
 def _run(
@@ -203,7 +203,7 @@ def _run(
     ) -> Nest:
         mask = mask[0] if keras.tree.is_nested(mask) else mask
         states = keras.tree.flatten(initial_state)
-        dropped, kept = _dropout_masks(call, sequences[:, 0], states[0], training)
+        dropped, kept = dropout_masks(call, sequences[:, 0], states[0], training)
         inputs = [sequences * mask[:, None] for mask in dropped] or [sequences]
         x = _projected(call, bias, inputs)
         cell = make(x, kept)
@@ -243,7 +243,7 @@ def _run_step(
     arguments = call.bound()
     x, of_before = call.inputs, arguments["states"]
     states = keras.tree.flatten(of_before)
-    dropped, kept = _dropout_masks(call, x, states[0], arguments["training"])
+    dropped, kept = dropout_masks(call, x, states[0], arguments["training"])
     inputs = [(x * mask)[:, None] for mask in dropped] or [x[:, None]]
     x = _projected(call, bias, inputs)
     cell = make(x, kept)
@@ -332,7 +332,7 @@ def _cell_of(call: Call) -> keras.layers.Layer:
     return layer.cell if isinstance(layer, keras.layers.RNN) else layer
 
 
-def _dropout_masks(
+def dropout_masks(
     call: Call, x: Tensor, h: Tensor, training: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the masks of the inputs and of the states: none, one, or for each gate."""

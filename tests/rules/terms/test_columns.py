@@ -16,9 +16,7 @@ def columns(rng, units, positions, d, widths):
     found = [outer(rng, units, positions, d, width) for width in widths]
     truth = [gradients.reshape(units, d, -1) for _, gradients in found]
     pairs = [term.pairs[0] for term, _ in found]
-    term = Columns.of_rows(
-        variable(d, sum(widths)), *map(list, zip(*pairs, strict=True))
-    )
+    term = Columns.of(variable(d, sum(widths)), *map(list, zip(*pairs, strict=True)))
     return term, np.concatenate(truth, 2).reshape(units, -1)
 
 

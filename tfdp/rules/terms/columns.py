@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -43,25 +44,25 @@ class Columns(Movable):
         self.blocks = blocks
 
     @classmethod
-    def of_rows(
-        cls, variable: Variable, rows: list[Tensor], g: list[Tensor]
+    def of(
+        cls,
+        variable: Variable,
+        seen: list[Tensor],
+        g: list[Tensor],
+        make: Callable[..., Movable] = OuterProducts,
     ) -> Movable:
-        """Return the term of a matrix, each block of which multiplies other rows.
+        """Return the term of a variable whose blocks see other inputs each, or one.
 
         Args:
-            variable: The matrix.
-            rows: What the blocks multiply, shapes ``(R, ..., d)``.
-            g: Gradients of the products, shapes ``(R, ..., columns)``.
+            variable: The variable.
+            seen: What each block sees.
+            g: Gradients of each block's outputs, their last axis that of the columns.
+            make: Makes a term, of a variable or a `Block`, of what it sees and of `g`.
         """
-        if len(rows) == 1:
-            return OuterProducts(variable, rows[0], g[0])
-        return cls(
-            variable,
-            [
-                OuterProducts(Block.of(variable, of_block), seen, of_block)
-                for seen, of_block in zip(rows, g, strict=True)
-            ],
-        )
+        if len(seen) == 1:
+            return make(variable, seen[0], g[0])
+        pairs = zip(seen, g, strict=True)
+        return cls(variable, [make(Block.of(variable, g), x, g) for x, g in pairs])
 
     @property
     def repeats(self) -> int | None:
