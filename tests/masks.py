@@ -14,6 +14,7 @@ from tests.engine_checks import clipped
 from tests.problems import precision
 from tests.reference import assert_all_close, clipped_sum
 from tfdp._keras import attributes_replaced
+from tfdp._seeds import renew_key
 from tfdp.engines import BookkeepingEngine, GhostEngine
 from tfdp.losses.objective import Objective
 
@@ -67,6 +68,7 @@ def with_masks_drawn(make_model, rng):
     """A model with its data, the masks that a batch draws, and the way back to them."""
     model = make_model()
     x, y = data(model, rng)
+    renew_key(model, is_known=True)
     masks = Masks(model)
     begin = [state.numpy() for state in masks.states]
     with masks.of():

@@ -227,12 +227,6 @@ UNSUPPORTED = {
         "mse",
         ["`rnn`", "up to 64 steps"],
     ),
-    "conv_lstm_of_any_length": (
-        lambda: sequential((None, 3, 1), layers.ConvLSTM1D(2, 2)),
-        floats((2, 3, 1), (2, 2)),
-        "mse",
-        ["`conv_lstm1d`", "`keras.Input((steps, ...))`"],
-    ),
     "recurrent_activation_layer": (
         lambda: sequential((3, 2), layers.SimpleRNN(3, activation=layers.PReLU())),
         floats((3, 2), 3),
@@ -268,7 +262,6 @@ def problem_of(name):
 # Loops, and what differs little from the others.
 DEAR = {
     "cell",
-    "conv_lstm_of_any_length",
     "many_steps",
     "map",
     "time_major_square",

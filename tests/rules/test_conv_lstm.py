@@ -4,12 +4,16 @@ All others are in `tests/engines/test_bookkeeping.py`.
 """
 
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from tests.engine_checks import OUTLIER, check, runner
 from tests.masks import check_clipping_under_masks
 from tests.problems import PROBLEMS, sequential
+from tfdp.checks.engine import choose
 from tfdp.engines import BookkeepingEngine
+from tfdp.errors import UnsupportedLayerError
+from tfdp.losses.objective import Objective
 
 
 @pytest.mark.parametrize("name", ["conv_lstm_masked", "rnn_own_cells"])
@@ -39,3 +43,10 @@ UNDER_DROPOUT = {
 )
 def test_each_row_is_clipped_under_its_own_masks(name, rng):
     check_clipping_under_masks(UNDER_DROPOUT[name], rng)
+
+
+def test_frames_of_any_number_are_refused_by_name():
+    model = sequential((None, 3, 1), layers.ConvLSTM1D(2, 2))
+    specs = tf.TensorSpec([None, None, 3, 1]), tf.TensorSpec([None, 2, 2]), None
+    with pytest.raises(UnsupportedLayerError, match=r"`keras.Input\(\(steps, ...\)\)`"):
+        choose("bookkeeping", Objective.of(model, "mse"), specs)
