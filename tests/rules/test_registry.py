@@ -98,6 +98,23 @@ def test_a_rule_is_for_no_subclass():
     assert not rule
 
 
+@register
+class Doubled(layers.Dense):
+    """A subclass that computes something else than its base."""
+
+    def call(self, x):
+        return super().call(2 * x)
+
+
+def test_rules_of_tfdp_are_compared_where_somebody_registers_them():
+    rules.register(Doubled, rules.dense.dense)
+    model = sequential((3,), Doubled(2))
+    with pytest.raises(tfdp.errors.UnsupportedLayerError, match="On a few rows"):
+        check_norms(model, "bookkeeping")
+    rules.register(WideDense, rules.generic.generic)
+    check_norms(sequential((3,), WideDense(2)), "bookkeeping")
+
+
 def test_a_subclass_of_a_keras_layer_has_not_its_rule():
     model = sequential((3,), WideDense(4, "tanh"), layers.Dense(2))
     found = [rules.find(layer) for layer in model.layers]
