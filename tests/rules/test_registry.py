@@ -11,7 +11,9 @@ from tests.engine_checks import length
 from tests.problems import PROBLEMS, register, sequential
 from tests.problems.variables import WideDense
 from tfdp import _keras, rules
+from tfdp.checks.engine import choose
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
+from tfdp.losses.objective import Objective
 from tfdp.rules.generic import generic
 
 ROWS = 4
@@ -113,6 +115,34 @@ def test_rules_of_tfdp_are_compared_where_somebody_registers_them():
         check_norms(model, "bookkeeping")
     rules.register(WideDense, rules.generic.generic)
     check_norms(sequential((3,), WideDense(2)), "bookkeeping")
+
+
+class Cell(layers.GRUCell):
+    """A subclass that does what its base does; its seeds are a state."""
+
+
+class Recurrent(layers.SimpleRNN):
+    """A subclass whose base calls its cell in a loop."""
+
+
+def test_what_is_said_of_subclasses_helps():
+    data = np.ones((ROWS, 3, 2), "float32"), np.ones((ROWS, 2), "float32"), None
+    of_cell, loop, unrolled = (
+        Objective.of(sequential((3, 2), layer), "mse")
+        for layer in (
+            layers.RNN(Cell(2)),
+            Recurrent(2),
+            Recurrent(2, unroll=True),
+        )
+    )
+    advice = r"`tfdp.rules.register\(Cell, tfdp.rules.recurrent.gru\)`"
+    with pytest.raises(tfdp.errors.UnsupportedLayerError, match=advice):
+        choose("bookkeeping", of_cell, data)
+    rules.register(Cell, rules.recurrent.gru)
+    assert choose("bookkeeping", of_cell, data) == BookkeepingEngine()
+    with pytest.raises(tfdp.errors.UnsupportedLayerError, match="`unroll=True`"):
+        choose("bookkeeping", loop, data)
+    assert choose("bookkeeping", unrolled, data) == BookkeepingEngine()
 
 
 def test_a_subclass_of_a_keras_layer_has_not_its_rule():

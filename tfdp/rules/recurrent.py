@@ -49,8 +49,8 @@ def rnn(call: Call) -> Nest:
     if of_cell is None and own_variables(call.layer.cell):
         raise UnsupportedLayerError(
             "A cell with layers in it must have no variables of its own. Received: "
-            f"`{call.path}` with cell={call.layer.cell!r}. Put its variables into a "
-            "layer of the cell."
+            f"`{call.path}` with cell={call.layer.cell!r}. Let a layer of the cell have "
+            "them: `self.kept = keras.layers.Dense(units, use_bias=False)`."
         )
     # Each step is a call of the cell, outside of loops: the cell's rule takes it, or
     # those of the layers in it.
@@ -192,7 +192,7 @@ def _run(
     if len(_keras.flatten_layers(_cell_of(call))) > 1:
         raise UnsupportedLayerError(
             "A recurrent layer needs activations without variables. Received: "
-            f"`{call.path}` with a layer in its cell. Use a function, "
+            f"`{call.path}` with a layer in its cell. Use a function: "
             "`activation='relu'`."
         )
     if not isinstance(layer, keras.layers.RNN):
