@@ -163,16 +163,20 @@ class Scan:
         def run(*tensors: Tensor) -> tuple[list[Tensor], Callable[..., list[Tensor]]]:
             inputs, first = tensors[: len(over_time)], tensors[len(over_time) :]
             with _keras.without_tapes():
-                inner, before, last = self._forward(list(inputs), list(first))
-            after = tf.concat([before[0][1:], last[0][None]], 0)
+                reads, written, last = self._forward(list(inputs), list(first))
+                before = written[1].stack()
+            after = tf.concat([before[1:], last[0][None]], 0)
 
             def gradient(*upstream: Tensor) -> list[Tensor]:
                 # The states before are the states after, a step later: their own
                 # gradient is never asked for.
                 _, of_after, *of_last = upstream
-                return self._backward(list(inputs), inner, before, of_after, of_last)
+                # Stacked, what each step has left would be copied twice.
+                masks = reads[len(inputs) :]
+                arrays = [reads[0], *_readable([of_after]), *written, *masks]
+                return self._backward(list(inputs), arrays, of_last)
 
-            return [before[0], after, *last], gradient
+            return [before, after, *last], gradient
 
         before, after, *last = run(*over_time, *states)
         # What comes from before a step has no gradient of its own.
@@ -182,15 +186,25 @@ class Scan:
         self, over_time: list[Tensor], states: list[Tensor]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Do what `run` does with TensorFlow's gradient, which has one itself."""
-        _, before, last = self._forward(over_time, states)
-        return before[0], tf.concat([before[0][1:], last[0][None]], 0), last
+        _, written, last = self._forward(over_time, states)
+        before = written[1].stack()
+        return before, tf.concat([before[1:], last[0][None]], 0), last
 
     def _forward(
         self, inputs: list[Tensor], states: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return the inner products and the states before, and the last states."""
+    ) -> tuple[list[tf.TensorArray], list[tf.TensorArray], list[Tensor]]:
+        """Run the steps.
+
+        Args:
+            inputs: See `run`.
+            states: See `run`.
+
+        Returns:
+            The inputs and the mask, if there is one; the inner products and the states
+            before each step; and the last states.
+        """
         steps = tf.shape(inputs[0])[0]
-        reads = self._readable(inputs)
+        reads = _readable(inputs if self.mask is None else [*inputs, self.mask])
 
         def body(time: Tensor, states: Nest, written: Nest) -> Nest:
             (x, *more), mask = self._read(reads, time)
@@ -208,24 +222,24 @@ class Scan:
             parallel_iterations=1,
             maximum_iterations=steps,  # XLA cannot do without.
         )
-        inner, *before = [array.stack() for array in written]
-        return inner, before, last
+        return reads, written, last
 
     def _backward(
-        self,
-        inputs: list[Tensor],
-        inner: Tensor,
-        before: list[Tensor],
-        of_after: Tensor,
-        of_last: list[Tensor],
+        self, inputs: list[Tensor], reads: list[tf.TensorArray], of_last: list[Tensor]
     ) -> list[Tensor]:
-        """Return the gradients of the inputs and of the first states."""
-        steps = tf.shape(before[0])[0]
-        reads = self._readable([inputs[0], inner, of_after, *before])
+        """Return the gradients of the inputs and of the first states.
+
+        Args:
+            inputs: See `run`.
+            reads: The projected inputs, the gradients of the outputs, the inner products
+                and the states before each step; and the mask, if there is one.
+            of_last: Gradients of the last states.
+        """
+        steps = tf.shape(inputs[0])[0]
 
         def body(time: Tensor, of_states: Nest, written: Nest) -> Nest:
             time -= 1
-            (x, inner, of_output, *states), mask = self._read(reads, time)
+            (x, of_output, inner, *states), mask = self._read(reads, time)
             of_states = [of_states[0] + of_output, *of_states[1:]]
             # From behind: what a state is worth is known from the steps after it.
             # One step is computed once more: nothing inside of it is held over time.
@@ -244,7 +258,7 @@ class Scan:
             written = _write(written, time, [of_x, of_inner][: len(written)])
             return time, [of_states[0] + of_h, *of_states[1:]], written
 
-        like = [inputs[0][0], inner[0]][: len(inputs)]
+        like = [each[0] for each in inputs]
         _, of_first, written = tf.while_loop(
             lambda time, *_: time > 0,
             body,
@@ -262,16 +276,6 @@ class Scan:
             return new
         return [tf.where(mask, a, b) for a, b in zip(new, states, strict=True)]
 
-    def _readable(self, tensors: list[Tensor]) -> list[tf.TensorArray]:
-        """Put tensors, and the mask after them, where loops read them."""
-        if self.mask is not None:
-            tensors = [*tensors, self.mask]
-        steps = tf.shape(tensors[0])[0]
-        return [
-            tf.TensorArray(t.dtype, steps, element_shape=t.shape[1:]).unstack(t)
-            for t in tensors
-        ]
-
     def _read(
         self, arrays: list[tf.TensorArray], time: Tensor
     ) -> tuple[list[Tensor], Tensor | None]:
@@ -280,8 +284,22 @@ class Scan:
         return found, mask
 
 
+def _readable(tensors: list[Tensor]) -> list[tf.TensorArray]:
+    """Put tensors where loops read them, as often as they go through them."""
+    steps = tf.shape(tensors[0])[0]
+    return [
+        tf.TensorArray(
+            t.dtype, steps, clear_after_read=False, element_shape=t.shape[1:]
+        ).unstack(t)
+        for t in tensors
+    ]
+
+
 def _writable(like: list[Tensor], steps: Tensor) -> list[tf.TensorArray]:
-    return [tf.TensorArray(t.dtype, steps, element_shape=t.shape) for t in like]
+    return [
+        tf.TensorArray(t.dtype, steps, clear_after_read=False, element_shape=t.shape)
+        for t in like
+    ]
 
 
 def _write(
