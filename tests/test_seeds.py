@@ -1,5 +1,6 @@
 """Seeds are secret, those of rows differ, and nothing is random where that is refused."""
 
+import functools
 import gc
 import weakref
 
@@ -145,6 +146,19 @@ def noisy(x):
     return x + keras.random.normal(keras.ops.shape(x))
 
 
+def drawing_again_for_gradients():
+    class Recomputed(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.dropout = layers.Dropout(0.5)
+
+        def call(self, x, training=None):
+            drop = tf.recompute_grad(lambda x: self.dropout(x, training=training))
+            return drop(x)
+
+    return keras.Sequential([keras.Input((8,)), Recomputed(), layers.Dense(1)])
+
+
 # What draws, the model and how; with XLA or without.
 DRAWING = {
     "bookkeeping": (dropout, {}, False),
@@ -152,6 +166,7 @@ DRAWING = {
     "apart": (dropout, {"engine": "apart"}, False),
     "in passes": (dropout, {"physical_batch_size": 4}, False),
     "compiled": (dropout, {}, True),
+    "backward": (drawing_again_for_gradients, {}, False),
     "views": (dense, {"augmentation": noisy}, False),
 }
 ROWS = np.linspace(-1.0, 1.0, 64, dtype="float32").reshape(8, 8)
@@ -203,6 +218,38 @@ def test_who_knows_the_seeds_does_not_know_the_masks(name, train):
     assert np.any(trained(name, train) != trained(name, train))
     first, second = (trained(name, train, noise_seed=1) for _ in range(2))
     np.testing.assert_array_equal(first, second)
+
+
+def test_the_key_is_that_of_who_trains():
+    model = dense()
+
+    def private(**options):
+        private = tfdp.DPModel(model)
+        private.compile(
+            tfdp.optimizers.DPSGD(
+                0.1,
+                l2_norm_clip=1.0,
+                noise_multiplier=1.0,
+                expected_batch_size=8,
+                **options,
+            ),
+            "mse",
+        )
+        return private
+
+    secret = private()
+    with pytest.warns(match="reproducible"):
+        known = private(noise_seed=1)
+    for train, is_known in (
+        (secret.train_on_batch, False),
+        (known.train_on_batch, True),
+        (
+            functools.partial(tfdp.clipped_gradients, model, "mse", l2_norm_clip=1),
+            False,
+        ),
+    ):
+        train(x=ROWS, y=ROWS[:, :1])
+        assert _seeds._key_of(model).is_known == is_known
 
 
 @pytest.mark.slow

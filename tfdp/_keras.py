@@ -11,6 +11,7 @@ import os
 import platform
 import random
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -28,7 +29,7 @@ from keras.src.trainers.data_adapters import tf_dataset_adapter
 from keras.src.utils.naming import to_snake_case
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.eager import record, tape
+from tensorflow.python.eager import context, record, tape
 from tensorflow.python.framework import function_def_to_graph
 from tensorflow.python.ops import control_flow_util, resource_variable_ops
 from tensorflow.python.ops.parallel_for import pfor
@@ -167,12 +168,31 @@ def identity_with_gradient(
     Returns:
         A tensor of the same values.
     """
-    with record.stop_recording():
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    with contextlib.ExitStack() as entered:
+        entered.enter_context(record.stop_recording())
+        if graph is not None:
+            # Symbolic gradients, `tf.gradients`, ask no tape.
+            entered.enter_context(graph.gradient_override_map({"Identity": _OWN}))
         own = tf.identity(tensor)
+    if graph is not None:
+        _gradients.setdefault(graph, {})[own.op.name] = gradient
     record.record_operation(
         "Identity", [own], [tensor], lambda of_own: [gradient(of_own)]
     )
     return own
+
+
+_OWN = "tfdpIdentityWithGradient"
+_gradients: weakref.WeakKeyDictionary[
+    tf.Graph, dict[str, Callable[[Tensor], Tensor]]
+] = weakref.WeakKeyDictionary()
+
+
+@tf.RegisterGradient(_OWN)
+def _own_gradient(op: tf.Operation, gradient: Tensor) -> Tensor:
+    own = _gradients.get(op.graph, {}).get(op.name)
+    return gradient if own is None else own(gradient)
 
 
 @contextlib.contextmanager
@@ -372,6 +392,12 @@ def own_global_seed() -> Iterator[keras.random.SeedGenerator]:
     finally:
         global_state.set_global_attribute(_GLOBAL_SEED, original)
         random.setstate(chance)
+
+
+def tensorflow_seed() -> int | None:
+    """Return the seed of TensorFlow's own random operations; None if nobody has set it."""
+    seed: int | None = context.global_seed()
+    return seed
 
 
 def make_global_seed() -> None:

@@ -56,21 +56,22 @@ class _Key:
     """
 
     def __init__(self) -> None:
-        self._is_known = False
+        self.is_known = False
         with tf.init_scope(), _keras.unmirrored_variables():
             self.words = tf.Variable(self._new(), trainable=False, name="mask_key")
 
     def renew(self, *, is_known: bool) -> None:
-        self._is_known = is_known
-        self.words.assign(self._new())
+        self.is_known = is_known
+        with tf.init_scope():
+            self.words.assign(self._new())
 
     def renew_in_child(self) -> None:
         # A child cannot use its parent's GPU, nor draw with a key that lies there.
         if "GPU" not in str(self.words.device):
-            self.renew(is_known=self._is_known)
+            self.renew(is_known=self.is_known)
 
     def _new(self) -> np.ndarray:
-        if self._is_known:
+        if self.is_known:
             return np.zeros(2, np.int64)
         return np.frombuffer(secrets.token_bytes(8), np.uint32).astype(np.int64)
 
@@ -100,6 +101,17 @@ def renew_key(model: keras.Model, *, is_known: bool) -> None:
         is_known: Whether what it draws follows from the states alone, for tests.
     """
     _key_of(model).renew(is_known=is_known)
+
+
+def use_key(model: keras.Model, *, is_known: bool) -> None:
+    """Let a model have a key for what comes, whatever trained it before.
+
+    Args:
+        model: See `secret_seeds`.
+        is_known: See `renew_key`.
+    """
+    if _key_of(model).is_known != is_known:
+        renew_key(model, is_known=is_known)
 
 
 def secret_seeds(model: keras.Model) -> contextlib.AbstractContextManager[None]:

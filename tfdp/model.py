@@ -981,6 +981,7 @@ class DPModel(TrainingFunctions):
     ) -> Session:
         """Return what a step is made for whose batch nobody has described."""
         check_protects(self.unit, UNDECLARED)
+        _seeds.use_key(self.model, is_known=self.optimizer.noise_is_seeded)
         clipper = self._clipper(UNDECLARED)
         self._check_batch(batch, rows, clipper)
         session = self._checked.session(

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import layers, ops
+from keras import layers
 
 import tfdp
 from tfdp.checks.model import validate_model
@@ -25,25 +25,49 @@ class Draws(layers.Layer):
         self.count = self.add_weight(dtype="int32", trainable=False, initializer="ones")
 
     def call(self, x):
-        return x + self.draw(self, ops.shape(x))
+        return x + self.draw(self, tf.shape(x))
 
 
-def branch(layer, shape):
-    return tf.cond(
-        layer.count > 0,
-        lambda: keras.random.normal(shape, seed=1),
-        lambda: tf.zeros(shape),
-    )
+def branch(layer, shape, draw):
+    return tf.cond(layer.count > 0, lambda: draw(shape), lambda: tf.zeros(shape))
+
+
+def from_outside(layer, shape):
+    seed = tf.stack([layer.count.value, 2])
+    return branch(layer, shape, lambda shape: tf.random.stateless_normal(shape, seed))
+
+
+def of_state_from_outside(layer, shape):
+    seed = GENERATOR.make_seeds(1)[:, 0]
+    return branch(layer, shape, lambda shape: tf.random.stateless_normal(shape, seed))
+
+
+def in_a_loop(layer, shape):
+    def body(i, total):
+        return i + 1, total + tf.random.stateless_uniform(shape, [i, 1])
+
+    return tf.while_loop(lambda i, _: i < 3, body, [0, tf.zeros(shape)])[1]
+
+
+@tf.function
+def in_a_function(shape, seed):
+    return tf.random.stateless_normal(shape, seed)
+
+
+def categories(layer, shape, **seed):
+    drawn = keras.random.categorical(tf.ones(shape), D, **seed)
+    return tf.cast(drawn, "float32")
 
 
 SECRET = {
     "a generator of the layer": lambda layer, shape: keras.random.normal(
         shape, seed=layer.seed_generator
     ),
-    "a seed of it, in a branch": lambda layer, shape: tf.cond(
-        layer.count > 0,
-        lambda: keras.random.normal(shape, seed=layer.seed_generator),
-        lambda: tf.zeros(shape),
+    "a seed of it, in a branch": lambda layer, shape: branch(
+        layer, shape, lambda s: keras.random.normal(s, seed=layer.seed_generator)
+    ),
+    "categories": lambda layer, shape: categories(
+        layer, shape, seed=layer.seed_generator
     ),
     "Keras's generator": lambda layer, shape: keras.random.uniform(shape),
     "dropout": lambda layer, shape: keras.random.dropout(
@@ -53,7 +77,15 @@ SECRET = {
 }
 KNOWN = {
     "a number": lambda layer, shape: keras.random.normal(shape, seed=1),
-    "a number, in a branch": branch,
+    "a number, in a branch": lambda layer, shape: branch(
+        layer, shape, lambda s: keras.random.normal(s, seed=1)
+    ),
+    "a counter, from outside of a branch": from_outside,
+    "numbers of rounds": in_a_loop,
+    "numbers for a function": lambda layer, shape: in_a_function(
+        shape, tf.constant([1, 2])
+    ),
+    "categories": lambda layer, shape: categories(layer, shape, seed=1),
     "numbers of TensorFlow": lambda layer, shape: tf.random.stateless_normal(
         shape, [1, 2]
     ),
@@ -65,6 +97,11 @@ KNOWN = {
 KNOWN_WITH_STATE = {
     "a seed of TensorFlow": lambda layer, shape: tf.random.normal(shape, seed=3),  # noqa: TID251
     "a generator of TensorFlow": lambda layer, shape: GENERATOR.normal(shape),
+    "its seeds, from outside of a branch": of_state_from_outside,
+    "it, for a shape from outside": lambda layer, shape: branch(
+        layer, shape, lambda _: GENERATOR.normal(shape)
+    ),
+    "rates of rows": lambda layer, shape: tf.random.poisson([], tf.ones(shape), seed=3),
 }
 
 
@@ -107,3 +144,20 @@ def test_known_draws_that_move_on_are_refused(name, engine):
     )
     with pytest.raises(tfdp.errors.UnsupportedLayerError, match="known seed"):
         private.fit(np.ones((8, D)), np.ones((8, 1)), batch_size=4, verbose=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"physical_batch_size": 4}])
+@pytest.mark.parametrize("name", ["a number", "numbers of TensorFlow"])
+def test_a_number_of_rows_that_is_known_hides_no_draw(name, options):
+    model = keras.Sequential([keras.Input((D,)), Draws(KNOWN[name]), layers.Dense(1)])
+    private = tfdp.DPModel(model, **options)
+    optimizer = tfdp.optimizers.DPSGD(
+        0.1, l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=4
+    )
+    private.compile(optimizer, "mse")
+    x, y = np.ones((4, D)), np.ones((4, 1))
+    if options:
+        private.fit(x, y, batch_size=4, verbose=0)
+    else:
+        private.train_on_batch(x, y)
+    assert private._checked.engine.name == "apart"

@@ -108,6 +108,11 @@ def hard_triplets(y, p):
     return ops.mean(ops.relu(furthest - nearest + 1.0))
 
 
+def labels_of_pairs(y, p):
+    labels = ops.cast(y["label"], "float32")
+    return ops.mean(ops.relu(ops.abs(labels - labels[:, None]) - p["score"]))
+
+
 def of_the_same_class(y, p):
     z = ops.normalize(p["query"], axis=-1)
     away = z[:, None, :] - z[None, :, :]
@@ -229,6 +234,7 @@ COMPARING = [
         risks,
     ),
     *(pairs_of_scores, list_of_rows, hardest, shifted, reversed_rows),
+    labels_of_pairs,
     *(
         neighbours,
         shuffled,
@@ -529,6 +535,11 @@ def flat_pixels_sorted(y, p):
     return ops.mean(ops.sort(ops.reshape(p["positions"], (-1,))) ** 2)
 
 
+def flat_target(y, p):
+    # A batch makes (N, N) of them; in a row they are what is meant.
+    return ops.mean(ops.square(ops.cast(y["label"], "float32") - p["score"]))
+
+
 def marginal(y, p):
     mean = ops.mean(ops.softmax(p["query"]), axis=0)
     return ops.sum(mean * ops.log(mean))
@@ -536,7 +547,8 @@ def marginal(y, p):
 
 CHANGED = [
     *(root, log_of_mean, roots_of_columns, all_pixels, by_weights_of_rows),
-    *(share_of_each_class, of_counted_classes, flat_pixels_sorted, marginal),
+    *(share_of_each_class, of_counted_classes, flat_pixels_sorted, flat_target),
+    marginal,
 ]
 
 

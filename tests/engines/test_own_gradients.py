@@ -35,7 +35,7 @@ def forward(network, x):
 def symbolic(network, x):
     if tf.executing_eagerly():
         return of_sum(network, x)
-    return tf.gradients(network(x), x)[0]
+    return tf.compat.v1.gradients(network(x), x)[0]
 
 
 class OfNetwork(layers.Layer):

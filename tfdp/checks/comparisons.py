@@ -104,7 +104,8 @@ class Comparisons:
             if new is None or not with_rows:
                 self._look_at_function(node)
             elif _meets(node, new, with_rows):
-                self._note(node, WITH_OTHERS, is_certain=_have_one_each(with_rows))
+                is_certain = _have_one_each(with_rows) and not _is_broadcast(node)
+                self._note(node, WITH_OTHERS, is_certain=is_certain)
             elif outputs[0].axis is None:
                 self._note_sum(node, with_rows)
 
@@ -202,16 +203,32 @@ def _meets(node: Node, cause: Cause, with_rows: Sequence[Value]) -> bool:
     return why in MEETING or (why == _TAKING and _leaves_out_first(node))
 
 
+def _is_broadcast(node: Node) -> bool:
+    """Tell whether targets of shape (N,) meet (N, 1): by mistake, and not in one row."""
+    if len(node.inputs) != 2:
+        return False
+    for place, other in ((0, 1), (1, 0)):
+        value, given = node.inputs[place], _origin(node.op.inputs[place]).op
+        is_flat = value.axis is not None and len(value.shape) == 1
+        if is_flat and given.type == "Placeholder":
+            return given not in _origins(node.op.inputs[other])
+    return False
+
+
 def _are_drawn(tensor: Tensor) -> bool:
     """Tell whether random numbers have a part in a tensor."""
-    stack, seen = [tensor.op], {tensor.op}
-    while stack:
-        op = stack.pop()
-        if op.type.startswith(("Random", "StatelessRandom")):
-            return True
-        stack += [each.op for each in op.inputs if each.op not in seen]
-        seen.update(each.op for each in op.inputs)
-    return False
+    drawing = ("Random", "StatelessRandom")
+    return any(op.type.startswith(drawing) for op in _origins(tensor))
+
+
+def _origins(tensor: Tensor) -> set[tf.Operation]:
+    """Return the operations that a tensor is made by."""
+    found, waiting = {tensor.op}, [tensor.op]
+    while waiting:
+        new = {each.op for each in waiting.pop().inputs} - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _takes_diagonal(op: tf.Operation) -> bool:

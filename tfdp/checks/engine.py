@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras, _tree, engines, rules
+from tfdp import _keras, _seeds, _tree, engines, rules
 from tfdp._tree import signature_of
 from tfdp._types import Nest, Tensor
 from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
@@ -66,21 +66,16 @@ def choose(
     if not chosen.notes_what_it_reads:
         # It may prove nothing, as it does whose units are each evaluated alone. What is
         # kept of the data outlives them all the same.
-        check_objective(objective, data, sizes)
+        check_objective(objective, data, _and_any(sizes))
     if type(chosen) is VectorizedEngine:
         return chosen
     try:
         if objective.ascent is not None:
             # What is followed then is not what runs.
             passes = None
-        for rows in sizes:
-            problems, adds_losses = _problems_of_pass(
-                chosen, objective, data, rows, passes
-            )
-            if adds_losses and not problems and None not in sizes:
-                # A divisor that is the number of rows passes for any other number, where
-                # that is static, and so does another axis of that length.
-                problems, _ = _problems_of_pass(chosen, objective, data, None)
+        for rows in _and_any(sizes):
+            known = passes if rows in sizes else None
+            problems = _problems_of_pass(chosen, objective, data, rows, known)
             if problems:
                 raise UnsupportedLayerError(str(problems[0]))
         _compare_if_foreign(chosen, objective, data if sample is None else sample)
@@ -88,7 +83,7 @@ def choose(
         error = _as_unsupported(failure)
         # An error of the model itself, or of the losses, comes again here.
         # What is refused for any number of rows is not tried row by row, either.
-        check_objective(objective, data, list({*sizes, None}))
+        check_objective(objective, data, _and_any(sizes))
         if engine != "auto":
             raise UnsupportedLayerError(
                 f"Engine '{chosen.name}' cannot clip the gradients of model "
@@ -111,6 +106,15 @@ def choose(
         return VectorizedEngine()
     _log_layers_without_rule(objective.model)
     return chosen
+
+
+def _and_any(sizes: Sequence[int | None]) -> list[int | None]:
+    """Return sizes of passes, and None for any number of rows behind them.
+
+    A number of rows that is static passes for any other number: a divisor, the length of
+    another axis, or of a table that has an entry for each place in the batch.
+    """
+    return list(dict.fromkeys([*sizes, None]))
 
 
 def _as_unsupported(error: Exception) -> UnsupportedLayerError:
@@ -200,8 +204,8 @@ def _problems_of_pass(
     data: Nest,
     rows: int | None,
     passes: dict[int | None, TracedPass] | None = None,
-) -> tuple[list[Problem], bool]:
-    """Follow the rows through all that an engine reads; tell if layers add losses."""
+) -> list[Problem]:
+    """Follow the rows through all that an engine reads."""
     if passes is not None and engine.notes_what_it_reads:
         trace, found, function = _followed_whole(engine, objective, data, rows)
         if function is not None:
@@ -214,7 +218,7 @@ def _problems_of_pass(
         names = {id(layer): path for path, layer in trace.layers}
         first = names.get(id(found[0].layer))
         problems.sort(key=lambda problem: problem.path != first)
-    return problems, bool(trace.adding_losses)
+    return problems
 
 
 def _followed(
@@ -228,7 +232,8 @@ def _followed(
     traced = _with_known_losses(objective, trace)
 
     def run(x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor) -> Nest:
-        return read(traced, Batch(x, y, sample_weight, is_padding))
+        with _seeds.secret_seeds(objective.model):
+            return read(traced, Batch(x, y, sample_weight, is_padding))
 
     padding = tf.TensorSpec([rows], tf.bool)
     return trace, trace.found(run, (*signature_of(data, rows), padding), rows)
@@ -253,7 +258,10 @@ def _whole_pass(
         x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor, clip: Tensor
     ) -> Clipped:
         batch = Batch(x, y, sample_weight, is_padding)
-        return engine.clip_and_sum(objective, batch, l2_norm_clip=clip, rows_per_unit=1)
+        with _seeds.secret_seeds(objective.model):
+            return engine.clip_and_sum(
+                objective, batch, l2_norm_clip=clip, rows_per_unit=1
+            )
 
     padding = tf.TensorSpec([rows], tf.bool)
     clip = tf.TensorSpec([], clip_as_tensor(1.0, objective.variables).dtype)

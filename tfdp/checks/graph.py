@@ -19,6 +19,7 @@ from tfdp.checks.node import (
     static_lengths,
 )
 from tfdp.checks.operations import apply
+from tfdp.checks.operations.chance import with_chance
 from tfdp.checks.sizes import (
     CONSTANTS,
     Evaluate,
@@ -112,7 +113,8 @@ class Analysis:
             is_outermost = self._outer is None
             if is_outermost:
                 self._outer = op
-            values[name] = self._outputs(op, inputs)
+            outputs = self._outputs(op, inputs)
+            values[name] = with_chance(self._node(op, inputs), outputs)
             if self._look_at is not None:
                 self._look_at(self._node(op, inputs), values[name])
             if is_outermost:
@@ -266,6 +268,7 @@ class Analysis:
             (second, first) if first.axis is None and leads else (first, second)
         )
         causes = first.causes | second.causes
+        main = main._replace(chance=first.chance | second.chance)
         if WITHIN in (first.axis, second.axis):
             return main._replace(axis=WITHIN, numbers=None, causes=causes)
         node = self._node(op, [])
@@ -288,7 +291,9 @@ class Analysis:
             name = NEW_LIST if is_new else PERHAPS_NEW
             if _loses_count(first, lengths) or _loses_count(second, lengths):
                 causes |= counting(node)
-        return Value(main.axis, main.layout, lengths, numbers, causes, name)
+        return main._replace(
+            lengths=lengths, numbers=numbers, causes=causes, variable=name
+        )
 
 
 def _joined_lengths(main: Value, other: Value) -> Lengths | None:

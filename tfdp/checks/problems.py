@@ -44,6 +44,11 @@ _UNKNOWN_STEPS = _Flaw(
     "Give it rows of one length: `keras.Input((steps, ...))`, and batches of that "
     "shape, `tf.ensure_shape(x, (None, steps, ...))`.",
 )
+_STATEFUL = _Flaw(
+    "`stateful=True` hands the state in which a row ends to the row in its place in the "
+    "next batch, and keeps it without noise",
+    "Give it whole sequences as rows, and let each begin anew: `layer.stateful = False`.",
+)
 _MEMORY = _Flaw(
     "its state {} changes with the data that pass through, and keeps them without "
     "noise",
@@ -133,20 +138,26 @@ def _flaws(
         # What is certain first.
         worst = max(others, key=lambda each: each.cause.is_certain)
         is_certain = worst.cause.is_certain
-        flaw = _MIXING if is_certain else _UNPROVEN
-        if worst.cause.why == MEMORY:
-            flaw = _OUTSIDE
-        if worst.cause.why == BY_PLACE:
-            flaw = _KNOWN_DRAWS
-        if is_certain and isinstance(layer, keras.layers.TimeDistributed):
-            flaw = _UNKNOWN_STEPS
-        if is_certain and id(layer) in trace.adding_losses:
-            flaw = flaw._replace(fix=f"{flaw.fix} {_loss_instead(worst)}")
+        flaw = _flaw_of(layer, trace, worst)
         what = f"{worst.operation} {worst.cause.why}"
         yield flaw._replace(reason=flaw.reason.format(what)), is_certain
     if names:
         listed = ", ".join(f"`{name}`" for name in names)
         yield _MEMORY._replace(reason=_MEMORY.reason.format(listed)), True
+    if id(layer) in trace.stateful:
+        yield _STATEFUL, True
+
+
+def _flaw_of(layer: keras.layers.Layer, trace: Trace, found: Found) -> _Flaw:
+    """Say what is the matter with an operation of a layer."""
+    is_certain = found.cause.is_certain
+    flaw = _MIXING if is_certain else _UNPROVEN
+    flaw = {MEMORY: _OUTSIDE, BY_PLACE: _KNOWN_DRAWS}.get(found.cause.why, flaw)
+    if is_certain and isinstance(layer, keras.layers.TimeDistributed):
+        flaw = _UNKNOWN_STEPS
+    if is_certain and id(layer) in trace.adding_losses:
+        flaw = flaw._replace(fix=f"{flaw.fix} {_loss_instead(found)}")
+    return flaw
 
 
 def loss_problems(found: list[Found]) -> list[Problem]:

@@ -77,6 +77,7 @@ class Value(NamedTuple):
             known. Of a list: what is in each of its tensors.
         causes: What is the matter with it.
         variable: Name of the variable that it is the handle of.
+        chance: Where random seeds in it come from; see `checks.operations.chance`.
     """
 
     axis: int | None = None
@@ -85,6 +86,7 @@ class Value(NamedTuple):
     numbers: Array | None = None
     causes: frozenset[Cause] = frozenset()
     variable: str | None = None
+    chance: frozenset[str] = frozenset()
 
     @property
     def shape(self) -> Lengths:

@@ -261,7 +261,9 @@ class Recording:
                     raise UnsupportedLayerError(
                         "Only calls outside of loops and branches can be recorded. "
                         f"Received: `{path}` ({type(layer).__name__}), called in a "
-                        "graph of its own."
+                        "graph of its own. Unroll the loop, `unroll=True` in a "
+                        "recurrent layer, or register a rule for the layer that "
+                        "loops: `tfdp.rules.register(MyLayer, rule)`."
                     )
                 if not self._is_of_one_unit and self._is_without_rows(call):
                     raise UnsupportedLayerError(
@@ -515,16 +517,8 @@ class _OwnGradients:
     @contextlib.contextmanager
     def looked_for(self) -> Iterator[None]:
         self._is_forward = True
-        symbolic = tf.gradients
-
-        def gradients(*args: Nest, **kwargs: Nest) -> Nest:
-            self.see("tf.gradients", args)
-            return symbolic(*args, **kwargs)
-
         try:
-            # It asks no tape.
-            with _keras.attributes_replaced(tf, gradients=gradients):
-                yield
+            yield
         finally:
             self._is_forward = False
         if self._found:
@@ -534,7 +528,7 @@ class _OwnGradients:
                 f"`{'`, `'.join(self._found)}`."
             )
 
-    def see(self, path: str, gradient: Nest) -> Nest:
+    def see(self, path: str, gradient: Tensor) -> Tensor:
         if self._is_forward:
             self._found[path] = None
         return gradient

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras, _tree, _validate, engines
+from tfdp import _keras, _seeds, _tree, _validate, engines
 from tfdp._types import Loss, Nest, Tensor
 from tfdp.ascent.losses import BAM, SAT, check_plain
 from tfdp.checks.engine import check_objective, choose
@@ -100,6 +100,7 @@ def clipped_gradients(
     _check_lengths((*data, is_padding))
     if not model.built:
         model(data[0])
+    _seeds.use_key(model, is_known=False)
     ascent = None
     if isinstance(loss, SAT):
         raise ValueError(

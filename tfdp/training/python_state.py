@@ -23,10 +23,12 @@ def python_state(model: keras.Model) -> tuple[Hashable, ...]:
     Returns:
         Equal for equal attributes.
     """
-    return tuple(
+    of_layers = (
         (id(layer), layer.trainable, *_own_attributes(layer))
         for layer in _keras.flatten_layers(model)
     )
+    # Operations that are made later draw by it.
+    return (_keras.tensorflow_seed(), *of_layers)
 
 
 def _own_attributes(layer: keras.layers.Layer) -> list[tuple[str, Hashable]]:

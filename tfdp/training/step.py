@@ -188,8 +188,8 @@ class BatchClipper:
             if augmentation is None:
                 return run_pass(batch, clip)
             with _seeds.secret_seeds(self.model):
-                batch = augmentation.views(batch)
-            sums, norms, y_pred = run_pass(batch, clip)
+                views = augmentation.views(batch)
+            sums, norms, y_pred = run_pass(views, clip)
             return sums, norms, augmentation.first(y_pred)
 
         in_passes = self.physical_batch_size is not None
@@ -218,7 +218,8 @@ class BatchClipper:
             return known.clip_and_sum(batch, clip)
         options = {"l2_norm_clip": clip, "rows_per_unit": rows_per_unit}
         try:
-            return self.engine.clip_and_sum(objective, batch, **options)
+            with _seeds.secret_seeds(self.model):
+                return self.engine.clip_and_sum(objective, batch, **options)
         except UnsupportedLayerError as error:
             # The data may have axes of unknown length, where the sample had not.
             if not self.may_change_engine:
@@ -229,7 +230,8 @@ class BatchClipper:
                 self.model.name,
                 error,
             )
-        return engines.get("vectorized").clip_and_sum(objective, batch, **options)
+        with _seeds.secret_seeds(self.model):
+            return engines.get("vectorized").clip_and_sum(objective, batch, **options)
 
 
 @dataclasses.dataclass(frozen=True)

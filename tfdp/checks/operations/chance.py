@@ -1,9 +1,8 @@
 """Random numbers."""
 
-import tensorflow as tf
+from collections.abc import Sequence
 
 from tfdp._seeds import SECRET
-from tfdp._types import Tensor
 from tfdp.checks.node import BY_PLACE, COUNTS, NONE, Node, lengths_from, rule
 from tfdp.checks.sizes import is_fixed
 from tfdp.checks.values import Cause, Value, causes_of
@@ -27,42 +26,7 @@ def _draw(node: Node) -> Value:
         return node.free()
     # How many numbers are drawn is in their shape, not in them.
     causes = causes_of(each for each in node.inputs if each is not shape)
-    if not is_fixed(shape.numbers):
-        # Those of a row go by its place in the batch, which changes where another row is
-        # left out. So nobody may know them; see `secret_seeds`.
-        causes |= _causes_of_places(node)
     return node.free(lengths_from(shape), causes)
-
-
-def _causes_of_places(node: Node) -> frozenset[Cause]:
-    """Say what is the matter with numbers that rows get by their places."""
-    if node.op.type.startswith("Stateless"):
-        origins = _origins(node.op.inputs[1])
-        if any(op.name.rpartition("/")[2].startswith(SECRET) for op in origins):
-            return frozenset()
-        # What comes into a loop or a branch from outside is taken for secret.
-        if any(op.type == "Placeholder" for op in origins):
-            return frozenset()
-        # Where a row runs by itself it has one place only, but a state moves on.
-        has_state = any(op.type == "RngReadAndSkip" for op in origins)
-    elif node.op.type.startswith("Stateful") or node.attr("seed") or node.attr("seed2"):
-        has_state = True
-    else:
-        # The operating system has seeded it.
-        return frozenset()
-    return frozenset({node.cause(BY_PLACE, is_certain=has_state)})
-
-
-def _origins(seed: Tensor) -> set[tf.Operation]:
-    """Return the operations of a graph that a seed is made by, lengths and variables left out."""
-    found, waiting = {seed.op}, [seed.op]
-    while waiting:
-        op = waiting.pop()
-        inputs = () if op.type == "Shape" else op.inputs
-        new = {each.op for each in inputs if each.dtype != tf.resource} - found
-        found |= new
-        waiting += new
-    return found
 
 
 @rule("RandomShuffle", "RandomIndexShuffle")
@@ -78,3 +42,71 @@ def _moved_generator(node: Node) -> Value:
     # By how many numbers are drawn it moves, and that may be by how many rows.
     causes = frozenset(each for each in node.causes if each.why != COUNTS)
     return node.free(causes=causes)
+
+
+# The beginnings of what operations that draw are called, and of some that do not.
+_DRAWING = (
+    *("Multinomial", "ParameterizedTruncated", "Random", "StatefulRandom"),
+    *("StatefulStandard", "StatefulTruncated", "StatefulUniform", "TruncatedNormal"),
+    *("StatelessMultinomial", "StatelessParameterized", "StatelessRandom"),
+    "StatelessTruncated",
+)
+_NOT_DRAWING = (
+    "RandomDataset",
+    "RandomGammaGrad",
+    "RandomShuffleQueue",
+    "StatelessRandomGet",
+)
+_LENGTHS = ("Rank", "Shape", "ShapeN", "Size")
+_STATE = "state"
+
+
+def with_chance(node: Node, outputs: Sequence[Value]) -> list[Value]:
+    """Say where seeds come from, and what is the matter with draws from known ones.
+
+    What a row draws goes by its place in the batch, which changes where another row is
+    left out. So nobody may know it; see `secret_seeds`.
+
+    Args:
+        node: An operation.
+        outputs: What is known of its outputs.
+
+    Returns:
+        The same, with `Value.chance`, and with causes.
+    """
+    kind, causes = node.op.type, frozenset[Cause]()
+    if kind in _LENGTHS:
+        return list(outputs)
+    chance = frozenset().union(*(each.chance for each in node.inputs))
+    chance = chance.union(*(each.chance for each in outputs))
+    if node.op.name.rpartition("/")[2].startswith(SECRET):
+        chance |= {SECRET}
+    if kind in ("RngReadAndSkip", "StatefulUniformFullInt"):
+        chance |= {_STATE}
+    if kind.startswith(_DRAWING) and not kind.startswith(_NOT_DRAWING):
+        causes = _causes_of_places(node, chance)
+    return [
+        each._replace(chance=chance, causes=each.causes | causes) for each in outputs
+    ]
+
+
+def _causes_of_places(node: Node, chance: frozenset[str]) -> frozenset[Cause]:
+    """Say what is the matter with numbers that rows get by their places."""
+    lengths = node.op.outputs[0].shape
+    is_of_batch = (
+        any(each.axis is not None for each in node.inputs)
+        or not lengths.is_fully_defined()
+        or not all(is_fixed(each.numbers) for each in node.inputs)
+    )
+    if not is_of_batch:
+        return frozenset()
+    seeds = [
+        node.attr(name) for name in ("seed", "seed2") if name in node.op.node_def.attr
+    ]
+    if seeds or node.op.type.startswith("Stateful"):
+        is_of_system = bool(seeds) and not any(seeds)
+        return frozenset() if is_of_system else frozenset({node.cause(BY_PLACE)})
+    if SECRET in chance and _STATE not in chance:
+        return frozenset()
+    # Where a row runs by itself it has one place only, but a state moves on.
+    return frozenset({node.cause(BY_PLACE, is_certain=_STATE in chance)})
