@@ -9,9 +9,11 @@ from keras import layers, ops
 
 import tfdp
 from tests.engine_checks import BATCHES, NAN, OUTLIER, check, runner
-from tests.problems import PROBLEMS, Problem, cases, floats
+from tests.problems import PROBLEMS, Problem, cases, floats, register, sequential
 from tfdp.checks.engine import choose
 from tfdp.engines.apart import ApartEngine
+from tfdp.engines.bookkeeping import BookkeepingEngine
+from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.losses.objective import Objective
 
 pytestmark = pytest.mark.keras_private
@@ -106,6 +108,17 @@ class Noisy(layers.Layer):
     def call(self, x):
         noise = keras.random.normal(ops.shape(x), seed=self.seed_generator)
         return x * self.scale + 0.1 * noise
+
+
+@register
+class Rolled(layers.Layer):
+    """A leaf without a rule, which turns its last axis."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], initializer="ones", name="scale")
+
+    def call(self, x):
+        return ops.roll(x * self.scale, 1, axis=-1) ** 2
 
 
 def text_model(*inner):
@@ -216,6 +229,18 @@ def test_a_recurrent_matrix_that_is_used_elsewhere(recurrent):
 def test_in_every_mode_with_units_of_two(name, mode):
     problem = MODELS[name]
     check(problem, runner(problem, ENGINES, mode, unit_size=2), OUTLIER, unit_size=2)
+
+
+def test_axes_from_the_end_are_no_axis_of_the_examples():
+    """TensorFlow's vectorized map rolls such axes along the examples."""
+    problem = Problem(
+        "rolled",
+        lambda: sequential((3,), layers.Dense(3), Rolled(), layers.Dense(1)),
+        floats((3,), 1),
+        "mse",
+    )
+    for engine in (ApartEngine(), BookkeepingEngine(), VectorizedEngine()):
+        check(problem, runner(problem, [engine]), OUTLIER)
 
 
 QUICK = {"called_twice", "cnn", "masked_weighted", "unused"}
