@@ -111,6 +111,44 @@ class Noisy(layers.Layer):
 
 
 @register
+class Grouped(layers.Layer):
+    """Each point with those that are next to it, looked up among all of a batch."""
+
+    def call(self, x):
+        rows, points, width = ops.shape(x)[0], *x.shape[1:]
+        apart = ops.sum(ops.square(x[:, :, None] - x[:, None]), -1)
+        near = ops.cast(ops.top_k(-apart, 2)[1], "int32")
+        near += ops.arange(rows, dtype="int32")[:, None, None] * points
+        grouped = ops.take(ops.reshape(x, (-1, width)), near, axis=0)
+        return ops.max(grouped, axis=2)
+
+
+@register
+class Pooled(layers.Layer):
+    """The sums of groups of points, of which those of all rows have numbers."""
+
+    def call(self, x):
+        rows, width = ops.shape(x)[0], x.shape[-1]
+        groups = ops.cast(x[..., 0] > 0, "int32")
+        groups += 2 * ops.arange(rows, dtype="int32")[:, None]
+        sums = ops.segment_sum(
+            ops.reshape(x, (-1, width)), ops.reshape(groups, (-1,)), 2 * rows
+        )
+        return ops.reshape(sums, (-1, 2, width))
+
+
+@register
+class EachRow(layers.Layer):
+    """Attends inside of each row, in a map over rows."""
+
+    def call(self, x):
+        def attend(row):
+            return ops.softmax(row @ ops.transpose(row)) @ row
+
+        return ops.vectorized_map(attend, x)
+
+
+@register
 class Rolled(layers.Layer):
     """A leaf without a rule, which turns its last axis."""
 
@@ -136,6 +174,16 @@ def tokens_and_targets(rng):
     return rng.integers(TOKENS, size=LENGTH), rng.normal(size=2)
 
 
+def points_model(inner):
+    return sequential(
+        (5, 3),
+        layers.Dense(3, "tanh"),
+        inner,
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(1),
+    )
+
+
 # What book-keeping over the batch cannot take, by the name of what stops it.
 MODELS = {
     "positions": Problem("positions", text_model, tokens_and_targets, "mse"),
@@ -155,6 +203,15 @@ MODELS = {
         ]),
         floats((3, LENGTH, 2), 1),
         "mse",
+    ),
+    "grouped": Problem(
+        "grouped", lambda: points_model(Grouped()), floats((5, 3), 1), "mse"
+    ),
+    "pooled": Problem(
+        "pooled", lambda: points_model(Pooled()), floats((5, 3), 1), "mse"
+    ),
+    "each_row": Problem(
+        "each_row", lambda: points_model(EachRow()), floats((5, 3), 1), "mse"
     ),
     "layer_norm_of_vector": Problem(
         "layer_norm_of_vector",

@@ -64,6 +64,12 @@ _UNPROVEN = _Flaw(
     "nobody knows whether rows of a batch meet in it: {}",
     "`engine='auto'` runs every row by itself.",
 )
+_COUNTING = _Flaw(
+    "in it, {}",
+    "`engine='auto'` runs every row by itself, where that number is 1. This is right "
+    "where a row only looks for entries of its own; what is divided by it, say, is as in "
+    "a batch of one row. Where another number is meant, write it: `x / 32`.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +91,11 @@ class Problem:
     reason: str
     fix: str
     is_certain: bool = True
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether all that is the matter is that it asks how many rows there are."""
+        return self.fix == _COUNTING.fix
 
     def __str__(self) -> str:
         """Return all of it in one line."""
@@ -130,10 +141,12 @@ def _flaws(
     names = dict.fromkeys(each.cause.variable for each in found if each.cause.variable)
     others = [each for each in found if not each.cause.variable]
     if others:
-        # What is certain first.
-        worst = max(others, key=lambda each: each.cause.is_certain)
+        # What is certain first, and then what changes values.
+        worst = max(others, key=lambda each: (each.cause.is_certain, each.counts_rows))
         is_certain = worst.cause.is_certain
         flaw = _MIXING if is_certain else _UNPROVEN
+        if not is_certain and worst.counts_rows:
+            flaw = _COUNTING
         if worst.cause.why == MEMORY:
             flaw = _OUTSIDE
         if worst.cause.why == BY_PLACE:
@@ -155,7 +168,7 @@ def loss_problems(found: list[Found]) -> list[Problem]:
     for each in found:
         if each.layer != LOSS and each.layer is not None:
             continue
-        cause = each.cause
+        cause, fix = each.cause, ""
         if cause.variable:
             reason = (
                 "A loss must keep no data: what it assigns is not noised. Received: "
@@ -174,6 +187,12 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 f"only the noise would train. Received: {each.operation}, which "
                 f"{cause.why}. {OWN_COMPARISONS}"
             )
+        elif each.counts_rows and not cause.is_certain:
+            reason = (
+                "A loss must not depend on how many examples there are. Received: "
+                f"{each.operation}, which {cause.why}."
+            )
+            fix = _COUNTING.fix
         else:
             reason = (
                 "The loss of an example must not depend on other examples. Received: "
@@ -183,7 +202,7 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 "own target, e.g. `keras.losses.CategoricalCrossentropy()`. "
                 f"{_loss_instead(each)}"
             )
-        problems.append(Problem(LOSS, "loss", reason, "", cause.is_certain))
+        problems.append(Problem(LOSS, "loss", reason, fix, cause.is_certain))
     return problems
 
 

@@ -15,6 +15,7 @@ from tfdp._tracing import traced_by
 from tfdp._types import Nest, Tensor
 from tfdp.checks.comparisons import OWN_COMPARISONS, Comparisons, warn_of_change
 from tfdp.checks.graph import METRIC, Analysis
+from tfdp.checks.node import COUNTS
 from tfdp.checks.sizes import Length, Size
 from tfdp.checks.values import FREE, PLAIN, WITHIN, Cause, Layout, Value
 from tfdp.errors import UnsupportedLossError
@@ -56,6 +57,11 @@ class Found(NamedTuple):
 
     layer: Owner
     cause: Cause
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether the matter is how many rows there are."""
+        return self.cause.why == COUNTS
 
     @property
     def operation(self) -> str:

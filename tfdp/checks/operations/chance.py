@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 
 from tfdp._seeds import SECRET
-from tfdp.checks.node import BY_PLACE, COUNTS, NONE, Node, lengths_from, rule
+from tfdp.checks.node import (
+    BY_PLACE,
+    COUNTS,
+    NONE,
+    Node,
+    counts_rows,
+    lengths_from,
+    rule,
+)
 from tfdp.checks.sizes import is_fixed
 from tfdp.checks.values import Cause, Value, causes_of
 
@@ -32,7 +40,8 @@ def _draw(node: Node) -> Value:
 @rule("RandomShuffle", "RandomIndexShuffle")
 def _shuffle(node: Node) -> Value:
     value = node.inputs[0]
-    if value.axis == 0:
+    # Numbers of rows, too: they are there to pick rows of others by.
+    if value.axis == 0 or counts_rows(value):
         return node.mixed("puts rows to others")
     return node.like(value)
 
