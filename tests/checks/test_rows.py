@@ -831,6 +831,9 @@ CERTAIN = {
     "first row": MEETING["first row"],
     "numbers that are known": lambda x: x + tf.gather(x, [1, 0, 3, 2]),
     "shuffled": lambda x: x + tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0]))),
+    "shuffled by Keras": lambda x: (
+        x + tf.gather(x, keras.random.shuffle(tf.range(tf.shape(x)[0]), seed=1))
+    ),
     "batch statistics": lambda x: (
         x - tf.reduce_sum(x, 0) / tf.cast(tf.shape(x)[0], x.dtype)
     ),

@@ -39,6 +39,10 @@ _LOSS_OF_ROWS = (
     "sample_weight=None, **_): return keras.losses.CTC()(y, y_pred)`, with "
     "`MyModel(inputs, outputs)` for `keras.Model(inputs, outputs)`."
 )
+_LOSS_OF_LAYER = (
+    "A mean over the rows is for the end: `self.add_loss(ops.mean(losses))`, where "
+    "`losses` has one value for each row."
+)
 _UNKNOWN_STEPS = _Flaw(
     "where the number of time steps is unknown, Keras takes that of the rows for it",
     "Give it rows of one length: `keras.Input((steps, ...))`, and batches of that "
@@ -154,7 +158,7 @@ def _flaws(
         if is_certain and isinstance(layer, keras.layers.TimeDistributed):
             flaw = _UNKNOWN_STEPS
         if is_certain and id(layer) in trace.adding_losses:
-            flaw = flaw._replace(fix=f"{flaw.fix} {_loss_instead(worst)}")
+            flaw = flaw._replace(fix=f"{flaw.fix} {_loss_of_layer(worst)}")
         what = f"{worst.operation} {worst.cause.why}"
         yield flaw._replace(reason=flaw.reason.format(what)), is_certain
     if names:
@@ -204,6 +208,13 @@ def loss_problems(found: list[Found]) -> list[Problem]:
             )
         problems.append(Problem(LOSS, "loss", reason, fix, cause.is_certain))
     return problems
+
+
+def _loss_of_layer(found: Found) -> str:
+    """Say which loss a layer may add in the place of one that lets rows meet."""
+    if "ctc_loss" in found.cause.op.name:
+        return _LOSS_OF_ROWS
+    return OWN_COMPARISONS if found.cause.why in MEETING else _LOSS_OF_LAYER
 
 
 def _loss_instead(found: Found) -> str:

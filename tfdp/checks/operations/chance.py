@@ -3,15 +3,7 @@
 from collections.abc import Sequence
 
 from tfdp._seeds import SECRET
-from tfdp.checks.node import (
-    BY_PLACE,
-    COUNTS,
-    NONE,
-    Node,
-    counts_rows,
-    lengths_from,
-    rule,
-)
+from tfdp.checks.node import BY_PLACE, COUNTS, NONE, Node, lengths_from, rule
 from tfdp.checks.sizes import is_fixed
 from tfdp.checks.values import Cause, Value, causes_of
 
@@ -40,8 +32,7 @@ def _draw(node: Node) -> Value:
 @rule("RandomShuffle", "RandomIndexShuffle")
 def _shuffle(node: Node) -> Value:
     value = node.inputs[0]
-    # Numbers of rows, too: they are there to pick rows of others by.
-    if value.axis == 0 or counts_rows(value):
+    if value.axis == 0:
         return node.mixed("puts rows to others")
     return node.like(value)
 

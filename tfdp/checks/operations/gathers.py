@@ -1,5 +1,7 @@
 """Entries of tensors that are picked by their numbers."""
 
+import tensorflow as tf
+
 from tfdp.checks.node import ANY, Node, axis_from, counts_rows, rule, static_lengths
 from tfdp.checks.values import PLAIN, Value, known
 
@@ -20,8 +22,10 @@ def _gather(node: Node) -> Value:
     if params.axis == axis:
         # Rows may pick entries of their own, by numbers that begin where theirs do. That
         # is in the data, which may as well lead to others: each row runs by itself then,
-        # which is right whatever it picks, and no proof is tried.
-        is_certain = not _may_be_of_each_row(indices)
+        # which is right whatever it picks, and no proof is tried. Maps over rows take
+        # them one after the other.
+        is_in_order = counts_rows(indices) and _is_range(node.op.inputs[1].op)
+        is_certain = indices.axis is None and not is_in_order
         return node.mixed("picks some rows by their numbers", is_certain=is_certain)
     batch_dims = 0 if node.op.type == "Gather" else node.attr("batch_dims")
     if batch_dims < 0:
@@ -70,13 +74,19 @@ def _segments(node: Node) -> Value:
     value, places, number = node.inputs
     depth = len(places.shape)
     if value.axis is not None and value.axis < depth:
-        is_certain = not _may_be_of_each_row(places)
+        is_certain = places.axis is None
         return node.mixed("puts rows together by their numbers", is_certain=is_certain)
     # The first axes become one, of which each segment has an entry.
     length = None if number.numbers is None else number.numbers.item()
     return node.like(value.dropped(range(depth)).inserted(0, length))
 
 
-def _may_be_of_each_row(numbers: Value) -> bool:
-    """Tell whether numbers may be such that each row meets its own entries alone."""
-    return numbers.axis is not None or counts_rows(numbers)
+def _is_range(op: tf.Operation) -> bool:
+    """Tell whether numbers go on one by one, or are zero, as those of maps over rows."""
+    while op.type in _PASSED_ON:
+        op = op.inputs[_PASSED_ON[op.type]].op
+    return str(op.type) == "Range"
+
+
+# By the operation: which input it hands on, at least at times.
+_PASSED_ON = {"Identity": 0, "Cast": 0, "SelectV2": 1}
