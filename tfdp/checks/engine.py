@@ -66,7 +66,7 @@ def choose(
     if not chosen.notes_what_it_reads:
         # It may prove nothing, as it does whose units are each evaluated alone. What is
         # kept of the data outlives them all the same.
-        _warn_of(check_objective(objective, data, _and_any(sizes)))
+        check_objective(objective, data, _and_any(sizes))
     if type(chosen) is VectorizedEngine:
         return chosen
     try:
@@ -83,13 +83,12 @@ def choose(
         error = _as_unsupported(failure)
         # An error of the model itself, or of the losses, comes again here.
         # What is refused for any number of rows is not tried row by row, either.
-        counting = check_objective(objective, data, _and_any(sizes))
+        check_objective(objective, data, _and_any(sizes))
         if engine != "auto":
             raise UnsupportedLayerError(
                 f"Engine '{chosen.name}' cannot clip the gradients of model "
                 f"`{objective.model.name}`. {error} Or use `engine='auto'`."
             ) from error
-        _warn_of(counting)
         apart = engines.ApartEngine()
         if _can_take_apart(apart, objective, data, sizes, sample, passes):
             logging.info(
@@ -116,10 +115,6 @@ def _and_any(sizes: Sequence[int | None]) -> list[int | None]:
     another axis, or of a table that has an entry for each place in the batch.
     """
     return list(dict.fromkeys([*sizes, None]))
-
-def _warn_of(problems: list[Problem]) -> None:
-    for problem in problems:
-        logging.warning("tfdp runs every example by itself. %s", problem)
 
 
 def _as_unsupported(error: Exception) -> UnsupportedLayerError:
@@ -177,16 +172,16 @@ def _can_take_apart(
 
 def check_objective(
     objective: Objective, data: Nest, sizes: Sequence[int | None] = (None,)
-) -> list[Problem]:
+) -> None:
     """Refuse a model or losses that mix rows for certain, or that keep data.
+
+    What asks how many rows there are is warned of: where each runs by itself, there is
+    one.
 
     Args:
         objective: The model and its losses.
         data: ``(x, y, sample_weight)``, of which shapes and dtypes are read.
         sizes: How many rows the passes will have, each None for any number.
-
-    Returns:
-        What asks how many rows there are: where each runs by itself, there is one.
 
     Raises:
         UnsupportedLayerError: If the model does.
@@ -203,7 +198,10 @@ def check_objective(
                 raise UnsupportedLossError(problem.reason)
         problems += of_losses
         counting |= dict.fromkeys(each for each in problems if each.counts_rows)
-    return list(counting)
+    for problem in counting:
+        logging.warning(
+            "Model `%s` asks how many rows there are. %s", objective.model.name, problem
+        )
 
 
 def _losses(objective: Objective, batch: Batch) -> Tensor:
