@@ -813,6 +813,15 @@ def test_what_counts_rows_runs_by_itself_and_is_warned_of(name, engine, caplog):
         choose("bookkeeping", objective, data)
 
 
+def test_a_loop_over_rows_is_told_of_the_map_that_works():
+    data = (np.ones((4, D)), np.ones((4, 1)), None)
+    looping = with_lambda(lambda x: tf.map_fn(tf.nn.softmax, x))
+    with pytest.raises(UnsupportedLayerError, match=r"ops.vectorized_map\(f, x\)"):
+        choose("auto", Objective.of(looping, "mse"), data)
+    mapped = with_lambda(lambda x: ops.vectorized_map(tf.nn.softmax, x))
+    assert choose("auto", Objective.of(mapped, "mse"), data) == ApartEngine()
+
+
 def test_a_loss_that_counts_rows_is_that_of_a_batch_of_one(caplog):
     def shared(y_true, y_pred):
         losses = tf.reduce_sum(tf.square(y_true - y_pred), -1)

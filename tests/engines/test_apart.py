@@ -281,7 +281,7 @@ def test_a_recurrent_matrix_that_is_used_elsewhere(recurrent):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["positions", "class_token"])
+@pytest.mark.parametrize("name", ["positions", "class_token", "grouped"])
 @pytest.mark.parametrize("mode", ["eager", "xla"])
 def test_in_every_mode_with_units_of_two(name, mode):
     problem = MODELS[name]

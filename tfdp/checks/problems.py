@@ -8,7 +8,7 @@ import keras
 
 from tfdp.checks.comparisons import COMPARISONS, MEETING, OWN_COMPARISONS
 from tfdp.checks.node import BY_PLACE, MEMORY
-from tfdp.checks.tracing import LOSS, NO_GRADIENT, Found, Trace
+from tfdp.checks.tracing import LOOPS, LOSS, NO_GRADIENT, Found, Trace
 from tfdp.errors import UnsupportedLayerError
 
 
@@ -38,6 +38,10 @@ _LOSS_OF_ROWS = (
     "`class MyModel(keras.Model): def compute_loss(self, x=None, y=None, y_pred=None, "
     "sample_weight=None, **_): return keras.losses.CTC()(y, y_pred)`, with "
     "`MyModel(inputs, outputs)` for `keras.Model(inputs, outputs)`."
+)
+_LOOP = _MIXING._replace(
+    fix=f"{_MIXING.fix} Where each row is taken by itself, as by `keras.ops.map(f, x)`, "
+    "write `keras.ops.vectorized_map(f, x)`."
 )
 _LOSS_OF_LAYER = (
     "A mean over the rows is for the end: `self.add_loss(ops.mean(losses))`, where "
@@ -147,16 +151,8 @@ def _flaws(
     if others:
         # What is certain first, and then what changes values.
         worst = max(others, key=lambda each: (each.cause.is_certain, each.counts_rows))
+        flaw = _flaw_of(worst, layer)
         is_certain = worst.cause.is_certain
-        flaw = _MIXING if is_certain else _UNPROVEN
-        if not is_certain and worst.counts_rows:
-            flaw = _COUNTING
-        if worst.cause.why == MEMORY:
-            flaw = _OUTSIDE
-        if worst.cause.why == BY_PLACE:
-            flaw = _KNOWN_DRAWS
-        if is_certain and isinstance(layer, keras.layers.TimeDistributed):
-            flaw = _UNKNOWN_STEPS
         if is_certain and id(layer) in trace.adding_losses:
             flaw = flaw._replace(fix=f"{flaw.fix} {_loss_of_layer(worst)}")
         what = f"{worst.operation} {worst.cause.why}"
@@ -164,6 +160,18 @@ def _flaws(
     if names:
         listed = ", ".join(f"`{name}`" for name in names)
         yield _MEMORY._replace(reason=_MEMORY.reason.format(listed)), True
+
+
+def _flaw_of(found: Found, layer: keras.layers.Layer) -> _Flaw:
+    """Say what kind of matter it is that was found in a layer."""
+    cause = found.cause
+    if cause.is_certain and isinstance(layer, keras.layers.TimeDistributed):
+        return _UNKNOWN_STEPS
+    if cause.why in (MEMORY, BY_PLACE):
+        return _OUTSIDE if cause.why == MEMORY else _KNOWN_DRAWS
+    if not cause.is_certain:
+        return _COUNTING if found.counts_rows else _UNPROVEN
+    return _LOOP if cause.outer.type in LOOPS else _MIXING
 
 
 def loss_problems(found: list[Found]) -> list[Problem]:

@@ -37,7 +37,7 @@ LOSS = "loss"
 # What is the matter with some loops inside of a loop over rows.
 NO_GRADIENT = "has no gradient in a loop over rows"
 
-_LOOPS = ("While", "StatelessWhile")
+LOOPS = ("While", "StatelessWhile")
 
 _LIBRARIES = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (keras, tf))
 _STANDARD = sysconfig.get_path("stdlib")
@@ -300,7 +300,7 @@ class Trace:
                 f"{' '.join(str(error).split())}. {OWN_COMPARISONS}"
             ) from error
         self._alone.append((traced.graph, len(rows), self._owners[-1]))
-        if in_loop and any(op.type in _LOOPS for op in traced.graph.get_operations()):
+        if in_loop and any(op.type in LOOPS for op in traced.graph.get_operations()):
             self._find_in_loop(function, rows, traced)
         numbers = [
             tf.reduce_sum(
@@ -376,7 +376,7 @@ class Trace:
         try:
             tf.function(run, autograph=False).get_concrete_function(specs)
         except LookupError:
-            loops = [op for op in traced.graph.get_operations() if op.type in _LOOPS]
+            loops = [op for op in traced.graph.get_operations() if op.type in LOOPS]
             cause = Cause(loops[0], loops[0], False, NO_GRADIENT)
             self._of_losses.append(Found(self._owners[-1], cause))
 
