@@ -227,12 +227,6 @@ UNSUPPORTED = {
         "mse",
         ["`rnn`", "up to 64 steps"],
     ),
-    "conv_lstm_dropout": (
-        lambda: sequential((2, 3, 1), layers.ConvLSTM1D(2, 2, dropout=0.5)),
-        floats((2, 3, 1), (2, 2)),
-        "mse",
-        ["`conv_lstm1d`", "dropout=0.5"],
-    ),
     "recurrent_activation_layer": (
         lambda: sequential((3, 2), layers.SimpleRNN(3, activation=layers.PReLU())),
         floats((3, 2), 3),
@@ -268,7 +262,6 @@ def problem_of(name):
 # Loops, and what differs little from the others.
 DEAR = {
     "cell",
-    "conv_lstm_dropout",
     "many_steps",
     "map",
     "time_major_square",
@@ -294,6 +287,19 @@ def test_what_rules_do_not_reach_is_refused_by_name(name):
     assert text.endswith("`engine='auto'`.")
     assert all(named in text for named in UNSUPPORTED[name][3]), text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize("engine", ["auto", "vectorized"])
+def test_states_that_go_from_batch_to_batch_are_refused_before_any_step(engine):
+    layer = layers.SimpleRNN(2, stateful=True)
+    model = keras.Sequential([keras.Input(batch_shape=(ROWS, 3, 2)), layer])
+    data = np.ones((ROWS, 3, 2), "float32"), np.ones((ROWS, 2), "float32"), None
+    objective = Objective.of(model, "mse")
+    with pytest.raises(UnsupportedLayerError, match=r"`layer.stateful = False`"):
+        choose(engine, objective, data)
+    assert not np.any(layer.states[0])
+    layer.stateful = False
+    assert choose(engine, objective, data)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ STATISTICS = "its batch statistics mix"
 SPECTRAL = "it overwrites the kernel"
 MIXING = "in it, rows of a batch meet: operation"
 MEMORY = "its state"
+STATEFUL = "`stateful=True` hands the state"
 
 
 # ---------------------------------------------------------------- layers that mix
@@ -455,6 +456,20 @@ UNSOUND = {
         ),
         numbers,
         [(name, MEMORY) for name in ("mean", "rows", "tensorflow", "kernel")],
+    ),
+    "states of batches": (
+        lambda: sequential(
+            keras.Input(batch_shape=(8, 6, 4)),
+            layers.Bidirectional(
+                layers.GRU(3, stateful=True, return_sequences=True), name="both"
+            ),
+            layers.RNN(layers.LSTMCell(3), stateful=True, name="cell"),
+        ),
+        lambda: numbers(8, 6, 4),
+        [
+            (name, STATEFUL)
+            for name in ("both/forward_gru", "both/backward_gru", "cell")
+        ],
     ),
     "losses": (
         lambda: sequential(

@@ -892,8 +892,8 @@ def test_an_ordinary_model_is_proven():
 
 # --------------------------------------------------------------- layers that have rules
 
-# A layer's matrix is used by another one; gates have masks of their own.
-NOT_RECORDED = {"tied_embedding", "lstm_dropout"}
+# A layer's matrix is used by another one.
+NOT_RECORDED = {"tied_embedding"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from tests.engine_checks import length
 from tests.problems import PROBLEMS, register, sequential
 from tests.problems.variables import WideDense
 from tfdp import _keras, rules
+from tfdp.checks.engine import choose
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
+from tfdp.losses.objective import Objective
 from tfdp.rules.generic import generic
 
 ROWS = 4
@@ -96,6 +98,51 @@ def test_a_rule_is_for_no_subclass():
     assert rules.find(model.layers[0]) is generic
     check_norms(model, "bookkeeping")
     assert not rule
+
+
+@register
+class Doubled(layers.Dense):
+    """A subclass that computes something else than its base."""
+
+    def call(self, x):
+        return super().call(2 * x)
+
+
+def test_rules_of_tfdp_are_compared_where_somebody_registers_them():
+    rules.register(Doubled, rules.dense.dense)
+    model = sequential((3,), Doubled(2))
+    with pytest.raises(tfdp.errors.UnsupportedLayerError, match="On a few rows"):
+        check_norms(model, "bookkeeping")
+    rules.register(WideDense, rules.generic.generic)
+    check_norms(sequential((3,), WideDense(2)), "bookkeeping")
+
+
+class Cell(layers.GRUCell):
+    """A subclass that does what its base does; its seeds are a state."""
+
+
+class Recurrent(layers.SimpleRNN):
+    """A subclass whose base calls its cell in a loop."""
+
+
+def test_what_is_said_of_subclasses_helps():
+    data = np.ones((ROWS, 3, 2), "float32"), np.ones((ROWS, 2), "float32"), None
+    of_cell, loop, unrolled = (
+        Objective.of(sequential((3, 2), layer), "mse")
+        for layer in (
+            layers.RNN(Cell(2)),
+            Recurrent(2),
+            Recurrent(2, unroll=True),
+        )
+    )
+    advice = r"`tfdp.rules.register\(Cell, tfdp.rules.recurrent.gru\)`"
+    with pytest.raises(tfdp.errors.UnsupportedLayerError, match=advice):
+        choose("bookkeeping", of_cell, data)
+    rules.register(Cell, rules.recurrent.gru)
+    assert choose("bookkeeping", of_cell, data) == BookkeepingEngine()
+    with pytest.raises(tfdp.errors.UnsupportedLayerError, match="`unroll=True`"):
+        choose("bookkeeping", loop, data)
+    assert choose("bookkeeping", unrolled, data) == BookkeepingEngine()
 
 
 def test_a_subclass_of_a_keras_layer_has_not_its_rule():

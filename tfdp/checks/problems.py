@@ -52,6 +52,11 @@ _UNKNOWN_STEPS = _Flaw(
     "Give it rows of one length: `keras.Input((steps, ...))`, and batches of that "
     "shape, `tf.ensure_shape(x, (None, steps, ...))`.",
 )
+_STATEFUL = _Flaw(
+    "`stateful=True` hands the state in which a row ends to the row in its place in the "
+    "next batch, and keeps it without noise",
+    "Give it whole sequences as rows, and let each begin anew: `layer.stateful = False`.",
+)
 _MEMORY = _Flaw(
     "its state {} changes with the data that pass through, and keeps them without "
     "noise",
@@ -151,27 +156,30 @@ def _flaws(
     if others:
         # What is certain first, and then what changes values.
         worst = max(others, key=lambda each: (each.cause.is_certain, each.counts_rows))
-        flaw = _flaw_of(worst, layer)
         is_certain = worst.cause.is_certain
-        if is_certain and id(layer) in trace.adding_losses:
-            flaw = flaw._replace(fix=f"{flaw.fix} {_loss_of_layer(worst)}")
+        flaw = _flaw_of(layer, trace, worst)
         what = f"{worst.operation} {worst.cause.why}"
         yield flaw._replace(reason=flaw.reason.format(what)), is_certain
     if names:
         listed = ", ".join(f"`{name}`" for name in names)
         yield _MEMORY._replace(reason=_MEMORY.reason.format(listed)), True
+    if id(layer) in trace.stateful:
+        yield _STATEFUL, True
 
 
-def _flaw_of(found: Found, layer: keras.layers.Layer) -> _Flaw:
-    """Say what kind of matter it is that was found in a layer."""
+def _flaw_of(layer: keras.layers.Layer, trace: Trace, found: Found) -> _Flaw:
+    """Say what is the matter with an operation of a layer."""
     cause = found.cause
+    if cause.is_certain:
+        flaw = _LOOP if cause.outer.type in LOOPS else _MIXING
+    else:
+        flaw = _COUNTING if found.counts_rows else _UNPROVEN
+    flaw = {MEMORY: _OUTSIDE, BY_PLACE: _KNOWN_DRAWS}.get(cause.why, flaw)
     if cause.is_certain and isinstance(layer, keras.layers.TimeDistributed):
-        return _UNKNOWN_STEPS
-    if cause.why in (MEMORY, BY_PLACE):
-        return _OUTSIDE if cause.why == MEMORY else _KNOWN_DRAWS
-    if not cause.is_certain:
-        return _COUNTING if found.counts_rows else _UNPROVEN
-    return _LOOP if cause.outer.type in LOOPS else _MIXING
+        flaw = _UNKNOWN_STEPS
+    if cause.is_certain and id(layer) in trace.adding_losses:
+        flaw = flaw._replace(fix=f"{flaw.fix} {_loss_of_layer(found)}")
+    return flaw
 
 
 def loss_problems(found: list[Found]) -> list[Problem]:

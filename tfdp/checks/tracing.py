@@ -87,6 +87,7 @@ class Trace:
         layers: The model and all layers in it, with the paths that lead to them.
         training: `id`s of the layers that were called with ``training=True``.
         adding_losses: `id`s of the layers that called `add_loss`.
+        stateful: `id`s of recurrent layers that keep their states for the next batch.
     """
 
     def __init__(self, model: keras.Model | None) -> None:
@@ -94,6 +95,7 @@ class Trace:
         self.layers = [] if model is None else _keras.layers_by_path(model)
         self.training: set[int] = set()
         self.adding_losses: set[int] = set()
+        self.stateful: set[int] = set()
         self._model = model
         # Where the operations of each call are: graph, first, past the last, layer.
         self._calls: list[tuple[tf.Graph, int, int, Owner]] = []
@@ -413,7 +415,12 @@ class Trace:
         training = kwargs.get("training")
         if tf.is_tensor(training) or training:
             self.training.add(id(layer))
-        with self.part(layer):
+        with self.part(layer), contextlib.ExitStack() as replaced:
+            if isinstance(layer, keras.layers.RNN) and layer.stateful:
+                self.stateful.add(id(layer))
+                # Batches of any size cannot be traced through some of Keras's versions.
+                stateless = _keras.attributes_replaced(layer, stateful=False)
+                replaced.enter_context(stateless)
             return function(*args, **kwargs)
 
     @contextlib.contextmanager

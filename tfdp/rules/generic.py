@@ -11,7 +11,7 @@ from tfdp._mapping import vectorized_map
 from tfdp._tracing import tracing
 from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.recording import Call, Leaves, rule
+from tfdp.rules.recording import RULES, Call, Leaves, rule
 from tfdp.rules.terms import PerRow, Term
 
 
@@ -163,10 +163,15 @@ class _Rows:
 
     def refuse(self, rule_broken: str, error: Exception | None = None) -> NoReturn:
         """Raise, with what the layer does and what to do about it."""
-        name = type(self._call.layer).__name__
+        kind = type(self._call.layer)
+        # That of the class that it is derived from may do; it is compared on rows.
+        known = [RULES[each] for each in kind.__mro__ if each in RULES]
+        names = [f"{each.__module__}.{getattr(each, '__name__', '')}" for each in known]
+        may_do = next((name for name in names if name.startswith("tfdp.")), "rule")
         raise UnsupportedLayerError(
             f"A layer without a rule {rule_broken}. Received: `{self._call.path}` "
-            f"({name}). Register a rule for it: `tfdp.rules.register({name}, rule)`."
+            f"({kind.__name__}). Register a rule for it: "
+            f"`tfdp.rules.register({kind.__name__}, {may_do})`."
         ) from error
 
     def run(self, row: list[Tensor]) -> Nest:

@@ -231,7 +231,9 @@ class Recording:
                     raise UnsupportedLayerError(
                         "Only calls outside of loops and branches can be recorded. "
                         f"Received: `{path}` ({type(layer).__name__}), called in a "
-                        "graph of its own."
+                        "graph of its own. Unroll the loop, `unroll=True` in a "
+                        "recurrent layer, or register a rule for the layer that "
+                        "loops: `tfdp.rules.register(MyLayer, rule)`."
                     )
                 with self._by_a_rule():
                     outputs = rule(call)

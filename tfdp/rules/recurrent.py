@@ -14,8 +14,8 @@ from tfdp import _keras
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.recording import Call, find, own_variables, rule
-from tfdp.rules.scan import Cell, Matrix, Scan
-from tfdp.rules.terms import OuterProducts, PerRow, Term
+from tfdp.rules.scan import Cell, Matrices, Scan
+from tfdp.rules.terms import Columns, PerRow, Term
 
 # Each takes a cell's operations once more in the graph.
 _MOST_UNROLLED = 64
@@ -49,8 +49,8 @@ def rnn(call: Call) -> Nest:
     if of_cell is None and own_variables(call.layer.cell):
         raise UnsupportedLayerError(
             "A cell with layers in it must have no variables of its own. Received: "
-            f"`{call.path}` with cell={call.layer.cell!r}. Put its variables into a "
-            "layer of the cell."
+            f"`{call.path}` with cell={call.layer.cell!r}. Let a layer of the cell have "
+            "them: `self.kept = keras.layers.Dense(units, use_bias=False)`."
         )
     # Each step is a call of the cell, outside of loops: the cell's rule takes it, or
     # those of the layers in it.
@@ -62,12 +62,14 @@ def simple_rnn(call: Call) -> Nest:
     """Rule of `keras.layers.SimpleRNN` and its cell."""
     cell = _cell_of(call)
 
-    def make(like: Tensor) -> Cell:
+    def make(like: Tensor, kept: list[Tensor]) -> Cell:
+        matrices = _recurrent_matrices(call, like, kept)
+
         def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
             del states
             return [_activated(cell.activation, x + inner)]
 
-        return Cell(_recurrent_matrix(call, like), step, *_terms(cell))
+        return Cell(matrices, step, *_terms(cell, matrices))
 
     return _run(call, make, cell.bias)
 
@@ -77,14 +79,16 @@ def lstm(call: Call) -> Nest:
     """Rule of `keras.layers.LSTM` and its cell."""
     cell = _cell_of(call)
 
-    def make(like: Tensor) -> Cell:
+    def make(like: Tensor, kept: list[Tensor]) -> Cell:
+        matrices = _recurrent_matrices(call, like, kept)
+
         def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
             i, f, candidate, o = tf.split(x + inner, 4, axis=-1)
             gate = cell.recurrent_activation
             c = gate(f) * states[1] + gate(i) * _activated(cell.activation, candidate)
             return [gate(o) * _activated(cell.activation, c), c]
 
-        return Cell(_recurrent_matrix(call, like), step, *_terms(cell))
+        return Cell(matrices, step, *_terms(cell, matrices))
 
     return _run(call, make, cell.bias)
 
@@ -97,11 +101,12 @@ def gru(call: Call) -> Nest:
     bias = cell.bias
     if bias is not None and cell.reset_after:
         bias = bias[0]
-    return _run(call, lambda like: make(call, like), bias)
+    return _run(call, lambda like, kept: make(call, like, kept), bias)
 
 
-def _reset_after(call: Call, like: Tensor) -> Cell:
+def _reset_after(call: Call, like: Tensor, kept: list[Tensor]) -> Cell:
     cell = _cell_of(call)
+    matrices = _recurrent_matrices(call, like, kept)
     offset = 0.0
     if cell.bias is not None:
         call.hide(cell.bias)
@@ -117,7 +122,7 @@ def _reset_after(call: Call, like: Tensor) -> Cell:
 
     def terms(g: Tensor, g_inner: Tensor, h: Tensor) -> list[Term]:
         del g
-        return [OuterProducts(cell.recurrent_kernel, h, g_inner)]
+        return [_products(cell.recurrent_kernel, matrices.seen(h), g_inner)]
 
     def bias_terms(g: Tensor, g_inner: Tensor) -> list[Term]:
         if cell.bias is None:
@@ -125,13 +130,14 @@ def _reset_after(call: Call, like: Tensor) -> Cell:
         # The bias has two rows: one beside the inputs, one beside the inner products.
         return [PerRow(cell.bias, tf.stack([g, g_inner], axis=-2))]
 
-    matrix = _recurrent_matrix(call, like)
-    return Cell(matrix, step, terms, bias_terms, inner_differs=True)
+    return Cell(matrices, step, terms, bias_terms, inner_differs=True)
 
 
-def _reset_before(call: Call, like: Tensor) -> Cell:
+def _reset_before(call: Call, like: Tensor, kept: list[Tensor]) -> Cell:
     cell = _cell_of(call)
-    of_gates, of_candidate = _recurrent_matrix(call, like).split(2 * cell.units)
+    # The candidate's columns see another input.
+    widths = [cell.units] * 3 if kept else [2 * cell.units, cell.units]
+    of_gates, of_candidate = _recurrent_matrices(call, like, kept, widths).split(-1)
 
     def gates(x: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
         z, r = tf.split(x[..., : 2 * cell.units] + inner, 2, axis=-1)
@@ -145,34 +151,22 @@ def _reset_before(call: Call, like: Tensor) -> Cell:
 
     def terms(g: Tensor, x: Tensor, h: Tensor) -> list[Term]:
         # The reset gate once more, for all steps at once: the loop does not hold it.
-        _, r = gates(x, _over_time(of_gates.times, h))
-        # The candidate's columns see another input: each use leaves the other's
-        # columns zero.
-        of_z_and_r, of_h = g[..., : 2 * cell.units], g[..., 2 * cell.units :]
-        return [
-            OuterProducts(
-                cell.recurrent_kernel,
-                h,
-                tf.concat([of_z_and_r, tf.zeros_like(of_h)], -1),
-            ),
-            OuterProducts(
-                cell.recurrent_kernel,
-                r * h,
-                tf.concat([tf.zeros_like(of_z_and_r), of_h], -1),
-            ),
-        ]
+        seen = of_gates.seen(h)
+        _, r = gates(x, _over_time(of_gates.products, seen))
+        seen = [*seen, *of_candidate.seen(r * h)]
+        return [_products(cell.recurrent_kernel, seen, g, widths)]
 
-    return Cell(of_gates, step, terms, _terms(cell)[1])
+    return Cell(of_gates, step, terms, _terms(cell, of_gates)[1])
 
 
 def _terms(
-    cell: keras.layers.Layer,
+    cell: keras.layers.Layer, matrices: Matrices
 ) -> tuple[Callable[..., list[Term]], Callable[..., list[Term]]]:
     """Return what `g` says about the recurrent matrix, and about the bias."""
 
     def terms(g: Tensor, g_inner: Tensor, h: Tensor) -> list[Term]:
         del g_inner
-        return [OuterProducts(cell.recurrent_kernel, h, g)]
+        return [_products(cell.recurrent_kernel, matrices.seen(h), g)]
 
     def bias_terms(g: Tensor, g_inner: Tensor) -> list[Term]:
         del g_inner
@@ -181,15 +175,24 @@ def _terms(
     return terms, bias_terms
 
 
+def _products(
+    variable: Variable, seen: list[Tensor], g: Tensor, widths: list[int] | None = None
+) -> Term:
+    """Return the term of a matrix whose blocks of columns multiply what they see."""
+    return Columns.of(variable, seen, tf.split(g, widths or len(seen), -1))
+
+
 def _run(
-    call: Call, make: Callable[[Tensor], Cell], bias: Variable | Tensor | None
+    call: Call,
+    make: Callable[[Tensor, list[Tensor]], Cell],
+    bias: Variable | Tensor | None,
 ) -> Nest:
     """Run a layer, or one step of a cell."""
     layer = call.layer
     if len(_keras.flatten_layers(_cell_of(call))) > 1:
         raise UnsupportedLayerError(
             "A recurrent layer needs activations without variables. Received: "
-            f"`{call.path}` with a layer in its cell. Use a function, "
+            f"`{call.path}` with a layer in its cell. Use a function: "
             "`activation='relu'`."
         )
     if not isinstance(layer, keras.layers.RNN):
@@ -200,18 +203,17 @@ def _run(
     ) -> Nest:
         mask = mask[0] if keras.tree.is_nested(mask) else mask
         states = keras.tree.flatten(initial_state)
-        first = sequences[:, 0]
-        dropped, kept = _dropout_masks(call, first, states[0], training)
-        inputs = sequences if dropped is None else sequences * dropped[:, None]
+        dropped, kept = dropout_masks(call, sequences[:, 0], states[0], training)
+        inputs = [sequences * mask[:, None] for mask in dropped] or [sequences]
         x = _projected(call, bias, inputs)
-        cell = make(x)
+        cell = make(x, kept)
         seen: list[Tensor] = []
 
         # Zeros are added to the inner products where these have gradients of their own:
         # what is watched must be a tensor of all time steps, outside of the loop.
         watched = [x]
         if cell.inner_differs:
-            shape = [*tf.unstack(tf.shape(x)[:2]), cell.matrix.value.shape[1]]
+            shape = [*tf.unstack(tf.shape(x)[:2]), sum(cell.matrices.widths)]
             watched.append(tf.zeros(shape, x.dtype))
         watched = _watch(call, cell, inputs, watched, seen)
         in_order = tf.reverse if layer.go_backwards else lambda tensor, axes: tensor
@@ -219,13 +221,12 @@ def _run(
         if mask is not None:
             mask = in_order(tf.transpose(tf.cast(mask, tf.bool))[..., None], [0])
         # The custom gradient of a scan has none itself.
-        scan = Scan(cell, mask, kept)
+        scan = Scan(cell, mask)
         run = scan.run_plainly if call.differentiates_twice else scan.run
         before, outputs, states = run(over_time, states)
         outputs = outputs_where_unmasked(layer, outputs, mask)
         # In the order of the inputs again, as the gradients of x are.
-        h = swapped(in_order(before, [0]), sequences.shape[1])
-        seen.append(h if kept is None else h * kept[:, None])
+        seen.append(swapped(in_order(before, [0]), sequences.shape[1]))
         # As Keras's own loop does: the layers that follow may need the length.
         outputs = tf.ensure_shape(outputs, [sequences.shape[1], None, None])
         return outputs[-1], swapped(outputs), states
@@ -234,37 +235,43 @@ def _run(
 
 
 def _run_step(
-    call: Call, make: Callable[[Tensor], Cell], bias: Variable | Tensor | None
+    call: Call,
+    make: Callable[[Tensor, list[Tensor]], Cell],
+    bias: Variable | Tensor | None,
 ) -> Nest:
     """Run a cell as a loop over one step."""
     arguments = call.bound()
     x, of_before = call.inputs, arguments["states"]
     states = keras.tree.flatten(of_before)
-    dropped, kept = _dropout_masks(call, x, states[0], arguments["training"])
-    inputs = (x if dropped is None else x * dropped)[:, None]
-    h = states[0] if kept is None else states[0] * kept
+    dropped, kept = dropout_masks(call, x, states[0], arguments["training"])
+    inputs = [(x * mask)[:, None] for mask in dropped] or [x[:, None]]
     x = _projected(call, bias, inputs)
-    cell = make(x)
-    inner = cell.matrix.times(h)
+    cell = make(x, kept)
+    inner = cell.matrices.times(states[0])
     watched = [x, inner[:, None]] if cell.inner_differs else [x]
     # States that are zeros at first do not say whose rows they are: nothing is moved.
-    seen = [h[:, None]]
+    seen = [states[0][:, None]]
     x, *others = _watch(call, cell, inputs, watched, seen, is_moved=False)
     inner = others[0][:, 0] if others else inner
     new = cell.step(x[:, 0], inner, states)
     return new[0], keras.tree.pack_sequence_as(of_before, new)
 
 
-def _projected(call: Call, bias: Variable | Tensor | None, inputs: Tensor) -> Tensor:
-    """Multiply the inputs of all steps, shape ``(R, T, d)``, by their matrix."""
-    x = tf.matmul(inputs, tf.cast(_cell_of(call).kernel, inputs.dtype))
+def _projected(
+    call: Call, bias: Variable | Tensor | None, inputs: list[Tensor]
+) -> Tensor:
+    """Multiply the inputs of all steps, ``(R, T, d)`` for each block of columns."""
+    kernel = tf.cast(_cell_of(call).kernel, inputs[0].dtype)
+    blocks = tf.split(kernel, len(inputs), 1)
+    products = [tf.matmul(*each) for each in zip(inputs, blocks, strict=True)]
+    x = tf.concat(products, -1)
     return x if bias is None else x + tf.cast(bias, x.dtype)
 
 
 def _watch(
     call: Call,
     cell: Cell,
-    inputs: Tensor,
+    inputs: list[Tensor],
     tensors: list[Tensor],
     seen: list[Tensor],
     *,
@@ -275,7 +282,7 @@ def _watch(
     Args:
         call: The call.
         cell: The cell.
-        inputs: What was projected.
+        inputs: What was projected, for each block of columns.
         tensors: The projected inputs, and perhaps what the inner products are sums of.
         seen: Will hold h before each step, shape ``(R, T, units)``.
         is_moved: Whether units may have weights of their own here.
@@ -286,7 +293,7 @@ def _watch(
     watched: list[Tensor] = []
 
     def linear_terms(*gradients: Tensor) -> list[Term]:
-        of_inputs = OuterProducts(_cell_of(call).kernel, inputs, gradients[0])
+        of_inputs = _products(_cell_of(call).kernel, inputs, gradients[0])
         return [of_inputs, *cell.bias_terms(gradients[0], gradients[-1])]
 
     def terms(*gradients: Tensor) -> list[Term]:
@@ -299,11 +306,24 @@ def _watch(
     return watched
 
 
-def _recurrent_matrix(call: Call, like: Tensor) -> Matrix:
-    """Return the recurrent matrix of a layer, in the dtype of a tensor."""
+def _recurrent_matrices(
+    call: Call, like: Tensor, kept: list[Tensor], widths: list[int] | None = None
+) -> Matrices:
+    """Return the recurrent matrix of a layer, in the dtype of a tensor.
+
+    Args:
+        call: The call.
+        like: The tensor.
+        kept: Masks of the state, one for each block of columns, or none.
+        widths: Columns of the blocks; by default as many in each.
+    """
     matrix = _cell_of(call).recurrent_kernel
     call.hide(matrix)
-    return Matrix(tf.cast(matrix, like.dtype), call.move(matrix))
+    if widths is None:
+        blocks = max(len(kept), 1)
+        widths = [matrix.shape[1] // blocks] * blocks
+    value = tf.cast(matrix, like.dtype)
+    return Matrices.of(value, call.move(matrix), widths, kept)
 
 
 def _cell_of(call: Call) -> keras.layers.Layer:
@@ -312,31 +332,24 @@ def _cell_of(call: Call) -> keras.layers.Layer:
     return layer.cell if isinstance(layer, keras.layers.RNN) else layer
 
 
-def _dropout_masks(
+def dropout_masks(
     call: Call, x: Tensor, h: Tensor, training: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the masks of the inputs and of the states, None where there is none.
-
-    Raises:
-        UnsupportedLayerError: If the gates have masks of their own.
-    """
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the masks of the inputs and of the states: none, one, or for each gate."""
     cell = _cell_of(call)
     if not training:
-        return None, None
+        return [], []
     masks = cell.get_dropout_mask(x), cell.get_recurrent_dropout_mask(h)
-    if any(isinstance(mask, list) for mask in masks):
-        raise UnsupportedLayerError(
-            "A recurrent layer needs one dropout mask for all of its gates. Received: "
-            f"`{call.path}` with a mask for each gate. Use `implementation=2` and no "
-            "`recurrent_dropout`."
-        )
-    return masks
+    dropped, kept = ([] if m is None else keras.tree.flatten(m) for m in masks)
+    return dropped, kept
 
 
-def _over_time(function: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
-    """Apply a function of ``(R, units)`` to ``(R, T, units)``."""
-    rows, steps = tf.unstack(tf.shape(h)[:2])
-    flat = function(tf.reshape(h, [-1, h.shape[-1]]))
+def _over_time(
+    function: Callable[[list[Tensor]], Tensor], seen: list[Tensor]
+) -> Tensor:
+    """Apply a function of ``(R, units)``, one or several, to ``(R, T, units)``."""
+    rows, steps = tf.unstack(tf.shape(seen[0])[:2])
+    flat = function([tf.reshape(h, [-1, h.shape[-1]]) for h in seen])
     return tf.reshape(flat, [rows, steps, flat.shape[-1]])
 
 

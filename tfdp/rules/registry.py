@@ -6,7 +6,7 @@ import keras
 
 from tfdp._types import Nest
 from tfdp.rules import recording
-from tfdp.rules.recording import Call, find
+from tfdp.rules.recording import Call, Leaves, find
 
 
 def register(
@@ -43,6 +43,11 @@ def register(
 
 
 def is_own(layer: keras.layers.Layer) -> bool:
-    """Tell whether the rule of a layer is tfdp's, not one that somebody registered."""
+    """Tell whether the rule of a layer is tfdp's and for its class, not registered."""
     found = find(layer)
-    return found is None or found.__module__.startswith("tfdp.")
+    if found is None or any(found is recording.RULES[each] for each in Leaves):
+        return True
+    # A subclass may compute something else than the rule that was registered for it.
+    package = type(layer).__module__.partition(".")[0]
+    is_for_class = package in ("keras", "keras_hub", "tfdp")
+    return is_for_class and found.__module__.startswith("tfdp.")

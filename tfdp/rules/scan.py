@@ -20,16 +20,16 @@ class Cell:
     """A recurrent cell, its products with the matrices taken out.
 
     Attributes:
-        matrix: What the state h is multiplied by.
+        matrices: What the state h is multiplied by.
         step: ``(x, inner, states) -> new states`` for x of the projected inputs and
-            ``inner = h matrix``; states are a list that h is the first of.
+            inner of the products of h; states are a list that h is the first of.
         terms: ``(g, g_inner, h) -> terms`` of the recurrent matrix, all of shape
             ``(R, T, ...)``.
         bias_terms: ``(g, g_inner) -> terms`` of the bias.
         inner_differs: Whether `inner` has other gradients than x.
     """
 
-    matrix: "Matrix"
+    matrices: "Matrices"
     step: Callable[..., list[Tensor]]
     terms: Callable[..., list[Term]]
     bias_terms: Callable[..., list[Term]]
@@ -52,14 +52,6 @@ class Matrix:
     before: int = 0
     behind: int = 0
 
-    def split(self, column: int) -> tuple["Matrix", "Matrix"]:
-        """Return the columns before one, and the others."""
-        left, right = self.value[:, :column], self.value[:, column:]
-        return (
-            Matrix(left, self.added, 0, right.shape[1]),
-            Matrix(right, self.added, left.shape[1], 0),
-        )
-
     def times(self, rows: Tensor) -> Tensor:
         """``(R, units) -> (R, K)``."""
         products = tf.matmul(rows, self.value)
@@ -78,18 +70,79 @@ class Matrix:
 
 
 @dataclasses.dataclass(frozen=True)
+class Matrices:
+    """Blocks of columns side by side, which see a state under masks of their own.
+
+    Attributes:
+        blocks: The blocks, from the first column to the last.
+        kept: Dropout mask of what each block sees, shape ``(R, units)``. Or none.
+    """
+
+    blocks: list[Matrix]
+    kept: list[Tensor]
+
+    @classmethod
+    def of(
+        cls, value: Tensor, added: Move | None, widths: list[int], kept: list[Tensor]
+    ) -> "Matrices":
+        """Split the columns of a matrix into blocks of some widths."""
+        blocks, before = [], 0
+        for columns in tf.split(value, widths, -1):
+            behind = value.shape[1] - before - columns.shape[1]
+            blocks.append(Matrix(columns, added, before, behind))
+            before += columns.shape[1]
+        return cls(blocks, kept)
+
+    def split(self, block: int) -> tuple["Matrices", "Matrices"]:
+        """Return the blocks before one, and the others."""
+        return (
+            Matrices(self.blocks[:block], self.kept[:block]),
+            Matrices(self.blocks[block:], self.kept[block:]),
+        )
+
+    @property
+    def widths(self) -> list[int]:
+        """How many columns each block has."""
+        return [block.value.shape[1] for block in self.blocks]
+
+    def seen(self, h: Tensor) -> list[Tensor]:
+        """Return what each block sees of ``(R, units)``, or of ``(R, T, units)``."""
+        if not self.kept:
+            return [h] * len(self.blocks)
+        masks = self.kept if h.shape.rank == 2 else [m[:, None] for m in self.kept]
+        return [h * mask for mask in masks]
+
+    def times(self, h: Tensor) -> Tensor:
+        """``(R, units) -> (R, columns)``, of all blocks."""
+        return self.products(self.seen(h))
+
+    def products(self, seen: list[Tensor]) -> Tensor:
+        """Multiply what each block sees, all of shape ``(R, units)``."""
+        pairs = zip(self.blocks, seen, strict=True)
+        products = [block.times(rows) for block, rows in pairs]
+        return products[0] if len(products) == 1 else tf.concat(products, -1)
+
+    def times_transposed(self, rows: Tensor) -> Tensor:
+        """``(R, columns) -> (R, units)``, under the masks."""
+        parts = [rows] if len(self.blocks) == 1 else tf.split(rows, self.widths, -1)
+        pairs = zip(self.blocks, parts, strict=True)
+        products = [block.times_transposed(part) for block, part in pairs]
+        if self.kept:
+            products = [a * mask for a, mask in zip(products, self.kept, strict=True)]
+        return products[0] if len(products) == 1 else tf.add_n(products)
+
+
+@dataclasses.dataclass(frozen=True)
 class Scan:
     """A cell that runs over time, with a gradient of its own.
 
     Attributes:
         cell: The cell.
         mask: bool, shape ``(T, R, 1)``: where it is False the states stay. Or None.
-        kept: Dropout mask of h, shape ``(R, units)``, or None.
     """
 
     cell: Cell
     mask: Tensor | None
-    kept: Tensor | None
 
     def run(
         self, over_time: list[Tensor], states: list[Tensor]
@@ -110,16 +163,20 @@ class Scan:
         def run(*tensors: Tensor) -> tuple[list[Tensor], Callable[..., list[Tensor]]]:
             inputs, first = tensors[: len(over_time)], tensors[len(over_time) :]
             with _keras.without_tapes():
-                inner, before, last = self._forward(list(inputs), list(first))
-            after = tf.concat([before[0][1:], last[0][None]], 0)
+                reads, written, last = self._forward(list(inputs), list(first))
+                before = written[1].stack()
+            after = tf.concat([before[1:], last[0][None]], 0)
 
             def gradient(*upstream: Tensor) -> list[Tensor]:
                 # The states before are the states after, a step later: their own
                 # gradient is never asked for.
                 _, of_after, *of_last = upstream
-                return self._backward(list(inputs), inner, before, of_after, of_last)
+                # Stacked, what each step has left would be copied twice.
+                masks = reads[len(inputs) :]
+                arrays = [reads[0], *_readable([of_after]), *written, *masks]
+                return self._backward(list(inputs), arrays, of_last)
 
-            return [before[0], after, *last], gradient
+            return [before, after, *last], gradient
 
         before, after, *last = run(*over_time, *states)
         # What comes from before a step has no gradient of its own.
@@ -129,23 +186,33 @@ class Scan:
         self, over_time: list[Tensor], states: list[Tensor]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Do what `run` does with TensorFlow's gradient, which has one itself."""
-        _, before, last = self._forward(over_time, states)
-        return before[0], tf.concat([before[0][1:], last[0][None]], 0), last
+        _, written, last = self._forward(over_time, states)
+        before = written[1].stack()
+        return before, tf.concat([before[1:], last[0][None]], 0), last
 
     def _forward(
         self, inputs: list[Tensor], states: list[Tensor]
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return the inner products and the states before, and the last states."""
+    ) -> tuple[list[tf.TensorArray], list[tf.TensorArray], list[Tensor]]:
+        """Run the steps.
+
+        Args:
+            inputs: See `run`.
+            states: See `run`.
+
+        Returns:
+            The inputs and the mask, if there is one; the inner products and the states
+            before each step; and the last states.
+        """
         steps = tf.shape(inputs[0])[0]
-        reads = self._readable(inputs)
+        reads = _readable(inputs if self.mask is None else [*inputs, self.mask])
 
         def body(time: Tensor, states: Nest, written: Nest) -> Nest:
             (x, *more), mask = self._read(reads, time)
-            inner = tf.add_n([self._inner_product(states[0]), *more])
+            inner = tf.add_n([self.cell.matrices.times(states[0]), *more])
             written = _write(written, time, [inner, *states])
             return time + 1, self._step(x, inner, states, mask), written
 
-        width = self.cell.matrix.value.shape[-1]
+        width = sum(self.cell.matrices.widths)
         like = [tf.zeros([tf.shape(states[0])[0], width], states[0].dtype), *states]
 
         _, last, written = tf.while_loop(
@@ -155,24 +222,24 @@ class Scan:
             parallel_iterations=1,
             maximum_iterations=steps,  # XLA cannot do without.
         )
-        inner, *before = [array.stack() for array in written]
-        return inner, before, last
+        return reads, written, last
 
     def _backward(
-        self,
-        inputs: list[Tensor],
-        inner: Tensor,
-        before: list[Tensor],
-        of_after: Tensor,
-        of_last: list[Tensor],
+        self, inputs: list[Tensor], reads: list[tf.TensorArray], of_last: list[Tensor]
     ) -> list[Tensor]:
-        """Return the gradients of the inputs and of the first states."""
-        steps = tf.shape(before[0])[0]
-        reads = self._readable([inputs[0], inner, of_after, *before])
+        """Return the gradients of the inputs and of the first states.
+
+        Args:
+            inputs: See `run`.
+            reads: The projected inputs, the gradients of the outputs, the inner products
+                and the states before each step; and the mask, if there is one.
+            of_last: Gradients of the last states.
+        """
+        steps = tf.shape(inputs[0])[0]
 
         def body(time: Tensor, of_states: Nest, written: Nest) -> Nest:
             time -= 1
-            (x, inner, of_output, *states), mask = self._read(reads, time)
+            (x, of_output, inner, *states), mask = self._read(reads, time)
             of_states = [of_states[0] + of_output, *of_states[1:]]
             # From behind: what a state is worth is known from the steps after it.
             # One step is computed once more: nothing inside of it is held over time.
@@ -186,13 +253,12 @@ class Scan:
                 unconnected_gradients=tf.UnconnectedGradients.ZERO,
             )
             # h reaches the next states directly and by way of its inner product.
-            of_h = self.cell.matrix.times_transposed(of_inner)
-            of_h = of_h if self.kept is None else of_h * self.kept
+            of_h = self.cell.matrices.times_transposed(of_inner)
             # Where nothing is added to the inner products nobody asks for theirs.
             written = _write(written, time, [of_x, of_inner][: len(written)])
             return time, [of_states[0] + of_h, *of_states[1:]], written
 
-        like = [inputs[0][0], inner[0]][: len(inputs)]
+        like = [each[0] for each in inputs]
         _, of_first, written = tf.while_loop(
             lambda time, *_: time > 0,
             body,
@@ -202,9 +268,6 @@ class Scan:
         )
         return [*(array.stack() for array in written), *of_first]
 
-    def _inner_product(self, h: Tensor) -> Tensor:
-        return self.cell.matrix.times(h if self.kept is None else h * self.kept)
-
     def _step(
         self, x: Tensor, inner: Tensor, states: list[Tensor], mask: Tensor | None
     ) -> list[Tensor]:
@@ -212,16 +275,6 @@ class Scan:
         if mask is None:
             return new
         return [tf.where(mask, a, b) for a, b in zip(new, states, strict=True)]
-
-    def _readable(self, tensors: list[Tensor]) -> list[tf.TensorArray]:
-        """Put tensors, and the mask after them, where loops read them."""
-        if self.mask is not None:
-            tensors = [*tensors, self.mask]
-        steps = tf.shape(tensors[0])[0]
-        return [
-            tf.TensorArray(t.dtype, steps, element_shape=t.shape[1:]).unstack(t)
-            for t in tensors
-        ]
 
     def _read(
         self, arrays: list[tf.TensorArray], time: Tensor
@@ -231,8 +284,22 @@ class Scan:
         return found, mask
 
 
+def _readable(tensors: list[Tensor]) -> list[tf.TensorArray]:
+    """Put tensors where loops read them, as often as they go through them."""
+    steps = tf.shape(tensors[0])[0]
+    return [
+        tf.TensorArray(
+            t.dtype, steps, clear_after_read=False, element_shape=t.shape[1:]
+        ).unstack(t)
+        for t in tensors
+    ]
+
+
 def _writable(like: list[Tensor], steps: Tensor) -> list[tf.TensorArray]:
-    return [tf.TensorArray(t.dtype, steps, element_shape=t.shape) for t in like]
+    return [
+        tf.TensorArray(t.dtype, steps, clear_after_read=False, element_shape=t.shape)
+        for t in like
+    ]
 
 
 def _write(

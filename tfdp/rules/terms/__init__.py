@@ -5,6 +5,8 @@ add up to its gradient; a norm is only right over their sum. Leading axes hold w
 units one after the other: ``(R, ...)`` with the same number of rows for each unit.
 """
 
+from tfdp.rules.terms.columns import Block as Block
+from tfdp.rules.terms.columns import Columns as Columns
 from tfdp.rules.terms.convolution import Convolution as Convolution
 from tfdp.rules.terms.outer_products import OuterProducts as OuterProducts
 from tfdp.rules.terms.scaled_products import ScaledProducts as ScaledProducts
