@@ -74,9 +74,9 @@ class Node:
     ) -> Cause:
         """Say what is the matter with this operation."""
         # Where rows are after an operation of which nothing is known is a guess. How many
-        # there are says nothing about where.
+        # there are, and what they draw, say nothing about where.
         is_certain = is_certain and all(
-            each.is_certain or each.why == COUNTS for each in self.causes
+            each.is_certain or each.why in (COUNTS, BY_PLACE) for each in self.causes
         )
         return Cause(self.op, self.outer, is_certain, why, variable)
 
