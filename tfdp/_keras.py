@@ -12,7 +12,7 @@ import platform
 import random
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import keras
@@ -561,16 +561,16 @@ def with_losses(
 
 
 @contextlib.contextmanager
-def pfor_converters(converters: dict[str, _Converter]) -> Iterator[None]:
+def pfor_converters(converters: Mapping[str, _Converter]) -> Iterator[None]:
     """Replace conversions that `tf.vectorized_map` makes of operations.
 
     Args:
         converters: Functions from TensorFlow's converter input to the stacked
             output, by the name of the operation. One that returns None leaves the
-            operation to TensorFlow.
+            operation to TensorFlow, which must have a conversion of its own then.
     """
     registry = pfor._pfor_converter_registry
-    original = {name: registry[name] for name in converters}
+    original = {name: registry[name] for name in converters if name in registry}
 
     def wrapped(name: str) -> _Converter:
         def convert(pfor_input: pfor._PforInput) -> pfor.WrappedTensor:
@@ -585,6 +585,8 @@ def pfor_converters(converters: dict[str, _Converter]) -> Iterator[None]:
     try:
         yield
     finally:
+        for name in converters:
+            del registry[name]
         registry.update(original)
 
 

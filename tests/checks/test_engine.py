@@ -780,7 +780,7 @@ def test_a_loss_without_a_gradient_in_loops_is_of_each_unit_by_itself():
     with pytest.raises(UnsupportedLayerError, match="no gradient in a loop over rows"):
         choose("bookkeeping", objective, (x, y, None))
     check_objective(objective, (x, y, None))
-    # For a whole batch it counts the rows.
+    # For a whole batch nobody knows what it keeps.
     with pytest.raises(UnsupportedLossError, match=r"compute_loss\(self, x=None"):
         check_objective(Objective.of(model, keras.losses.CTC()), (x, y, None))
 
@@ -796,7 +796,7 @@ class Endpoint(layers.Layer):
 
 
 @pytest.mark.slow
-def test_an_endpoint_that_counts_rows_is_refused_with_what_to_write():
+def test_an_endpoint_with_ctc_is_refused_with_what_to_write():
     inputs = keras.Input((6, 3)), keras.Input((2,), dtype="int32")
     outputs = Endpoint(name="end")(inputs[1], layers.Dense(5)(inputs[0]))
     objective = Objective.of(keras.Model(inputs, outputs), None)
@@ -805,6 +805,41 @@ def test_an_endpoint_that_counts_rows_is_refused_with_what_to_write():
         UnsupportedLayerError, match=r"`end`.*def compute_loss\(self, x="
     ):
         choose("auto", objective, (x, None, None))
+
+
+class Spreading(layers.Layer):
+    """Adds how far rows are from their mean."""
+
+    def call(self, x):
+        self.add_loss(ops.mean(ops.square(x - ops.mean(x, axis=0))))
+        return x
+
+
+def test_a_layer_that_adds_losses_is_told_of_its_own_loss():
+    model = sequential((3,), layers.Dense(2), Spreading(name="spread"), layers.Dense(1))
+    x = np.ones((ROWS, 3), "float32")
+    with pytest.raises(UnsupportedLayerError, match=r"`spread`.*add_loss\(") as caught:
+        choose("auto", Objective.of(model, "mse"), (x, x[:, :1], None))
+    assert "CTC" not in str(caught.value)
+
+
+def test_the_line_of_a_gradient_is_that_of_its_operation(caplog):
+    def picked(x):
+        return tf.gather(x, tf.argsort(x), batch_dims=1)
+
+    model = sequential(
+        (3,),
+        layers.Dense(3),
+        layers.Lambda(picked, name="picked", output_shape=(3,)),
+        layers.Dense(1),
+    )
+    x = np.ones((ROWS, 3), "float32")
+    with caplog.at_level("INFO", "absl"):
+        choose("auto", Objective.of(model, "mse"), (x, x[:, :1], None))
+    (line,) = [
+        r.getMessage() for r in caplog.records if "gradient_tape/" in r.getMessage()
+    ]
+    assert f"({__file__}:{picked.__code__.co_firstlineno + 1})" in line
 
 
 def test_other_variables_are_checked_anew():

@@ -10,6 +10,7 @@ from keras import layers, ops
 
 import tfdp
 from tests.problems import cases, recurrent
+from tfdp import engines
 from tfdp._seeds import secret_seeds
 from tfdp.checks.engine import choose
 from tfdp.checks.tracing import Trace
@@ -781,6 +782,84 @@ def test_what_is_not_proven_runs_row_by_row_with_one_line(caplog):
         choose("bookkeeping", Objective.of(model, "mse"), data)
     (problem,) = tfdp.validate_model(model, data[0])
     assert not problem.is_certain
+
+
+def with_lambda(function):
+    return keras.Sequential([
+        keras.Input((D,)),
+        layers.Dense(D),
+        layers.Lambda(function, name="inner", output_shape=(D,)),
+        layers.Dense(1),
+    ])
+
+
+@pytest.mark.parametrize("engine", ["auto", "vectorized"])
+@pytest.mark.parametrize("name", ["number of rows", "own place"])
+def test_what_counts_rows_runs_by_itself_and_is_warned_of(name, engine, caplog):
+    """A row by itself is a batch of one, which may not be what is meant."""
+    objective = Objective.of(with_lambda(MEETING[name]), "mse")
+    data = (np.ones((4, D)), np.ones((4, 1)), None)
+    expected = ApartEngine() if engine == "auto" else engines.get(engine)
+    assert choose(engine, objective, data) == expected
+    (line,) = [
+        r.getMessage()
+        for r in caplog.records
+        if "where that number is 1" in r.msg % r.args
+    ]
+    assert "`inner` (Lambda)" in line
+    assert "counts the rows of a batch" in line
+    assert "test_rows.py:" in line
+    with pytest.raises(UnsupportedLayerError, match="counts the rows of a batch"):
+        choose("bookkeeping", objective, data)
+
+
+def test_a_loop_over_rows_is_told_of_the_map_that_works():
+    data = (np.ones((4, D)), np.ones((4, 1)), None)
+    looping = with_lambda(lambda x: tf.map_fn(tf.nn.softmax, x))
+    with pytest.raises(UnsupportedLayerError, match=r"ops.vectorized_map\(f, x\)"):
+        choose("auto", Objective.of(looping, "mse"), data)
+    mapped = with_lambda(lambda x: ops.vectorized_map(tf.nn.softmax, x))
+    assert choose("auto", Objective.of(mapped, "mse"), data) == ApartEngine()
+
+
+def test_a_loss_that_counts_rows_is_that_of_a_batch_of_one(caplog):
+    def shared(y_true, y_pred):
+        losses = tf.reduce_sum(tf.square(y_true - y_pred), -1)
+        return losses / tf.cast(tf.shape(y_pred)[0], losses.dtype)
+
+    model = with_lambda(tf.identity)
+    data = (np.ones((4, D)), np.ones((4, 1)), None)
+    assert choose("auto", Objective.of(model, shared), data) == ApartEngine()
+    assert "must not depend on how many examples there are" in caplog.text
+
+
+# Whatever else is counted, these rows meet.
+CERTAIN = {
+    "reversed": MEETING["reversed"],
+    "shifted": MEETING["shifted"],
+    "first row": MEETING["first row"],
+    "numbers that are known": lambda x: x + tf.gather(x, [1, 0, 3, 2]),
+    "shuffled": lambda x: x + tf.gather(x, tf.random.shuffle(tf.range(tf.shape(x)[0]))),
+    "shuffled by Keras": lambda x: (
+        x + tf.gather(x, keras.random.shuffle(tf.range(tf.shape(x)[0]), seed=1))
+    ),
+    "batch statistics": lambda x: (
+        x - tf.reduce_sum(x, 0) / tf.cast(tf.shape(x)[0], x.dtype)
+    ),
+    "batch statistics after counting": lambda x: (lambda y: y - tf.reduce_mean(y, 0))(
+        x * tf.cast(tf.shape(x)[0], x.dtype)
+    ),
+    "known segments": lambda x: tf.math.unsorted_segment_sum(x, [0, 0, 1, 1], 4),
+}
+
+
+@pytest.mark.parametrize("rows", [None, 4])
+@pytest.mark.parametrize("name", CERTAIN)
+def test_rows_that_meet_for_certain_are_refused(name, rows):
+    objective = Objective.of(with_lambda(CERTAIN[name]), "mse")
+    data = (np.ones((4, D)), np.ones((4, 1)), None)
+    with pytest.raises(UnsupportedLayerError, match="in it, rows of a batch meet"):
+        choose("auto", objective, data, (rows,))
 
 
 def test_a_custom_gradient_that_mixes_is_not_book_kept():

@@ -9,10 +9,11 @@ from keras import layers, ops
 
 import tfdp
 from tests.engine_checks import BATCHES, NAN, OUTLIER, check, runner
-from tests.problems import PROBLEMS, Problem, cases, floats
+from tests.problems import PROBLEMS, Problem, cases, floats, register, sequential
 from tfdp.checks.engine import choose
 from tfdp.engines.apart import ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine
+from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.losses.objective import Objective
 
 pytestmark = pytest.mark.keras_private
@@ -109,6 +110,55 @@ class Noisy(layers.Layer):
         return x * self.scale + 0.1 * noise
 
 
+@register
+class Grouped(layers.Layer):
+    """Each point with those that are next to it, looked up among all of a batch."""
+
+    def call(self, x):
+        rows, points, width = ops.shape(x)[0], *x.shape[1:]
+        apart = ops.sum(ops.square(x[:, :, None] - x[:, None]), -1)
+        near = ops.cast(ops.top_k(-apart, 2)[1], "int32")
+        near += ops.arange(rows, dtype="int32")[:, None, None] * points
+        grouped = ops.take(ops.reshape(x, (-1, width)), near, axis=0)
+        return ops.max(grouped, axis=2)
+
+
+@register
+class Pooled(layers.Layer):
+    """The sums of groups of points, of which those of all rows have numbers."""
+
+    def call(self, x):
+        rows, width = ops.shape(x)[0], x.shape[-1]
+        groups = ops.cast(x[..., 0] > 0, "int32")
+        groups += 2 * ops.arange(rows, dtype="int32")[:, None]
+        sums = ops.segment_sum(
+            ops.reshape(x, (-1, width)), ops.reshape(groups, (-1,)), 2 * rows
+        )
+        return ops.reshape(sums, (-1, 2, width))
+
+
+@register
+class EachRow(layers.Layer):
+    """Attends inside of each row, in a map over rows."""
+
+    def call(self, x):
+        def attend(row):
+            return ops.softmax(row @ ops.transpose(row)) @ row
+
+        return ops.vectorized_map(attend, x)
+
+
+@register
+class Rolled(layers.Layer):
+    """A leaf without a rule, which turns its last axis."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], initializer="ones", name="scale")
+
+    def call(self, x):
+        return ops.roll(x * self.scale, 1, axis=-1) ** 2
+
+
 def text_model(*inner):
     return keras.Sequential([
         keras.Input((LENGTH,), dtype="int32"),
@@ -122,6 +172,16 @@ def text_model(*inner):
 
 def tokens_and_targets(rng):
     return rng.integers(TOKENS, size=LENGTH), rng.normal(size=2)
+
+
+def points_model(inner):
+    return sequential(
+        (5, 3),
+        layers.Dense(3, "tanh"),
+        inner,
+        layers.GlobalAveragePooling1D(),
+        layers.Dense(1),
+    )
 
 
 # What has layers that do not see the rows of a batch as such.
@@ -143,6 +203,15 @@ MODELS = {
         ]),
         floats((3, LENGTH, 2), 1),
         "mse",
+    ),
+    "grouped": Problem(
+        "grouped", lambda: points_model(Grouped()), floats((5, 3), 1), "mse"
+    ),
+    "pooled": Problem(
+        "pooled", lambda: points_model(Pooled()), floats((5, 3), 1), "mse"
+    ),
+    "each_row": Problem(
+        "each_row", lambda: points_model(EachRow()), floats((5, 3), 1), "mse"
     ),
     "layer_norm_of_vector": Problem(
         "layer_norm_of_vector",
@@ -180,8 +249,9 @@ def test_layers_that_do_not_see_the_rows_of_a_batch(name):
 
 
 @pytest.mark.slow
-def test_what_stops_book_keeping_over_the_batch():
-    problem = MODELS["nodes"]
+@pytest.mark.parametrize("name", ["nodes", "grouped", "pooled", "each_row"])
+def test_what_stops_book_keeping_over_the_batch(name):
+    problem = MODELS[name]
     objective = Objective.of(problem.build(), problem.loss())
     assert choose("auto", objective, tuple(problem.batch(3))) == ApartEngine()
 
@@ -217,11 +287,23 @@ def test_a_recurrent_matrix_that_is_used_elsewhere(recurrent):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["positions", "class_token"])
+@pytest.mark.parametrize("name", ["positions", "class_token", "grouped"])
 @pytest.mark.parametrize("mode", ["eager", "xla"])
 def test_in_every_mode_with_units_of_two(name, mode):
     problem = MODELS[name]
     check(problem, runner(problem, ENGINES, mode, unit_size=2), OUTLIER, unit_size=2)
+
+
+def test_axes_from_the_end_are_no_axis_of_the_examples():
+    """TensorFlow's vectorized map rolls such axes along the examples."""
+    problem = Problem(
+        "rolled",
+        lambda: sequential((3,), layers.Dense(3), Rolled(), layers.Dense(1)),
+        floats((3,), 1),
+        "mse",
+    )
+    for engine in (ApartEngine(), BookkeepingEngine(), VectorizedEngine()):
+        check(problem, runner(problem, [engine]), OUTLIER)
 
 
 QUICK = {"called_twice", "cnn", "masked_weighted", "unused"}

@@ -26,6 +26,13 @@ def of_sum(network, x):
     return tape.gradient(y, x)
 
 
+def jacobian(network, x):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = network(x)
+    return tape.batch_jacobian(y, x)
+
+
 def forward(network, x):
     with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
         y = network(x)
@@ -71,7 +78,7 @@ def problem(name, function):
 
 PROBLEMS = {
     function.__name__: problem(function.__name__, function)
-    for function in (of_sum, forward, symbolic)
+    for function in (of_sum, jacobian, forward, symbolic)
 }
 
 

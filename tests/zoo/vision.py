@@ -217,6 +217,46 @@ def swin(_):
     return keras.Model(inputs, layers.Dense(3)(x))
 
 
+class Blocks(layers.Layer):
+    """Cuts an image into square blocks of pixels, or joins them again."""
+
+    def __init__(self, size, *, joins=False, **kwargs):
+        super().__init__(**kwargs)
+        self.size = size
+        self.joins = joins
+
+    def call(self, x):
+        if self.joins:
+            grid, width = int(x.shape[1] ** 0.5), x.shape[-1]
+            x = ops.reshape(x, (-1, grid, grid, self.size, self.size, width))
+            x = ops.transpose(x, (0, 1, 3, 2, 4, 5))
+            return ops.reshape(x, (-1, grid * self.size, grid * self.size, width))
+        grid, width = x.shape[1] // self.size, x.shape[-1]
+        x = ops.reshape(x, (-1, grid, self.size, grid, self.size, width))
+        x = ops.transpose(x, (0, 1, 3, 2, 4, 5))
+        return ops.reshape(x, (-1, grid**2, self.size**2, width))
+
+
+def nested_transformer(chance):
+    """Attention inside of blocks, which a convolution joins."""
+
+    def level(x):
+        x = Blocks(2)(x)
+        y = layers.LayerNormalization()(x)
+        attend = layers.MultiHeadAttention(
+            2, DIM // 2, attention_axes=(2,), dropout=0.1 * chance
+        )
+        x = layers.Add()([x, attend(y, y)])
+        y = layers.Dense(2 * DIM, "gelu")(layers.LayerNormalization()(x))
+        return Blocks(2, joins=True)(layers.Add()([x, layers.Dense(DIM)(y)]))
+
+    inputs = keras.Input((8, 8, 3))
+    x = level(layers.Conv2D(DIM, 2, strides=2)(inputs))
+    x = layers.LayerNormalization()(layers.Conv2D(DIM, 3, padding="same")(x))
+    x = level(layers.MaxPooling2D(3, strides=2, padding="same")(x))
+    return keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling2D()(x)))
+
+
 def unet(_):
     def convolved(x, filters):
         x = layers.SeparableConv2D(filters, 3, padding="same")(x)
@@ -286,6 +326,39 @@ def pointnet(chance):
     x = layers.GlobalMaxPooling1D()(convolved(transformed(x, 4), 8))
     x = layers.Dropout(0.3 * chance)(x)
     return tfdp.fix_model(keras.Model(inputs, layers.Dense(3)(x)))
+
+
+class Neighbours(layers.Layer):
+    """Attends to the points that are next to each, looked up among those of all rows."""
+
+    def __init__(self, number, **kwargs):
+        super().__init__(**kwargs)
+        self.number = number
+        self.query, self.key, self.value = (layers.Dense(DIM) for _ in range(3))
+        self.position = layers.Dense(DIM, "tanh")
+        self.weigh = layers.Dense(DIM)
+
+    def call(self, places, x):
+        rows, points = ops.shape(places)[0], places.shape[1]
+        apart = ops.sum(ops.square(places[:, :, None] - places[:, None]), axis=-1)
+        near = ops.cast(ops.top_k(-apart, self.number)[1], "int32")
+        near += ops.arange(rows, dtype="int32")[:, None, None] * points
+
+        def gathered(of_points):
+            flat = ops.reshape(of_points, (-1, of_points.shape[-1]))
+            return ops.take(flat, near, axis=0)
+
+        position = self.position(places[:, :, None] - gathered(places))
+        weights = self.query(x)[:, :, None] - gathered(self.key(x)) + position
+        weights = ops.softmax(self.weigh(weights), axis=2)
+        return ops.sum(weights * (gathered(self.value(x)) + position), axis=2)
+
+
+def point_transformer(_):
+    inputs = keras.Input((7, 3))
+    x = layers.Dense(DIM)(inputs)
+    x = layers.Add()([x, Neighbours(3)(inputs, x)])
+    return keras.Model(inputs, layers.Dense(3)(layers.GlobalMaxPooling1D()(x)))
 
 
 def autoencoder(_):
@@ -419,6 +492,7 @@ ENTRIES = [
     Entry("conv_mixer", conv_mixer, IMAGES, CLASSES, "bookkeeping"),
     Entry("cct", cct, IMAGES, CLASSES, "bookkeeping"),
     Entry("swin", swin, IMAGES, CLASSES, "apart"),
+    Entry("nested_transformer", nested_transformer, IMAGES, CLASSES, "bookkeeping"),
     Entry("unet", unet, segments, CLASSES, "bookkeeping"),
     Entry("siamese", siamese, pairs, YES_OR_NO, "bookkeeping"),
     Entry(
@@ -430,6 +504,7 @@ ENTRIES = [
         dtype="float32",
     ),
     Entry("pointnet", pointnet, images(10, 3), CLASSES, "bookkeeping"),
+    Entry("point_transformer", point_transformer, images(7, 3), CLASSES, "apart"),
     Entry(
         "autoencoder", autoencoder, images(8, 8, 1, classes=None), "mse", "bookkeeping"
     ),

@@ -175,6 +175,9 @@ def check_objective(
 ) -> None:
     """Refuse a model or losses that mix rows for certain, or that keep data.
 
+    What asks how many rows there are is warned of: where each runs by itself, there is
+    one.
+
     Args:
         objective: The model and its losses.
         data: ``(x, y, sample_weight)``, of which shapes and dtypes are read.
@@ -184,13 +187,21 @@ def check_objective(
         UnsupportedLayerError: If the model does.
         UnsupportedLossError: If the losses do.
     """
+    counting: dict[Problem, None] = {}
     for rows in sizes:
         trace, found = _followed(objective, data, rows, _losses)
         problems = layer_problems(objective.model, trace, found)
         raise_if(objective.model, [each for each in problems if each.is_certain])
-        for problem in loss_problems(found):
+        of_losses = loss_problems(found)
+        for problem in of_losses:
             if problem.is_certain:
                 raise UnsupportedLossError(problem.reason)
+        problems += of_losses
+        counting |= dict.fromkeys(each for each in problems if each.counts_rows)
+    for problem in counting:
+        logging.warning(
+            "Model `%s` asks how many rows there are. %s", objective.model.name, problem
+        )
 
 
 def _losses(objective: Objective, batch: Batch) -> Tensor:

@@ -73,8 +73,11 @@ class Node:
         self, why: str, *, is_certain: bool = True, variable: str | None = None
     ) -> Cause:
         """Say what is the matter with this operation."""
-        # Where rows are after an operation of which nothing is known is a guess.
-        is_certain = is_certain and all(each.is_certain for each in self.causes)
+        # Where rows are after an operation of which nothing is known is a guess. How many
+        # there are, and what they draw, say nothing about where.
+        is_certain = is_certain and all(
+            each.is_certain or each.why in (COUNTS, BY_PLACE) for each in self.causes
+        )
         return Cause(self.op, self.outer, is_certain, why, variable)
 
     def mixed(
@@ -326,7 +329,14 @@ def has_fixed_rest(shape: Value) -> bool:
 
 def counting(node: Node) -> frozenset[Cause]:
     """Say that an operation counts rows, which must not enter a value."""
-    return frozenset({node.cause(COUNTS)})
+    # No row has a part in that, and it may only serve to find one's own: where each runs
+    # by itself, there is one.
+    return frozenset({node.cause(COUNTS, is_certain=False)})
+
+
+def counts_rows(value: Value) -> bool:
+    """Tell whether how many rows there are has entered a value."""
+    return any(each.why == COUNTS for each in value.causes)
 
 
 def of_numbers(node: Node, numbers: Array) -> Value:

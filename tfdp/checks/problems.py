@@ -8,7 +8,7 @@ import keras
 
 from tfdp.checks.comparisons import COMPARISONS, MEETING, OWN_COMPARISONS
 from tfdp.checks.node import BY_PLACE, MEMORY
-from tfdp.checks.tracing import LOSS, NO_GRADIENT, Found, Trace
+from tfdp.checks.tracing import LOOPS, LOSS, NO_GRADIENT, Found, Trace
 from tfdp.errors import UnsupportedLayerError
 
 
@@ -38,6 +38,14 @@ _LOSS_OF_ROWS = (
     "`class MyModel(keras.Model): def compute_loss(self, x=None, y=None, y_pred=None, "
     "sample_weight=None, **_): return keras.losses.CTC()(y, y_pred)`, with "
     "`MyModel(inputs, outputs)` for `keras.Model(inputs, outputs)`."
+)
+_LOOP = _MIXING._replace(
+    fix=f"{_MIXING.fix} Where each row is taken by itself, as by `keras.ops.map(f, x)`, "
+    "write `keras.ops.vectorized_map(f, x)`."
+)
+_LOSS_OF_LAYER = (
+    "A mean over the rows is for the end: `self.add_loss(ops.mean(losses))`, where "
+    "`losses` has one value for each row."
 )
 _UNKNOWN_STEPS = _Flaw(
     "where the number of time steps is unknown, Keras takes that of the rows for it",
@@ -69,6 +77,12 @@ _UNPROVEN = _Flaw(
     "nobody knows whether rows of a batch meet in it: {}",
     "`engine='auto'` runs every row by itself.",
 )
+_COUNTING = _Flaw(
+    "in it, {}",
+    "`engine='auto'` runs every row by itself, where that number is 1. This is right "
+    "where a row only looks for entries of its own; what is divided by it, say, is as in "
+    "a batch of one row. Where another number is meant, write it: `x / 32`.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +104,11 @@ class Problem:
     reason: str
     fix: str
     is_certain: bool = True
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether all that is the matter is that it asks how many rows there are."""
+        return self.fix == _COUNTING.fix
 
     def __str__(self) -> str:
         """Return all of it in one line."""
@@ -135,8 +154,8 @@ def _flaws(
     names = dict.fromkeys(each.cause.variable for each in found if each.cause.variable)
     others = [each for each in found if not each.cause.variable]
     if others:
-        # What is certain first.
-        worst = max(others, key=lambda each: each.cause.is_certain)
+        # What is certain first, and then what changes values.
+        worst = max(others, key=lambda each: (each.cause.is_certain, each.counts_rows))
         is_certain = worst.cause.is_certain
         flaw = _flaw_of(layer, trace, worst)
         what = f"{worst.operation} {worst.cause.why}"
@@ -150,13 +169,16 @@ def _flaws(
 
 def _flaw_of(layer: keras.layers.Layer, trace: Trace, found: Found) -> _Flaw:
     """Say what is the matter with an operation of a layer."""
-    is_certain = found.cause.is_certain
-    flaw = _MIXING if is_certain else _UNPROVEN
-    flaw = {MEMORY: _OUTSIDE, BY_PLACE: _KNOWN_DRAWS}.get(found.cause.why, flaw)
-    if is_certain and isinstance(layer, keras.layers.TimeDistributed):
+    cause = found.cause
+    if cause.is_certain:
+        flaw = _LOOP if cause.outer.type in LOOPS else _MIXING
+    else:
+        flaw = _COUNTING if found.counts_rows else _UNPROVEN
+    flaw = {MEMORY: _OUTSIDE, BY_PLACE: _KNOWN_DRAWS}.get(cause.why, flaw)
+    if cause.is_certain and isinstance(layer, keras.layers.TimeDistributed):
         flaw = _UNKNOWN_STEPS
-    if is_certain and id(layer) in trace.adding_losses:
-        flaw = flaw._replace(fix=f"{flaw.fix} {_loss_instead(found)}")
+    if cause.is_certain and id(layer) in trace.adding_losses:
+        flaw = flaw._replace(fix=f"{flaw.fix} {_loss_of_layer(found)}")
     return flaw
 
 
@@ -166,7 +188,7 @@ def loss_problems(found: list[Found]) -> list[Problem]:
     for each in found:
         if each.layer != LOSS and each.layer is not None:
             continue
-        cause = each.cause
+        cause, fix = each.cause, ""
         if cause.variable:
             reason = (
                 "A loss must keep no data: what it assigns is not noised. Received: "
@@ -185,6 +207,12 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 f"only the noise would train. Received: {each.operation}, which "
                 f"{cause.why}. {OWN_COMPARISONS}"
             )
+        elif each.counts_rows and not cause.is_certain:
+            reason = (
+                "A loss must not depend on how many examples there are. Received: "
+                f"{each.operation}, which {cause.why}."
+            )
+            fix = _COUNTING.fix
         else:
             reason = (
                 "The loss of an example must not depend on other examples. Received: "
@@ -194,8 +222,15 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 "own target, e.g. `keras.losses.CategoricalCrossentropy()`. "
                 f"{_loss_instead(each)}"
             )
-        problems.append(Problem(LOSS, "loss", reason, "", cause.is_certain))
+        problems.append(Problem(LOSS, "loss", reason, fix, cause.is_certain))
     return problems
+
+
+def _loss_of_layer(found: Found) -> str:
+    """Say which loss a layer may add in the place of one that lets rows meet."""
+    if "ctc_loss" in found.cause.op.name:
+        return _LOSS_OF_ROWS
+    return OWN_COMPARISONS if found.cause.why in MEETING else _LOSS_OF_LAYER
 
 
 def _loss_instead(found: Found) -> str:

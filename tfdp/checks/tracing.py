@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -15,6 +16,7 @@ from tfdp._tracing import traced_by
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.checks.comparisons import OWN_COMPARISONS, Comparisons, warn_of_change
 from tfdp.checks.graph import METRIC, Analysis
+from tfdp.checks.node import COUNTS
 from tfdp.checks.sizes import Length, Size
 from tfdp.checks.values import FREE, PLAIN, WITHIN, Cause, Layout, Value
 from tfdp.errors import UnsupportedLossError
@@ -35,11 +37,15 @@ LOSS = "loss"
 # What is the matter with some loops inside of a loop over rows.
 NO_GRADIENT = "has no gradient in a loop over rows"
 
-_LOOPS = ("While", "StatelessWhile")
+LOOPS = ("While", "StatelessWhile")
 
 _LIBRARIES = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (keras, tf))
+_STANDARD = sysconfig.get_path("stdlib")
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 
+
+# Where the operations of a backward pass are.
+_GRADIENTS = "gradient_tape/"
 
 # Whose operations they are: a layer's; `LOSS`, or the path of a variable; or nobody's.
 Owner: TypeAlias = keras.layers.Layer | str | None
@@ -56,6 +62,11 @@ class Found(NamedTuple):
 
     layer: Owner
     cause: Cause
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether the matter is how many rows there are."""
+        return self.cause.why == COUNTS
 
     @property
     def operation(self) -> str:
@@ -291,7 +302,7 @@ class Trace:
                 f"{' '.join(str(error).split())}. {OWN_COMPARISONS}"
             ) from error
         self._alone.append((traced.graph, len(rows), self._owners[-1]))
-        if in_loop and any(op.type in _LOOPS for op in traced.graph.get_operations()):
+        if in_loop and any(op.type in LOOPS for op in traced.graph.get_operations()):
             self._find_in_loop(function, rows, traced)
         numbers = [
             tf.reduce_sum(
@@ -376,7 +387,7 @@ class Trace:
         try:
             tf.function(run, autograph=False).get_concrete_function(specs)
         except LookupError:
-            loops = [op for op in traced.graph.get_operations() if op.type in _LOOPS]
+            loops = [op for op in traced.graph.get_operations() if op.type in LOOPS]
             cause = Cause(loops[0], loops[0], False, NO_GRADIENT)
             self._of_losses.append(Found(self._owners[-1], cause))
 
@@ -436,14 +447,9 @@ class Trace:
     def _layer_of(self, cause: Cause, order: dict[str, int]) -> Owner:
         op = cause.outer
         graph, place = op.graph, order[op.name]
-        if op.name.startswith("gradient_tape/"):
-            # Of the innermost scope of the operation that it is the gradient of.
-            scope = op.name.removeprefix("gradient_tape/")
-            near: list[int] = []
-            while scope and not near:
-                scope = scope.rpartition("/")[0]
-                near = [n for name, n in order.items() if name.startswith(scope + "/")]
-            place = near[0] if near else place
+        if op.name.startswith(_GRADIENTS):
+            near = _differentiated(op)
+            place = order[near[0].name] if near else place
         spans = [
             (past - first, layer)
             for of_graph, first, past, layer in self._calls
@@ -471,11 +477,35 @@ def _given(spec: tf.TensorSpec, rows: int | None, views: int, length: int) -> Va
 
 def _line_of(op: tf.Operation) -> str | None:
     """Return the line of somebody's own code that made an operation, if one did."""
-    line = None
-    is_called = False
-    for frame in op.traceback or ():
-        if frame.filename.startswith(_OWN):
-            is_called = True
-        elif is_called and not frame.filename.startswith(_LIBRARIES):
-            line = f"{frame.filename}:{frame.lineno}"
-    return line
+    # No code but that of libraries makes gradients: of what it is one says more.
+    of_gradient = _differentiated(op) if op.name.startswith(_GRADIENTS) else []
+    for each in [op, *of_gradient]:
+        line = None
+        is_called = False
+        for frame in each.traceback or ():
+            if frame.filename.startswith(_OWN):
+                is_called = True
+            elif is_called and not _is_of_library(frame.filename):
+                line = f"{frame.filename}:{frame.lineno}"
+        if line is not None:
+            return line
+    return None
+
+
+def _is_of_library(filename: str) -> bool:
+    # What is installed may be in a folder of the standard library.
+    is_standard = filename.startswith(_STANDARD) and "-packages" not in filename
+    return is_standard or filename.startswith(_LIBRARIES)
+
+
+def _differentiated(op: tf.Operation) -> list[tf.Operation]:
+    """List operations that one of a backward pass is the gradient of, or near it."""
+    scope = op.name
+    while scope.startswith(_GRADIENTS):
+        scope = scope.removeprefix(_GRADIENTS)
+    operations = op.graph.get_operations()
+    near: list[tf.Operation] = []
+    while "/" in scope and not near:
+        scope = scope.rpartition("/")[0]
+        near = [each for each in operations if f"{each.name}/".startswith(f"{scope}/")]
+    return near

@@ -8,6 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfdp import _keras, _tree
+from tfdp._mapping import vectorized_map
 from tfdp._types import Nest, Tensor
 from tfdp.engines.vectorization import efficient_vectorization
 
@@ -21,7 +22,7 @@ def map_units(
 
     def vectorized(elements: Nest) -> Nest:
         with efficient_vectorization(), _without_messages():
-            return tf.vectorized_map(function, elements, warn=False)
+            return vectorized_map(function, elements)
 
     if not tf.executing_eagerly():
         # A function of its own: what a failed attempt leaves behind must not run.

@@ -1,17 +1,14 @@
 """Better conversions of operations for `tf.vectorized_map`."""
 
 import contextlib
-from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._mapping import PforInput
 from tfdp._types import Tensor
 from tfdp.rules import filters
 from tfdp.rules.geometry import Geometry
-
-# An operation and its converted inputs; TensorFlow has no public name for the class.
-PforInput: TypeAlias = Any
 
 
 def efficient_vectorization() -> contextlib.AbstractContextManager[None]:

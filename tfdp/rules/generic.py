@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _seeds
+from tfdp._mapping import vectorized_map
 from tfdp._tracing import tracing
 from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
@@ -205,7 +206,7 @@ class _Rows:
         rows = [*self.tensors, *more]
         try:
             if trace is None:
-                of_rows: list[Tensor] = tf.vectorized_map(function, rows, warn=False)
+                of_rows: list[Tensor] = vectorized_map(function, rows)
                 return of_rows
             _check_that_it_can_be_vectorized(function, rows)
             return list(trace.alone(function, rows))
@@ -226,5 +227,5 @@ def _check_that_it_can_be_vectorized(
     """Raise whatever a vectorized map raises while it is traced."""
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in rows]
     tf.function(
-        lambda rows: tf.vectorized_map(function, rows, warn=False), autograph=False
+        lambda rows: vectorized_map(function, rows), autograph=False
     ).get_concrete_function(specs)

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _validate
+from tfdp._mapping import vectorized_map
 from tfdp._types import Logs, Tensor
 from tfdp.ascent.losses import AscentLoss
 from tfdp.ascent.released import ReleasedGradient
@@ -88,7 +89,7 @@ class Query:
         # Two rows more, which are left out: TensorFlow maps over no empty axes, and of a
         # single row it forgets the axis.
         filled = tf.concat([norms, tf.zeros([2], norms.dtype)], 0)
-        of_units = tf.vectorized_map(bounded, filled)[:-2]
+        of_units = vectorized_map(bounded, filled)[:-2]
         stddev = self.sensitivity * self.noise_multiplier
         return tf.reduce_sum(of_units, 0) + stddev * tf.cast(noise, tf.float64)
 

@@ -52,10 +52,9 @@ _DRAWING = (
     "StatelessTruncated",
 )
 _NOT_DRAWING = (
-    "RandomDataset",
-    "RandomGammaGrad",
-    "RandomShuffleQueue",
-    "StatelessRandomGet",
+    *("RandomDataset", "RandomGammaGrad", "StatelessRandomGet"),
+    # Orders, which are the same for all rows or put rows to others.
+    *("RandomIndexShuffle", "RandomShuffle"),
 )
 _LENGTHS = ("Rank", "Shape", "ShapeN", "Size")
 _STATE = "state"

@@ -1,6 +1,8 @@
 """Entries of tensors that are picked by their numbers."""
 
-from tfdp.checks.node import ANY, Node, axis_from, rule, static_lengths
+import tensorflow as tf
+
+from tfdp.checks.node import ANY, Node, axis_from, counts_rows, rule, static_lengths
 from tfdp.checks.values import PLAIN, Value, known
 
 
@@ -18,7 +20,13 @@ def _gather(node: Node) -> Value:
     params, indices, *along = node.inputs
     axis = axis_from(along[0], len(params.shape)) if along else 0
     if params.axis == axis:
-        return node.mixed("picks some rows by their numbers")
+        # Rows may pick entries of their own, by numbers that begin where theirs do. That
+        # is in the data, which may as well lead to others: each row runs by itself then,
+        # which is right whatever it picks, and no proof is tried. Maps over rows take
+        # them one after the other.
+        is_in_order = counts_rows(indices) and _is_range(node.op.inputs[1].op)
+        is_certain = indices.axis is None and not is_in_order
+        return node.mixed("picks some rows by their numbers", is_certain=is_certain)
     batch_dims = 0 if node.op.type == "Gather" else node.attr("batch_dims")
     if batch_dims < 0:
         batch_dims += len(indices.shape)
@@ -33,7 +41,7 @@ def _gather(node: Node) -> Value:
         shift = axis - batch_dims if indices.axis >= batch_dims else 0
         places.add((indices.axis + shift, indices.layout))
     if len(places) > 1:
-        return node.mixed("lets each row pick entries of all others")
+        return node.mixed("lets each row pick entries of all others", is_certain=False)
     place, layout = next(iter(places), (None, PLAIN))
     return node.like(Value(place, layout, lengths))
 
@@ -66,7 +74,19 @@ def _segments(node: Node) -> Value:
     value, places, number = node.inputs
     depth = len(places.shape)
     if value.axis is not None and value.axis < depth:
-        return node.mixed("puts rows together by their numbers")
+        is_certain = places.axis is None
+        return node.mixed("puts rows together by their numbers", is_certain=is_certain)
     # The first axes become one, of which each segment has an entry.
     length = None if number.numbers is None else number.numbers.item()
     return node.like(value.dropped(range(depth)).inserted(0, length))
+
+
+def _is_range(op: tf.Operation) -> bool:
+    """Tell whether numbers go on one by one, or are zero, as those of maps over rows."""
+    while op.type in _PASSED_ON:
+        op = op.inputs[_PASSED_ON[op.type]].op
+    return str(op.type) == "Range"
+
+
+# By the operation: which input it hands on, at least at times.
+_PASSED_ON = {"Identity": 0, "Cast": 0, "SelectV2": 1}
