@@ -203,7 +203,9 @@ def trained(name, train, **options):
     return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
 
-@pytest.mark.parametrize("train", [one_batch, one_epoch])
+@pytest.mark.parametrize(
+    "train", [pytest.param(one_batch, marks=pytest.mark.slow), one_epoch]
+)
 @pytest.mark.parametrize(
     "name",
     [

@@ -234,9 +234,7 @@ MODELS = {
         pytest.param(
             name,
             id=name,
-            marks=[pytest.mark.slow]
-            if name in {"layer_norm_of_vector", "nodes"}
-            else [],
+            marks=[pytest.mark.slow] if name not in {"class_token", "each_row"} else [],
         )
         for name in MODELS
     ],

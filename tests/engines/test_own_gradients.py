@@ -82,6 +82,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_whole_gradients_are_taken_and_right(name):
     of_name = PROBLEMS[name]

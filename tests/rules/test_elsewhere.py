@@ -286,6 +286,7 @@ def test_as_many_rows_as_places_are_no_places():
         assert_all_close(found.gradients, expected, rtol=0, atol=2e-5 * 0.1 * rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scaled", "tiled", "tied", "places"])
 def test_the_number_of_rows_may_be_static(name):
     assert chosen(PROBLEMS[name], sizes=(5,)) == BookkeepingEngine()
@@ -380,7 +381,15 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in {"through_a_gradient", "complex"}
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in REFUSED
+    ],
+)
 def test_what_is_not_followed_is_taken_apart(name, monkeypatch):
     use, why = REFUSED[name]
     monkeypatch.setitem(USES, name, use)
