@@ -184,6 +184,7 @@ def test_epochs_compose():
     assert epsilon([run], 1e-5) == pytest.approx(by_hand, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_little_noise_and_a_fallback_are_bounds():
     """Below 0.2 a pass counts as a whole release."""
     little, less = (
@@ -198,6 +199,7 @@ def test_a_tiny_delta_costs_what_whole_releases_cost_at_most():
     assert found <= epsilon([Segment(Shuffled(50, 10), 1, 0.9)], 1e-12, "RDP")
 
 
+@pytest.mark.slow
 def test_few_bins_cost_no_more_than_whole_releases():
     bins = [Segment(BallsInBins(200, 100), 1, 0.3)]
     most = epsilon([Segment(Shuffled(200, 100), 1, 0.3)], 1e-5)

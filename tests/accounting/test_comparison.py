@@ -40,6 +40,7 @@ def test_the_bound_costs_less_than_a_percent(segments):
     assert scheme.max_batch_size == scheme.free_bound
 
 
+@pytest.mark.slow
 def test_what_is_known_less_of_costs_more(segments):
     figures = {name: reported_epsilon([s], 1e-5) for name, s in segments.items()}
     for less, more in (

@@ -300,6 +300,7 @@ def test_a_report_refuses_bad_deltas(delta):
         privacy_report(Ledger(), delta)
 
 
+@pytest.mark.slow
 def test_users_with_several_rows_have_a_figure_of_their_own():
     run = PoissonSteps(128, 2.0, 1000, 10)
     both = Ledger().add(run, ShuffledPasses(1, 30.0, 1000, 10))

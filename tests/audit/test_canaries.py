@@ -37,6 +37,7 @@ def audited(model, canaries=1000, inputs=600, **options):
     return audit
 
 
+@pytest.mark.slow
 def test_a_single_release_proves_half_of_epsilon_and_no_more():
     model = private()
     found = [audited(private()).epsilon_lower_bound(DELTA) for _ in range(3)]

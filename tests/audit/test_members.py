@@ -58,6 +58,7 @@ def test_what_is_known_by_heart_is_found_and_is_more_than_the_ledger_allows():
     assert "MORE than allowed" in str(report)
 
 
+@pytest.mark.slow
 def test_a_private_model_gives_away_no_more_than_its_ledger_allows():
     private, members = trained(2.0)
     report = membership(private, members, rows(seed=1))

@@ -44,6 +44,7 @@ def fit(model, *callbacks, epochs=20):
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_a_run_that_it_ends_costs_what_it_took(releases):
     releases(0.5, 0.7, 0.6, 0.72, 0.8)
     model = private()

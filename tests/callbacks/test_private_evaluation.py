@@ -357,6 +357,7 @@ def an_exact_one():
     return keras.metrics.SparseCategoricalAccuracy(name="private_accuracy")
 
 
+@pytest.mark.slow
 def test_others_cannot_call_their_logs_private():
     stop = keras.callbacks.EarlyStopping("private_accuracy", mode="max")
     with pytest.warns(UserWarning, match="private data"):

@@ -771,6 +771,7 @@ class Reading(keras.Model):
         return keras.losses.CTC()(y, y_pred)
 
 
+@pytest.mark.slow
 def test_a_loss_without_a_gradient_in_loops_is_of_each_unit_by_itself():
     model = Reading()
     x, y = np.ones((ROWS, 6, 3), "float32"), np.ones((ROWS, 2), "int32")

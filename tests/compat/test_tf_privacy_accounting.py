@@ -55,7 +55,9 @@ def test_microbatches_halve_the_noise_multiplier():
     )
 
 
-@pytest.mark.parametrize("accountant", ["RDP", "PLD"])
+@pytest.mark.parametrize(
+    "accountant", ["RDP", pytest.param("PLD", marks=pytest.mark.slow)]
+)
 def test_the_rows_are_those_of_the_ledger(accountant):
     text = compute_dp_sgd_privacy_statement(
         **MNIST, used_microbatching=False, accountant_type=accountant

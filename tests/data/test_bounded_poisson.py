@@ -32,8 +32,8 @@ def trained(bound, *, wrap=None, **options):
     ("wrap", "options"),
     [
         ({"engine": "bookkeeping"}, {}),
-        ({"engine": "ghost"}, {}),
-        ({"engine": "vectorized"}, {}),
+        pytest.param({"engine": "ghost"}, {}, marks=pytest.mark.slow),
+        pytest.param({"engine": "vectorized"}, {}, marks=pytest.mark.slow),
         ({"physical_batch_size": 4}, {}),
         ({}, {"run_eagerly": True}),
         pytest.param({}, {"jit_compile": True}, marks=pytest.mark.slow),

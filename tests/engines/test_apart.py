@@ -323,7 +323,14 @@ def test_a_graph_equals_one_example_at_a_time(problem):
         check(problem, run, rows)
 
 
-@pytest.mark.parametrize("name", ["attention", "conv2d_grouped", "dict_losses"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention",
+        pytest.param("conv2d_grouped", marks=pytest.mark.slow),
+        "dict_losses",
+    ],
+)
 def test_units_of_two_examples(name):
     problem = PROBLEMS[name]
     run = runner(problem, ENGINES, "eager", unit_size=2)

@@ -23,7 +23,12 @@ def test_a_bound_near_the_mean_costs_what_dp_accounting_says():
 
 
 @pytest.mark.parametrize(
-    ("n", "batch_size", "z"), [(1000, 10, 1.0), (1000, 1, 0.8), (60_000, 256, 1.1)]
+    ("n", "batch_size", "z"),
+    [
+        (1000, 10, 1.0),
+        pytest.param(1000, 1, 0.8, marks=pytest.mark.slow),
+        pytest.param(60_000, 256, 1.1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_free_bound_costs_less_than_a_percent(n, batch_size, z):
     bound = TruncatedPoisson(n, batch_size, n).free_bound

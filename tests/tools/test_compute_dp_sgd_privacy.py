@@ -49,6 +49,7 @@ def test_the_noise_for_an_epsilon(run, accountant):
 SMALL = ["--N=500", "--batch_size=50", "--noise_multiplier=2", "--delta=1e-4"]
 
 
+@pytest.mark.slow
 def test_all_ways_of_drawing_stand_beside_each_other(run):
     planned = accounting.segments_by_sampling(
         n=500, batch_size=50, epochs=2, noise_multiplier=2.0

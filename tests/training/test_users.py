@@ -130,7 +130,14 @@ def test_a_user_with_a_thousand_rows_moves_a_step_by_at_most_c(wrap):
 
 @pytest.mark.parametrize(
     "options",
-    [*WAYS[:3], {"physical_batch_size": 4}, {"run_eagerly": True}],
+    [
+        WAYS[0],
+        *(
+            pytest.param(way, marks=pytest.mark.slow)
+            for way in [*WAYS[1:3], {"physical_batch_size": 4}]
+        ),
+        {"run_eagerly": True},
+    ],
     ids=str,
 )
 def test_one_row_a_user_is_what_rows_are(options):

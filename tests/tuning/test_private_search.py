@@ -207,6 +207,7 @@ class Interrupts(keras.callbacks.Callback):
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_search_that_is_cut_short_counts_as_what_ran(tmp_path):
     project = tfdp.accounting.Project(tmp_path / "data.json")
     begun = []

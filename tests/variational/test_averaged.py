@@ -104,6 +104,7 @@ def test_a_training_that_ends_early_keeps_its_last_posterior(rng, caplog):
     assert "ended before the last 0.1 of its planned steps" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_ledger_is_that_of_the_training(rng):
     with_it, without = (
         fitted(rng, *callbacks) for callbacks in ([AveragedPosterior()], [])
