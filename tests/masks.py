@@ -13,7 +13,7 @@ import tensorflow as tf
 from tests.engine_checks import clipped
 from tests.problems import precision
 from tests.reference import assert_all_close, clipped_sum
-from tfdp._keras import attributes_replaced
+from tfdp._keras import attributes_replaced, flatten_layers
 from tfdp._seeds import renew_key
 from tfdp.engines import BookkeepingEngine, GhostEngine
 from tfdp.losses.objective import Objective
@@ -38,7 +38,7 @@ class Masks:
 
     def __init__(self, model):
         self.cells = [
-            each for each in model._flatten_layers() if hasattr(each, "seed_generator")
+            each for each in flatten_layers(model) if hasattr(each, "seed_generator")
         ]
         self.states = [cell.seed_generator.state for cell in self.cells]
         self.drawn = []

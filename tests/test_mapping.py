@@ -118,5 +118,5 @@ def test_what_lets_elements_meet_is_not_vectorized(function):
 def test_conversions_are_those_of_tensorflow_afterwards():
     x = tf.constant([[-1.0, 2.0], [-3.0, 4.0]])
     vectorized_map(tf.abs, x)
-    kept = tf.vectorized_map(lambda x: tf.boolean_mask(x, x > 0), x)
+    kept = tf.vectorized_map(lambda x: tf.boolean_mask(x, x > 0), x)  # noqa: TID251
     np.testing.assert_array_equal(kept, [[2.0], [4.0]])

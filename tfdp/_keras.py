@@ -195,6 +195,11 @@ def _own_gradient(op: tf.Operation, gradient: Tensor) -> Tensor:
     return gradient if own is None else own(gradient)
 
 
+def has_own_gradient(op: tf.Operation) -> bool:
+    """Tell whether an operation has another gradient than that of its type."""
+    return "_gradient_op_type" in op.node_def.attr
+
+
 @contextlib.contextmanager
 def outside_of_graphs() -> Iterator[None]:
     """Run eagerly what is called while a graph is built.

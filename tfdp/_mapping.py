@@ -36,7 +36,7 @@ def vectorized_map(function: Any, elements: Nest) -> Nest:
         **dict.fromkeys(_SPARSE_SEGMENTS + _AS_LONG_AS_DATA_SAY, _refuse),
     }
     with _keras.pfor_converters(converters):
-        return tf.vectorized_map(function, elements, warn=False)
+        return tf.vectorized_map(function, elements, warn=False)  # noqa: TID251
 
 
 _SEGMENTS = tuple(f"UnsortedSegment{name}" for name in ("Sum", "Max", "Min", "Prod"))

@@ -22,7 +22,7 @@ _Draws = tuple[keras.random.SeedGenerator, list[bool]]
 
 
 class _RowSeeds(threading.local):
-    """The row whose seeds this thread draws, if any, and what it has drawn."""
+    """The key and the row of the seeds that this thread draws, and what it has drawn."""
 
     key: Tensor | None = None
     row: Tensor | None = None
@@ -52,6 +52,7 @@ class _Key:
     """Two words from the operating system, in a variable that is never saved.
 
     Attributes:
+        is_known: Whether they are 0, so that masks follow from the states alone.
         words: int64, shape ``(2,)``, each less than 2**32.
     """
 
@@ -197,7 +198,7 @@ def _next_seed_of_row(
 
 
 def _with_key(generator: keras.random.SeedGenerator, seed: Tensor) -> Tensor:
-    """Add the key and the number of the replica; no two seeds become one."""
+    """Add the key and the number of the replica; two seeds of a generator stay two."""
     if _row_seeds.key is None or getattr(generator, "is_same_for_all_rows", False):
         return seed
     seed = tf.convert_to_tensor(seed)

@@ -180,9 +180,13 @@ def test_a_run_that_was_cut_short_states_what_was_planned():
 @pytest.mark.parametrize(
     ("noise", "sampling", "words"),
     [
-        (True, False, "chosen for the noise:"),
+        (True, False, "chosen for the noise and the masks of rows:"),
         (False, True, "chosen for the draws of batches:"),
-        (True, True, "chosen for the noise and the draws of batches:"),
+        (
+            True,
+            True,
+            "chosen for the noise and the masks of rows and the draws of batches:",
+        ),
     ],
 )
 def test_fixed_seeds_are_told(noise, sampling, words):

@@ -411,7 +411,7 @@ def mapped(y, p):
             a[:, None] - a[None] + tf.tensordot(a, b, 1)
         )
 
-    return ops.mean(tf.vectorized_map(of_row, (p["query"], p["item"])))
+    return ops.mean(tf.vectorized_map(of_row, (p["query"], p["item"])))  # noqa: TID251
 
 
 def inside_one_row(y, p):

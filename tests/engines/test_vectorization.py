@@ -46,7 +46,7 @@ def check(function, elements, known="static", alone=None):
     @tf.function(input_signature=[specs])
     def vectorized(elements):
         with efficient_vectorization():
-            return tf.vectorized_map(function, elements)
+            return tf.vectorized_map(function, elements)  # noqa: TID251
 
     rows = [
         (alone or function)({name: tf.constant(a[row]) for name, a in elements.items()})
@@ -247,7 +247,7 @@ def test_gradients_of_dilated_kernels_under_xla(dilations, rng, conversions):
             )
 
         with efficient_vectorization():
-            return tf.vectorized_map(function, x) if is_vectorized else function(x[0])
+            return tf.vectorized_map(function, x) if is_vectorized else function(x[0])  # noqa: TID251
 
     x = of_normals(rng, 1, 7, 6, 2)
     together = gradients(x, True)
@@ -316,7 +316,7 @@ def test_squeezing_leaves_the_axis_of_the_elements(rng, elements):
     @tf.function(input_signature=[tf.TensorSpec([None, 1, 3, 1])])
     def squeezed(x):
         with efficient_vectorization():
-            return tf.vectorized_map(tf.squeeze, x)
+            return tf.vectorized_map(tf.squeeze, x)  # noqa: TID251
 
     assert squeezed(x).shape == (elements, 3)
 

@@ -71,6 +71,7 @@ def cancelling(x, own):
 # What is done with a variable of some shape, and rows of shape (LENGTH, WIDTH).
 SHAPES = {
     "scaled": (WIDTH,),
+    "rolled": (WIDTH,),
     "shifted": (LENGTH, WIDTH),
     "positions": (1, LENGTH, WIDTH),
     "temperature": (),
@@ -96,6 +97,7 @@ SHAPES = {
 }
 USES = {
     "scaled": lambda x, own: x * own,
+    "rolled": lambda x, own: x * ops.roll(own, 1, axis=-1),
     "shifted": lambda x, own: own - x,
     "positions": lambda x, own: x + own,
     "temperature": lambda x, own: ops.softmax(x * (1.0 / own)),

@@ -212,7 +212,7 @@ def _cautions(ledger: Ledger, planned: _Segments, delta: float) -> Iterator[str]
         )
     seeds = []
     if ledger.noise_seed_fixed:
-        seeds.append("the noise")
+        seeds.append("the noise and the masks of rows")
     if ledger.sampling_seed_fixed:
         seeds.append("the draws of batches")
     if seeds:

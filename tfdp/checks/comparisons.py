@@ -83,7 +83,7 @@ class Comparisons:
         self.certain: list[Cause] = []
         self.changed: list[Cause] = []
         # What was found already.
-        self._met: set[tf.Operation] = set()
+        self._noted: set[tf.Operation] = set()
         # What adds up the rows: `OF_PRODUCTS`, `_OF_ONE_EACH` or `_OF_SUMS`.
         self._sums: dict[tf.Operation, str] = {}
 
@@ -95,7 +95,7 @@ class Comparisons:
             outputs: What that makes of its outputs.
         """
         is_sure = all(map(self._is_sure, node.inputs))
-        if node.op in self._met or not outputs or not is_sure:
+        if node.op in self._noted or not outputs or not is_sure:
             return
         # Where not even shapes are known, nothing is for certain.
         with contextlib.suppress(NotKnownError):
@@ -134,13 +134,13 @@ class Comparisons:
         return node.op.type == "Mul" and any(of_one_each) and all(are_data)
 
     def _note(self, node: Node, why: str, *, is_certain: bool) -> None:
-        self._met.add(node.op)
+        self._noted.add(node.op)
         (self.certain if is_certain else self.changed).append(node.cause(why))
 
     def _is_sure(self, value: Value) -> bool:
         """Tell whether rows are for certain where they are said to be."""
         return all(
-            cause.why in _KEEPING or cause.op in self._met or cause.op in self._sums
+            cause.why in _KEEPING or cause.op in self._noted or cause.op in self._sums
             for cause in value.causes
         )
 
@@ -172,11 +172,11 @@ class Comparisons:
     def _centres(self, node: Node) -> bool:
         """Tell whether an operation takes from rows their own mean over the batch."""
         for rows, mean in (node.op.inputs, list(node.op.inputs)[::-1]):
-            op = _origin(mean).op
+            op = _before_moving(mean).op
             if (
                 op.type in ("Mean", "Sum")
                 and self._sums.get(op) == _OF_ONE_EACH
-                and _origin(op.inputs[0]) is _origin(rows)
+                and _before_moving(op.inputs[0]) is _before_moving(rows)
             ):
                 return True
         return False
@@ -208,21 +208,21 @@ def _is_broadcast(node: Node) -> bool:
     if len(node.inputs) != 2:
         return False
     for place, other in ((0, 1), (1, 0)):
-        value, given = node.inputs[place], _origin(node.op.inputs[place]).op
+        value, given = node.inputs[place], _before_moving(node.op.inputs[place]).op
         is_flat = value.axis is not None and len(value.shape) == 1
         if is_flat and given.type == "Placeholder":
-            return given not in _origins(node.op.inputs[other])
+            return given not in _ancestors(node.op.inputs[other])
     return False
 
 
 def _are_drawn(tensor: Tensor) -> bool:
     """Tell whether random numbers have a part in a tensor."""
     drawing = ("Random", "StatelessRandom")
-    return any(op.type.startswith(drawing) for op in _origins(tensor))
+    return any(op.type.startswith(drawing) for op in _ancestors(tensor))
 
 
-def _origins(tensor: Tensor) -> set[tf.Operation]:
-    """Return the operations that a tensor is made by."""
+def _ancestors(tensor: Tensor) -> set[tf.Operation]:
+    """Return the operation that makes a tensor, and all that it is computed from."""
     found, waiting = {tensor.op}, [tensor.op]
     while waiting:
         new = {each.op for each in waiting.pop().inputs} - found
@@ -251,7 +251,7 @@ def _leaves_out_first(node: Node) -> bool:
     return begins or (isinstance(stride, int) and stride < 0)
 
 
-def _origin(tensor: Tensor) -> Tensor:
+def _before_moving(tensor: Tensor) -> Tensor:
     """Return what a tensor is but for its shape and type, and what it is divided by."""
     while tensor.op.type in _MOVING:
         tensor = tensor.op.inputs[0]

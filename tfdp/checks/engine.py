@@ -55,7 +55,8 @@ def choose(
     Returns:
         `engine`; if that is `"auto"` and rows are not proven to stay apart in
         book-keeping, book-keeping with each unit by itself; and the vectorized engine
-        where no rule reaches anything. A log line says so.
+        where no rule reaches anything, or where a model takes gradients itself. A log line
+        says so.
 
     Raises:
         UnsupportedLayerError: If the model mixes rows for certain or keeps data, or if

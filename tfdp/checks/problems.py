@@ -154,8 +154,16 @@ def _flaws(
     names = dict.fromkeys(each.cause.variable for each in found if each.cause.variable)
     others = [each for each in found if not each.cause.variable]
     if others:
-        # What is certain first, and then what changes values.
-        worst = max(others, key=lambda each: (each.cause.is_certain, each.counts_rows))
+        # What is certain first, then what changes values. On the way back rows are
+        # counted only because of what is on the way forward.
+        worst = max(
+            others,
+            key=lambda each: (
+                each.cause.is_certain,
+                each.counts_rows and not each.is_of_gradient,
+                each.cause.why == BY_PLACE,
+            ),
+        )
         is_certain = worst.cause.is_certain
         flaw = _flaw_of(layer, trace, worst)
         what = f"{worst.operation} {worst.cause.why}"
@@ -200,7 +208,7 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 "A loss that is computed row after row must have a gradient there. "
                 f"Received: {each.operation}, which {cause.why}."
             )
-        elif cause.why in COMPARISONS:
+        elif cause.why in COMPARISONS or (cause.is_certain and cause.why in MEETING):
             reason = (
                 "A loss must not be an in-batch one, which compares the rows of a batch: "
                 "it is asked for each example alone, where nothing is left of it, and "
@@ -220,7 +228,7 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 "the rows of a batch, and a loss that is normalized over the batch "
                 "shares its divisor. Use a loss that compares each example with its "
                 "own target, e.g. `keras.losses.CategoricalCrossentropy()`. "
-                f"{_loss_instead(each)}"
+                f"{_LOSS_OF_ROWS}"
             )
         problems.append(Problem(LOSS, "loss", reason, fix, cause.is_certain))
     return problems
@@ -231,11 +239,6 @@ def _loss_of_layer(found: Found) -> str:
     if "ctc_loss" in found.cause.op.name:
         return _LOSS_OF_ROWS
     return OWN_COMPARISONS if found.cause.why in MEETING else _LOSS_OF_LAYER
-
-
-def _loss_instead(found: Found) -> str:
-    """Say which loss trains in the place of one that lets rows meet."""
-    return OWN_COMPARISONS if found.cause.why in MEETING else _LOSS_OF_ROWS
 
 
 def raise_if(model: keras.Model, problems: list[Problem]) -> None:

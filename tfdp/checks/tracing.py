@@ -69,6 +69,11 @@ class Found(NamedTuple):
         return self.cause.why == COUNTS
 
     @property
+    def is_of_gradient(self) -> bool:
+        """Whether it is part of a backward pass."""
+        return bool(self.cause.outer.name.startswith(_GRADIENTS))
+
+    @property
     def operation(self) -> str:
         """What does what, and where: words for a message."""
         op = self.cause.op

@@ -240,7 +240,8 @@ class RecordedForward:
                 if watched.must_be_reached:
                     raise UnsupportedLayerError(
                         "A variable that is used elsewhere than in its layer must have "
-                        f"a gradient. Received: `{watched.path}`, without one."
+                        f"a gradient. Received: `{watched.path}`, without one. Where none "
+                        "is meant, say so: `keras.ops.stop_gradient(variable)`."
                     )
                 # No loss depends on this call.
                 continue

@@ -77,7 +77,8 @@ class DPOptimizer(keras.optimizers.Optimizer):
             needs batches of fixed size.
         expected_batch_size: Examples in a batch on average. `DPModel.fit` fills
             it in where it knows it.
-        noise_seed: For tests only: makes the noise reproducible, and warns.
+        noise_seed: For tests only: makes the noise, and masks of dropout, reproducible;
+            warns.
         mechanism: A `tfdp.mechanisms.Mechanism` of its own, which draws the noise; by
             default Gaussian noise, independent in every step.
         name: Name of the optimizer.

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdp._types import Tensor
 from tfdp.rules.made import (
     AS_IT_IS,
-    BY_NUMBER,
+    ELEMENTWISE,
     again_on,
     lengths_of,
     looks_up_rows,
@@ -80,7 +80,7 @@ def met(followed: Followed, use: Use, tape: tf.GradientTape, rows: int | None) -
     if len(op.outputs) != 1 or use.tensor.shape.rank is None:
         raise NotFollowedError(named(op))
     if op.type == "GatherV2" and use.place == 0:
-        return _met_bylookup(followed, use)
+        return _met_by_lookup(followed, use)
     if op.type in _FLAGS and use.place == 1 and use.tensor.shape.rank == 2:
         return _met_by_matrix(followed, use)
     of_rows, axis = _of_rows(use, rows)
@@ -99,11 +99,12 @@ def _of_rows(use: Use, rows: int | None) -> tuple[_OfRows, int]:
     if op.type == "Einsum":
         return _of_einsum(use, rows)
     made, given = use.output.shape, use.tensor.shape
-    # An axis before its own is that of the rows.
+    # Rows are taken to be on the first axis, where what is the same for all has none or 1;
+    # `Recording` checks the length of that axis.
     has_room = made.rank is not None and (
         given.rank < made.rank or (given.rank == made.rank and given[0] == 1)
     )
-    is_known = op.type in BY_NUMBER or (op.type in _FLAGS and op.type != "MatMul")
+    is_known = op.type in ELEMENTWISE or (op.type in _FLAGS and op.type != "MatMul")
     if op.type == "BiasAdd":
         is_known = op.get_attr("data_format") == b"NHWC"
     if not is_known or not has_room:
@@ -218,7 +219,7 @@ def _transposes(op: tf.Operation) -> bool:
     return order is not None and list(order) == [1, 0]
 
 
-def _met_bylookup(followed: Followed, use: Use) -> Met:
+def _met_by_lookup(followed: Followed, use: Use) -> Met:
     variable, ids = followed.variable, use.op.inputs[1]
     line = followed.line_to(use.tensor)
     is_own = line is not None and all(each.type in AS_IT_IS for each in line)
@@ -231,6 +232,8 @@ def _has_recorded(tape: tf.GradientTape, tensor: Tensor) -> bool:
     """Tell whether a tape knows what a tensor comes from, without going back there."""
     asked: list[Tensor] = []
 
+    # Its gradient is asked for only if the tape has recorded the tensor. It gives None, so
+    # nothing further back is computed.
     @tf.custom_gradient
     def probe(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], None]]:
         return tf.identity(tensor), asked.append

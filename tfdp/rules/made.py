@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from tfdp._mapping import vectorized_map
 from tfdp._tracing import tracing
 from tfdp._types import Tensor, Variable
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 from tfdp.rules.uses import Followed
 
-# Number by number, with broadcasting.
-BY_NUMBER = frozenset({
+# Elementwise, with broadcasting.
+ELEMENTWISE = frozenset({
     "Add", "AddV2", "Atan2", "BiasAdd", "Cast", "Ceil", "Cos", "Cosh", "Div",
     "DivNoNan", "Elu", "Erf", "Erfc", "Exp", "Expm1", "Floor", "Identity", "Inv",
     "LeakyRelu", "Log", "Log1p", "Maximum", "Minimum", "Mul", "MulNoNan", "Neg", "Pow",
@@ -67,13 +68,13 @@ def through(followed: Followed, tensor: Tensor) -> Callable[[Tensor], Term]:
             )
             return tf.ensure_shape(tf.convert_to_tensor(found), variable.shape)
 
-        if _is_by_number(followed, tensor):
+        if _is_elementwise(followed, tensor):
             return PerRow(variable, g * back(None))
 
         trace = tracing()
         if trace is not None:
             return PerRow(variable, trace.alone(lambda row: back(row[0]), [g]))
-        return PerRow(variable, tf.vectorized_map(back, g, warn=False))
+        return PerRow(variable, vectorized_map(back, g))
 
     return term
 
@@ -90,7 +91,7 @@ def _lookup_of(line: list[tf.Operation]) -> tf.Operation | None:
     return lookups[0] if is_plain else None
 
 
-def _is_by_number(followed: Followed, tensor: Tensor) -> bool:
+def _is_elementwise(followed: Followed, tensor: Tensor) -> bool:
     """Tell whether each number of a tensor is made of one of the variable's."""
     shape = tuple(followed.variable.shape)
     stack, seen = [tensor], set()
@@ -99,7 +100,7 @@ def _is_by_number(followed: Followed, tensor: Tensor) -> bool:
         if op.name in seen or op.type == "ReadVariableOp":
             continue
         seen.add(op.name)
-        if op.type not in BY_NUMBER or tuple(op.outputs[0].shape) != shape:
+        if op.type not in ELEMENTWISE or tuple(op.outputs[0].shape) != shape:
             return False
         stack += [each for each in op.inputs if each.op.name in followed.made]
     return True

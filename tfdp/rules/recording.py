@@ -103,8 +103,8 @@ class Watched(NamedTuple):
     """Tensors of a call, and what their gradients say about the variables.
 
     Attributes:
-        path: Path of the layer.
-        rule: Name of the rule.
+        path: Path of the layer; of the variable, where that is used elsewhere.
+        rule: Name of the rule; there, the type of the operation that uses it.
         tensors: What to differentiate by.
         terms: From their gradients, in that order, to the terms.
         repeats: Rows of the call for each row of the batch.
@@ -400,7 +400,8 @@ class Recording:
                     self._watch_use(variable, use, met(followed, use, self.tape, rows))
             except NotFollowedError as error:
                 self._refusals.append(
-                    f"{reason} It is not known what becomes of it in {error}."
+                    f"{reason} `{variable.path}` is not followed: nothing is known of "
+                    f"{error}."
                 )
 
     def _watch_use(self, variable: Variable, use: Use, found: Met) -> None:
@@ -464,7 +465,7 @@ class Recording:
         if self._is_of_one_unit:
             return tensor
         leading = tensor.shape[axis] if tensor.shape.rank else 0
-        rows = self._rows if isinstance(self._rows, int) else None
+        rows = self._static_rows
         if leading is not None:
             if rows is not None and leading == rows * self.repeats:
                 return tensor
@@ -541,8 +542,8 @@ def _place() -> tuple[bool, tf.Graph]:
 
 def _used_elsewhere(variable: Variable) -> str:
     return (
-        "Every variable must be used in the calls of its own layer, by a layer that has "
-        f"no others. Received: `{variable.path}`, used elsewhere."
+        "No rule answers for a variable that is used elsewhere than in a call of its own "
+        f"layer. Received: `{variable.path}`, used elsewhere."
     )
 
 

@@ -23,9 +23,11 @@ class Cell:
         matrices: What the state h is multiplied by.
         step: ``(x, inner, states) -> new states`` for x of the projected inputs and
             inner of the products of h; states are a list that h is the first of.
-        terms: ``(g, g_inner, h) -> terms`` of the recurrent matrix, all of shape
-            ``(R, T, ...)``.
-        bias_terms: ``(g, g_inner) -> terms`` of the bias.
+        terms: ``(g, other, h) -> terms`` of the recurrent matrix, all of shape
+            ``(R, T, ...)``: other is the gradient of inner where `inner_differs`, and
+            the projected inputs where it does not.
+        bias_terms: ``(g, g_inner) -> terms`` of the bias; g twice where the two do not
+            differ.
         inner_differs: Whether `inner` has other gradients than x.
     """
 

@@ -126,7 +126,7 @@ def _copies_for_rows(op: tf.Operation, number: int | None) -> bool:
 
 
 def _is_length(op: tf.Operation) -> bool:
-    """Tell whether an operation takes the length of an axis that is not the first."""
+    """Tell whether an operation takes lengths that are static, or not of the first axis."""
     if op.type == "Shape":
         return bool(op.inputs[0].shape.is_fully_defined())
     if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
@@ -279,7 +279,7 @@ def check_is_plain(op: tf.Operation) -> None:
         any(attribute.type == "func" for attribute in op.op_def.attr)
         or op.op_def.is_stateful
         or not all(e.dtype.is_floating or _has_no_gradient(e) for e in op.outputs)
-        or "_gradient_op_type" in op.node_def.attr
+        or _keras.has_own_gradient(op)
     ):
         raise NotFollowedError(named(op))
 

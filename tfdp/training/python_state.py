@@ -11,7 +11,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def python_state(model: keras.Model) -> tuple[Hashable, ...]:
-    """Describe the attributes of a model's layers that a traced graph keeps as they are.
+    """Describe what a traced graph keeps as it is: layers' attributes, TensorFlow's seed.
 
     What is proven of a graph holds for others that are traced with the same. Numbers,
     texts, lists of them, functions and layers are seen; what a layer keeps in objects of
