@@ -479,3 +479,77 @@ def test_what_a_rule_calls_is_not_followed(layer):
     model = keras.Model(x, layers.Dense(1)(layers.Flatten()(outputs)))
     rows = np.ones((3, 2, LENGTH, WIDTH), "float32"), np.ones((3, 1), "float32"), None
     assert choose("auto", Objective.of(model, "mse"), rows) == ApartEngine()
+
+
+class OtherValues(layers.Layer):
+    """Calls a layer with other values in the place of its variables."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(2)
+
+    def build(self, shape):
+        self.gain = self.add_weight(shape=(2,), initializer="ones", name="gain")
+        self.inner.build(shape)
+
+    def call(self, x):
+        values = [self.inner.kernel * self.gain, self.inner.bias]
+        return self.inner.stateless_call(values, [], x)[0]
+
+
+class Normed(layers.Layer):
+    """Looks up in a table that it has made of its weight, and keeps it for others."""
+
+    def build(self, _):
+        self.own = self.add_weight(shape=(5, WIDTH), name="own")
+
+    def call(self, ids):
+        self.table = self.own / ops.norm(self.own)
+        return ops.take(self.table, ids, axis=0)
+
+
+class WithLogits(layers.Layer):
+    """Borrows the table of a layer inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Normed()
+
+    def call(self, ids):
+        return ops.matmul(self.inner(ids), ops.transpose(self.inner.table))
+
+
+def ids_and_targets(rng):
+    return rng.integers(5, size=LENGTH), rng.normal(size=2)
+
+
+OF_RULES = {
+    "other_values": Problem(
+        "other_values",
+        lambda: keras.Sequential([
+            keras.Input((WIDTH,)),
+            layers.Dense(WIDTH),
+            OtherValues(),
+        ]),
+        floats(WIDTH, 2),
+        "mse",
+    ),
+    "kept_for_others": Problem(
+        "kept_for_others",
+        lambda: keras.Sequential([
+            keras.Input((LENGTH,), dtype="int32"),
+            WithLogits(),
+            layers.Flatten(),
+            layers.Dense(2),
+        ]),
+        ids_and_targets,
+        "mse",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_RULES)
+def test_rules_answer_for_their_own_variables_and_calls_alone(name):
+    problem = OF_RULES[name]
+    engine = chosen(problem)
+    check(problem, runner(problem, [engine]), OUTLIER)

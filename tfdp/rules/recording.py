@@ -25,7 +25,7 @@ from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.elsewhere import Met, met
 from tfdp.rules.moves import Move, Moves
 from tfdp.rules.terms import PerRow, Term
-from tfdp.rules.uses import Free, NotFollowedError, Pass, Use
+from tfdp.rules.uses import Free, NotFollowedError, Pass, Use, named
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
 Rule: TypeAlias = Callable[["Call"], Nest]
@@ -186,6 +186,8 @@ class Recording:
         # in the tensor, numbers that there should be for each row of the batch.
         self._sizes: list[tuple[str, Tensor, int | Tensor]] = []
         self._place = _place()
+        # What calls with a rule have read, calls in them first: the variables' ids.
+        self._read: list[int] = []
         # Whether a rule calls a layer now.
         self._is_by_rule = False
         # Variables that no rule answers for in some use, and why, by their ids.
@@ -251,6 +253,7 @@ class Recording:
     ) -> Nest:
         call = Call(layer, args, kwargs, path, self, rule, function)
         first, before = self._made(), (len(self.watched), len(self._sizes))
+        read_before = len(self._read)
         with (
             # The outer tape must not see what the rule uses: the rule answers for it.
             self._variable_tapes[-1].stop_recording(),
@@ -272,6 +275,8 @@ class Recording:
                     )
                 with self._by_a_rule():
                     outputs = rule(call)
+                self._read += map(id, self._of_model(used.watched_variables()))
+                self._check_is_read(path, layer, self._read[read_before:])
             except UnsupportedLayerError as error:
                 del self.watched[before[0] :], self._sizes[before[1] :]
                 self._given_up.append(range(first, self._made()))
@@ -283,6 +288,25 @@ class Recording:
         self._by_rules.append(range(first, self._made()))
         self._refuse_foreign(used.watched_variables(), own_variables(layer))
         return outputs
+
+    def _check_is_read(
+        self, path: str, layer: keras.layers.Layer, read: list[int]
+    ) -> None:
+        """Refuse a call that has other values in the place of its layer's variables.
+
+        As `layer.stateless_call` has: what the rule says would be of the values.
+
+        Raises:
+            UnsupportedLayerError: If it has.
+        """
+        trained = {id(variable) for variable in self._trainable.values()}
+        for variable in own_variables(layer):
+            if id(variable) in trained and id(variable) not in read:
+                raise UnsupportedLayerError(
+                    "A layer must be called with its own variables. Received: "
+                    f"`{path}` ({type(layer).__name__}), called with another "
+                    f"`{variable.name}`."
+                )
 
     def _is_without_rows(self, call: "Call") -> bool:
         """Tell whether a layer is called on what is the same for all rows."""
@@ -385,13 +409,19 @@ class Recording:
             return
         if reasons and self._place[0]:
             raise NotInGraphError(" ".join(dict.fromkeys(self._refusals + reasons)))
+        if self._is_of_one_unit or self._place[0]:
+            return
         rows = self._static_rows
         trace = tracing()
-        operations = None
+        operations = Pass(self._first, self._free, self._by_rules, self._given_up)
+        for variable in self._model.trainable_variables:
+            leak = operations.leak_of(variable)
+            if leak is not None:
+                self._refusals.append(
+                    f"{_used_elsewhere(variable)} Its layer makes something of it that "
+                    f"{named(leak)} uses."
+                )
         for variable, reason in self._foreign.values():
-            operations = operations or Pass(
-                self._first, self._free, self._by_rules, self._given_up
-            )
             try:
                 if trace is not None and trace.reads_alone(variable):
                     raise NotFollowedError("a loss of each example alone")

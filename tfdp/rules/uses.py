@@ -205,18 +205,45 @@ class Pass:
                 stack += [each for each in op.outputs if each.dtype.is_floating]
         return followed
 
+    def leak_of(self, variable: Variable) -> tf.Operation | None:
+        """Find what uses, outside of a call, what the call's rule makes of a variable.
+
+        Args:
+            variable: A Keras variable.
+
+        Returns:
+            An operation; None if there is none. What has met the rows is the rule's.
+        """
+        for read in self._all_reads(variable):
+            # Calls inside of others end before these.
+            spans = [span for span in self._by_rules if self._places[read.name] in span]
+            if not spans:
+                continue
+            stack, seen = list(read.outputs), {read.name}
+            while stack:
+                for op in self._consumers(stack.pop()):
+                    if op.name in seen:
+                        continue
+                    seen.add(op.name)
+                    if not self._is_in(spans, op):
+                        return op
+                    if not self._meets_rows(op):
+                        stack += op.outputs
+        return None
+
     def _reads(self, variable: Variable) -> list[tf.Operation]:
         """List what reads a variable, but for rules."""
-        handles = {id(each.handle) for each in _keras.tensorflow_variables(variable)}
         spans = [*self._by_rules, *self._dead]
+        return [op for op in self._all_reads(variable) if not self._is_in(spans, op)]
+
+    def _all_reads(self, variable: Variable) -> list[tf.Operation]:
+        handles = {id(each.handle) for each in _keras.tensorflow_variables(variable)}
         return [
             op
             for outer, inner in self._graph.captures
             if id(outer) in handles
             for op in _different(inner.consumers())
-            if self._places.get(op.name, -1) >= self._first
-            and op.type not in _SIZES
-            and not self._is_in(spans, op)
+            if self._places.get(op.name, -1) >= self._first and op.type not in _SIZES
         ]
 
     def _consumers(self, tensor: Tensor) -> list[tf.Operation]:
