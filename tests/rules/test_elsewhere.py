@@ -43,7 +43,9 @@ class Block(layers.Layer):
 
 
 def tiled(x, own):
-    return ops.concatenate([ops.tile(own, (ops.shape(x)[0], 1, 1)), x], axis=1)
+    token = ops.tile(own, (ops.shape(x)[0], 1, 1))
+    # Older Keras does not know the length of the last axis.
+    return ops.concatenate([ops.reshape(token, (-1, 1, WIDTH)), x], axis=1)
 
 
 def broadcast(x, own):
