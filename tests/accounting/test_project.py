@@ -25,6 +25,7 @@ def path(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_it_prints_the_statement(path, capsys):
     assert main([str(path), "--delta=1e-5"]) == 0
     text = capsys.readouterr().out

@@ -193,6 +193,7 @@ def test_steps_are_reserved_as_far_as_there_is_room(project):
         project.finish(name, {})
 
 
+@pytest.mark.slow
 def test_what_is_released_beside_the_steps_has_its_room(project):
     beside = (UnamplifiedSteps(1, 5.0),)
     plan = (STEPS.with_count(100_000),)

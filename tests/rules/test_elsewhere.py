@@ -44,8 +44,9 @@ class Block(layers.Layer):
 
 def tiled(x, own):
     token = ops.tile(own, (ops.shape(x)[0], 1, 1))
-    # Older Keras does not know the length of the last axis.
-    return ops.concatenate([ops.reshape(token, (-1, 1, WIDTH)), x], axis=1)
+    joined = ops.concatenate([token, x], axis=1)
+    # Older Keras does not know the lengths of what was tiled.
+    return ops.reshape(joined, (-1, LENGTH + 1, WIDTH))
 
 
 def broadcast(x, own):

@@ -15,6 +15,7 @@ KEY = 11
 CUT = TruncatedPoisson(1000, 10, 16)
 
 
+@pytest.mark.slow
 def test_a_bound_near_the_mean_costs_what_dp_accounting_says():
     run = Segment(CUT, 128, 1.0)
     assert Ledger((run,)).epsilon(1e-6) == pytest.approx(5.105, abs=1e-3)

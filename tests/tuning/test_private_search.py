@@ -169,6 +169,7 @@ def test_the_text_does_not_depend_on_the_number_of_tries(capfd):
     assert "-differentially private" in texts[0].out
 
 
+@pytest.mark.slow
 def test_no_tries_leave_nothing():
     search = search_of(tries=Poisson(3), number=0, space={"rate": [0.1]})
     with pytest.warns(UserWarning, match="The number of tries was 0"):
