@@ -43,10 +43,9 @@ class Block(layers.Layer):
 
 
 def tiled(x, own):
-    token = ops.tile(own, (ops.shape(x)[0], 1, 1))
-    joined = ops.concatenate([token, x], axis=1)
-    # Older Keras does not know the lengths of what was tiled.
-    return ops.reshape(joined, (-1, LENGTH + 1, WIDTH))
+    # Older Keras tiles by way of other operations, and such models go apart.
+    token = tf.tile(own, (tf.shape(x)[0], 1, 1))
+    return ops.concatenate([token, x], axis=1)
 
 
 def broadcast(x, own):
