@@ -247,7 +247,7 @@ def chosen(problem, engine="auto", sizes=(None,)):
 
 
 # The others take seconds as well, and differ in no more than an operation.
-QUICK = {"cancelling", "flattened", "part", "places", "tied", "tiled"}
+QUICK = {"cancelling", "part", "places", "rolled", "tied", "tiled"}
 CASES = [
     pytest.param(problem, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name, problem in PROBLEMS.items()
