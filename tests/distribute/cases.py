@@ -34,6 +34,7 @@ class Case:
     data: str = "poisson"
     steps: int = STEPS
     has_own_loss: bool = False
+    reads_elsewhere: bool = False
 
 
 def rows() -> tuple[np.ndarray, np.ndarray]:
@@ -54,6 +55,17 @@ class OwnLoss(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
         del x, sample_weight
         return crossentropy()(y, y_pred)
+
+
+class Reads(keras.layers.Layer):
+    """Multiplies by the kernel of another layer, which book-keeping follows there."""
+
+    def __init__(self, other: keras.layers.Dense) -> None:
+        super().__init__()
+        self.other = other
+
+    def call(self, x):
+        return x + (x @ keras.ops.transpose(self.other.kernel)) @ self.other.kernel
 
 
 def public_rows() -> tuple[np.ndarray, np.ndarray]:
@@ -128,6 +140,9 @@ CASES = {
         ],
     ),
     "declared": Case(data="declared", has_own_loss=True, num_microbatches=2),
+    "elsewhere": Case(
+        reads_elsewhere=True, noise_multiplier=0.6, model={"engine": "bookkeeping"}
+    ),
 }
 
 
@@ -144,9 +159,11 @@ def fit(case: Case, strategy: tf.distribute.Strategy | None = None) -> tuple[Any
     x, y = rows()
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         keras.utils.set_random_seed(0)
+        first = keras.layers.Dense(16, activation="relu")
         model = (OwnLoss if case.has_own_loss else keras.Sequential)([
             keras.Input((8,)),
-            keras.layers.Dense(16, activation="relu"),
+            first,
+            *([Reads(first)] if case.reads_elsewhere else []),
             keras.layers.Dense(3),
         ])
         optimizer = tfdp.optimizers.DPOptimizer(

@@ -54,6 +54,7 @@ def assert_as_on_one_device(found, name):
             "sat",
             "median",
             "declared",
+            "elsewhere",
             "bounded",
             "users",
             "released",

@@ -291,12 +291,13 @@ def _others_differ(one: Array, other: Array, rows: int, all_rows: int) -> bool:
         return False
     # Positions of a row may lie along the same axis, one behind the other.
     end = rows * len(one) // all_rows
-    one, other = one[:end].astype(np.float64), other[:end].astype(np.float64)
-    finite = np.abs(other[np.isfinite(other)])
-    return not np.allclose(
-        one,
-        other,
-        rtol=_ROUNDING,
-        atol=_ROUNDING * finite.max(initial=0.0),
-        equal_nan=True,
+    one, other = (
+        each[:end].reshape(end, each[0].size).astype(np.result_type(each, np.float64))
+        for each in (one, other)
+    )
+    # What counts as rounding goes by the row: a far one does not hide changes of others.
+    sizes = np.max(np.abs(other), 1, where=np.isfinite(other), initial=0.0)
+    return not all(
+        np.allclose(a, b, rtol=_ROUNDING, atol=_ROUNDING * size, equal_nan=True)
+        for a, b, size in zip(one, other, sizes, strict=True)
     )

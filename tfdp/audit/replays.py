@@ -176,8 +176,8 @@ def _report(steps: Steps, rows: Rows, neighbours: int) -> ReplayReport:
     for number, neighbour in enumerate(chosen):
         batch = neighbour(rows)
         run = steps.run(batch, number)
-        if comparison.compare(run, without) and coupled is None:
-            coupled = batch
+        if comparison.compare(run, without):
+            coupled = batch  # The last one: outliers come last, and show it best.
         clipped += bool(run.norms[-1] > run.clip)
         if _size(noises) < _NUMBERS:
             noises.append(run.noise(divisor))
