@@ -820,14 +820,11 @@ class DPModel(TrainingFunctions):
 
         `fit` has checked the first rows. A graph may be traced for others.
         """
-        session, rows = self._session, None
+        session = self._session
         assert session is not None  # noqa: S101
         if self._replicas.strategy is not None:
             batch = self._replicas.first(batch)
-        elif not tf.executing_eagerly():
-            rows = number_of_rows(batch)
-        rows = rows if isinstance(rows, int) else None
-        self._check_batch(batch, rows, session.clipper)
+        self._check_batch(batch, None, session.clipper)
         engine, traced = self._checked.engine, self._checked.traced
         # Eager steps run no function that is traced.
         is_same = session.clipper.traced is traced or tf.executing_eagerly()
@@ -1013,13 +1010,12 @@ class DPModel(TrainingFunctions):
 
     def _check(self, data: TrainingData, clipper: BatchClipper) -> TrainingData:
         """Refuse layers and losses that mix examples."""
-        batch_size = data.static_batch_size
-        sizes, spec = self._checked.sizes(batch_size, clipper), data.element_spec
-        if self.run_eagerly and batch_size is None:
-            # Layers see how many rows there are; this stands for all numbers.
-            users = data.scheme.expected_batch_size
-            expected = users and users * data.scheme.rows_per_example
-            sizes = list({*sizes, *self._checked.sizes(expected, clipper)})
+        users = data.scheme.expected_batch_size
+        expected = users and users * data.scheme.rows_per_example
+        sizes = self._checked.sizes(
+            data.static_batch_size or expected, clipper, is_eager=self.run_eagerly
+        )
+        spec = data.element_spec
         if spec is None or not self._checked.knows(spec, sizes):
             data, sample = data.with_sample()
             like = sample if spec is None else spec
@@ -1035,7 +1031,8 @@ class DPModel(TrainingFunctions):
         Whatever was checked before: for rows of another shape layers may do something
         else.
         """
-        data, sizes = batch[:3], self._checked.sizes(rows, clipper)
+        data = batch[:3]
+        sizes = self._checked.sizes(rows, clipper, is_eager=self.run_eagerly)
         if self._checked.knows(data, sizes):
             return
         shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]

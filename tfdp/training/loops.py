@@ -236,6 +236,7 @@ def _checked_once(
         The engine to use.
     """
     model, ascent = objective.model, objective.ascent
+    is_eager = tf.executing_eagerly()
     key = (
         engine if isinstance(engine, str) else id(engine),
         None if ascent is None else ascent.is_exact,
@@ -248,7 +249,7 @@ def _checked_once(
             for leaf in _tree.tensors(data)
         ),
         # Eagerly the first batch stands for all of them: Poisson batches differ.
-        None if tf.executing_eagerly() else rows,
+        is_eager,
     )
     known = _checked.setdefault(model, {})
     if key in known:
@@ -269,7 +270,8 @@ def _checked_once(
         check_objective(objective, data)
         return engines.get(engine)
     with _keras.outside_of_graphs():
-        sizes = (None,) if rows is None else (None, rows)
+        # A graph forgets how many rows there are.
+        sizes = (None, rows) if rows and is_eager else (None,)
         chosen = choose(engine, objective, rows_to_check(data), sizes)
     if len(known) >= _MOST_KNOWN:
         del known[next(iter(known))]

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras, _seeds, engines
+from tfdp import _keras, _seeds, _tree, engines
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.accounting.levels import folded
 from tfdp.ascent.losses import BAM, SAT, AscentLoss
@@ -185,6 +185,7 @@ class BatchClipper:
             run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
+            batch = _of_any_number(batch)
             if augmentation is None:
                 return run_pass(batch, clip)
             with _seeds.secret_seeds(self.model):
@@ -232,6 +233,21 @@ class BatchClipper:
             )
         with _seeds.secret_seeds(self.model):
             return engines.get("vectorized").clip_and_sum(objective, batch, **options)
+
+
+def _of_any_number(batch: Batch) -> Batch:
+    """Forget how many rows a batch has, in a graph."""
+    # What is proven for any number of rows is then what runs, whatever layers would do
+    # for a number that they know.
+    if tf.executing_eagerly():
+        return batch
+    forgotten: Batch = _tree.map_tensors(
+        lambda each: tf.raw_ops.PlaceholderWithDefault(
+            input=each, shape=[None, *each.shape[1:]]
+        ),
+        batch,
+    )
+    return forgotten
 
 
 @dataclasses.dataclass(frozen=True)

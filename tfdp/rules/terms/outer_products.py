@@ -104,10 +104,10 @@ class OuterProducts(Movable):
         views = []
         for a, g in self.pairs:
             if a.dtype.is_floating:
-                views.append(units.view(at_least_float32(a), [self.d]))
+                views.append(units.view(at_least_float32(a), [self.d], self.repeats))
             else:
-                views.append(units.view(a, []))
-            views.append(units.view(at_least_float32(g), [self.p]))
+                views.append(units.view(a, [], self.repeats))
+            views.append(units.view(at_least_float32(g), [self.p], self.repeats))
         return views
 
     def factors(self, units: Units) -> list[Tensor]:
@@ -126,7 +126,7 @@ class OuterProducts(Movable):
         parts = []
         for a, g in in_pairs(self.factors(units)):
             product = tf.matmul(self._dense(a, g.dtype), g, transpose_a=True)
-            parts.append(tf.reshape(product, [units.number, self.d * self.p]))
+            parts.append(units.of_each(product, [self.d * self.p]))
         return tf.add_n(parts)
 
     def kept(self, units: Units) -> Kept:
@@ -136,7 +136,7 @@ class OuterProducts(Movable):
         a, g = self.factors(units)
         # (p, T) (T, d) in place of (d, T) (T, p): products with few, long rows are faster.
         product = tf.matmul(g, a, transpose_a=True)
-        flat = tf.reshape(product, [units.number, self.p * self.d])
+        flat = units.of_each(product, [self.p * self.d])
         return Kept(self.variable, flat, transposed=(self.p, self.d))
 
     def squares_of_dropped(self, units: Units) -> Tensor:

@@ -33,9 +33,21 @@ class Units:
     number: int | Tensor
     rows: int | None
 
-    def view(self, tensor: Tensor, trailing: Sequence[int]) -> Tensor:
+    def view(
+        self, tensor: Tensor, trailing: Sequence[int], repeats: int | None = None
+    ) -> Tensor:
         """``(R, ..., *trailing)`` -> ``(U, positions, *trailing)``."""
+        between = tensor.shape[1 : tensor.shape.rank - len(trailing)]
+        if self.rows and repeats and between.is_fully_defined():
+            # A static shape takes no operations.
+            positions = self.rows * repeats * math.prod(between)
+            return self.of_each(tensor, [positions, *trailing])
         return tf.reshape(tensor, [self.number, -1, *trailing])
+
+    def of_each(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """``(...)`` -> ``(U, *shape)``."""
+        # Of no numbers nothing follows; else -1 takes no operations.
+        return tf.reshape(tensor, [self.number if 0 in shape else -1, *shape])
 
     def for_rows(self, of_units: Tensor, rows: Tensor) -> Tensor:
         """``(U, p)`` -> ``(R, ..., p)``, to be multiplied with `rows`."""
@@ -235,9 +247,9 @@ class Movable(Term):
         gradients = self.instantiate(units)
         if a.dtype.is_floating:
             d = a.shape[-1]
-            return tf.matmul(a, tf.reshape(gradients, [units.number, d, size // d]))
+            return tf.matmul(a, units.of_each(gradients, [d, size // d]))
         p = self.variable.shape[-1]
-        matrices = tf.reshape(gradients, [units.number, size // p, p])
+        matrices = units.of_each(gradients, [size // p, p])
         return tf.gather(matrices, a, batch_dims=1)
 
     def applied_back(self, g: Tensor, units: Units) -> Tensor:
@@ -297,9 +309,9 @@ class Kept(Movable):
         """Return them, as the variable has them."""
         if self._transposed is None:
             return self.gradients
-        matrices = tf.reshape(self.gradients, [units.number, *self._transposed])
+        matrices = units.of_each(self.gradients, self._transposed)
         size = math.prod(self.variable.shape)
-        return tf.reshape(tf.linalg.matrix_transpose(matrices), [units.number, size])
+        return units.of_each(tf.linalg.matrix_transpose(matrices), [size])
 
     def squares_by_gram(self, units: Units) -> Tensor:
         """From the gradients themselves."""
@@ -351,7 +363,7 @@ class PerRow(Kept):
         size = math.prod(self.variable.shape)
         between = rows.shape.rank - len(self.variable.shape)
         if between == 1 and self.rows(units) == 1:
-            return tf.reshape(rows, [units.number, size])
+            return units.of_each(rows, [size])
         return tf.reduce_sum(units.view(rows, [size]), axis=1)
 
     def factors(self, units: Units) -> list[Tensor]:
