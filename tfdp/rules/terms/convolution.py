@@ -10,6 +10,7 @@ from tfdp.clipping import at_least_float32
 from tfdp.rules import filters, patches
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.products import (
+    dots,
     inner_products,
     of_factors,
     roundoff,
@@ -215,16 +216,15 @@ class Convolution(Movable):
             flat = [
                 tf.reshape(each, [units.number, -1, each.shape[-1]]) for each in (g, h)
             ]
-            return tf.reduce_sum(self._gram(x, y, g) * inner_products(*flat), [1, 2])
+            return dots(self._gram(x, y, g), inner_products(*flat))
         shape = [units.number, *self.variable.shape]
         kernels = tf.reshape(other.instantiate(units), shape)
         return tf.add_n([
-            tf.reduce_sum(
-                g
-                * filters.convolved(
+            dots(
+                g,
+                filters.convolved(
                     x, kernels, positions=g.shape[2:-1], geometry=self.geometry
                 ),
-                list(range(1, g.shape.rank)),
             )
             for x, g in in_pairs(self.factors(units))
         ])

@@ -7,8 +7,10 @@ import tensorflow as tf
 from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32, squares_rounded_up
 from tfdp.rules.products import (
+    dots,
     inner_products,
     of_factors,
+    of_units,
     roundoff,
     squares_from_grams,
     summed_products,
@@ -200,21 +202,20 @@ class OuterProducts(Movable):
         """Multiply one factor by what the other term has, then the other."""
         # <sum_t a_t (x) g_t, B> = sum_t <a_t B, g_t>: no gradient is multiplied out.
         return tf.add_n([
-            tf.reduce_sum(other.applied(a, units) * g, [1, 2])
-            for a, g in in_pairs(self._views(units))
+            dots(other.applied(a, units), g) for a, g in in_pairs(self._views(units))
         ])
 
     def applied(self, a: Tensor, units: Units) -> Tensor:
         """``sum_t <a, a_t> g_t``."""
         return tf.add_n([
-            tf.matmul(_inner_products(a, b, g.dtype), g)
+            of_units(_inner_products(a, b, g.dtype), g)
             for b, g in in_pairs(self.factors(units))
         ])
 
     def applied_back(self, g: Tensor, units: Units) -> Tensor:
         """``sum_t <g, g_t> a_t``."""
         return tf.add_n([
-            tf.matmul(inner_products(g, h), self._dense(a, h.dtype))
+            of_units(inner_products(g, h), self._dense(a, h.dtype))
             for a, h in in_pairs(self.factors(units))
         ])
 
