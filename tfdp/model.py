@@ -820,11 +820,14 @@ class DPModel(TrainingFunctions):
 
         `fit` has checked the first rows. A graph may be traced for others.
         """
-        session = self._session
+        session, rows = self._session, None
         assert session is not None  # noqa: S101
         if self._replicas.strategy is not None:
             batch = self._replicas.first(batch)
-        self._check_batch(batch, None, session.clipper)
+        elif not tf.executing_eagerly():
+            rows = number_of_rows(batch)
+        rows = rows if isinstance(rows, int) else None
+        self._check_batch(batch, rows, session.clipper)
         engine, traced = self._checked.engine, self._checked.traced
         # Eager steps run no function that is traced.
         is_same = session.clipper.traced is traced or tf.executing_eagerly()
@@ -1010,11 +1013,12 @@ class DPModel(TrainingFunctions):
 
     def _check(self, data: TrainingData, clipper: BatchClipper) -> TrainingData:
         """Refuse layers and losses that mix examples."""
-        users = data.scheme.expected_batch_size
-        expected = users and users * data.scheme.rows_per_example
-        sizes = self._checked.sizes(
-            data.static_batch_size or expected, clipper, is_eager=self.run_eagerly
-        )
+        batch_size = data.static_batch_size
+        if self.run_eagerly and batch_size is None:
+            # Layers see how many rows there are; this stands for all numbers.
+            users = data.scheme.expected_batch_size
+            batch_size = users and users * data.scheme.rows_per_example
+        sizes = self._checked.sizes(batch_size, clipper, is_eager=self.run_eagerly)
         spec = data.element_spec
         if spec is None or not self._checked.knows(spec, sizes):
             data, sample = data.with_sample()

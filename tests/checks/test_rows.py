@@ -932,14 +932,14 @@ class MeanIfStatic(layers.Layer):
         return x - ops.mean(x, axis=0)
 
 
-def static_model(run_eagerly=False, jit_compile=False, **options):
+def static_model(run_eagerly=False, jit_compile=False, loss="mse", **options):
     model = keras.Sequential([keras.Input((D,)), MeanIfStatic(), layers.Dense(1)])
     private = tfdp.DPModel(model, **options)
     private.compile(
         tfdp.optimizers.DPSGD(
             0.1, l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=4
         ),
-        "mse",
+        loss,
         run_eagerly=run_eagerly,
         jit_compile=jit_compile,
     )
@@ -964,6 +964,9 @@ def test_graphs_forget_how_many_rows_there_are():
         "batches": lambda: static_model().fit(batches, verbose=0),
         "one batch": lambda: static_model().train_on_batch(x[:4], y[:4]),
         "jit": lambda: static_model(jit_compile=True).fit(batches, verbose=0),
+        "sam": lambda: static_model(loss=tfdp.losses.BAM("mse", radius=0.1)).fit(
+            batches, verbose=0
+        ),
         "loop": lambda: own_loop(static_model().model),
     }
     for name, train in trains.items():
@@ -972,9 +975,27 @@ def test_graphs_forget_how_many_rows_there_are():
         assert STATIC == [], name
 
 
-def test_the_sizes_that_will_run_eagerly_are_looked_at():
+def test_the_sizes_that_layers_will_see_are_looked_at():
+    """Eagerly, and where gradients of gradients would pay for not knowing them."""
     x, y = np.ones((8, D), "float32"), np.ones((8, 1))
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True)
+    exact = tfdp.losses.BAM("mse", radius=0.1, ascent="exact")
+
+    @tf.function(autograph=False)
+    def own_loop(model):
+        return tfdp.clipped_gradients(
+            *(model, exact, tf.constant(x), tf.constant(y)),
+            l2_norm_clip=1.0,
+            engine="bookkeeping",
+        )
+
     trains = {
+        "exact": lambda: static_model(loss=exact).fit(batches, verbose=0),
+        "passes": lambda: static_model(loss=exact, physical_batch_size=4).fit(
+            x, y, batch_size=4, verbose=0
+        ),
+        "one batch": lambda: static_model(loss=exact).train_on_batch(x, y),
+        "graph": lambda: own_loop(static_model().model),
         "fit": lambda: static_model(run_eagerly=True).fit(
             x, y, batch_size=4, verbose=0
         ),

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdp import _keras, _tree, engines
 from tfdp._tree import signature_of
 from tfdp._types import Config, Loss, Nest, Tensor
-from tfdp.ascent.losses import SAT, AscentLoss
+from tfdp.ascent.losses import BAM, SAT, AscentLoss
 from tfdp.ascent.released import ReleasedGradient
 from tfdp.checks.engine import choose
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
@@ -191,18 +191,20 @@ class CheckedModel:
         Args:
             batch_size: Of all batches, or of some; None if that is not known.
             clipper: Cuts them.
-            is_eager: Whether layers see how many rows there are. Graphs forget it.
+            is_eager: Whether layers run without a graph.
 
         Returns:
-            None for any number, and behind it one that is seen, if there is one.
+            None for any number, and behind it one that is seen, if there is one; see
+            `sees_rows`.
         """
         size = clipper.physical_batch_size
         if size is None and batch_size:
             size = filled_up(batch_size, clipper.rows_per_unit)
-        # Eager batches of many sizes: some stand for all.
+        # Batches may have many sizes: some stand for all.
         known = {size for _, size in self._engines}
         is_enough = self._is_as_checked() and len(known) >= _MOST_SIZES
-        if not is_eager or size is None or is_enough:
+        is_seen = is_eager or (isinstance(self.ascent, BAM) and self.ascent.is_exact)
+        if not is_seen or size is None or is_enough:
             return [None]
         views = 1 if self._augmentation is None else self._augmentation.multiplicity
         return [None, size * views]

@@ -185,7 +185,8 @@ class BatchClipper:
             run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
-            batch = _of_any_number(batch)
+            if not sees_rows(objective):
+                batch = _of_any_number(batch)
             if augmentation is None:
                 return run_pass(batch, clip)
             with _seeds.secret_seeds(self.model):
@@ -235,12 +236,25 @@ class BatchClipper:
             return engines.get("vectorized").clip_and_sum(objective, batch, **options)
 
 
+def sees_rows(objective: Objective) -> bool:
+    """Tell whether what runs sees how many rows a pass has, where that is static.
+
+    Eagerly it does; graphs forget it, and what is proven for any number is what runs.
+    But for gradients of gradients: to learn lengths as it goes, TensorFlow would compute
+    much that nothing else needs.
+
+    Args:
+        objective: What is differentiated.
+
+    Returns:
+        False where any number of rows is all there is to prove anything for.
+    """
+    ascent = objective.ascent
+    return tf.executing_eagerly() or (ascent is not None and ascent.is_exact)
+
+
 def _of_any_number(batch: Batch) -> Batch:
-    """Forget how many rows a batch has, in a graph."""
-    # What is proven for any number of rows is then what runs, whatever layers would do
-    # for a number that they know.
-    if tf.executing_eagerly():
-        return batch
+    """Forget how many rows a batch has."""
     forgotten: Batch = _tree.map_tensors(
         lambda each: tf.raw_ops.PlaceholderWithDefault(
             input=each, shape=[None, *each.shape[1:]]
