@@ -220,11 +220,6 @@ class BAM(AscentLoss):
         """Tell whether there is any step at all."""
         return super().has_ascent() and self.mix > 0
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether there is a step, and it is infinitely small."""
-        return self.has_ascent() and self.ascent == "exact"
-
     def ascent_at(self, iteration: Variable | Tensor | None) -> Ascent | None:
         """Return the step uphill of each unit.
 
@@ -236,7 +231,7 @@ class BAM(AscentLoss):
         """
         if not self.has_ascent():
             return None
-        return Ascent(self.radius_at(iteration), self.mix, self.is_exact)
+        return Ascent(self.radius_at(iteration), self.mix, self.ascent == "exact")
 
     def get_config(self) -> Config:
         """Return the arguments that rebuild the loss."""

@@ -203,7 +203,7 @@ class CheckedModel:
         # Batches may have many sizes: some stand for all.
         known = {size for _, size in self._engines}
         is_enough = self._is_as_checked() and len(known) >= _MOST_SIZES
-        is_seen = is_eager or (isinstance(self.ascent, BAM) and self.ascent.is_exact)
+        is_seen = is_eager or isinstance(self.ascent, BAM)
         if not is_seen or size is None or is_enough:
             return [None]
         views = 1 if self._augmentation is None else self._augmentation.multiplicity

@@ -240,8 +240,8 @@ def sees_rows(objective: Objective) -> bool:
     """Tell whether what runs sees how many rows a pass has, where that is static.
 
     Eagerly it does; graphs forget it, and what is proven for any number is what runs.
-    But for gradients of gradients: to learn lengths as it goes, TensorFlow would compute
-    much that nothing else needs.
+    But for gradients uphill: to learn lengths as it goes, TensorFlow would compute much
+    that nothing else needs.
 
     Args:
         objective: What is differentiated.
@@ -249,8 +249,7 @@ def sees_rows(objective: Objective) -> bool:
     Returns:
         False where any number of rows is all there is to prove anything for.
     """
-    ascent = objective.ascent
-    return tf.executing_eagerly() or (ascent is not None and ascent.is_exact)
+    return tf.executing_eagerly() or objective.ascent is not None
 
 
 def _of_any_number(batch: Batch) -> Batch:
