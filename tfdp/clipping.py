@@ -207,7 +207,7 @@ def clip_and_sum(
     per_unit_gradients = tf.cond(
         tf.reduce_all(finite),
         lambda: per_unit_gradients,
-        lambda: [selected(gradients, finite) for gradients in per_unit_gradients],
+        lambda: selected(per_unit_gradients, finite),
     )
     sums = []
     for gradients in per_unit_gradients:
@@ -246,11 +246,18 @@ def _largest_divisor(number: int, limit: int) -> int:
     return max(divisors, default=1)
 
 
-def selected(units: tf.Tensor, chosen: tf.Tensor) -> tf.Tensor:
-    """Replace the units that are not chosen by zeros."""
-    # Chosen, not multiplied with a weight of zero: 0 * nan is nan.
-    chosen = tf.reshape(chosen, [-1] + [1] * (units.shape.rank - 1))
-    return tf.where(chosen, units, tf.zeros([], units.dtype))
+def selected(parts: list[tf.Tensor], chosen: tf.Tensor) -> list[tf.Tensor]:
+    """Replace the units that are not chosen by zeros, in tensors of leading axis U."""
+    # Chosen, not multiplied with a weight of zero: 0 * nan is nan. What parts of one
+    # rank and dtype need is made once.
+    zeros = {dtype: tf.zeros([], dtype) for dtype in {part.dtype for part in parts}}
+    of_rank = {
+        rank: tf.reshape(chosen, [-1] + [1] * (rank - 1))
+        for rank in {part.shape.rank for part in parts}
+    }
+    return [
+        tf.where(of_rank[part.shape.rank], part, zeros[part.dtype]) for part in parts
+    ]
 
 
 def machine_epsilon(dtype: tf.DType) -> float:

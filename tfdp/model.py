@@ -1014,12 +1014,12 @@ class DPModel(TrainingFunctions):
     def _check(self, data: TrainingData, clipper: BatchClipper) -> TrainingData:
         """Refuse layers and losses that mix examples."""
         batch_size = data.static_batch_size
-        sizes, spec = self._checked.sizes(batch_size, clipper), data.element_spec
         if self.run_eagerly and batch_size is None:
             # Layers see how many rows there are; this stands for all numbers.
             users = data.scheme.expected_batch_size
-            expected = users and users * data.scheme.rows_per_example
-            sizes = list({*sizes, *self._checked.sizes(expected, clipper)})
+            batch_size = users and users * data.scheme.rows_per_example
+        sizes = self._checked.sizes(batch_size, clipper, is_eager=self.run_eagerly)
+        spec = data.element_spec
         if spec is None or not self._checked.knows(spec, sizes):
             data, sample = data.with_sample()
             like = sample if spec is None else spec
@@ -1035,7 +1035,8 @@ class DPModel(TrainingFunctions):
         Whatever was checked before: for rows of another shape layers may do something
         else.
         """
-        data, sizes = batch[:3], self._checked.sizes(rows, clipper)
+        data = batch[:3]
+        sizes = self._checked.sizes(rows, clipper, is_eager=self.run_eagerly)
         if self._checked.knows(data, sizes):
             return
         shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]

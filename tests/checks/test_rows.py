@@ -919,47 +919,92 @@ def test_every_problem_is_proven_without_running_it(problem):
 # ---------------------------------------------------------------- passes of static size
 
 
+STATIC = []
+
+
 class MeanIfStatic(layers.Layer):
-    """Mixes rows only where the graph knows how many there are."""
+    """Mixes rows only where it knows how many there are, and notes how many."""
 
     def call(self, x):
-        return x if x.shape[0] is None else x - ops.mean(x, axis=0)
+        if x.shape[0] is None:
+            return x
+        STATIC.append(x.shape[0])
+        return x - ops.mean(x, axis=0)
 
 
-def static_model(run_eagerly=False, **options):
+def static_model(run_eagerly=False, jit_compile=False, loss="mse", **options):
     model = keras.Sequential([keras.Input((D,)), MeanIfStatic(), layers.Dense(1)])
     private = tfdp.DPModel(model, **options)
     private.compile(
         tfdp.optimizers.DPSGD(
             0.1, l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=4
         ),
-        "mse",
+        loss,
         run_eagerly=run_eagerly,
+        jit_compile=jit_compile,
     )
     return private
 
 
-def test_the_sizes_that_will_run_are_looked_at():
+def test_graphs_forget_how_many_rows_there_are():
+    """What is proven for any number of rows is what runs."""
     x, y = np.ones((8, D), "float32"), np.ones((8, 1))
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True)
+
+    @tf.function
+    def own_loop(model):
+        return tfdp.clipped_gradients(
+            model, "mse", tf.constant(x), tf.constant(y), l2_norm_clip=1.0
+        )
+
     trains = {
         "passes": lambda: static_model(physical_batch_size=4).fit(
             x, y, batch_size=4, verbose=0
         ),
         "batches": lambda: static_model().fit(batches, verbose=0),
         "one batch": lambda: static_model().train_on_batch(x[:4], y[:4]),
-        "eager": lambda: static_model(run_eagerly=True).fit(
+        "jit": lambda: static_model(jit_compile=True).fit(batches, verbose=0),
+        "loop": lambda: own_loop(static_model().model),
+    }
+    for name, train in trains.items():
+        STATIC.clear()
+        train()
+        assert STATIC == [], name
+
+
+def test_the_sizes_that_layers_will_see_are_looked_at():
+    """Eagerly, and uphill, where steps would pay for not knowing them."""
+    x, y = np.ones((8, D), "float32"), np.ones((8, 1))
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True)
+    sam = tfdp.losses.BAM("mse", radius=0.1)
+    exact = tfdp.losses.BAM("mse", radius=0.1, ascent="exact")
+
+    @tf.function(autograph=False)
+    def own_loop(model):
+        return tfdp.clipped_gradients(
+            *(model, exact, tf.constant(x), tf.constant(y)),
+            l2_norm_clip=1.0,
+            engine="bookkeeping",
+        )
+
+    trains = {
+        "sam": lambda: static_model(loss=sam).fit(batches, verbose=0),
+        "exact": lambda: static_model(loss=exact).fit(batches, verbose=0),
+        "passes": lambda: static_model(loss=exact, physical_batch_size=4).fit(
             x, y, batch_size=4, verbose=0
         ),
-        "eager loop": lambda: tfdp.clipped_gradients(
+        "one batch": lambda: static_model(loss=exact).train_on_batch(x, y),
+        "graph": lambda: own_loop(static_model().model),
+        "fit": lambda: static_model(run_eagerly=True).fit(
+            x, y, batch_size=4, verbose=0
+        ),
+        "loop": lambda: tfdp.clipped_gradients(
             static_model().model, "mse", x, y, l2_norm_clip=1.0, engine="bookkeeping"
         ),
     }
     for train in trains.values():
         with pytest.raises(UnsupportedLayerError, match="a mean over the rows"):
             train()
-    # Where batches vary, the layer does nothing.
-    static_model().fit(x, y, batch_size=4, verbose=0)
 
 
 @pytest.mark.parametrize("name", APART)

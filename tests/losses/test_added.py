@@ -228,7 +228,7 @@ def test_a_static_number_of_rows_passes_for_no_other_number():
     """Divided by 4, a loss of 4 rows looks like a quarter of a sum."""
     assert chosen(adding(lambda _, x: ops.sum(x) / 4), (4,)) == BookkeepingEngine()
     by_rows = adding(NOT_TAKEN_APART["divided by the rows"])
-    assert chosen(by_rows, (4,)) == ApartEngine()
+    assert chosen(by_rows, (4, None)) == ApartEngine()
 
 
 def test_another_axis_of_as_many_entries_is_none_of_rows():

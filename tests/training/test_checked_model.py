@@ -128,9 +128,10 @@ def test_a_size_is_checked_once():
     checked, rows = checked_model(model), (*data(), None)
     clipper = BatchClipper(model, checked.engine)
     of_passes = BatchClipper(model, checked.engine, 1, physical_batch_size=8)
-    assert checked.sizes(None, clipper) == [None]
-    assert checked.sizes(5, clipper) == [5]
-    assert checked.sizes(5, of_passes) == [8]
+    assert checked.sizes(5, clipper, is_eager=False) == [None]
+    assert checked.sizes(None, clipper, is_eager=True) == [None]
+    assert checked.sizes(5, clipper, is_eager=True) == [None, 5]
+    assert checked.sizes(5, of_passes, is_eager=True) == [None, 8]
     assert not checked.knows(rows, [None])
     checked.check(rows, rows, [None, 5], tf.constant(0))
     assert checked.signature.shape.as_list() == [None, 3]

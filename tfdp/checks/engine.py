@@ -45,8 +45,9 @@ def choose(
         data: ``(x, y, sample_weight)``, nested arrays of a few rows, or tensors or
             `tf.TensorSpec`: only shapes and dtypes matter. Lengths that are unknown may
             be any.
-        sizes: How many rows the passes will have, each None for any number: where
-            that is static, layers may do something else.
+        sizes: How many rows layers may see, None for any number. It has to be among
+            them: a number that is known passes for any other one, a divisor or the
+            length of a table that has an entry for each place in the batch.
         sample: Rows on which rules that somebody has registered are compared with
             gradients taken one by one; by default `data`, if these are arrays.
         passes: Where to put what was traced whole for the proof and can be run, by
@@ -67,16 +68,15 @@ def choose(
     if not chosen.notes_what_it_reads:
         # It may prove nothing, as it does whose units are each evaluated alone. What is
         # kept of the data outlives them all the same.
-        check_objective(objective, data, _and_any(sizes))
+        check_objective(objective, data, sizes)
     if type(chosen) is VectorizedEngine:
         return chosen
     try:
         if objective.ascent is not None:
             # What is followed then is not what runs.
             passes = None
-        for rows in _and_any(sizes):
-            known = passes if rows in sizes else None
-            problems = _problems_of_pass(chosen, objective, data, rows, known)
+        for rows in sizes:
+            problems = _problems_of_pass(chosen, objective, data, rows, passes)
             if problems:
                 raise UnsupportedLayerError(str(problems[0]))
         _compare_if_foreign(chosen, objective, data if sample is None else sample)
@@ -84,7 +84,7 @@ def choose(
         error = _as_unsupported(failure)
         # An error of the model itself, or of the losses, comes again here.
         # What is refused for any number of rows is not tried row by row, either.
-        check_objective(objective, data, _and_any(sizes))
+        check_objective(objective, data, sizes)
         if engine != "auto":
             raise UnsupportedLayerError(
                 f"Engine '{chosen.name}' cannot clip the gradients of model "
@@ -107,15 +107,6 @@ def choose(
         return VectorizedEngine()
     _log_layers_without_rule(objective.model)
     return chosen
-
-
-def _and_any(sizes: Sequence[int | None]) -> list[int | None]:
-    """Return sizes of passes, and None for any number of rows behind them.
-
-    A number of rows that is static passes for any other number: a divisor, the length of
-    another axis, or of a table that has an entry for each place in the batch.
-    """
-    return list(dict.fromkeys([*sizes, None]))
 
 
 def _as_unsupported(error: Exception) -> UnsupportedLayerError:

@@ -416,7 +416,8 @@ def clipped_sums(
     factors = [[] if term is None else term.factors(units) for _, term in terms]
 
     def finite_ones() -> list[list[Tensor]]:
-        return [[selected(part, finite) for part in parts] for parts in factors]
+        flat = iter(selected([part for parts in factors for part in parts], finite))
+        return [[next(flat) for _ in parts] for parts in factors]
 
     if _keras.inside_xla():
         factors = finite_ones()

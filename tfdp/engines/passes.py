@@ -67,11 +67,14 @@ def run(
             )
         sums, norms, outputs = run_pass(batch)
         if on_outputs is not None and size is None:
+            is_filled = not _is_of_whole_units(rows, rows_per_unit)
+            outputs = _first(outputs, rows) if is_filled else outputs
             _show(on_outputs, data, tf.convert_to_tensor(rows), outputs)
         elif on_outputs is not None:
             marks = None if data.is_padding is None else batch.is_padding
             real = tf.clip_by_value(rows - first, 0, size)
-            _show(on_outputs, batch._replace(is_padding=marks), real, outputs)
+            shown = _first(batch._replace(is_padding=marks), real)
+            _show(on_outputs, shown, real, _first(outputs, real))
         return sums, norms
 
     sums, norms = one_pass(0)
@@ -106,19 +109,18 @@ def _of_real_units(norms: Tensor, data: Batch, rows_per_unit: int | Tensor) -> T
     return tf.boolean_mask(norms, ~is_empty)
 
 
+def _first(nest: Nest, rows: int | Tensor) -> Nest:
+    return _tree.map_tensors(lambda each: each[:rows], nest)
+
+
 def _show(on_outputs: OnOutputs, data: Batch, rows: Tensor, outputs: Nest) -> None:
-    """Show the first rows of a pass, but not the padding among them."""
-    known = tf.get_static_value(rows) or -1
-    *nests, is_padding = data
-    # What has as many rows by its shape has nothing to lose.
-    shown = _tree.map_tensors(
-        lambda each: each if each.shape[0] == known else each[:rows], (*nests, outputs)
-    )
-    if is_padding is not None:
-        is_real = ~is_padding[:rows]
+    """Show the rows of a pass, but not the padding among them."""
+    shown = (*data[:3], outputs)
+    if data.is_padding is not None:
+        is_real = ~data.is_padding
         shown = _tree.map_tensors(lambda each: tf.boolean_mask(each, is_real), shown)
         rows = tf.math.count_nonzero(is_real, dtype=rows.dtype)
-    on_outputs(tuple(shown[:3]), rows, shown[3])
+    on_outputs(shown[:3], rows, shown[3])
 
 
 def _emptied(tensor: Tensor, marks: Tensor) -> Tensor:
@@ -127,12 +129,19 @@ def _emptied(tensor: Tensor, marks: Tensor) -> Tensor:
     return tf.where(marks, tf.zeros_like(tensor), tensor)
 
 
+def _is_of_whole_units(rows: int | Tensor, rows_per_unit: int | Tensor) -> bool:
+    """Tell whether it is known that so many rows are whole units, and one at least."""
+    if not (isinstance(rows, int) and isinstance(rows_per_unit, int)):
+        return False
+    return rows > 0 and rows % rows_per_unit == 0
+
+
 def _whole(data: Batch, rows: int | Tensor, rows_per_unit: int | Tensor) -> Batch:
     """Fill all rows up to whole units, and to one unit at least."""
-    if data.is_padding is None and isinstance(rows_per_unit, int):
-        if isinstance(rows, int) and rows and rows % rows_per_unit == 0:
+    if data.is_padding is None:
+        if _is_of_whole_units(rows, rows_per_unit):
             return data._replace(is_padding=tf.zeros([rows], tf.bool))
-        if rows_per_unit == 1:
+        if isinstance(rows_per_unit, int) and rows_per_unit == 1:
             # Nothing is missing but the one row of an empty batch.
             missing = tf.cast(tf.equal(rows, 0), tf.int32)
             filled: Batch = _tree.map_tensors(

@@ -85,7 +85,8 @@ class Moves:
         """
         shift = tf.cast(shift, tensor.dtype)
         if self._step is None:
-            return tensor + shift
+            # Not a sum that may broadcast: its gradients take a dozen operations.
+            return tf.add_n([tensor, shift])
         return _along(tensor, shift, self._step)
 
     def shifts(
@@ -112,10 +113,10 @@ class Moves:
                 for term in terms(zeros)
                 if (direction := self._directions.get(id(term.variable))) is not None
             ]
-            moved = [
-                product * tf.cast(self._lengths, product.dtype) for product in products
-            ]
-        shifts: list[Tensor | None] = tape.gradient(moved, zeros)
+        lengths = [tf.cast(self._lengths, product.dtype) for product in products]
+        shifts: list[Tensor | None] = tape.gradient(
+            products, zeros, output_gradients=lengths
+        )
         return shifts
 
     def of(self, variable: Variable) -> Move | None:

@@ -16,6 +16,31 @@ _PART = 256
 _MOST_NUMBERS = 2.0**24
 
 
+def of_units(
+    a: Tensor, b: Tensor, *, transpose_a: bool = False, transpose_b: bool = False
+) -> Tensor:
+    """Multiply the matrices of each unit, ``(U, m, k)`` and ``(U, k, n)``."""
+    # `tf.matmul` may broadcast: its gradients, and those of sums, take a dozen
+    # operations each where U is not known.
+    return tf.raw_ops.BatchMatMul(x=a, y=b, adj_x=transpose_a, adj_y=transpose_b)
+
+
+def dots(a: Tensor, b: Tensor) -> Tensor:
+    """Sum the products of two tensors of one shape over all axes but the first.
+
+    Args:
+        a: Shape ``(U, ...)``.
+        b: Likewise.
+
+    Returns:
+        Shape ``(U,)``.
+    """
+    size = a.shape[1:].num_elements()
+    shape = [-1, 1, size] if size else [tf.shape(a)[0], 1, -1 if size is None else 0]
+    rows = [tf.reshape(each, shape) for each in (a, b)]
+    return tf.reshape(of_units(*rows, transpose_b=True), [-1])
+
+
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """Multiply each row of `a` with each row of `b`.
 
@@ -29,13 +54,14 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """
     size = a.shape[-1]
     if size <= _PART:
-        return tf.matmul(a, b, transpose_b=True)
-    total = tf.matmul(a[..., :_PART], b[..., :_PART], transpose_b=True)
-    for first in range(_PART, size, _PART):
-        part = slice(first, first + _PART)
+        return of_units(a, b, transpose_b=True)
+    sizes = [min(_PART, size - first) for first in range(0, size, _PART)]
+    (first, *others) = zip(*(tf.split(each, sizes, -1) for each in (a, b)), strict=True)
+    total = of_units(*first, transpose_b=True)
+    for parts in others:
         # One after the other, or all the products are held at once.
         with tf.control_dependencies([total]):
-            total += tf.matmul(a[..., part], b[..., part], transpose_b=True)
+            total = tf.add_n([total, of_units(*parts, transpose_b=True)])
     return total
 
 

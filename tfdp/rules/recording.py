@@ -517,13 +517,13 @@ class Recording:
         """Return a tensor, once the leading axis of all that is watched is the batch's."""
         if not self._sizes:
             return tensor
-        # One check for all of them: each takes a dozen operations of a graph.
+        # One check for all of them, which shows no sizes: those take operations.
         paths, sizes, of_each_row = zip(*self._sizes, strict=True)
         of_each_row = tf.cast(tf.stack(of_each_row), tf.int64)
-        check = tf.debugging.assert_equal(
-            tf.stack(sizes),
-            tf.cast(self._rows, tf.int64) * of_each_row,
-            f"The leading axes in `{'`, `'.join(paths)}` must be those of the batch.",
+        expected = tf.cast(self._rows, tf.int64) * of_each_row
+        check = tf.debugging.Assert(
+            tf.reduce_all(tf.equal(tf.stack(sizes), expected)),
+            [f"The leading axes in `{'`, `'.join(paths)}` must be those of the batch."],
         )
         with tf.control_dependencies([] if check is None else [check]):
             return tf.identity(tensor)

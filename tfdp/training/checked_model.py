@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdp import _keras, _tree, engines
 from tfdp._tree import signature_of
 from tfdp._types import Config, Loss, Nest, Tensor
-from tfdp.ascent.losses import SAT, AscentLoss
+from tfdp.ascent.losses import BAM, SAT, AscentLoss
 from tfdp.ascent.released import ReleasedGradient
 from tfdp.checks.engine import choose
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
@@ -183,24 +183,31 @@ class CheckedModel:
         optimizer.mechanism.check(session.scheme)
         return session
 
-    def sizes(self, batch_size: int | None, clipper: BatchClipper) -> list[int | None]:
+    def sizes(
+        self, batch_size: int | None, clipper: BatchClipper, *, is_eager: bool
+    ) -> list[int | None]:
         """Return how many rows may go through the model at once.
 
         Args:
-            batch_size: Of all batches, or of some, if that is static.
+            batch_size: Of all batches, or of some; None if that is not known.
             clipper: Cuts them.
+            is_eager: Whether layers run without a graph.
 
         Returns:
-            Static sizes of passes, None for any.
+            None for any number, and behind it one that is seen, if there is one; see
+            `sees_rows`.
         """
-        views = 1 if self._augmentation is None else self._augmentation.multiplicity
-        if clipper.physical_batch_size is not None:
-            return [clipper.physical_batch_size * views]
-        # A graph may be traced for some sizes. Then it is for any.
+        size = clipper.physical_batch_size
+        if size is None and batch_size:
+            size = filled_up(batch_size, clipper.rows_per_unit)
+        # Batches may have many sizes: some stand for all.
         known = {size for _, size in self._engines}
-        if not batch_size or (self._is_as_checked() and len(known) >= _MOST_SIZES):
+        is_enough = self._is_as_checked() and len(known) >= _MOST_SIZES
+        is_seen = is_eager or isinstance(self.ascent, BAM)
+        if not is_seen or size is None or is_enough:
             return [None]
-        return [filled_up(batch_size, clipper.rows_per_unit) * views]
+        views = 1 if self._augmentation is None else self._augmentation.multiplicity
+        return [None, size * views]
 
     def knows(self, data: Nest, sizes: list[int | None]) -> bool:
         """Tell whether such rows were checked, and take the engine that was chosen.

@@ -18,7 +18,7 @@ from tfdp.runs.histories import note_reads, recognise_copies
 from tfdp.runs.recorder import revoke_all
 from tfdp.training.checked_model import rows_to_check
 from tfdp.training.python_state import python_state
-from tfdp.training.step import BatchClipper
+from tfdp.training.step import BatchClipper, sees_rows
 from tfdp.training.units import check_whole_units, filled_up
 
 
@@ -236,6 +236,8 @@ def _checked_once(
         The engine to use.
     """
     model, ascent = objective.model, objective.ascent
+    # Eagerly the first batch stands for all of them: Poisson batches differ.
+    sizes = (None, rows) if rows and sees_rows(objective) else (None,)
     key = (
         engine if isinstance(engine, str) else id(engine),
         None if ascent is None else ascent.is_exact,
@@ -247,8 +249,7 @@ def _checked_once(
             (leaf.dtype, tuple(leaf.shape[1:].as_list()) if leaf.shape.rank else ())
             for leaf in _tree.tensors(data)
         ),
-        # Eagerly the first batch stands for all of them: Poisson batches differ.
-        None if tf.executing_eagerly() else rows,
+        "eager" if tf.executing_eagerly() else sizes,
     )
     known = _checked.setdefault(model, {})
     if key in known:
@@ -269,7 +270,6 @@ def _checked_once(
         check_objective(objective, data)
         return engines.get(engine)
     with _keras.outside_of_graphs():
-        sizes = (None,) if rows is None else (None, rows)
         chosen = choose(engine, objective, rows_to_check(data), sizes)
     if len(known) >= _MOST_KNOWN:
         del known[next(iter(known))]

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras, _seeds, engines
+from tfdp import _keras, _seeds, _tree, engines
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.accounting.levels import folded
 from tfdp.ascent.losses import BAM, SAT, AscentLoss
@@ -185,6 +185,8 @@ class BatchClipper:
             run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
+            if not sees_rows(objective):
+                batch = _of_any_number(batch)
             if augmentation is None:
                 return run_pass(batch, clip)
             with _seeds.secret_seeds(self.model):
@@ -232,6 +234,33 @@ class BatchClipper:
             )
         with _seeds.secret_seeds(self.model):
             return engines.get("vectorized").clip_and_sum(objective, batch, **options)
+
+
+def sees_rows(objective: Objective) -> bool:
+    """Tell whether what runs sees how many rows a pass has, where that is static.
+
+    Eagerly it does; graphs forget it, and what is proven for any number is what runs.
+    But for gradients uphill: to learn lengths as it goes, TensorFlow would compute much
+    that nothing else needs.
+
+    Args:
+        objective: What is differentiated.
+
+    Returns:
+        False where any number of rows is all there is to prove anything for.
+    """
+    return tf.executing_eagerly() or objective.ascent is not None
+
+
+def _of_any_number(batch: Batch) -> Batch:
+    """Forget how many rows a batch has."""
+    forgotten: Batch = _tree.map_tensors(
+        lambda each: tf.raw_ops.PlaceholderWithDefault(
+            input=each, shape=[None, *each.shape[1:]]
+        ),
+        batch,
+    )
+    return forgotten
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from tfdp.clipping import at_least_float32
 from tfdp.rules import filters, patches
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.products import (
+    dots,
     inner_products,
     of_factors,
     roundoff,
@@ -146,7 +147,7 @@ class Convolution(Movable):
             filters.filter_gradients(x, g, kernel_shape=shape, geometry=self.geometry)
             for x, g in in_pairs(self.factors(units))
         ]
-        return tf.reshape(tf.add_n(parts), [units.number, math.prod(shape)])
+        return units.of_each(tf.add_n(parts), [math.prod(shape)])
 
     def one_use(self, units: Units) -> tuple[Tensor, Tensor]:
         """Return the factors of all uses, of equal shapes, as rows of a single one."""
@@ -215,16 +216,15 @@ class Convolution(Movable):
             flat = [
                 tf.reshape(each, [units.number, -1, each.shape[-1]]) for each in (g, h)
             ]
-            return tf.reduce_sum(self._gram(x, y, g) * inner_products(*flat), [1, 2])
+            return dots(self._gram(x, y, g), inner_products(*flat))
         shape = [units.number, *self.variable.shape]
         kernels = tf.reshape(other.instantiate(units), shape)
         return tf.add_n([
-            tf.reduce_sum(
-                g
-                * filters.convolved(
+            dots(
+                g,
+                filters.convolved(
                     x, kernels, positions=g.shape[2:-1], geometry=self.geometry
                 ),
-                list(range(1, g.shape.rank)),
             )
             for x, g in in_pairs(self.factors(units))
         ])
@@ -238,7 +238,7 @@ class Convolution(Movable):
             seen = units.view(seen, [seen.shape[-1], 1])
             grouped = units.view(g, [seen.shape[-2], g.shape[-1] // seen.shape[-2]])
             product = tf.reduce_sum(seen * grouped, 1)
-            sums.append(tf.reshape(product, [units.number, g.shape[-1]]))
+            sums.append(units.of_each(product, [g.shape[-1]]))
         return tf.add_n(sums)
 
     def by_column(self, factors: Tensor, units: Units) -> "Convolution":

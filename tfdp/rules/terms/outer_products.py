@@ -7,8 +7,10 @@ import tensorflow as tf
 from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32, squares_rounded_up
 from tfdp.rules.products import (
+    dots,
     inner_products,
     of_factors,
+    of_units,
     roundoff,
     squares_from_grams,
     summed_products,
@@ -104,10 +106,10 @@ class OuterProducts(Movable):
         views = []
         for a, g in self.pairs:
             if a.dtype.is_floating:
-                views.append(units.view(at_least_float32(a), [self.d]))
+                views.append(units.view(at_least_float32(a), [self.d], self.repeats))
             else:
-                views.append(units.view(a, []))
-            views.append(units.view(at_least_float32(g), [self.p]))
+                views.append(units.view(a, [], self.repeats))
+            views.append(units.view(at_least_float32(g), [self.p], self.repeats))
         return views
 
     def factors(self, units: Units) -> list[Tensor]:
@@ -126,7 +128,7 @@ class OuterProducts(Movable):
         parts = []
         for a, g in in_pairs(self.factors(units)):
             product = tf.matmul(self._dense(a, g.dtype), g, transpose_a=True)
-            parts.append(tf.reshape(product, [units.number, self.d * self.p]))
+            parts.append(units.of_each(product, [self.d * self.p]))
         return tf.add_n(parts)
 
     def kept(self, units: Units) -> Kept:
@@ -136,7 +138,7 @@ class OuterProducts(Movable):
         a, g = self.factors(units)
         # (p, T) (T, d) in place of (d, T) (T, p): products with few, long rows are faster.
         product = tf.matmul(g, a, transpose_a=True)
-        flat = tf.reshape(product, [units.number, self.p * self.d])
+        flat = units.of_each(product, [self.p * self.d])
         return Kept(self.variable, flat, transposed=(self.p, self.d))
 
     def squares_of_dropped(self, units: Units) -> Tensor:
@@ -200,21 +202,20 @@ class OuterProducts(Movable):
         """Multiply one factor by what the other term has, then the other."""
         # <sum_t a_t (x) g_t, B> = sum_t <a_t B, g_t>: no gradient is multiplied out.
         return tf.add_n([
-            tf.reduce_sum(other.applied(a, units) * g, [1, 2])
-            for a, g in in_pairs(self._views(units))
+            dots(other.applied(a, units), g) for a, g in in_pairs(self._views(units))
         ])
 
     def applied(self, a: Tensor, units: Units) -> Tensor:
         """``sum_t <a, a_t> g_t``."""
         return tf.add_n([
-            tf.matmul(_inner_products(a, b, g.dtype), g)
+            of_units(_inner_products(a, b, g.dtype), g)
             for b, g in in_pairs(self.factors(units))
         ])
 
     def applied_back(self, g: Tensor, units: Units) -> Tensor:
         """``sum_t <g, g_t> a_t``."""
         return tf.add_n([
-            tf.matmul(inner_products(g, h), self._dense(a, h.dtype))
+            of_units(inner_products(g, h), self._dense(a, h.dtype))
             for a, h in in_pairs(self.factors(units))
         ])
 
