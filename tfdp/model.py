@@ -748,8 +748,12 @@ class DPModel(TrainingFunctions):
         rows = number_of_examples(x)
         recorder = self.recorder
         # From a callback inside of `fit`, whose next steps have this function, too.
+        # A graph is checked when it is traced, for the number that it sees.
         session = self._session_of_single_step(
-            Batch(x, y, sample_weight), rows, recorder, self._acting
+            Batch(x, y, sample_weight),
+            rows if self.run_eagerly else None,
+            recorder,
+            self._acting,
         )
         regularizers.check_number_of_examples(self.trainable_variables, None, rows=rows)
         self._settle(session)
@@ -1018,13 +1022,13 @@ class DPModel(TrainingFunctions):
             # Layers see how many rows there are; this stands for all numbers.
             users = data.scheme.expected_batch_size
             batch_size = users and users * data.scheme.rows_per_example
-        sizes = self._checked.sizes(batch_size, clipper, is_eager=self.run_eagerly)
+        seen = self._checked.rows_seen(batch_size, clipper, is_eager=self.run_eagerly)
         spec = data.element_spec
-        if spec is None or not self._checked.knows(spec, sizes):
+        if spec is None or not self._checked.knows(spec, seen):
             data, sample = data.with_sample()
             like = sample if spec is None else spec
-            if not self._checked.knows(like, sizes):
-                self._check_rows(like, sample, sizes)
+            if not self._checked.knows(like, seen):
+                self._check_rows(like, sample, seen)
         return data
 
     def _check_batch(
@@ -1036,21 +1040,21 @@ class DPModel(TrainingFunctions):
         else.
         """
         data = batch[:3]
-        sizes = self._checked.sizes(rows, clipper, is_eager=self.run_eagerly)
-        if self._checked.knows(data, sizes):
+        seen = self._checked.rows_seen(rows, clipper, is_eager=self.run_eagerly)
+        if self._checked.knows(data, seen):
             return
         shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]
         has_sample = all(shape.is_fully_defined() for shape in shapes)
         with _keras.outside_of_graphs():
-            self._check_rows(data, data if has_sample else None, sizes)
+            self._check_rows(data, data if has_sample else None, seen)
 
-    def _check_rows(self, data: Nest, sample: Nest, sizes: list[int | None]) -> None:
+    def _check_rows(self, data: Nest, sample: Nest, seen: int | None) -> None:
         check_targets(data[1], needs_them=self._checked.needs_targets)
         # A graph of several replicas is traced for what has been built before.
         is_in_graph = any(map(tf.is_symbolic_tensor, _tree.tensors(data)))
         if self._replicas.strategy is not None and not is_in_graph:
             self.build_all(sample)
-        self._checked.check(data, sample, sizes, self.optimizer.iterations.value)
+        self._checked.check(data, sample, seen, self.optimizer.iterations.value)
         _keras.build_metrics(self, *self._checked.outputs)
         self.built = True
 

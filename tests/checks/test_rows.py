@@ -859,7 +859,7 @@ def test_rows_that_meet_for_certain_are_refused(name, rows):
     objective = Objective.of(with_lambda(CERTAIN[name]), "mse")
     data = (np.ones((4, D)), np.ones((4, 1)), None)
     with pytest.raises(UnsupportedLayerError, match="in it, rows of a batch meet"):
-        choose("auto", objective, data, (rows,))
+        choose("auto", objective, data, rows)
 
 
 def test_a_custom_gradient_that_mixes_is_not_book_kept():
@@ -916,10 +916,10 @@ def test_every_problem_is_proven_without_running_it(problem):
     assert choose("bookkeeping", objective, data) == BookkeepingEngine()
 
 
-# ---------------------------------------------------------------- passes of static size
+# --------------------------------------------------------------- rows that layers see
 
 
-STATIC = []
+SEEN = []
 
 
 class MeanIfStatic(layers.Layer):
@@ -928,7 +928,7 @@ class MeanIfStatic(layers.Layer):
     def call(self, x):
         if x.shape[0] is None:
             return x
-        STATIC.append(x.shape[0])
+        SEEN.append(x.shape[0])
         return x - ops.mean(x, axis=0)
 
 
@@ -967,9 +967,9 @@ def test_graphs_forget_how_many_rows_there_are():
         "loop": lambda: own_loop(static_model().model),
     }
     for name, train in trains.items():
-        STATIC.clear()
+        SEEN.clear()
         train()
-        assert STATIC == [], name
+        assert SEEN == [], name
 
 
 def test_the_sizes_that_layers_will_see_are_looked_at():
@@ -1005,6 +1005,78 @@ def test_the_sizes_that_layers_will_see_are_looked_at():
     for train in trains.values():
         with pytest.raises(UnsupportedLayerError, match="a mean over the rows"):
             train()
+
+
+class MixesManyRows(layers.Layer):
+    """Mixes rows where it sees more than 32, for certain or not."""
+
+    def __init__(self, *, is_certain):
+        super().__init__()
+        self.is_certain = is_certain
+
+    def call(self, x):
+        if x.shape[0] is None or x.shape[0] <= 32:
+            return x
+        if self.is_certain:
+            return x - ops.mean(x, axis=0)
+        return x + tf.reshape(tf.transpose(x), tf.shape(x))
+
+
+def mixing_many(loss, *, is_certain, expected_batch_size=None, **options):
+    model = keras.Sequential([
+        keras.Input((D,)),
+        MixesManyRows(is_certain=is_certain),
+        layers.Dense(1),
+    ])
+    private = tfdp.DPModel(model)
+    optimizer = tfdp.optimizers.DPSGD(
+        0.1,
+        l2_norm_clip=1.0,
+        noise_multiplier=1.0,
+        expected_batch_size=expected_batch_size,
+    )
+    private.compile(optimizer, loss, **options)
+    return private
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (tfdp.losses.BAM("mse", radius=0.1), {"jit_compile": True}),
+        (tfdp.losses.BAM("mse", radius=0.1), {}),
+        ("mse", {"run_eagerly": True}),
+    ],
+    ids=["passes", "uphill", "eager"],
+)
+def test_each_number_of_rows_that_is_seen_is_looked_at(loss, options):
+    """However many others were before."""
+    x, y = np.ones((64, D), "float32"), np.ones((64, 1), "float32")
+    private = mixing_many(loss, is_certain=True, **options)
+
+    def train(rows):
+        batches = tf.data.Dataset.from_tensor_slices((x, y))
+        declared = tfdp.data.declare(
+            batches.batch(rows, drop_remainder=True),
+            number_of_examples=64,
+            expected_batch_size=rows,
+            sampling="shuffle",
+        )
+        private.fit(declared, steps_per_epoch=1, verbose=0)
+
+    for rows in (1, 2, 4, 8):
+        train(rows)
+    with pytest.raises(UnsupportedLayerError, match="a mean over the rows"):
+        train(64)
+
+
+def test_eager_steps_take_the_engine_that_was_proven_for_their_rows():
+    private = mixing_many(
+        "mse", is_certain=False, expected_batch_size=4, run_eagerly=True
+    )
+    for rows in (4, 64):
+        x = np.ones((rows, D), "float32")
+        private.train_on_batch(x, np.ones((rows, 1), "float32"))
+    assert private._checked.engine == ApartEngine()
 
 
 @pytest.mark.parametrize("name", APART)

@@ -106,9 +106,9 @@ NOT_TAKEN_APART = {
 }
 
 
-def chosen(problem, sizes=(None,), engine="auto"):
+def chosen(problem, seen=None, engine="auto"):
     objective = Objective.of(problem.build(), problem.loss())
-    return choose(engine, objective, tuple(problem.batch(3)), sizes)
+    return choose(engine, objective, tuple(problem.batch(3)), seen)
 
 
 @pytest.mark.parametrize("name", TAKEN_APART)
@@ -226,15 +226,15 @@ def test_rows_of_several_entries_have_their_mean(trainable):
 
 def test_a_static_number_of_rows_passes_for_no_other_number():
     """Divided by 4, a loss of 4 rows looks like a quarter of a sum."""
-    assert chosen(adding(lambda _, x: ops.sum(x) / 4), (4,)) == BookkeepingEngine()
+    assert chosen(adding(lambda _, x: ops.sum(x) / 4), 4) == BookkeepingEngine()
     by_rows = adding(NOT_TAKEN_APART["divided by the rows"])
-    assert chosen(by_rows, (4, None)) == ApartEngine()
+    assert chosen(by_rows, 4) == ApartEngine()
 
 
 def test_another_axis_of_as_many_entries_is_none_of_rows():
     columns = adding(lambda _, x: ops.mean(ops.sum(x**2, axis=0)))
     with pytest.raises(UnsupportedLayerError, match="rows of a batch meet"):
-        chosen(columns, (4,))
+        chosen(columns, 4)
 
 
 def test_rows_that_are_constants_of_a_graph_are_no_weights():

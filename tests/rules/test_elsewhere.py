@@ -241,9 +241,9 @@ PROBLEMS = {use: block(use) for use in USES} | {
 }
 
 
-def chosen(problem, engine="auto", sizes=(None,)):
+def chosen(problem, engine="auto", seen=None):
     objective = Objective.of(problem.build(), problem.loss())
-    return choose(engine, objective, tuple(problem.batch(3)), sizes)
+    return choose(engine, objective, tuple(problem.batch(3)), seen)
 
 
 # The others take seconds as well, and differ in no more than an operation.
@@ -293,7 +293,7 @@ def test_as_many_rows_as_places_are_no_places():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["scaled", "tiled", "tied", "places"])
 def test_the_number_of_rows_may_be_static(name):
-    assert chosen(PROBLEMS[name], sizes=(5,)) == BookkeepingEngine()
+    assert chosen(PROBLEMS[name], seen=5) == BookkeepingEngine()
     problem = PROBLEMS[name]
     check(problem, runner(problem, ENGINES, "xla"), OUTLIER)
 

@@ -9,6 +9,7 @@ from keras import layers
 import tfdp
 from tests.small import data, logits_loss, network, noiseless, optimizer, private
 from tfdp.distribute.replicas import ONE_DEVICE
+from tfdp.losses import BAM
 from tfdp.training.checked_model import CheckedModel, rows_to_check
 from tfdp.training.step import BatchClipper
 
@@ -123,23 +124,39 @@ def checked_model(model):
     return made
 
 
-def test_a_size_is_checked_once():
+@pytest.mark.parametrize(
+    ("loss", "is_eager", "batch_size", "seen"),
+    [
+        (None, False, 5, (None, None)),
+        (None, True, None, (None, 8)),
+        (None, True, 5, (5, 8)),
+        (BAM("mse", radius=0.1), False, 5, (5, 8)),
+        (BAM("mse", radius=0.1), False, None, (None, 8)),
+    ],
+)
+def test_graphs_see_no_number_of_rows_but_uphill(loss, is_eager, batch_size, seen):
     model = network()
-    checked, rows = checked_model(model), (*data(), None)
+    checked = CheckedModel(model, "auto", None, ONE_DEVICE)
+    checked.compile(logits_loss(), None, loss)
     clipper = BatchClipper(model, checked.engine)
     of_passes = BatchClipper(model, checked.engine, 1, physical_batch_size=8)
-    assert checked.sizes(5, clipper, is_eager=False) == [None]
-    assert checked.sizes(None, clipper, is_eager=True) == [None]
-    assert checked.sizes(5, clipper, is_eager=True) == [None, 5]
-    assert checked.sizes(5, of_passes, is_eager=True) == [None, 8]
-    assert not checked.knows(rows, [None])
-    checked.check(rows, rows, [None, 5], tf.constant(0))
+    assert seen == tuple(
+        checked.rows_seen(batch_size, each, is_eager=is_eager)
+        for each in (clipper, of_passes)
+    )
+
+
+def test_a_number_of_rows_is_checked_once():
+    model = network()
+    checked, rows = checked_model(model), (*data(), None)
+    assert not checked.knows(rows, None)
+    checked.check(rows, rows, 5, tf.constant(0))
     assert checked.signature.shape.as_list() == [None, 3]
-    assert checked.knows(rows, [None, 5])
-    assert not checked.knows(rows, [None, 6])
-    assert not checked.knows(rows, [8])
+    assert checked.knows(rows, None)
+    assert checked.knows(rows, 5)
+    assert not checked.knows(rows, 6)
     model.layers[0].trainable = False
-    assert not checked.knows(rows, [None, 5])
+    assert not checked.knows(rows, 5)
 
 
 def test_other_rows_are_checked_again():
@@ -147,36 +164,34 @@ def test_other_rows_are_checked_again():
     checked = checked_model(model)
     y_of_steps = np.zeros([8, 5], np.int32)
     of_five = (np.zeros([8, 5, 3]), y_of_steps, None)
-    checked.check(of_five, of_five, [None], tf.constant(0))
-    assert checked.knows(of_five, [None])
+    checked.check(of_five, of_five, None, tf.constant(0))
+    assert checked.knows(of_five, None)
     for other in (
         (np.zeros([8, 4, 3]), np.zeros([8, 4], np.int32), None),  # Another length.
         (of_five[0], y_of_steps[..., None], None),  # Another rank.
         (of_five[0], y_of_steps.astype("int64"), None),  # Another dtype.
         (*of_five[:2], np.ones(8)),  # Another part.
     ):
-        assert not checked.knows(other, [None])
+        assert not checked.knows(other, None)
     any_length = (
         tf.TensorSpec([None, None, 3]),
         tf.TensorSpec([None, None], tf.int32),
         None,
     )
-    assert not checked.knows(any_length, [None])
-    checked.check(any_length, of_five, [None], tf.constant(0))
+    assert not checked.knows(any_length, None)
+    checked.check(any_length, of_five, None, tf.constant(0))
     # What is proven for any length holds for each.
-    assert checked.knows(
-        (np.zeros([8, 4, 3]), np.zeros([8, 4], np.int32), None), [None]
-    )
+    assert checked.knows((np.zeros([8, 4, 3]), np.zeros([8, 4], np.int32), None), None)
 
 
 def test_another_loss_is_checked_again():
     model = network()
     checked, rows = checked_model(model), (*data(), None)
-    checked.check(rows, rows, [None], tf.constant(0))
+    checked.check(rows, rows, None, tf.constant(0))
     first = checked.objective()
     assert checked.objective() is first
     checked.compile("mse", None, None)
-    assert not checked.knows(rows, [None])
+    assert not checked.knows(rows, None)
     assert checked.objective() is not first
 
 

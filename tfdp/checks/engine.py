@@ -28,10 +28,10 @@ def choose(
     engine: str | engines.Engine,
     objective: Objective,
     data: Nest,
-    sizes: Sequence[int | None] = (None,),
+    seen: int | None = None,
     *,
     sample: Nest = None,
-    passes: dict[int | None, TracedPass] | None = None,
+    passes: list[TracedPass] | None = None,
 ) -> engines.Engine:
     """Prove that rows do not meet in a model, and return the engine to use for it.
 
@@ -45,13 +45,13 @@ def choose(
         data: ``(x, y, sample_weight)``, nested arrays of a few rows, or tensors or
             `tf.TensorSpec`: only shapes and dtypes matter. Lengths that are unknown may
             be any.
-        sizes: How many rows layers may see, None for any number. It has to be among
-            them: a number that is known passes for any other one, a divisor or the
-            length of a table that has an entry for each place in the batch.
+        seen: How many rows layers see, if they see it. What is right for that number may
+            be wrong for another, which it is the divisor of, or the length of a table
+            with an entry for each place in the batch: any number is proven as well.
         sample: Rows on which rules that somebody has registered are compared with
             gradients taken one by one; by default `data`, if these are arrays.
-        passes: Where to put what was traced whole for the proof and can be run, by
-            size.
+        passes: Where to put what was traced whole, for any number of rows, and can be
+            run.
 
     Returns:
         `engine`; if that is `"auto"` and rows are not proven to stay apart in
@@ -65,6 +65,7 @@ def choose(
         UnsupportedLossError: If the losses do so.
     """
     chosen = engines.get(engine)
+    sizes = [None] if seen is None else [None, seen]
     if not chosen.notes_what_it_reads:
         # It may prove nothing, as it does whose units are each evaluated alone. What is
         # kept of the data outlives them all the same.
@@ -76,7 +77,8 @@ def choose(
             # What is followed then is not what runs.
             passes = None
         for rows in sizes:
-            problems = _problems_of_pass(chosen, objective, data, rows, passes)
+            whole = passes if rows is None else None
+            problems = _problems_of_pass(chosen, objective, data, rows, whole)
             if problems:
                 raise UnsupportedLayerError(str(problems[0]))
         _compare_if_foreign(chosen, objective, data if sample is None else sample)
@@ -136,7 +138,7 @@ def _can_take_apart(
     data: Nest,
     sizes: Sequence[int | None],
     sample: Nest,
-    passes: dict[int | None, TracedPass] | None,
+    passes: list[TracedPass] | None,
 ) -> bool:
     """Tell whether each unit can go through a model by itself, by rules of some layers."""
     if objective.ascent is not None:
@@ -147,18 +149,19 @@ def _can_take_apart(
             return False
         # What is traced may run; see `Trace.found_in_pass`.
         _keras.make_global_seed()
-        traced = {}
+        traced = []
         for rows in sizes:
             run, signature = _whole_pass(engine, objective, data, rows)
             function = tf.function(run, autograph=False)
             function.get_concrete_function(*signature)
-            traced[rows] = TracedPass(engine, objective, function)
+            if rows is None:
+                traced.append(TracedPass(engine, objective, function))
         _compare_if_foreign(engine, objective, data if sample is None else sample)
     # Whatever it is, the vectorized engine does without, or says it.
     except Exception:  # noqa: BLE001
         return False
     if passes is not None:
-        passes |= traced
+        passes += traced
     return True
 
 
@@ -173,7 +176,7 @@ def check_objective(
     Args:
         objective: The model and its losses.
         data: ``(x, y, sample_weight)``, of which shapes and dtypes are read.
-        sizes: How many rows the passes will have, each None for any number.
+        sizes: How many rows to follow, each None for any number.
 
     Raises:
         UnsupportedLayerError: If the model does.
@@ -206,13 +209,13 @@ def _problems_of_pass(
     objective: Objective,
     data: Nest,
     rows: int | None,
-    passes: dict[int | None, TracedPass] | None = None,
+    passes: list[TracedPass] | None = None,
 ) -> list[Problem]:
     """Follow the rows through all that an engine reads."""
     if passes is not None and engine.notes_what_it_reads:
         trace, found, function = _followed_whole(engine, objective, data, rows)
         if function is not None:
-            passes[rows] = TracedPass(engine, objective, function)
+            passes.append(TracedPass(engine, objective, function))
     else:
         trace, found = _followed(objective, data, rows, engine.read)
     problems = layer_problems(objective.model, trace, found) + loss_problems(found)

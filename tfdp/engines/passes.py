@@ -79,7 +79,8 @@ def run(
 
     sums, norms = one_pass(0)
     if size is None:
-        return sums, _of_real_units(norms[:units], data, rows_per_unit)
+        norms = tf.ensure_shape(norms[:units], [tf.get_static_value(units)])
+        return sums, _of_real_units(norms, data, rows_per_unit)
 
     def body(
         number: Tensor, sums: list[Tensor], norms: tf.TensorArray

@@ -27,7 +27,7 @@ from tfdp.sampling import Scheme
 from tfdp.training.augmentation import Augmentation
 from tfdp.training.callback import StepCallback, acts_in_steps
 from tfdp.training.python_state import python_state
-from tfdp.training.step import BatchClipper, Session, objective_uphill
+from tfdp.training.step import BatchClipper, Session, objective_uphill, sees_rows
 from tfdp.training.units import filled_up
 
 if TYPE_CHECKING:
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 
 # Name of what a saved model has of its inputs.
 _INPUTS = "inputs"
-
-# Sizes of batches that a model is checked with, one by one. By then TensorFlow traces
-# for any number of rows.
-_MOST_SIZES = 4
 
 # What the leaves of a batch are: place, shape of a row (None: any length), kind of
 # numbers. Floats are all alike: Keras casts them.
@@ -98,9 +94,9 @@ class CheckedModel:
         if not isinstance(ascent, SAT):
             self.released = ReleasedGradient()
         self._objective: Objective | None = None
-        # By what rows are like, and how many there are at once.
+        # By what rows are like, and how many of them layers see.
         self._engines: dict[tuple[_Rows, int | None], engines.Engine] = {}
-        self._passes: dict[tuple[_Rows, int | None], TracedPass] = {}
+        self._passes: dict[_Rows, TracedPass] = {}
         self.traced: TracedPass | None = None
         self._python_state: tuple[Hashable, ...] = ()
 
@@ -183,46 +179,38 @@ class CheckedModel:
         optimizer.mechanism.check(session.scheme)
         return session
 
-    def sizes(
+    def rows_seen(
         self, batch_size: int | None, clipper: BatchClipper, *, is_eager: bool
-    ) -> list[int | None]:
-        """Return how many rows may go through the model at once.
+    ) -> int | None:
+        """Return how many rows layers see at once, if they see it; see `sees_rows`.
 
         Args:
             batch_size: Of all batches, or of some; None if that is not known.
             clipper: Cuts them.
-            is_eager: Whether layers run without a graph.
-
-        Returns:
-            None for any number, and behind it one that is seen, if there is one; see
-            `sees_rows`.
+            is_eager: Whether steps run without a graph.
         """
-        size = clipper.physical_batch_size
-        if size is None and batch_size:
-            size = filled_up(batch_size, clipper.rows_per_unit)
-        # Batches may have many sizes: some stand for all.
-        known = {size for _, size in self._engines}
-        is_enough = self._is_as_checked() and len(known) >= _MOST_SIZES
-        is_seen = is_eager or isinstance(self.ascent, BAM)
-        if not is_seen or size is None or is_enough:
-            return [None]
+        if not sees_rows(is_eager=is_eager, goes_uphill=isinstance(self.ascent, BAM)):
+            return None
+        rows = clipper.physical_batch_size
+        if rows is None and batch_size:
+            rows = filled_up(batch_size, clipper.rows_per_unit)
         views = 1 if self._augmentation is None else self._augmentation.multiplicity
-        return [None, size * views]
+        return rows and rows * views
 
-    def knows(self, data: Nest, sizes: list[int | None]) -> bool:
+    def knows(self, data: Nest, seen: int | None) -> bool:
         """Tell whether such rows were checked, and take the engine that was chosen.
 
         Args:
             data: ``(x, y, sample_weight)``; only shapes and dtypes are read.
-            sizes: What `sizes` returned.
+            seen: What `rows_seen` returned.
 
         Returns:
             False if `check` has to be called.
         """
-        return self._is_as_checked() and not self._missing(_rows_like(data), sizes)
+        return self._is_as_checked() and self._take(_rows_like(data), seen)
 
     def check(
-        self, data: Nest, sample: Nest, sizes: list[int | None], iteration: Tensor
+        self, data: Nest, sample: Nest, seen: int | None, iteration: Tensor
     ) -> None:
         """Refuse layers and losses that mix examples, and choose the engine.
 
@@ -234,7 +222,7 @@ class CheckedModel:
                 and lengths that are unknown may be any.
             sample: ``(x, y, sample_weight)`` of rows to look at; their shapes are
                 known. None where there are none.
-            sizes: What `sizes` returned.
+            seen: What `rows_seen` returned.
             iteration: The optimizer's `iterations`.
 
         Raises:
@@ -261,19 +249,15 @@ class CheckedModel:
                 if not self._model.built:
                     self._model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
             objective = objective_uphill(self.objective(), self.ascent, iteration)
-            missing = self._missing(like, sizes)
             noting = dataclasses.replace(objective, losses=self._noting(objective))
-            passes: dict[int | None, TracedPass] = {}
-            chosen = choose(
-                self._asked, noting, data, missing, sample=rows, passes=passes
-            )
+            passes: list[TracedPass] = []
+            chosen = choose(self._asked, noting, data, seen, sample=rows, passes=passes)
         self._python_state = python_state(self._model)
-        self._engines |= {(like, size): chosen for size in missing}
-        self._passes |= {
-            (like, size): dataclasses.replace(traced, objective=objective)
-            for size, traced in passes.items()
-        }
-        self._missing(like, sizes)
+        # Any number of rows was proven as well.
+        self._engines |= {(like, rows): chosen for rows in (None, seen)}
+        for traced in passes:
+            self._passes[like] = dataclasses.replace(traced, objective=objective)
+        self._take(like, seen)
         if rows is not None:
             self.signature = signature_of(rows[0])
 
@@ -287,34 +271,29 @@ class CheckedModel:
 
         return losses
 
-    def _missing(self, like: _Rows, sizes: list[int | None]) -> list[int | None]:
-        """Return the sizes that are not known; if all are, take their engine."""
-        found = {size: self._engine_of(like, size) for size in sizes}
-        missing = [size for size, engine in found.items() if engine is None]
-        known = [engine for engine in found.values() if engine is not None]
-        if not missing:
-            # That of each row alone is right for all sizes, others are not.
-            self.engine = min(known, key=lambda e: type(e) is not VectorizedEngine)
-            of_sizes = [self._passes.get((like, size)) for size in sizes]
-            self.traced = next((each for each in of_sizes if each is not None), None)
-        return missing
-
-    def _engine_of(self, like: _Rows, size: int | None) -> engines.Engine | None:
-        """Return the engine for such rows: of what was proven for all that is like it."""
-        known = self._engines.get((like, size))
-        if known is not None:
-            return known
-        return next(
-            (
-                engine
-                for (general, of_size), engine in self._engines.items()
-                if of_size == size and _covers(general, like)
-            ),
-            None,
-        )
+    def _take(self, like: _Rows, seen: int | None) -> bool:
+        """Take the engine for such rows, if it is known."""
+        # What was proven for all that is like them.
+        known = {
+            rows: engine
+            for (general, rows), engine in self._engines.items()
+            if _covers(general, like)
+        }
+        if seen not in known:
+            return False
+        # Eager steps do not ask for each number of rows: what takes each unit by itself
+        # for one of them does so for all.
+        self.engine = max(known.values(), key=_care_of)
+        self.traced = self._passes.get(like)
+        return True
 
     def _is_as_checked(self) -> bool:
         return self._python_state == python_state(self._model)
+
+
+def _care_of(engine: engines.Engine) -> tuple[bool, bool]:
+    """Rank engines by how little they ask of the model."""
+    return isinstance(engine, VectorizedEngine), isinstance(engine, engines.ApartEngine)
 
 
 def _rows_like(data: Nest) -> _Rows:

@@ -236,8 +236,9 @@ def _checked_once(
         The engine to use.
     """
     model, ascent = objective.model, objective.ascent
-    # Eagerly the first batch stands for all of them: Poisson batches differ.
-    sizes = (None, rows) if rows and sees_rows(objective) else (None,)
+    is_eager = tf.executing_eagerly()
+    is_seen = sees_rows(is_eager=is_eager, goes_uphill=ascent is not None)
+    seen = rows if is_seen else None
     key = (
         engine if isinstance(engine, str) else id(engine),
         None if ascent is None else ascent.is_exact,
@@ -249,7 +250,8 @@ def _checked_once(
             (leaf.dtype, tuple(leaf.shape[1:].as_list()) if leaf.shape.rank else ())
             for leaf in _tree.tensors(data)
         ),
-        "eager" if tf.executing_eagerly() else sizes,
+        # Eagerly the first batch stands for all of them: Poisson batches differ.
+        "eager" if is_eager else seen,
     )
     known = _checked.setdefault(model, {})
     if key in known:
@@ -270,7 +272,7 @@ def _checked_once(
         check_objective(objective, data)
         return engines.get(engine)
     with _keras.outside_of_graphs():
-        chosen = choose(engine, objective, rows_to_check(data), sizes)
+        chosen = choose(engine, objective, rows_to_check(data), seen)
     if len(known) >= _MOST_KNOWN:
         del known[next(iter(known))]
     known[key] = chosen, (engine, loss, objective.variables)

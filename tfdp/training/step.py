@@ -185,7 +185,10 @@ class BatchClipper:
             run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
-            if not sees_rows(objective):
+            if not sees_rows(
+                is_eager=tf.executing_eagerly(),
+                goes_uphill=objective.ascent is not None,
+            ):
                 batch = _of_any_number(batch)
             if augmentation is None:
                 return run_pass(batch, clip)
@@ -236,24 +239,26 @@ class BatchClipper:
             return engines.get("vectorized").clip_and_sum(objective, batch, **options)
 
 
-def sees_rows(objective: Objective) -> bool:
-    """Tell whether what runs sees how many rows a pass has, where that is static.
+def sees_rows(*, is_eager: bool, goes_uphill: bool) -> bool:
+    """Tell whether layers see how many rows a pass has, where that is static.
 
-    Eagerly it does; graphs forget it, and what is proven for any number is what runs.
-    But for gradients uphill: to learn lengths as it goes, TensorFlow would compute much
-    that nothing else needs.
+    Graphs forget it, so that one proof and one trace are for all sizes. Two things keep
+    it: eager steps, which have no graph, and gradients uphill, whose derivatives would
+    take more operations.
 
     Args:
-        objective: What is differentiated.
+        is_eager: Whether steps run without a graph.
+        goes_uphill: Whether gradients are taken where `BAM` wants them.
 
     Returns:
         False where any number of rows is all there is to prove anything for.
     """
-    return tf.executing_eagerly() or objective.ascent is not None
+    return is_eager or goes_uphill
 
 
 def _of_any_number(batch: Batch) -> Batch:
     """Forget how many rows a batch has."""
+    # `tf.identity` would keep static shapes.
     forgotten: Batch = _tree.map_tensors(
         lambda each: tf.raw_ops.PlaceholderWithDefault(
             input=each, shape=[None, *each.shape[1:]]
