@@ -470,3 +470,17 @@ def test_clip_norm_must_be_positive_and_finite(value):
 def test_clip_norm_must_be_a_number(value):
     with pytest.raises(TypeError, match=r"`l2_norm_clip` must be a number\. Received"):
         clip_as_tensor(value, [])
+
+
+def test_units_that_are_not_chosen_are_zeros_in_all_parts():
+    parts = [
+        tf.constant([1.0, math.nan, 3.0]),
+        tf.constant([[1.0], [math.inf], [3.0]], tf.float64),
+        tf.constant([[1], [2], [3]]),
+    ]
+    chosen = clipping.selected(parts, tf.constant([True, False, True]))
+    for part, found in zip(parts, chosen, strict=True):
+        assert found.dtype == part.dtype
+        expected = part.numpy()
+        expected[1] = 0
+        np.testing.assert_array_equal(found, expected)

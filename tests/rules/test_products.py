@@ -6,7 +6,7 @@ import tensorflow as tf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tfdp.rules.products import inner_products, roundoff, squares_from_grams
+from tfdp.rules.products import dots, inner_products, roundoff, squares_from_grams
 
 # What an adversary, or an image of one colour, can make of a row's numbers.
 KINDS = ("normal", "constant", "common", "steps")
@@ -123,3 +123,12 @@ def test_factors_too_small_to_square_do_not_shorten_a_norm():
     true = np.linalg.norm(np.full((64, 256), 4 * 2e18 * 2e-20))
     squares = squares_from_grams(inner_products(a, a), inner_products(g, g), error=0.0)
     assert np.sqrt(squares[0]) >= true
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 5), (0,), (2, None), (None, 0)], ids=str)
+def test_products_of_each_unit_are_added_up(shape, rng):
+    known = [4 if length is None else length for length in shape]
+    a, b = (rng.normal(size=(3, *known)).astype("float32") for _ in range(2))
+    signature = [tf.TensorSpec((None, *shape))] * 2
+    found = tf.function(dots, input_signature=signature)(a, b)
+    np.testing.assert_allclose(found, np.sum((a * b).reshape(3, -1), 1), rtol=1e-5)

@@ -66,15 +66,15 @@ def run(
                 lambda tensor: tf.ensure_shape(tensor, [size, *tensor.shape[1:]]), batch
             )
         sums, norms, outputs = run_pass(batch)
-        if on_outputs is not None and size is None:
-            is_filled = not _is_of_whole_units(rows, rows_per_unit)
-            outputs = _first(outputs, rows) if is_filled else outputs
-            _show(on_outputs, data, tf.convert_to_tensor(rows), outputs)
-        elif on_outputs is not None:
-            marks = None if data.is_padding is None else batch.is_padding
-            real = tf.clip_by_value(rows - first, 0, size)
-            shown = _first(batch._replace(is_padding=marks), real)
-            _show(on_outputs, shown, real, _first(outputs, real))
+        if on_outputs is not None:
+            shown, real = data, tf.convert_to_tensor(rows)
+            if size is not None:
+                marks = None if data.is_padding is None else batch.is_padding
+                real = tf.clip_by_value(rows - first, 0, size)
+                shown = _first(batch._replace(is_padding=marks), real)
+            if size is not None or not _is_of_whole_units(rows, rows_per_unit):
+                outputs = _first(outputs, real)
+            _show(on_outputs, shown, real, outputs)
         return sums, norms
 
     sums, norms = one_pass(0)

@@ -85,7 +85,7 @@ class Moves:
         """
         shift = tf.cast(shift, tensor.dtype)
         if self._step is None:
-            # Not a sum that may broadcast: its gradients take a dozen operations.
+            # It does not broadcast; see `matmul_by_unit`.
             return tf.add_n([tensor, shift])
         return _along(tensor, shift, self._step)
 

@@ -16,12 +16,12 @@ _PART = 256
 _MOST_NUMBERS = 2.0**24
 
 
-def of_units(
+def matmul_by_unit(
     a: Tensor, b: Tensor, *, transpose_a: bool = False, transpose_b: bool = False
 ) -> Tensor:
     """Multiply the matrices of each unit, ``(U, m, k)`` and ``(U, k, n)``."""
-    # `tf.matmul` may broadcast: its gradients, and those of sums, take a dozen
-    # operations each where U is not known.
+    # Not `tf.matmul`: it may broadcast, and where U is not known the gradient of what may
+    # takes a dozen operations.
     return tf.raw_ops.BatchMatMul(x=a, y=b, adj_x=transpose_a, adj_y=transpose_b)
 
 
@@ -36,9 +36,11 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
         Shape ``(U,)``.
     """
     size = a.shape[1:].num_elements()
-    shape = [-1, 1, size] if size else [tf.shape(a)[0], 1, -1 if size is None else 0]
+    # -1 stands for one length only, and for none where there are no numbers.
+    number = tf.shape(a)[0]
+    shape = [-1, 1, size] if size else [number, 1, -1 if size is None else 0]
     rows = [tf.reshape(each, shape) for each in (a, b)]
-    return tf.reshape(of_units(*rows, transpose_b=True), [-1])
+    return tf.reshape(matmul_by_unit(*rows, transpose_b=True), [-1])
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
@@ -54,14 +56,14 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
     """
     size = a.shape[-1]
     if size <= _PART:
-        return of_units(a, b, transpose_b=True)
+        return matmul_by_unit(a, b, transpose_b=True)
     sizes = [min(_PART, size - first) for first in range(0, size, _PART)]
     (first, *others) = zip(*(tf.split(each, sizes, -1) for each in (a, b)), strict=True)
-    total = of_units(*first, transpose_b=True)
+    total = matmul_by_unit(*first, transpose_b=True)
     for parts in others:
         # One after the other, or all the products are held at once.
         with tf.control_dependencies([total]):
-            total = tf.add_n([total, of_units(*parts, transpose_b=True)])
+            total = tf.add_n([total, matmul_by_unit(*parts, transpose_b=True)])
     return total
 
 

@@ -517,7 +517,7 @@ class Recording:
         """Return a tensor, once the leading axis of all that is watched is the batch's."""
         if not self._sizes:
             return tensor
-        # One check for all of them, which shows no sizes: those take operations.
+        # One check for all. Its message shows no sizes: each would take operations.
         paths, sizes, of_each_row = zip(*self._sizes, strict=True)
         of_each_row = tf.cast(tf.stack(of_each_row), tf.int64)
         expected = tf.cast(self._rows, tf.int64) * of_each_row

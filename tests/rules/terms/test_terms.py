@@ -331,3 +331,20 @@ def test_ways_to_the_norm_of_a_kernel(rng):
     assert grouped.how("gram", units) == "drop"
     assert wide.how("auto", units) == "gram"
     assert wide.numbers("gram", units) < wide.numbers("keep", units)
+
+
+@pytest.mark.parametrize(("rows", "repeats"), [(1, 1), (2, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("between", [(), (4,), (4, 5), (0,)], ids=str)
+def test_positions_of_a_unit_lie_along_one_axis(rows, repeats, between, rng):
+    calls = rng.normal(size=(3 * rows * repeats, *between, 2))
+    positions = rows * repeats * int(np.prod(between))
+
+    @tf.function(input_signature=[tf.TensorSpec((None, *between, 2), tf.float64)])
+    def viewed(tensor):
+        units = Units(tf.shape(tensor)[0] // (rows * repeats), rows)
+        known = units.view(tensor, [2], repeats)
+        assert known.shape[1:] == (positions, 2)
+        return known, units.view(tensor, [2])
+
+    for found in viewed(calls):
+        np.testing.assert_array_equal(found, calls.reshape(3, positions, 2))

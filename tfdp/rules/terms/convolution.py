@@ -147,7 +147,7 @@ class Convolution(Movable):
             filters.filter_gradients(x, g, kernel_shape=shape, geometry=self.geometry)
             for x, g in in_pairs(self.factors(units))
         ]
-        return units.of_each(tf.add_n(parts), [math.prod(shape)])
+        return units.reshape(tf.add_n(parts), [math.prod(shape)])
 
     def one_use(self, units: Units) -> tuple[Tensor, Tensor]:
         """Return the factors of all uses, of equal shapes, as rows of a single one."""
@@ -238,7 +238,7 @@ class Convolution(Movable):
             seen = units.view(seen, [seen.shape[-1], 1])
             grouped = units.view(g, [seen.shape[-2], g.shape[-1] // seen.shape[-2]])
             product = tf.reduce_sum(seen * grouped, 1)
-            sums.append(units.of_each(product, [g.shape[-1]]))
+            sums.append(units.reshape(product, [g.shape[-1]]))
         return tf.add_n(sums)
 
     def by_column(self, factors: Tensor, units: Units) -> "Convolution":

@@ -9,8 +9,8 @@ from tfdp.clipping import at_least_float32, squares_rounded_up
 from tfdp.rules.products import (
     dots,
     inner_products,
+    matmul_by_unit,
     of_factors,
-    of_units,
     roundoff,
     squares_from_grams,
     summed_products,
@@ -128,7 +128,7 @@ class OuterProducts(Movable):
         parts = []
         for a, g in in_pairs(self.factors(units)):
             product = tf.matmul(self._dense(a, g.dtype), g, transpose_a=True)
-            parts.append(units.of_each(product, [self.d * self.p]))
+            parts.append(units.reshape(product, [self.d * self.p]))
         return tf.add_n(parts)
 
     def kept(self, units: Units) -> Kept:
@@ -138,7 +138,7 @@ class OuterProducts(Movable):
         a, g = self.factors(units)
         # (p, T) (T, d) in place of (d, T) (T, p): products with few, long rows are faster.
         product = tf.matmul(g, a, transpose_a=True)
-        flat = units.of_each(product, [self.p * self.d])
+        flat = units.reshape(product, [self.p * self.d])
         return Kept(self.variable, flat, transposed=(self.p, self.d))
 
     def squares_of_dropped(self, units: Units) -> Tensor:
@@ -208,14 +208,14 @@ class OuterProducts(Movable):
     def applied(self, a: Tensor, units: Units) -> Tensor:
         """``sum_t <a, a_t> g_t``."""
         return tf.add_n([
-            of_units(_inner_products(a, b, g.dtype), g)
+            matmul_by_unit(_inner_products(a, b, g.dtype), g)
             for b, g in in_pairs(self.factors(units))
         ])
 
     def applied_back(self, g: Tensor, units: Units) -> Tensor:
         """``sum_t <g, g_t> a_t``."""
         return tf.add_n([
-            of_units(inner_products(g, h), self._dense(a, h.dtype))
+            matmul_by_unit(inner_products(g, h), self._dense(a, h.dtype))
             for a, h in in_pairs(self.factors(units))
         ])
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32, machine_epsilon, squares_rounded_up
-from tfdp.rules import products
+from tfdp.rules.products import dots, matmul_by_unit, of_factors
 
 # From a tensor to its derivative along something, None for zeros.
 Jvp: TypeAlias = Callable[[Tensor], Tensor | None]
@@ -36,17 +36,26 @@ class Units:
     def view(
         self, tensor: Tensor, trailing: Sequence[int], repeats: int | None = None
     ) -> Tensor:
-        """``(R, ..., *trailing)`` -> ``(U, positions, *trailing)``."""
-        between = tensor.shape[1 : tensor.shape.rank - len(trailing)]
-        if self.rows and repeats and between.is_fully_defined():
-            # A static shape takes no operations.
-            positions = self.rows * repeats * math.prod(between)
-            return self.of_each(tensor, [positions, *trailing])
+        """``(R, ..., *trailing)`` -> ``(U, positions, *trailing)``.
+
+        Args:
+            tensor: Rows of a call.
+            trailing: Lengths of the last axes.
+            repeats: `Term.repeats`, if that is known: no length is left to find out.
+
+        Returns:
+            The rows of each unit along one axis.
+        """
+        if self.rows and repeats:
+            between = tensor.shape[1 : tensor.shape.rank - len(trailing)]
+            if between.is_fully_defined():
+                positions = self.rows * repeats * math.prod(between)
+                return self.reshape(tensor, [positions, *trailing])
         return tf.reshape(tensor, [self.number, -1, *trailing])
 
-    def of_each(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    def reshape(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         """``(...)`` -> ``(U, *shape)``."""
-        # Of no numbers nothing follows; else -1 takes no operations.
+        # -1 needs no operation, but does not follow where there are no numbers.
         return tf.reshape(tensor, [self.number if 0 in shape else -1, *shape])
 
     def for_rows(self, of_units: Tensor, rows: Tensor) -> Tensor:
@@ -149,22 +158,20 @@ class Term(abc.ABC):
         # large numbers cancel, the two differ by roundoff of the large ones.
         kept = self.kept(units).gradients
         lengths = self.lengths(units)
-        guard = products.of_factors(kept.dtype) + self.roundoff_of_positions(
-            units, kept.dtype
-        )
+        guard = of_factors(kept.dtype) + self.roundoff_of_positions(units, kept.dtype)
         return squares_rounded_up(kept) + guard * tf.square(lengths)
 
     def roundoff_of_positions(self, units: Units, dtype: tf.DType) -> Tensor:
         """Bound the error of sums over the positions of a unit, relative to lengths."""
         # Gradients of outputs are the second of each pair: (U, T, p) has T positions.
-        of_uses = [
+        products = [
             tf.cast(
                 tf.size(g) // g.shape[-1] // tf.maximum(units.number, 1), tf.float64
             )
             for g in self.factors(units)[1::2]
         ]
         # A sum of n alike numbers was seen to be off by n / 4 units of roundoff.
-        positions = tf.add_n([tf.constant(0.0, tf.float64), *of_uses])
+        positions = tf.add_n([tf.constant(0.0, tf.float64), *products])
         return positions * machine_epsilon(dtype) / 8
 
     def kept(self, units: Units) -> "Kept":
@@ -233,7 +240,7 @@ class Movable(Term):
         Returns:
             Shape ``(U,)``, not rounded up.
         """
-        return products.dots(self.instantiate(units), other.instantiate(units))
+        return dots(self.instantiate(units), other.instantiate(units))
 
     def applied(self, a: Tensor, units: Units) -> Tensor:
         """Multiply by each unit's gradient, as a matrix.
@@ -249,9 +256,9 @@ class Movable(Term):
         gradients = self.instantiate(units)
         if a.dtype.is_floating:
             d = a.shape[-1]
-            return products.of_units(a, units.of_each(gradients, [d, size // d]))
+            return matmul_by_unit(a, units.reshape(gradients, [d, size // d]))
         p = self.variable.shape[-1]
-        matrices = units.of_each(gradients, [size // p, p])
+        matrices = units.reshape(gradients, [size // p, p])
         return tf.gather(matrices, a, batch_dims=1)
 
     def applied_back(self, g: Tensor, units: Units) -> Tensor:
@@ -266,8 +273,8 @@ class Movable(Term):
         """
         p = g.shape[-1]
         shape = [math.prod(self.variable.shape) // p, p]
-        matrices = units.of_each(self.instantiate(units), shape)
-        return products.of_units(g, matrices, transpose_b=True)
+        matrices = units.reshape(self.instantiate(units), shape)
+        return matmul_by_unit(g, matrices, transpose_b=True)
 
     def by_column(self, factors: Tensor, units: Units) -> "Movable":
         """Return the term whose gradients are those of this, times factors.
@@ -311,9 +318,9 @@ class Kept(Movable):
         """Return them, as the variable has them."""
         if self._transposed is None:
             return self.gradients
-        matrices = units.of_each(self.gradients, self._transposed)
+        matrices = units.reshape(self.gradients, self._transposed)
         size = math.prod(self.variable.shape)
-        return units.of_each(tf.linalg.matrix_transpose(matrices), [size])
+        return units.reshape(tf.linalg.matrix_transpose(matrices), [size])
 
     def squares_by_gram(self, units: Units) -> Tensor:
         """From the gradients themselves."""
@@ -365,7 +372,7 @@ class PerRow(Kept):
         size = math.prod(self.variable.shape)
         between = rows.shape.rank - len(self.variable.shape)
         if between == 1 and self.rows(units) == 1:
-            return units.of_each(rows, [size])
+            return units.reshape(rows, [size])
         return tf.reduce_sum(units.view(rows, [size]), axis=1)
 
     def factors(self, units: Units) -> list[Tensor]:
