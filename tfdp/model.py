@@ -751,9 +751,10 @@ class DPModel(TrainingFunctions):
         # A graph is checked when it is traced, for the number that it sees.
         session = self._session_of_single_step(
             Batch(x, y, sample_weight),
-            rows if self.run_eagerly else None,
+            rows if self._steps_are_eager else None,
             recorder,
             self._acting,
+            is_eager=self._steps_are_eager,
         )
         regularizers.check_number_of_examples(self.trainable_variables, None, rows=rows)
         self._settle(session)
@@ -801,12 +802,14 @@ class DPModel(TrainingFunctions):
         else:
             # It counts as one of a loop of one's own, whose batches nobody knows, also
             # while `fit` runs.
+            is_eager = tf.executing_eagerly()
             with tf.init_scope():
                 rows = number_of_rows(batch)
                 session = self._session_of_single_step(
                     batch,
                     rows if isinstance(rows, int) else None,
                     self.optimizer.recorder_of_loops,
+                    is_eager=is_eager,
                 )
             has_room = functools.partial(self._model_ledger.has_room, session)
         private_step(
@@ -831,7 +834,7 @@ class DPModel(TrainingFunctions):
         elif not tf.executing_eagerly():
             rows = number_of_rows(batch)
         rows = rows if isinstance(rows, int) else None
-        self._check_batch(batch, rows, session.clipper)
+        self._check_batch(batch, rows, session.clipper, is_eager=tf.executing_eagerly())
         engine, traced = self._checked.engine, self._checked.traced
         # Eager steps run no function that is traced.
         is_same = session.clipper.traced is traced or tf.executing_eagerly()
@@ -940,7 +943,7 @@ class DPModel(TrainingFunctions):
         with optimizer.set_aside():
             clipper = self._clipper(scheme)
             if self._checked.signature is None:
-                self._check_batch(batch, None, clipper)
+                self._check_batch(batch, None, clipper, is_eager=self._steps_are_eager)
             session = self._checked.session(
                 scheme, clipper, optimizer, LedgerRecorder(), callbacks
             )
@@ -982,12 +985,14 @@ class DPModel(TrainingFunctions):
         rows: int | None,
         recorder: LedgerRecorder,
         callbacks: Sequence[StepCallback] = (),
+        *,
+        is_eager: bool,
     ) -> Session:
         """Return what a step is made for whose batch nobody has described."""
         check_protects(self.unit, UNDECLARED)
         _seeds.use_key(self.model, is_known=self.optimizer.noise_is_seeded)
         clipper = self._clipper(UNDECLARED)
-        self._check_batch(batch, rows, clipper)
+        self._check_batch(batch, rows, clipper, is_eager=is_eager)
         session = self._checked.session(
             UNDECLARED, clipper, self.optimizer, recorder, callbacks
         )
@@ -1018,11 +1023,13 @@ class DPModel(TrainingFunctions):
     def _check(self, data: TrainingData, clipper: BatchClipper) -> TrainingData:
         """Refuse layers and losses that mix examples."""
         batch_size = data.static_batch_size
-        if self.run_eagerly and batch_size is None:
+        if self._steps_are_eager and batch_size is None:
             # Layers see how many rows there are; this stands for all numbers.
             users = data.scheme.expected_batch_size
             batch_size = users and users * data.scheme.rows_per_example
-        seen = self._checked.rows_seen(batch_size, clipper, is_eager=self.run_eagerly)
+        seen = self._checked.rows_seen(
+            batch_size, clipper, is_eager=self._steps_are_eager
+        )
         spec = data.element_spec
         if spec is None or not self._checked.knows(spec, seen):
             data, sample = data.with_sample()
@@ -1031,8 +1038,13 @@ class DPModel(TrainingFunctions):
                 self._check_rows(like, sample, seen)
         return data
 
+    @property
+    def _steps_are_eager(self) -> bool:
+        """Whether `fit` runs its steps without a graph."""
+        return bool(self.run_eagerly) or tf.config.functions_run_eagerly()
+
     def _check_batch(
-        self, batch: Batch, rows: int | None, clipper: BatchClipper
+        self, batch: Batch, rows: int | None, clipper: BatchClipper, *, is_eager: bool
     ) -> None:
         """Check what a step is about to take, or a graph is about to be traced for.
 
@@ -1040,7 +1052,7 @@ class DPModel(TrainingFunctions):
         else.
         """
         data = batch[:3]
-        seen = self._checked.rows_seen(rows, clipper, is_eager=self.run_eagerly)
+        seen = self._checked.rows_seen(rows, clipper, is_eager=is_eager)
         if self._checked.knows(data, seen):
             return
         shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]

@@ -976,6 +976,12 @@ def test_the_sizes_that_layers_will_see_are_looked_at():
     """Eagerly, and uphill, where steps would pay for not knowing them."""
     x, y = np.ones((8, D), "float32"), np.ones((8, 1))
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True)
+
+    def trained():
+        private = static_model()
+        private.fit(batches, verbose=0)
+        return private
+
     sam = tfdp.losses.BAM("mse", radius=0.1)
     exact = tfdp.losses.BAM("mse", radius=0.1, ascent="exact")
 
@@ -995,6 +1001,8 @@ def test_the_sizes_that_layers_will_see_are_looked_at():
         ),
         "one batch": lambda: static_model(loss=exact).train_on_batch(x, y),
         "graph": lambda: own_loop(static_model().model),
+        "step": lambda: static_model().train_step((x, y)),
+        "step after training": lambda: trained().train_step((x, y)),
         "fit": lambda: static_model(run_eagerly=True).fit(
             x, y, batch_size=4, verbose=0
         ),
@@ -1005,6 +1013,30 @@ def test_the_sizes_that_layers_will_see_are_looked_at():
     for train in trains.values():
         with pytest.raises(UnsupportedLayerError, match="a mean over the rows"):
             train()
+
+
+def test_functions_that_run_eagerly_show_rows_too():
+    """TensorFlow's switch for the debugger, which no model knows of."""
+    x, y = np.ones((8, D), "float32"), np.ones((8, 1))
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True)
+    before = static_model()
+    before.fit(batches, verbose=0)
+    trains = {
+        "batches": lambda: static_model().fit(batches, verbose=0),
+        "again": lambda: before.fit(batches, verbose=0),
+        "arrays": lambda: static_model().fit(x, y, batch_size=4, verbose=0),
+        "passes": lambda: static_model(physical_batch_size=2).fit(
+            x, y, batch_size=4, verbose=0
+        ),
+        "one batch": lambda: static_model().train_on_batch(x, y),
+    }
+    tf.config.run_functions_eagerly(True)
+    try:
+        for train in trains.values():
+            with pytest.raises(UnsupportedLayerError, match="a mean over the rows"):
+                train()
+    finally:
+        tf.config.run_functions_eagerly(False)
 
 
 class MixesManyRows(layers.Layer):
