@@ -831,7 +831,7 @@ class DPModel(TrainingFunctions):
         assert session is not None  # noqa: S101
         if self._replicas.strategy is not None:
             batch = self._replicas.first(batch)
-        elif not tf.executing_eagerly():
+        else:
             rows = number_of_rows(batch)
         rows = rows if isinstance(rows, int) else None
         self._check_batch(batch, rows, session.clipper, is_eager=tf.executing_eagerly())
@@ -1024,7 +1024,7 @@ class DPModel(TrainingFunctions):
         """Refuse layers and losses that mix examples."""
         batch_size = data.static_batch_size
         if self._steps_are_eager and batch_size is None:
-            # Layers see how many rows there are; this stands for all numbers.
+            # Each step is checked for its own; what fails is to fail before the first.
             users = data.scheme.expected_batch_size
             batch_size = users and users * data.scheme.rows_per_example
         seen = self._checked.rows_seen(

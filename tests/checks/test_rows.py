@@ -1101,6 +1101,22 @@ def test_each_number_of_rows_that_is_seen_is_looked_at(loss, options):
         train(64)
 
 
+def test_each_eager_batch_is_looked_at():
+    """Sizes that vary, as Poisson draws do."""
+    x, y = np.ones((64, D), "float32"), np.ones((64, 1), "float32")
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+    declared = tfdp.data.declare(
+        rows.take(4).batch(4).concatenate(rows.skip(4).batch(60)),
+        number_of_examples=64,
+        expected_batch_size=4,
+        sampling="shuffle",
+    )
+    private = mixing_many("mse", is_certain=True, run_eagerly=True)
+    with pytest.raises(UnsupportedLayerError, match="a mean over the rows"):
+        private.fit(declared, verbose=0)
+    assert private.optimizer.iterations.numpy() == 1
+
+
 def test_eager_steps_take_the_engine_that_was_proven_for_their_rows():
     private = mixing_many(
         "mse", is_certain=False, expected_batch_size=4, run_eagerly=True

@@ -192,8 +192,8 @@ class CheckedModel:
         if not sees_rows(is_eager=is_eager, goes_uphill=isinstance(self.ascent, BAM)):
             return None
         rows = clipper.physical_batch_size
-        if rows is None and batch_size:
-            rows = filled_up(batch_size, clipper.rows_per_unit)
+        if rows is None and batch_size is not None:
+            rows = filled_up(max(batch_size, 1), clipper.rows_per_unit)
         views = 1 if self._augmentation is None else self._augmentation.multiplicity
         return rows and rows * views
 
