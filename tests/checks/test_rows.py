@@ -1074,11 +1074,15 @@ def mixing_many(loss, *, is_certain, expected_batch_size=None, **options):
 @pytest.mark.parametrize(
     ("loss", "options"),
     [
-        (tfdp.losses.BAM("mse", radius=0.1), {"jit_compile": True}),
-        (tfdp.losses.BAM("mse", radius=0.1), {}),
-        ("mse", {"run_eagerly": True}),
+        pytest.param(
+            tfdp.losses.BAM("mse", radius=0.1),
+            {"jit_compile": True},
+            id="passes",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(tfdp.losses.BAM("mse", radius=0.1), {}, id="uphill"),
+        pytest.param("mse", {"run_eagerly": True}, id="eager"),
     ],
-    ids=["passes", "uphill", "eager"],
 )
 def test_each_number_of_rows_that_is_seen_is_looked_at(loss, options):
     """However many others were before."""

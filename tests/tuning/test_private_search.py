@@ -362,6 +362,7 @@ def test_bins_are_refused():
     refused("accounted by Rényi differential privacy", build=bins)
 
 
+@pytest.mark.slow
 def test_callbacks_are_made_for_each_try_and_write_nothing(tmp_path):
     refused(
         "must be a function that makes new ones", fit={"callbacks": [Released([0, 0])]}
