@@ -274,16 +274,16 @@ class CheckedModel:
     def _take(self, like: _Rows, seen: int | None) -> bool:
         """Take the engine for such rows, if it is known."""
         # What was proven for all that is like them.
-        known = {
-            rows: engine
+        known = [
+            (rows, engine)
             for (general, rows), engine in self._engines.items()
             if _covers(general, like)
-        }
-        if seen not in known:
+        ]
+        # What takes each unit by itself is right for any number of rows; once it was
+        # needed for one, it is taken for all.
+        if not any(rows == seen or any(_care_of(engine)) for rows, engine in known):
             return False
-        # Eager steps do not ask for each number of rows: what takes each unit by itself
-        # for one of them does so for all.
-        self.engine = max(known.values(), key=_care_of)
+        self.engine = max((engine for _, engine in known), key=_care_of)
         self.traced = self._passes.get(like)
         return True
 
