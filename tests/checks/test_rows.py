@@ -1121,6 +1121,16 @@ def test_each_eager_batch_is_looked_at():
     assert private.optimizer.iterations.numpy() == 1
 
 
+def test_each_batch_of_an_eager_loop_is_looked_at():
+    model = mixing_many("mse", is_certain=True).model
+    for rows in (4, 5):
+        x, y = np.ones((rows, D), "float32"), np.ones((rows, 1), "float32")
+        tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0)
+    x, y = np.ones((64, D), "float32"), np.ones((64, 1), "float32")
+    with pytest.raises(UnsupportedLayerError, match="a mean over the rows"):
+        tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0)
+
+
 def test_eager_steps_take_the_engine_that_was_proven_for_their_rows():
     private = mixing_many(
         "mse", is_certain=False, expected_batch_size=4, run_eagerly=True

@@ -206,8 +206,8 @@ def _whole_units(physical_batch_size: int, rows_per_unit: int | Tensor) -> int:
     return rows
 
 
-# Checks that are remembered for each model.
-_MOST_KNOWN = 16
+# Checks that are remembered for each model: eagerly one for each size of a batch.
+_MOST_KNOWN = 128
 
 # For each model what was checked, the engine to use for it, and what it was checked for:
 # another object could have the same `id` later.
@@ -236,8 +236,7 @@ def _checked_once(
         The engine to use.
     """
     model, ascent = objective.model, objective.ascent
-    is_eager = tf.executing_eagerly()
-    is_seen = sees_rows(is_eager=is_eager, goes_uphill=ascent is not None)
+    is_seen = sees_rows(is_eager=tf.executing_eagerly(), goes_uphill=ascent is not None)
     seen = rows if is_seen else None
     key = (
         engine if isinstance(engine, str) else id(engine),
@@ -250,8 +249,7 @@ def _checked_once(
             (leaf.dtype, tuple(leaf.shape[1:].as_list()) if leaf.shape.rank else ())
             for leaf in _tree.tensors(data)
         ),
-        # Eagerly the first batch stands for all of them: Poisson batches differ.
-        "eager" if is_eager else seen,
+        seen,
     )
     known = _checked.setdefault(model, {})
     if key in known:
