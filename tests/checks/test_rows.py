@@ -1131,6 +1131,17 @@ def test_each_batch_of_an_eager_loop_is_looked_at():
         tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0)
 
 
+def test_as_many_rows_as_units_are_no_bias():
+    """Keras takes what is added for a bias where it sees as many rows as units."""
+    inputs = keras.Input((D,))
+    scaled = layers.Add()([layers.Dense(3)(inputs), layers.Dense(1)(inputs)])
+    model = keras.Model(inputs, scaled)
+    x, y = np.ones((4, D), "float32"), np.ones((4, 1), "float32")
+    tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0)
+    with pytest.raises(UnsupportedLayerError, match="adds rows as a bias"):
+        tfdp.clipped_gradients(model, "mse", x[:3], y[:3], l2_norm_clip=1.0)
+
+
 def test_eager_steps_take_the_engine_that_was_proven_for_their_rows():
     private = mixing_many(
         "mse", is_certain=False, expected_batch_size=4, run_eagerly=True

@@ -92,7 +92,7 @@ def test_steps_of_a_loop_count_in_every_model_of_its_variables(traced):
 def test_what_was_trained_on_top_of_private_weights_depends_on_them():
     """Also where those do not train any more, and when they are gone."""
     base, head = part("base", units=3), part("head")
-    fit(private(both_of(base, part("first"))))
+    fit(private(both_of(base, part("first", units=3))))
     base.trainable = False
     inputs = keras.Input((3,))
     whole = keras.Model(inputs, head(base(inputs)))
