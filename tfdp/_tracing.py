@@ -32,6 +32,9 @@ class Tracing(Protocol):
     def reads_alone(self, variable: Variable) -> bool:
         """Tell whether a function that sees one row reads a variable by itself."""
 
+    def note_rows(self, where: tuple[str, int], tensors: list[Tensor]) -> None:
+        """Note tensors of which is to be known where their rows lie."""
+
     def note_read(self, tensors: list[Tensor]) -> None:
         """Note what an engine has made up to now, of which its norms and sums are."""
 

@@ -134,7 +134,7 @@ ENTRIES = [
         True,
     ),
     Entry("dilated", dilated, numbers(12, 2), "mse", "bookkeeping"),
-    Entry("traffic", traffic, numbers(4, 3, 1, targets=(2, 3)), "mse", "apart"),
+    Entry("traffic", traffic, numbers(4, 3, 1, targets=(2, 3)), "mse", "bookkeeping"),
     Entry("speech", speech, images(32), CLASSES, "bookkeeping"),
     Entry(
         "mel_spectrogram",

@@ -491,7 +491,7 @@ ENTRIES = [
     Entry("mlp_mixer", mlp_mixer, IMAGES, CLASSES, "bookkeeping"),
     Entry("conv_mixer", conv_mixer, IMAGES, CLASSES, "bookkeeping"),
     Entry("cct", cct, IMAGES, CLASSES, "bookkeeping"),
-    Entry("swin", swin, IMAGES, CLASSES, "apart"),
+    Entry("swin", swin, IMAGES, CLASSES, "bookkeeping"),
     Entry("nested_transformer", nested_transformer, IMAGES, CLASSES, "bookkeeping"),
     Entry("unet", unet, segments, CLASSES, "bookkeeping"),
     Entry("siamese", siamese, pairs, YES_OR_NO, "bookkeeping"),

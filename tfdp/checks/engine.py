@@ -15,6 +15,7 @@ from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_i
 from tfdp.checks.registered_rules import compare_on_rows
 from tfdp.checks.tracing import LOSS, Found, Trace
 from tfdp.clipping import clip_as_tensor
+from tfdp.engines.bookkeeping import RecordedForward
 from tfdp.engines.engine import Clipped
 from tfdp.engines.traced import TracedPass
 from tfdp.engines.vectorized import VectorizedEngine
@@ -76,11 +77,7 @@ def choose(
         if objective.ascent is not None:
             # What is followed then is not what runs.
             passes = None
-        for rows in sizes:
-            whole = passes if rows is None else None
-            problems = _problems_of_pass(chosen, objective, data, rows, whole)
-            if problems:
-                raise UnsupportedLayerError(str(problems[0]))
+        chosen = _proven(chosen, objective, data, sizes, passes)
         _compare_if_foreign(chosen, objective, data if sample is None else sample)
     except Exception as failure:  # noqa: BLE001
         error = _as_unsupported(failure)
@@ -109,6 +106,67 @@ def choose(
         return VectorizedEngine()
     _log_layers_without_rule(objective.model)
     return chosen
+
+
+def _proven(
+    engine: engines.Engine,
+    objective: Objective,
+    data: Nest,
+    sizes: Sequence[int | None],
+    passes: list[TracedPass] | None,
+) -> engines.Engine:
+    """Return an engine for which rows are proven not to meet in what it reads.
+
+    It knows where they lie, if that is not on the first axis alone.
+
+    Raises:
+        UnsupportedLayerError: If that is not proven.
+    """
+    traced: list[TracedPass] = []
+    problems: list[Problem] = []
+    try:
+        for rows in sizes:
+            whole = traced if passes is not None and rows is None else None
+            problems += _problems_of_pass(engine, objective, data, rows, whole)
+        failure = UnsupportedLayerError(str(problems[0])) if problems else None
+    except UnsupportedLayerError as error:
+        failure = error
+    if failure is None:
+        if passes is not None:
+            passes += traced
+        return engine
+    # Uphill, gradients are joined with all else before they are looked at.
+    is_of_gradients = all(each.is_of_gradients for each in problems)
+    if is_of_gradients or objective.ascent is not None:
+        knowing = _knowing_places(engine, objective, data)
+        if knowing is not None:
+            return _proven(knowing, objective, data, sizes, passes)
+    raise failure
+
+
+def _knowing_places(
+    engine: engines.Engine, objective: Objective, data: Nest
+) -> engines.Engine | None:
+    """Tell an engine where rows lie in calls and uses; None if it knows, or need not."""
+    if not isinstance(engine, engines.BookkeepingEngine) or engine.places:
+        return None
+    trace = Trace(objective.model)
+    # Uphill they lie where they lie here.
+    here = dataclasses.replace(objective, ascent=None)
+    traced = _with_known_losses(here, trace)
+
+    def run(x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor) -> Nest:
+        batch = Batch(x, y, sample_weight, is_padding)
+        with _seeds.secret_seeds(objective.model):
+            try:
+                return RecordedForward(traced, batch, 1, norms=engine.norms).losses
+            # What could not be recorded then may be with what is noted.
+            except UnsupportedLayerError:
+                return is_padding
+
+    padding = tf.TensorSpec([None], tf.bool)
+    places = tuple(trace.places(run, (*signature_of(data, None), padding)).items())
+    return dataclasses.replace(engine, places=places) if places else None
 
 
 def _as_unsupported(error: Exception) -> UnsupportedLayerError:

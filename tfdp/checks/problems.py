@@ -85,6 +85,10 @@ _COUNTING = _Flaw(
 )
 
 
+# In place of a layer's class.
+_VARIABLE = "variable"
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """A layer that breaks per-example privacy.
@@ -104,6 +108,11 @@ class Problem:
     reason: str
     fix: str
     is_certain: bool = True
+
+    @property
+    def is_of_gradients(self) -> bool:
+        """Whether the matter is what the gradients of a variable are made of."""
+        return self.layer_class == _VARIABLE
 
     @property
     def counts_rows(self) -> bool:
@@ -130,7 +139,7 @@ def layer_problems(
                 f"{each.operation} {each.cause.why}"
             )
             of_variables.append(
-                Problem(each.layer, "variable", reason, _UNPROVEN.fix, is_certain=False)
+                Problem(each.layer, _VARIABLE, reason, _UNPROVEN.fix, is_certain=False)
             )
     of_layers = [
         Problem(path, type(layer).__name__, *flaw, is_certain)

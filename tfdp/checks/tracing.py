@@ -20,6 +20,7 @@ from tfdp.checks.node import COUNTS
 from tfdp.checks.sizes import Length, Size
 from tfdp.checks.values import FREE, PLAIN, WITHIN, Cause, Layout, Value
 from tfdp.errors import UnsupportedLossError
+from tfdp.rules.places import ROWS_FIRST, Place, Where
 
 # Where the rows of losses are: one entry each on the first axis. Losses may be the same
 # for all.
@@ -111,6 +112,7 @@ class Trace:
         self._read: tuple[list[Tensor], int | None] | None = None
         # What losses do that are asked for each row alone, but cannot be.
         self._of_losses: list[Found] = []
+        self._noted: dict[Where, list[Tensor]] = {}
 
     def found(
         self,
@@ -164,6 +166,41 @@ class Trace:
         found = self._found(graph, signature[:-1], rows, 1, ends_in_rows=True)
         return found, None if self._alone else function
 
+    def places(
+        self, run: Callable[..., Nest], signature: Sequence[Nest]
+    ) -> dict[Where, Place]:
+        """Trace a function, and tell where rows lie in what is noted meanwhile.
+
+        Args:
+            run: See `found`.
+            signature: See `found`.
+
+        Returns:
+            Places that are known, the same for all tensors that were noted together, and
+            others than the first axis alone.
+        """
+        function = tf.function(run, autograph=False)
+        with _keras.own_global_seed(), traced_by(self), self._observing():
+            graph = function.get_concrete_function(*signature).graph
+        wanted = [tensor for tensors in self._noted.values() for tensor in tensors]
+        different: dict[Where, set[Place | None]] = {
+            where: set() for where in self._noted
+        }
+        for given in _all_given(signature, None, 1):
+            known = self._known(graph, given)
+            values = iter(Analysis(None).values(graph, known, wanted))
+            for where, tensors in self._noted.items():
+                different[where].add(_place_of([next(values) for _ in tensors]))
+        return {
+            where: place
+            for where, (place, *others) in different.items()
+            if not others and place not in (None, ROWS_FIRST)
+        }
+
+    def note_rows(self, where: Where, tensors: list[Tensor]) -> None:
+        """Note tensors of which is to be known where their rows lie."""
+        self._noted[where] = tensors
+
     def note_read(self, tensors: list[Tensor]) -> None:
         """Note what an engine has made up to now, of which its norms and sums are."""
         graph = tf.compat.v1.get_default_graph()
@@ -177,13 +214,8 @@ class Trace:
         views: int,
         ends_in_rows: bool,
     ) -> list[Found]:
-        specs = [spec for spec in tf.nest.flatten(signature) if spec is not None]
         found: dict[Cause, Found] = {}
-        # Lengths that are open must not be mistaken for that of the batch, and what
-        # holds for two of them by chance is not counted on.
-        is_open = any(None in spec.shape.as_list()[1:] for spec in specs)
-        for length in _LENGTHS if is_open else _LENGTHS[:1]:
-            given = [_given(spec, rows, views, length) for spec in specs]
+        for given in _all_given(signature, rows, views):
             for each in self._found_in(graph, given, rows, ends_in_rows):
                 found.setdefault(each.cause, each)
         return list(found.values())
@@ -192,11 +224,7 @@ class Trace:
         self, graph: tf.Graph, given: list[Value], rows: int | None, ends_in_rows: bool
     ) -> list[Found]:
         read, past = self._read or (graph.outputs, None)
-        known = {
-            tensor.op.name: value
-            for tensor, value in zip(graph.inputs, given, strict=False)
-        }
-        known |= self._captured(graph)
+        known = self._known(graph, given)
         analysis = Analysis(rows)
         captures = [each for alone, _, _ in self._alone for each, _ in _outer(alone)]
         wanted = [*read, *captures]
@@ -228,6 +256,12 @@ class Trace:
             ]
             + self._of_losses
         )
+
+    def _known(self, graph: tf.Graph, given: list[Value]) -> dict[str, Value]:
+        """Say what is known of the inputs of a graph, by the names of their operations."""
+        inputs = zip(graph.inputs, given, strict=False)
+        known = {tensor.op.name: value for tensor, value in inputs}
+        return known | self._captured(graph)
 
     def _captured(self, graph: tf.Graph) -> dict[str, Value]:
         """Name the variables that a graph reads."""
@@ -470,6 +504,33 @@ def _outer(graph: tf.Graph) -> list[tuple[Tensor, Tensor]]:
         for outer, inner in graph.captures
         if outer.dtype != tf.resource and tf.is_symbolic_tensor(outer)
     ]
+
+
+def _all_given(
+    signature: Sequence[Nest], rows: int | None, views: int
+) -> Iterator[list[Value]]:
+    """Say of the arguments of a function what is known, for some lengths that are open."""
+    specs = [spec for spec in tf.nest.flatten(signature) if spec is not None]
+    # They must not be mistaken for that of the batch, and what holds for two of them by
+    # chance is not counted on.
+    is_open = any(None in spec.shape.as_list()[1:] for spec in specs)
+    for length in _LENGTHS if is_open else _LENGTHS[:1]:
+        yield [_given(spec, rows, views, length) for spec in specs]
+
+
+def _place_of(values: list[Value]) -> Place | None:
+    """Return where rows lie in all of some tensors, if it is known."""
+    places = {
+        Place(each.axis, each.layout.times, each.layout.entries)
+        for each in values
+        if each.axis is not None
+    }
+    # Of what is the same for all rows nobody knows how it lies.
+    is_mixed = any(each.axis is None for each in values)
+    if len(places) != 1 or (is_mixed and any(place.times > 1 for place in places)):
+        return None
+    (place,) = places
+    return place if place.axis != WITHIN else None
 
 
 def _given(spec: tf.TensorSpec, rows: int | None, views: int, length: int) -> Value:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from types import MappingProxyType
 
 import keras
 import tensorflow as tf
@@ -25,6 +26,7 @@ from tfdp.engines.uphill import Uphill, states_put_back
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.losses.regularizers import gradient_of
+from tfdp.rules.places import Place, Places, Where
 from tfdp.rules.recording import Recording
 from tfdp.rules.terms import Kept, Term, Units
 
@@ -42,6 +44,8 @@ class BookkeepingEngine(Engine):
         norms: How the norms of products are computed: `"gram"` from inner products
             of the factors [2]_, `"instantiate"` from each unit's gradient, layer by
             layer, or `"auto"`, for each layer what its shapes make cheapest.
+        places: Where rows lie otherwise than on the first axis, by the calls of layers
+            and the uses of variables; found when rows are proven to stay apart.
 
     References:
         .. [1] Bu et al., "Differentially Private Optimization on Large Model at Small
@@ -51,6 +55,7 @@ class BookkeepingEngine(Engine):
     """
 
     norms: str = "auto"
+    places: tuple[tuple[Where, Place], ...] = ()
     name = "bookkeeping"
     notes_what_it_reads = True
 
@@ -69,7 +74,7 @@ class BookkeepingEngine(Engine):
         """Sum the clipped gradients from their factors."""
 
         def clip(batch: Batch, l2_norm_clip: Tensor) -> Clipped:
-            forward = RecordedForward(objective, batch, rows_per_unit, norms=self.norms)
+            forward = self._recorded(objective, batch, rows_per_unit)
             norms, terms = self._norms_and_terms(forward)
             return forward.clipped(terms, norms, l2_norm_clip)
 
@@ -85,6 +90,17 @@ class BookkeepingEngine(Engine):
             clipped: Clipped = in_graph(batch, l2_norm_clip)
             return clipped
 
+    def _recorded(
+        self, objective: Objective, batch: Batch, rows_per_unit: int | Tensor
+    ) -> "RecordedForward":
+        return RecordedForward(
+            objective,
+            batch,
+            rows_per_unit,
+            norms=self.norms,
+            places=dict(self.places),
+        )
+
     def _norms_and_terms(
         self, forward: "RecordedForward"
     ) -> tuple[Tensor, list[Term | None]]:
@@ -94,12 +110,12 @@ class BookkeepingEngine(Engine):
 
     def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
         """List the losses, and the factors of all gradients."""
-        forward = RecordedForward(objective, batch, 1, norms=self.norms)
+        forward = self._recorded(objective, batch, 1)
         return forward.read(forward.terms_by_variable())
 
     def explain(self, model: keras.Model, signature: Nest) -> list[Explanation]:
         """Say how each layer's norm is computed; see `DPModel.explain`."""
-        return explained(model, signature, self.norms)
+        return explained(model, signature, self.norms, places=dict(self.places))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +159,7 @@ class RecordedForward:
         rows_per_unit: Consecutive rows whose mean loss is one unit's loss.
         norms: How norms are computed; see `BookkeepingEngine`.
         is_of_one_unit: Whether the batch is one unit; see `Recording`.
+        places: See `Recording`.
 
     Attributes:
         units: How the rows are grouped.
@@ -162,6 +179,7 @@ class RecordedForward:
         *,
         norms: str,
         is_of_one_unit: bool = False,
+        places: Places = MappingProxyType({}),
     ) -> None:
         rows = number_of_rows(batch.is_padding)
         known = rows_per_unit if isinstance(rows_per_unit, int) else None
@@ -182,7 +200,9 @@ class RecordedForward:
             plain = dataclasses.replace(objective, ascent=None)
             # Both passes draw the same masks.
             with states_put_back(objective.model):
-                self._here = RecordedForward(plain, batch, rows_per_unit, norms=norms)
+                self._here = RecordedForward(
+                    plain, batch, rows_per_unit, norms=norms, places=places
+                )
             if tf.executing_eagerly() or tracing() is None:
                 bounds = self._here.squares_and_terms(keeps=True)
             else:
@@ -194,7 +214,11 @@ class RecordedForward:
                 entered.enter_context(self._uphill.recording_step())
                 moves = self._uphill.moves()
             self._recording = Recording(
-                objective.model, rows, moves, is_of_one_unit=is_of_one_unit
+                objective.model,
+                rows,
+                moves,
+                is_of_one_unit=is_of_one_unit,
+                places=places,
             )
             entered.enter_context(self._recording.observing())
             self.y_pred, self.losses = objective.forward(

@@ -22,6 +22,7 @@ from tfdp.rules.made import (
     term_of_lookup,
     through,
 )
+from tfdp.rules.places import ROWS_FIRST, Place
 from tfdp.rules.terms import OuterProducts, Term
 from tfdp.rules.uses import (
     COPIES,
@@ -50,15 +51,21 @@ class Met(NamedTuple):
     Attributes:
         terms: From the gradient of what the operation makes to terms of the variable.
         rows: A tensor that has the rows.
-        axis: On which axis.
+        place: Where in it.
     """
 
     terms: Callable[[Tensor], list[Term]]
     rows: Tensor
-    axis: int
+    place: Place
 
 
-def met(followed: Followed, use: Use, tape: tf.GradientTape, rows: int | None) -> Met:
+def met(
+    followed: Followed,
+    use: Use,
+    tape: tf.GradientTape,
+    rows: int | None,
+    place: Place | None,
+) -> Met:
     """Say what the gradient of what a use makes adds to that of the variable.
 
     Args:
@@ -66,6 +73,7 @@ def met(followed: Followed, use: Use, tape: tf.GradientTape, rows: int | None) -
         use: One of its uses.
         tape: Has recorded the pass.
         rows: How many rows there are, None where that is not static.
+        place: Where they lie in what it makes, None where that has to be guessed.
 
     Returns:
         What to ask of it.
@@ -80,59 +88,67 @@ def met(followed: Followed, use: Use, tape: tf.GradientTape, rows: int | None) -
     if len(op.outputs) != 1 or use.tensor.shape.rank is None:
         raise NotFollowedError(named(op))
     if op.type == "GatherV2" and use.place == 0:
-        return _met_by_lookup(followed, use)
+        return _met_by_lookup(followed, use, place or ROWS_FIRST)
     if op.type in _FLAGS and use.place == 1 and use.tensor.shape.rank == 2:
-        return _met_by_matrix(followed, use)
-    of_rows, axis = _of_rows(use, rows)
+        return _met_by_matrix(followed, use, place)
+    of_rows, axis = _of_rows(use, rows, place)
+    place = place or Place(axis)
+    on_first = place._replace(axis=0)
     back = through(followed, use.tensor)
-    return Met(lambda g: [back(of_rows(g))], use.output, axis)
+    return Met(lambda g: [back(on_first.rows_first(of_rows(g)))], use.output, place)
 
 
 # ------------------------------------------------------------- where it meets the rows
 
 
-def _of_rows(use: Use, rows: int | None) -> tuple[_OfRows, int]:
+def _of_rows(use: Use, rows: int | None, place: Place | None) -> tuple[_OfRows, int]:
     """Return what takes gradients to those of the rows' copies, and where rows are."""
     op = use.op
+    axis = None if place is None else place.axis
     if op.type in COPIES and use.place == 0:
-        return _of_copies(use, rows_of_copies(op, rows))
+        return _of_copies(use, rows_of_copies(op, rows) if axis is None else axis)
     if op.type == "Einsum":
-        return _of_einsum(use, rows)
+        return _of_einsum(use, rows, axis)
+    # Rows are taken to be on the first axis if nobody knows; `Recording` checks its length.
+    axis = axis or 0
     made, given = use.output.shape, use.tensor.shape
-    # Rows are taken to be on the first axis, where what is the same for all has none or 1;
-    # `Recording` checks the length of that axis.
+    # What is the same for all has no such axis, or 1 there.
     has_room = made.rank is not None and (
-        given.rank < made.rank or (given.rank == made.rank and given[0] == 1)
+        given.rank < made.rank - axis or given[axis - made.rank] == 1
     )
-    is_known = op.type in ELEMENTWISE or (op.type in _FLAGS and op.type != "MatMul")
+    is_known = op.type in ELEMENTWISE
+    if op.type in _FLAGS and op.type != "MatMul":
+        is_known = made.rank is not None and axis < made.rank - 2
     if op.type == "BiasAdd":
         is_known = op.get_attr("data_format") == b"NHWC"
     if not is_known or not has_room:
         raise NotFollowedError(named(op))
-    return _of_broadcast(use), 0
+    return _of_broadcast(use, axis), axis
 
 
-def _of_broadcast(use: Use) -> _OfRows:
+def _of_broadcast(use: Use, axis: int) -> _OfRows:
     """Do it once more, with a copy for each row in place of one for all."""
     op, tensor = use.op, use.tensor
     missing = use.output.shape.rank - tensor.shape.rank
-    lengths = [*[1] * missing, *lengths_of(tensor)][1:]
+    lengths = [*[1] * missing, *lengths_of(tensor)]
+    before, after = lengths[:axis], lengths[axis + 1 :]
 
     def of_rows(g: Tensor) -> Tensor:
-        copies = tf.reshape(tf.cast(tensor, g.dtype), [1, *lengths])
-        copies = tf.broadcast_to(copies, [tf.shape(g)[0], *lengths])
+        copies = tf.reshape(tf.cast(tensor, g.dtype), [*before, 1, *after])
+        copies = tf.broadcast_to(copies, [*before, tf.shape(g)[axis], *after])
         inputs = list(op.inputs)
         inputs[use.place] = copies
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(copies)
             made = again_on(op, inputs, g.dtype)
         found = tape.gradient(made, copies, output_gradients=g)
+        found = Place(axis).rows_first(found)
         return tf.reshape(found, [-1, *lengths_of(tensor)])
 
     return of_rows
 
 
-def _of_einsum(use: Use, rows: int | None) -> tuple[_OfRows, int]:
+def _of_einsum(use: Use, rows: int | None, axis: int | None) -> tuple[_OfRows, int]:
     left, made = use.op.get_attr("equation").decode().split("->")
     labels = left.split(",")
     if len(labels) != 2 or "." in left:
@@ -141,8 +157,10 @@ def _of_einsum(use: Use, rows: int | None) -> tuple[_OfRows, int]:
     x, output = use.op.inputs[1 - use.place], use.output
     row = [
         label
-        for label, length in zip(made, output.shape, strict=True)
-        if length == rows and label in other and label not in own
+        for place, (label, length) in enumerate(zip(made, output.shape, strict=True))
+        if (length == rows if axis is None else place == axis)
+        and label in other
+        and label not in own
     ]
     # Axes that are summed over alone, or diagonals, are not followed.
     if not row or not set(own) <= set(other + made) or len(set(own)) < len(own):
@@ -176,7 +194,7 @@ def _of_copies(use: Use, axis: int | None) -> tuple[_OfRows, int]:
     return of_rows, axis
 
 
-def _met_by_matrix(followed: Followed, use: Use) -> Met:
+def _met_by_matrix(followed: Followed, use: Use, place: Place | None) -> Met:
     """Take factors, where the last axis of rows is multiplied by a matrix."""
     op, variable = use.op, followed.variable
     of_rows, of_matrix = map(op.get_attr, _FLAGS[op.type])
@@ -185,9 +203,13 @@ def _met_by_matrix(followed: Followed, use: Use) -> Met:
     x = op.inputs[0]
     sizes = use.tensor.shape[::-1] if of_matrix else use.tensor.shape
     # Positions that became rows are positions again.
-    if x.op.type == "Reshape" and x.op.inputs[0].shape[-1:] == sizes[:1]:
+    is_flat = x.op.type == "Reshape" and x.op.inputs[0].shape[-1:] == sizes[:1]
+    if is_flat and place is None:
         x = x.op.inputs[0]
     if x.shape.rank is None or not use.tensor.shape.is_fully_defined():
+        raise NotFollowedError(named(op))
+    place = place or ROWS_FIRST
+    if place.axis >= x.shape.rank - 1:
         raise NotFollowedError(named(op))
     line = followed.line_to(use.tensor)
     back: Callable[[Tensor], Term] | None = None
@@ -199,17 +221,18 @@ def _met_by_matrix(followed: Followed, use: Use) -> Met:
         of_matrix = not of_matrix
 
     def terms(g: Tensor) -> list[Term]:
-        g = tf.reshape(g, [*lengths_of(x)[:-1], sizes[1]])
-        factors = (g, x) if of_matrix else (x, g)
+        g = place.rows_first(tf.reshape(g, [*lengths_of(x)[:-1], sizes[1]]))
+        of_rows = place.rows_first(x)
+        factors = (g, of_rows) if of_matrix else (of_rows, g)
         if back is None:
             return [OuterProducts(variable, *factors)]
         left, right = (
-            tf.reshape(tf.cast(each, g.dtype), [tf.shape(x)[0], -1, size])
+            tf.reshape(tf.cast(each, g.dtype), [tf.shape(of_rows)[0], -1, size])
             for each, size in zip(factors, use.tensor.shape, strict=True)
         )
         return [back(tf.matmul(left, right, transpose_a=True))]
 
-    return Met(terms, x, 0)
+    return Met(terms, x, place)
 
 
 def _transposes(op: tf.Operation) -> bool:
@@ -219,13 +242,20 @@ def _transposes(op: tf.Operation) -> bool:
     return order is not None and list(order) == [1, 0]
 
 
-def _met_by_lookup(followed: Followed, use: Use) -> Met:
+def _met_by_lookup(followed: Followed, use: Use, place: Place) -> Met:
     variable, ids = followed.variable, use.op.inputs[1]
     line = followed.line_to(use.tensor)
     is_own = line is not None and all(each.type in AS_IT_IS for each in line)
     if not is_own or not looks_up_rows(use.op):
         raise NotFollowedError(named(use.op))
-    return Met(lambda g: [term_of_lookup(variable, ids, g)], use.output, 0)
+    if ids.shape.rank is None or place.axis >= ids.shape.rank:
+        raise NotFollowedError(named(use.op))
+
+    def terms(g: Tensor) -> list[Term]:
+        of_rows = place.rows_first(ids)
+        return [term_of_lookup(variable, of_rows, place.rows_first(g))]
+
+    return Met(terms, use.output, place)
 
 
 def _has_recorded(tape: tf.GradientTape, tensor: Tensor) -> bool:

@@ -3,6 +3,7 @@
 Which class of layers has which rule is here too, and what a rule is given: a `Call`.
 """
 
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -13,6 +14,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import keras
@@ -24,8 +26,9 @@ from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.elsewhere import Met, met
 from tfdp.rules.moves import Move, Moves
+from tfdp.rules.places import Place, Places
 from tfdp.rules.terms import PerRow, Term
-from tfdp.rules.uses import Free, NotFollowedError, Pass, Use, named
+from tfdp.rules.uses import Followed, Free, NotFollowedError, Pass, Use, named
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
 Rule: TypeAlias = Callable[["Call"], Nest]
@@ -164,6 +167,7 @@ class Recording:
         moves: Moves | None = None,
         *,
         is_of_one_unit: bool = False,
+        places: Places = MappingProxyType({}),
     ) -> None:
         self.tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self.watched: list[Watched] = []
@@ -198,6 +202,9 @@ class Recording:
         self._given_up: list[range] = []
         self._free = Free(self._static_rows)
         self._own_gradients = _OwnGradients()
+        self._places = places
+        # How often each layer has been called, and each variable used, by their paths.
+        self._times: collections.Counter[str] = collections.Counter()
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -273,8 +280,7 @@ class Recording:
                         "A layer must be called on rows. Received: "
                         f"`{path}` ({type(layer).__name__}), called on none."
                     )
-                with self._by_a_rule():
-                    outputs = rule(call)
+                outputs = self._by_rule(call, rule)
                 self._read += map(id, self._of_model(used.watched_variables()))
                 self._check_is_read(path, layer, self._read[read_before:])
             except UnsupportedLayerError as error:
@@ -288,6 +294,45 @@ class Recording:
         self._by_rules.append(range(first, self._made()))
         self._refuse_foreign(used.watched_variables(), own_variables(layer))
         return outputs
+
+    def _by_rule(self, call: "Call", rule: Rule) -> Nest:
+        """Call a layer by its rule, on rows that come one after the other."""
+        place = None
+        if not (self._is_by_rule or self._is_of_one_unit):
+            place = self._place_of(call.path, _tensors((call.args, call.kwargs)))
+        if place is None:
+            with self._by_a_rule():
+                return rule(call)
+        if place.axis:
+            raise UnsupportedLayerError(
+                "A rule takes the leading axis for that of the rows. Received: "
+                f"`{call.path}`, called on rows on axis {place.axis}."
+            )
+
+        def mapped(function: Callable[[Tensor], Tensor], nest: Nest) -> Nest:
+            return keras.tree.map_structure(
+                lambda leaf: function(leaf) if tf.is_tensor(leaf) else leaf, nest
+            )
+
+        args, kwargs = mapped(place.rows_first, (call.args, call.kwargs))
+        call = dataclasses.replace(call, args=args, kwargs=kwargs)
+        with self._by_a_rule(), call.repeated(place.of_row):
+            return mapped(place.put_back, rule(call))
+
+    def _place_of(self, path: str, tensors: list[Tensor]) -> Place | None:
+        """Return where the rows lie in a call, or a use; None if nobody has looked.
+
+        Args:
+            path: Of the layer, or of the variable.
+            tensors: Those that have rows have them in the same place.
+        """
+        where = (path, self._times[path])
+        self._times[path] += 1
+        # Eagerly there is nobody to look.
+        trace = None if self._place[0] else tracing()
+        if trace is not None:
+            trace.note_rows(where, tensors)
+        return self._places.get(where)
 
     def _check_is_read(
         self, path: str, layer: keras.layers.Layer, read: list[int]
@@ -421,24 +466,44 @@ class Recording:
                     f"{_used_elsewhere(variable)} Its layer makes something of it that "
                     f"{named(leak)} uses."
                 )
+        met_rows: list[tuple[Followed, str, list[Place | None]]] = []
         for variable, reason in self._foreign.values():
-            try:
+            with self._following(variable, reason):
                 if trace is not None and trace.reads_alone(variable):
                     raise NotFollowedError("a loss of each example alone")
                 followed = operations.follow(variable)
-                for use in followed.uses:
-                    self._watch_use(variable, use, met(followed, use, self.tape, rows))
-            except NotFollowedError as error:
-                self._refusals.append(
-                    f"{reason} `{variable.path}` is not followed: nothing is known of "
-                    f"{error}."
-                )
+                places = [
+                    self._place_of(variable.path, [use.output]) for use in followed.uses
+                ]
+                met_rows.append((followed, reason, places))
+        # Once all is noted, for those who look where rows lie.
+        for followed, reason, places in met_rows:
+            with self._following(followed.variable, reason):
+                for use, place in zip(followed.uses, places, strict=True):
+                    found = met(followed, use, self.tape, rows, place)
+                    self._watch_use(followed.variable, use, found)
+
+    @contextlib.contextmanager
+    def _following(self, variable: Variable, reason: str) -> Iterator[None]:
+        """Refuse a variable in the end if something of its uses is not known."""
+        try:
+            yield
+        except NotFollowedError as error:
+            self._refusals.append(
+                f"{reason} `{variable.path}` is not followed: nothing is known of {error}."
+            )
 
     def _watch_use(self, variable: Variable, use: Use, found: Met) -> None:
         path, rule = variable.path, use.op.type
-        self._with_rows(path, found.rows, found.axis)
+        place = found.place
+        self._with_rows(path, found.rows, place.axis, place.of_row)
         watched = Watched(
-            path, rule, [use.output], found.terms, 1, must_be_reached=True
+            path,
+            rule,
+            [use.output],
+            found.terms,
+            place.of_row,
+            must_be_reached=True,
         )
         self.watched.append(watched)
 
@@ -489,15 +554,18 @@ class Recording:
         self.watched.append(watched)
         return watched.tensors
 
-    def _with_rows(self, path: str, tensor: Tensor, axis: int = 0) -> Tensor:
+    def _with_rows(
+        self, path: str, tensor: Tensor, axis: int = 0, of_row: int = 1
+    ) -> Tensor:
         """Make sure that the leading axis, or another, holds the rows of the batch."""
         # Norms are taken along it: an axis of something else would be clipped instead.
         if self._is_of_one_unit:
             return tensor
+        of_row *= self.repeats
         leading = tensor.shape[axis] if tensor.shape.rank else 0
         rows = self._static_rows
         if leading is not None:
-            if rows is not None and leading == rows * self.repeats:
+            if rows is not None and leading == rows * of_row:
                 return tensor
             raise UnsupportedLayerError(
                 "The leading axis of what a layer computes must be that of the batch. "
@@ -510,7 +578,7 @@ class Recording:
             shape = tf.shape(tensor, tf.int64)
             numbers = tf.reduce_prod(shape[:axis]) * tf.reduce_prod(shape[axis + 1 :])
         size = tf.size(tensor, tf.int64)
-        self._sizes.append((path, size, self.repeats * numbers))
+        self._sizes.append((path, size, of_row * numbers))
         return tensor
 
     def with_rows_checked(self, tensor: Tensor) -> Tensor:

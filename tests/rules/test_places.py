@@ -1,0 +1,293 @@
+"""Layers that are called on windows or nodes as rows, compared with single rows."""
+
+import dataclasses
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from tests.engine_checks import NAN, OUTLIER, Uphill, check, runner
+from tests.problems.building import floats, sequential
+from tests.problems.problem import problem, register
+from tfdp import _keras
+from tfdp.ascent.losses import Ascent
+from tfdp.checks.engine import choose
+from tfdp.engines.apart import ApartEngine
+from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
+from tfdp.losses.objective import Objective
+from tfdp.rules.places import ROWS_FIRST, Place
+
+pytestmark = pytest.mark.keras_private
+
+
+@register
+class Windows(layers.Layer):
+    """Calls layers on pieces of each row: ``(rows, windows, ...)`` as rows."""
+
+    def __init__(self, *stack, **kwargs):
+        super().__init__(**kwargs)
+        self.stack = list(stack)
+
+    def call(self, x):
+        shape = ops.shape(x)
+        x = ops.reshape(x, (-1, *shape[2:]))
+        for layer in self.stack:
+            x = layer(x)
+        return ops.reshape(x, (-1, shape[1], *x.shape[1:]))
+
+
+@register
+class Nodes(layers.Layer):
+    """Calls layers on ``(nodes, rows, ...)`` as rows, all rows of a node together."""
+
+    def __init__(self, *stack, entries=1, **kwargs):
+        super().__init__(**kwargs)
+        self.stack, self.entries = list(stack), entries
+
+    def call(self, x):
+        nodes, *others = x.shape[1:]
+        x = ops.reshape(x, (-1, nodes // self.entries, self.entries, *others))
+        order = range(2, len(x.shape))
+        x = ops.transpose(x, (1, 0, *order))
+        x = ops.reshape(x, (-1, *others))
+        for layer in self.stack:
+            x = layer(x)
+        x = ops.reshape(x, (nodes // self.entries, -1, self.entries, *x.shape[1:]))
+        x = ops.transpose(x, (1, 0, *range(2, len(x.shape))))
+        return ops.reshape(x, (-1, nodes, *x.shape[3:]))
+
+
+@register
+class NodesFirst(layers.Layer):
+    """Calls layers on ``(nodes, rows, ...)`` as it is."""
+
+    def __init__(self, *stack, **kwargs):
+        super().__init__(**kwargs)
+        self.stack = list(stack)
+
+    def call(self, x):
+        order = (1, 0, *range(2, len(x.shape)))
+        x = ops.transpose(x, order)
+        for layer in self.stack:
+            x = layer(x)
+        return ops.transpose(x, order)
+
+
+@register
+class OwnMatrix(layers.Layer):
+    """A matrix, a bias for each position, and one that is looked up."""
+
+    def build(self, shape):
+        self.matrix = self.add_weight(shape=(shape[-1], 3), name="matrix")
+        self.shift = self.add_weight(shape=(*shape[-2:-1], 3), name="shift")
+        self.table = self.add_weight(shape=(2, 3), name="table")
+
+    def call(self, x):
+        kinds = ops.cast(x[..., 0] > 0, "int32")
+        x = ops.matmul(x, self.matrix) + self.shift
+        return ops.tanh(x + ops.take(self.table, kinds, axis=0))
+
+
+@register
+class OwnEinsum(layers.Layer):
+    """A matrix for each head."""
+
+    def build(self, shape):
+        self.heads = self.add_weight(shape=(2, shape[-1], 2), name="heads")
+
+    def call(self, x):
+        return ops.tanh(ops.einsum("rtd,hdk->rthk", x, self.heads))
+
+
+@register
+class Attention(layers.Layer):
+    """Attention in windows, with a bias for each pair of places, as of Swin."""
+
+    def build(self, shape):
+        self.places, dim = shape[-2:]
+        self.query = layers.Dense(dim)
+        self.query.build(shape)
+        self.table = self.add_weight(shape=(2 * self.places - 1, 1), name="table")
+        place = np.arange(self.places)
+        self.pairs = place[:, None] - place[None, :] + self.places - 1
+
+    def call(self, x):
+        scores = ops.matmul(self.query(x), ops.transpose(x, (0, 2, 1)))
+        bias = ops.take(self.table, self.pairs.ravel(), axis=0)
+        bias = ops.reshape(bias, (1, self.places, self.places))
+        return ops.matmul(ops.softmax(scores + bias), x)
+
+
+def twice():
+    """The same layer on rows and on pieces of them."""
+    shared = layers.Dense(2, "tanh")
+    inputs = keras.Input((4, 2))
+    return keras.Model(
+        inputs, layers.Dense(2)(shared(inputs) + Windows(shared)(inputs))
+    )
+
+
+def masked():
+    """Pieces some of which end early."""
+    inputs = keras.Input((2, 3, 2))
+    masked = ops.where(inputs[..., :1] > -0.5, inputs, 0.0)
+    stack = layers.Masking(), layers.LSTM(2, return_sequences=True), layers.GRU(2)
+    return keras.Model(inputs, Nodes(*stack)(masked))
+
+
+MODELS = {
+    "windows": lambda: sequential(
+        (4, 3),
+        Windows(layers.Dense(3, "tanh"), layers.LayerNormalization(), layers.Dense(2)),
+    ),
+    "windows_of_images": lambda: sequential(
+        (2, 4, 4, 1), Windows(layers.Conv2D(2, 3, activation="tanh"), layers.Flatten())
+    ),
+    "windows_of_positions": lambda: sequential(
+        (2, 3, 2), Windows(OwnMatrix(), OwnEinsum(), layers.Flatten())
+    ),
+    "attention_in_windows": lambda: sequential((2, 3, 2), Windows(Attention())),
+    "nodes": lambda: sequential(
+        (3, 2), Nodes(layers.Dense(3, "tanh"), layers.Dense(2))
+    ),
+    "nodes_of_sequences": masked,
+    "nodes_between": lambda: sequential(
+        (4, 3, 2), Nodes(layers.LSTM(2), layers.Dense(2), entries=2)
+    ),
+    "nodes_by_matrix": lambda: sequential(
+        (4, 3, 2), Nodes(OwnMatrix(), layers.Flatten(), entries=2)
+    ),
+    "nodes_first": lambda: sequential(
+        (4, 3, 2), NodesFirst(layers.Dense(3), OwnMatrix())
+    ),
+    "nodes_of_windows": lambda: sequential(
+        (2, 3, 2),
+        Nodes(layers.TimeDistributed(layers.Dense(2, "tanh")), layers.Dense(1)),
+    ),
+    "twice": twice,
+}
+
+
+def built(name):
+    """Make a model whose layers have the same names each time."""
+    keras.utils.clear_session(free_memory=False)
+    return MODELS[name]()
+
+
+@functools.cache
+def problem_of(name):
+    model = built(name)
+    example = floats(model.input_shape[1:], model.output_shape[1:])
+    return problem(name, functools.partial(built, name), example, "mse")
+
+
+def engine_of(name, ascent=None):
+    """Choose the engine that a model trains with."""
+    problem = problem_of(name)
+    objective = Objective.of(problem.build(), problem.loss(), None)
+    if ascent is not None:
+        step = Ascent(
+            tf.constant(ascent.radius, tf.float64), ascent.mix, ascent.is_exact
+        )
+        objective = dataclasses.replace(objective, ascent=step)
+    return choose("auto", objective, tuple(problem.batch(3)))
+
+
+def names(*quick):
+    """Parametrize by models, of which the quick tests have these."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=[] if name in quick else [pytest.mark.slow])
+            for name in MODELS
+        ],
+    )
+
+
+@names("attention_in_windows", "nodes_of_sequences", "nodes_first", "twice")
+def test_gradients_equal_one_example_at_a_time(name):
+    engine = engine_of(name)
+    assert isinstance(engine, BookkeepingEngine)
+    assert engine.places
+    ghost = GhostEngine(places=engine.places)
+    run = runner(problem_of(name), [engine, ghost])
+    for rows in (OUTLIER, NAN, (0,), ()):
+        check(problem_of(name), run, rows)
+
+
+@names()
+@pytest.mark.parametrize("mode", ["eager", "xla"])
+def test_gradients_are_the_same_eagerly_and_compiled(name, mode):
+    run = runner(problem_of(name), [engine_of(name)], mode)
+    check(problem_of(name), run, OUTLIER)
+
+
+@names("nodes_between")
+def test_units_have_several_rows(name):
+    run = runner(problem_of(name), [engine_of(name)], unit_size=2)
+    check(problem_of(name), run, (0, 5, 3, 4), unit_size=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["windows", "windows_of_images", "nodes", "twice"])
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_units_go_uphill(name, is_exact):
+    ascent = Uphill(0.1, 0.7, is_exact)
+    engine = engine_of(name, ascent)
+    assert isinstance(engine, BookkeepingEngine)
+    run = runner(problem_of(name), [engine], ascent=ascent)
+    check(problem_of(name), run, OUTLIER, ascent=ascent)
+
+
+def test_pieces_of_unknown_number_are_no_rows():
+    """What lies so for one length of a row may lie elsewhere for another."""
+    inputs = keras.Input((None, 3))
+    pieces = Windows(layers.Dense(2))(inputs)
+    model = keras.Model(inputs, layers.GlobalAveragePooling1D()(pieces))
+    data = tf.TensorSpec([None, None, 3]), tf.TensorSpec([None, 2]), None
+    assert choose("auto", Objective.of(model, "mse"), data) == ApartEngine()
+
+
+PLACES = [
+    ROWS_FIRST,
+    Place(0, times=3),
+    Place(0, entries=2),
+    Place(0, times=3, entries=2),
+    Place(1),
+    Place(2, times=2, entries=3),
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_rows_come_first(place, rows):
+    number = np.arange(rows)[None, :, None] * np.ones((place.times, 1, place.entries))
+    lengths = [3, 5]
+    lengths.insert(place.axis, number.size)
+    along = [1] * 3
+    along[place.axis] = number.size
+    tensor = tf.constant(np.broadcast_to(number.reshape(along), lengths))
+    found = place.rows_first(tensor)
+    expected = np.repeat(np.arange(rows), place.of_row)[:, None, None]
+    np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
+    assert found.shape == (rows * place.of_row, 3, 5)
+
+
+@pytest.mark.parametrize("place", [each for each in PLACES if each.axis == 0])
+def test_rows_are_put_back(place):
+    tensor = tf.reshape(tf.range(4 * place.of_row * 2), [-1, 2])
+    found = place.put_back(place.rows_first(tensor))
+    np.testing.assert_array_equal(found, tensor)
+
+
+def test_masks_come_with_their_rows():
+    inputs = tf.reshape(tf.range(12), [6, 2])
+    masked = _keras.with_mask(inputs, inputs > 3)
+    place = Place(times=3)
+    found = place.rows_first(masked)
+    np.testing.assert_array_equal(_keras.keras_mask(found), found > 3)
+    back = place.put_back(found)
+    np.testing.assert_array_equal(_keras.keras_mask(back), inputs > 3)

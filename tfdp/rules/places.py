@@ -1,0 +1,79 @@
+"""Where the rows of a batch lie in a tensor, which is not always on the first axis."""
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+import tensorflow as tf
+
+from tfdp import _keras
+from tfdp._types import Tensor
+
+
+class Place(NamedTuple):
+    """Where rows lie: of shape ``(..., times * rows * entries, ...)`` is a tensor.
+
+    Attributes:
+        axis: On which axis.
+        times: How often all rows come one after the other, as where nodes became rows:
+            ``(nodes, rows, ...)`` -> ``(nodes * rows, ...)``.
+        entries: How many consecutive entries each has, as where windows became rows:
+            ``(rows, windows, ...)`` -> ``(rows * windows, ...)``.
+    """
+
+    axis: int = 0
+    times: int = 1
+    entries: int = 1
+
+    @property
+    def of_row(self) -> int:
+        """How many entries each row has on the axis."""
+        return self.times * self.entries
+
+    def rows_first(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with the rows on the first axis, all entries of each together.
+
+        Args:
+            tensor: Whose rows lie in this place, as do those of its mask.
+
+        Returns:
+            Shape ``(rows * of_row, ...)``, the other axes in their order.
+        """
+        if self.axis:
+            others = [n for n in range(tensor.shape.rank) if n != self.axis]
+            return self._swapped(tf.transpose(tensor, [self.axis, *others]), "times")
+        return self._with_mask(tensor, "times")
+
+    def put_back(self, tensor: Tensor) -> Tensor:
+        """Undo `rows_first`, for rows that lie on the first axis in any case."""
+        return self._with_mask(tensor, "rows")
+
+    def _with_mask(self, tensor: Tensor, outer: str) -> Tensor:
+        swapped, mask = self._swapped(tensor, outer), _keras.keras_mask(tensor)
+        if mask is None or swapped is tensor:
+            return swapped
+        return _keras.with_mask(swapped, self._swapped(mask, outer))
+
+    def _swapped(self, tensor: Tensor, outer: str) -> Tensor:
+        """Let what is outermost on the first axis, rows or times, be next to it."""
+        if self.times == 1:
+            return tensor
+        others = [
+            tf.shape(tensor)[axis] if length is None else length
+            for axis, length in enumerate(tensor.shape)
+        ][1:]
+        both = [self.times, -1] if outer == "times" else [-1, self.times]
+        parts = tf.reshape(tensor, [*both, self.entries, *others])
+        order = [1, 0, *range(2, parts.shape.rank)]
+        return tf.ensure_shape(
+            tf.reshape(tf.transpose(parts, order), [-1, *others]), tensor.shape
+        )
+
+
+ROWS_FIRST = Place()
+
+# Which call of a layer, or use of a variable: a path, and the how many-th of it.
+Where: TypeAlias = tuple[str, int]
+
+# Places of rows that are elsewhere than on the first axis, in what a layer is called on
+# and in what an operation makes of a variable.
+Places: TypeAlias = Mapping[Where, Place]
