@@ -234,7 +234,7 @@ ENTRIES = [
     Entry("sparse_autoencoder", sparse_autoencoder, IMAGES, "mse", "bookkeeping"),
     Entry("diffusion", diffusion, IMAGES, None, "bookkeeping"),
     Entry("vq_vae", vq_vae, IMAGES, None, "bookkeeping"),
-    Entry("vq_vae_of_layers", vq_vae_of_layers, IMAGES, "mse", "apart"),
+    Entry("vq_vae_of_layers", vq_vae_of_layers, IMAGES, "mse", "bookkeeping"),
     Entry("flow", flow, images(2, classes=None), None, "bookkeeping"),
     Entry("monte_carlo_dropout", monte_carlo_dropout, numbers(6), "mse", "bookkeeping"),
 ]

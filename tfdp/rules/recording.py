@@ -472,6 +472,7 @@ class Recording:
                 if trace is not None and trace.reads_alone(variable):
                     raise NotFollowedError("a loss of each example alone")
                 followed = operations.follow(variable)
+                followed.uses[:] = filter(operations.matters, followed.uses)
                 places = [
                     self._place_of(variable.path, [use.output]) for use in followed.uses
                 ]

@@ -205,6 +205,19 @@ class Pass:
                 stack += [each for each in op.outputs if each.dtype.is_floating]
         return followed
 
+    def matters(self, use: Use) -> bool:
+        """Tell whether a gradient may come back to a use: none does from an `argmin`."""
+        stack, seen = [use.output], {use.op.name}
+        while stack:
+            tensor = stack.pop()
+            if not tensor.consumers():
+                return True  # It may be the losses.
+            for op in self._consumers(tensor):
+                if op.name not in seen:
+                    seen.add(op.name)
+                    stack += [each for each in op.outputs if each.dtype.is_floating]
+        return False
+
     def leak_of(self, variable: Variable) -> tf.Operation | None:
         """Find what uses, outside of a call, what the call's rule makes of a variable.
 
