@@ -9,7 +9,7 @@ from keras import layers
 import tfdp
 from tests.zoo.entry import engine_of
 from tfdp.checks.engine import choose
-from tfdp.engines import ApartEngine
+from tfdp.engines import BookkeepingEngine
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Objective
 
@@ -117,9 +117,17 @@ def test_a_table_trains_by_book_keeping():
 
 
 @pytest.mark.slow
-def test_words_of_a_text_are_taken_row_by_row():
-    """Nobody knows beforehand how many there are, in all rows together."""
-    check(sentences(), "apart")
+def test_words_of_a_text_train_by_book_keeping():
+    check(sentences(), "bookkeeping")
+
+
+@pytest.mark.slow
+def test_texts_as_long_as_the_longest_are_taken_row_by_row():
+    """How many positions a mean is taken over is up to the other rows otherwise."""
+    text = keras.Input((), name="text", dtype="string")
+    ids = layers.TextVectorization(vocabulary=WORDS)(text)
+    mean = layers.GlobalAveragePooling1D()(layers.Embedding(9, 2)(ids))
+    check([(text, mean)], "apart")
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -161,7 +169,7 @@ def chosen(model):
 
 def test_words_that_are_counted_are_not_refused():
     count = layers.TextVectorization(vocabulary=WORDS, output_mode="count")
-    assert chosen(text_model(count)) == ApartEngine()
+    assert chosen(text_model(count)) == BookkeepingEngine()
 
 
 @pytest.mark.parametrize(

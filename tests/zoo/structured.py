@@ -245,7 +245,7 @@ ENTRIES = [
     Entry("gated_residual", gated_residual, table, YES_OR_NO, "bookkeeping"),
     Entry("decision_forest", decision_forest, features, CLASSES, "bookkeeping"),
     Entry("preprocessing", preprocessing, table, YES_OR_NO, "bookkeeping", True),
-    Entry("crossed_features", crossed_features, table, YES_OR_NO, "apart"),
+    Entry("crossed_features", crossed_features, table, YES_OR_NO, "bookkeeping"),
     Entry("multi_hot", multi_hot, answers, CLASSES, "bookkeeping"),
     Entry("recommender", recommender, ratings, "mse", "bookkeeping"),
     Entry("imbalanced", imbalanced, numbers(6), "huber", "bookkeeping"),

@@ -220,5 +220,5 @@ ENTRIES = [
     ),
     Entry("fourier", fourier, WORDS, CLASSES, "bookkeeping"),
     Entry("text_cnn", text_cnn, OPINIONS, YES_OR_NO, "bookkeeping"),
-    Entry("raw_text", raw_text, raw_sentences, CLASSES, "apart"),
+    Entry("raw_text", raw_text, raw_sentences, CLASSES, "bookkeeping"),
 ]

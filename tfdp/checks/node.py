@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp._types import Array, Tensor
-from tfdp.checks.sizes import Length, Lengths, Size, is_fixed, product
+from tfdp.checks.sizes import UNKNOWN, Length, Lengths, Size, is_fixed, product
 from tfdp.checks.values import (
     PLAIN,
     WITHIN,
@@ -58,6 +58,8 @@ class Node:
 
     def of_rows(self, layout: Layout) -> Length:
         """Return the length of an axis along which rows lie."""
+        if layout.words:
+            return UNKNOWN
         block = layout.times * layout.entries
         return Size(block) if self.rows is None else block * self.rows
 

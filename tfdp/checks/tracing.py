@@ -530,7 +530,8 @@ def _place_of(values: list[Value]) -> Place | None:
     if len(places) != 1 or (is_mixed and any(place.times > 1 for place in places)):
         return None
     (place,) = places
-    return place if place.axis != WITHIN else None
+    is_known = place.axis != WITHIN and not any(each.layout.words for each in values)
+    return place if is_known else None
 
 
 def _given(spec: tf.TensorSpec, rows: int | None, views: int, length: int) -> Value:

@@ -53,11 +53,14 @@ class Layout(NamedTuple):
         entries: How many consecutive entries each has.
         is_alike: Whether all entries along the axis are equal, as zeros are: rows lie in
             them in whatever way they lie in other tensors.
+        words: Name of the operation that has cut texts into words. Then each row has
+            any number of entries.
     """
 
     times: int = 1
     entries: int = 1
     is_alike: bool = False
+    words: str = ""
 
 
 PLAIN = Layout()

@@ -14,3 +14,4 @@ from tfdp.checks.operations import parts as parts
 from tfdp.checks.operations import shapes as shapes
 from tfdp.checks.operations import slices as slices
 from tfdp.checks.operations import spaces as spaces
+from tfdp.checks.operations import words as words

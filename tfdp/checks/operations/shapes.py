@@ -65,7 +65,7 @@ def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
     if value.axis is None:
         return node.free(lengths, causes)
     # Flat, the entries are: before, times, rows, entries, after.
-    times, entries, _ = value.layout
+    times, entries = value.layout.times, value.layout.entries
     own = value.lengths or ()
     ahead = known_product([*own[: value.axis], times])
     behind = known_product([*own[value.axis + 1 :], entries])

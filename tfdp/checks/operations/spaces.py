@@ -54,7 +54,7 @@ def _space_and_batch(node: Node) -> Value:
     number = math.prod(int(n) for n in known(block.numbers).ravel())
     if value.axis is None:
         return node.free()
-    times, entries, _ = value.layout
+    times, entries = value.layout.times, value.layout.entries
     is_into_batch = node.op.type == "SpaceToBatchND"
     if value.axis != 0 or (times % number and not is_into_batch):
         return node.mixed("takes the rows for a space")

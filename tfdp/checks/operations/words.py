@@ -1,0 +1,206 @@
+"""Texts that are cut into words, of which each row has any number; crossed columns too.
+
+What is made of single words keeps the name of the operation that has cut them. Where they
+become rows again, it is looked up that the numbers of the rows come from there as well.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import tensorflow as tf
+
+from tfdp._types import Tensor
+from tfdp.checks.node import ANY, Node, rule
+from tfdp.checks.sizes import UNKNOWN
+from tfdp.checks.values import (
+    PLAIN,
+    Cause,
+    Layout,
+    Value,
+    causes_of,
+    have_rows,
+    known,
+)
+
+# What hands numbers on, one after the other.
+_PASSED_ON = ("Identity", "Cast", "Reshape")
+# Narrower ones would wrap around.
+_WIDE = (tf.int32, tf.int64)
+
+
+@rule("StringSplitV2")
+def _cut(node: Node) -> Value:
+    return _words(node, node.inputs[:1])
+
+
+@rule("SparseCross", rows_in=ANY)
+def _crossed(node: Node) -> Value:
+    # Dense columns alone: those of sparse ones come with numbers of rows.
+    return _words(node, [] if node.attr("N") else node.inputs)
+
+
+def _words(node: Node, texts: Sequence[Value]) -> Value:
+    """Describe what an operation cuts: numbers of rows and words, words, and a shape."""
+    are_rows = bool(texts) and all(each[:2] == (0, PLAIN) for each in texts)
+    if node.number != 1 or not are_rows:
+        return node.unknown()
+    return _named(node, node.causes)
+
+
+def _named(node: Node, causes: frozenset[Cause]) -> Value:
+    value = node.unknown()
+    # A function may be called twice, and its names would stand for two cuts.
+    if node.outer is not node.op:
+        return value
+    # Until they are rows again, nobody knows what becomes of them.
+    causes |= value.causes - node.causes
+    return Value(0, Layout(words=node.op.name), (UNKNOWN,), causes=causes)
+
+
+@rule("StringNGrams", rows_in=ANY)
+def _n_grams(node: Node) -> Value:
+    words = node.inputs[0]
+    cut = _cut_of(node, words)
+    if node.number or cut is None or not _splits_rows(node.op.inputs[1], cut):
+        return node.unknown()
+    return _named(node, _known_of(words.causes, cut))
+
+
+@rule("RaggedTensorToTensor", rows_in=ANY)
+def _padded(node: Node) -> Value:
+    shape, words, default, *_ = node.inputs
+    cut = _cut_of(node, words)
+    parts = list(node.op.inputs[3:])
+    kinds = [bytes(kind) for kind in node.attr("row_partition_types")]
+    are_rows = False
+    if cut is not None and kinds == [b"FIRST_DIM_SIZE", b"VALUE_ROWIDS"]:
+        are_rows = _counts(parts[0], cut) and _numbers_rows(parts[1], cut)
+    elif cut is not None and kinds == [b"ROW_SPLITS"]:
+        are_rows = _splits_rows(parts[0], cut)
+    if cut is None or not are_rows:
+        return node.unknown()
+    # A scalar -1 stands for nothing but such.
+    rows, *lengths = map(int, known(shape.numbers).ravel())
+    if not lengths or -1 in lengths:
+        return node.mixed("makes each row as long as the longest", is_certain=False)
+    if rows != -1 or have_rows([default]):
+        return node.unknown()
+    return _rows_again(node, [shape, words, default], cut, lengths)
+
+
+@rule("RaggedBincount", rows_in=ANY)
+def _counted(node: Node) -> Value:
+    _, words, size, weights = node.inputs
+    cut = _cut_of(node, words)
+    is_weighed = weights.lengths != (0,)
+    if cut is None or not _splits_rows(node.op.inputs[0], cut):
+        return node.unknown()
+    if is_weighed and weights[:2] != words[:2]:
+        return node.unknown()
+    number = int(known(size.numbers).item())
+    return _rows_again(node, [words, size, weights], cut, [number])
+
+
+@rule("SparseToDense", rows_in=ANY)
+def _dense(node: Node) -> Value:
+    _, _, words, default = node.inputs
+    cut = _cut_of(node, words)
+    places, shape, *_ = node.op.inputs
+    # Of crossed columns each row has as many: a text would be as long as the longest.
+    if cut is None or cut.type != "SparseCross" or have_rows([default]):
+        return node.unknown()
+    if not (_is_output(places, cut, 0) and _is_output(shape, cut, 2)):
+        return node.unknown()
+    return _rows_again(node, [words, default], cut, [None])
+
+
+def _cut_of(node: Node, words: Value) -> tf.Operation | None:
+    """Return what has cut the words, if they come from one operation, of this graph."""
+    if words.axis != 0 or not words.layout.words or node.outer is not node.op:
+        return None
+    return node.op.graph.get_operation_by_name(words.layout.words)
+
+
+def _rows_again(
+    node: Node, values: list[Value], cut: tf.Operation, lengths: Iterable[int | None]
+) -> Value:
+    causes = _known_of(causes_of(values), cut)
+    return node.like(Value(0, PLAIN, (None, *lengths)), causes)
+
+
+def _known_of(causes: frozenset[Cause], cut: tf.Operation) -> frozenset[Cause]:
+    """Leave out that nobody knew what would become of the words."""
+    return frozenset(each for each in causes if each.op.name != cut.name)
+
+
+def _through(tensor: Tensor) -> Tensor:
+    while tensor.op.type in _PASSED_ON and tensor.dtype in _WIDE:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _is_output(tensor: Tensor, cut: tf.Operation, number: int) -> bool:
+    is_of_cut: bool = tensor.op.name == cut.name
+    return is_of_cut and tensor.value_index == number
+
+
+def _numbers_rows(tensor: Tensor, cut: tf.Operation) -> bool:
+    """Tell whether a tensor has the number of its row for each word."""
+    op = _through(tensor).op
+    if op.type != "StridedSlice" or not _is_output(op.inputs[0], cut, 0):
+        return False
+    begin = tf.get_static_value(op.inputs[1])
+    # `[:, 0]`
+    is_column = begin is not None and list(begin) == [0, 0]
+    masks = {"begin_mask": 1, "end_mask": 1, "shrink_axis_mask": 2}
+    masks |= {"ellipsis_mask": 0, "new_axis_mask": 0}
+    step = tf.get_static_value(op.inputs[3])
+    return (
+        is_column
+        and step is not None
+        and list(step) == [1, 1]
+        and all(op.get_attr(name) == mask for name, mask in masks.items())
+    )
+
+
+def _counts(tensor: Tensor, cut: tf.Operation) -> bool:
+    """Tell whether a number is that of the rows."""
+    op = _through(tensor).op
+    if op.type == "Minimum":
+        # At most n of at least n.
+        pairs = [(0, 1), (1, 0)]
+        return any(
+            _counts(op.inputs[one], cut)
+            and op.inputs[other].op.type == "Maximum"
+            and any(_counts(each, cut) for each in op.inputs[other].op.inputs)
+            for one, other in pairs
+        )
+    if op.type != "StridedSlice" or not _is_output(op.inputs[0], cut, 2):
+        return False
+    begin = tf.get_static_value(op.inputs[1])
+    return (
+        begin is not None
+        and list(begin) == [0]
+        and op.get_attr("shrink_axis_mask") == 1
+    )
+
+
+def _splits_rows(tensor: Tensor, cut: tf.Operation) -> bool:
+    """Tell whether numbers say where the words of each row begin and end."""
+    if cut.type == "StringNGrams":
+        return _is_output(_through(tensor), cut, 1)
+    both = _through(tensor).op
+    if both.type != "ConcatV2" or len(both.inputs) != 3:
+        return False
+    start = tf.get_static_value(both.inputs[0])
+    ends = _through(both.inputs[1]).op
+    if start is None or list(start.ravel()) != [0] or ends.type != "Cumsum":
+        return False
+    lengths = _through(ends.inputs[0]).op
+    return (
+        not (ends.get_attr("exclusive") or ends.get_attr("reverse"))
+        and lengths.type == "DenseBincount"
+        and not lengths.get_attr("binary_output")
+        and lengths.inputs[2].shape == [0]
+        and _numbers_rows(lengths.inputs[0], cut)
+        and _counts(lengths.inputs[1], cut)
+    )
