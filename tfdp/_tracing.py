@@ -35,6 +35,9 @@ class Tracing(Protocol):
     def note_rows(self, where: tuple[str, int], tensors: list[Tensor]) -> None:
         """Note tensors of which is to be known where their rows lie."""
 
+    def note_split(self) -> None:
+        """Note that a loss is asked for all rows, and taken apart."""
+
     def note_read(self, tensors: list[Tensor]) -> None:
         """Note what an engine has made up to now, of which its norms and sums are."""
 

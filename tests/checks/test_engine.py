@@ -21,7 +21,6 @@ from tests.reference import assert_all_close, clipped_sum, problem_gradients
 from tfdp import engines, rules
 from tfdp.ascent.losses import Ascent
 from tfdp.checks.engine import check_objective, choose
-from tfdp.engines.apart import ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses.objective import Objective
@@ -496,15 +495,13 @@ def test_errors_of_a_model_stay_what_they_are():
         choose("auto", Objective.of(model, "mse"), (x, x[..., :1], None))
 
 
-def test_a_loss_that_uses_weights_is_of_each_unit_by_itself():
+def test_a_weight_that_a_loss_of_all_rows_uses_is_followed():
     model = OwnLoss()
     x, y = np.ones((ROWS, 3), "float32"), np.ones((ROWS, 2), "float32")
     model(x)
     model.compile()
     objective = Objective.of_compute_loss(model)
-    with pytest.raises(UnsupportedLayerError, match="dense/kernel"):
-        choose("bookkeeping", objective, (x, y, None))
-    assert choose("auto", objective, (x, y, None)) == ApartEngine()
+    assert choose("auto", objective, (x, y, None)) == BookkeepingEngine()
 
 
 @pytest.mark.slow

@@ -124,10 +124,13 @@ def _proven(
     """
     traced: list[TracedPass] = []
     problems: list[Problem] = []
+    traces = [Trace(objective.model) for _ in sizes]
     try:
-        for rows in sizes:
+        for trace, rows in zip(traces, sizes, strict=True):
             whole = traced if passes is not None and rows is None else None
-            problems += _problems_of_pass(engine, objective, data, rows, whole)
+            problems += _problems_of_pass(
+                engine, objective, data, rows, whole, trace=trace
+            )
         failure = UnsupportedLayerError(str(problems[0])) if problems else None
     except UnsupportedLayerError as error:
         failure = error
@@ -137,11 +140,16 @@ def _proven(
         return engine
     # Uphill, gradients are joined with all else before they are looked at.
     is_of_gradients = all(each.is_of_gradients for each in problems)
+    other = None
     if is_of_gradients or objective.ascent is not None:
-        knowing = _knowing_places(engine, objective, data)
-        if knowing is not None:
-            return _proven(knowing, objective, data, sizes, passes)
-    raise failure
+        other = _knowing_places(engine, objective, data)
+    has_split = any(trace.has_split for trace in traces)
+    if other is None and has_split and isinstance(engine, engines.BookkeepingEngine):
+        # Of each row alone a loss needs no proof.
+        other = dataclasses.replace(engine, splits_losses=False)
+    if other is None:
+        raise failure
+    return _proven(other, objective, data, sizes, passes)
 
 
 def _knowing_places(
@@ -159,10 +167,17 @@ def _knowing_places(
         batch = Batch(x, y, sample_weight, is_padding)
         with _seeds.secret_seeds(objective.model):
             try:
-                return RecordedForward(traced, batch, 1, norms=engine.norms).losses
+                forward = RecordedForward(
+                    traced,
+                    batch,
+                    1,
+                    norms=engine.norms,
+                    splits_losses=engine.splits_losses,
+                )
             # What could not be recorded then may be with what is noted.
             except UnsupportedLayerError:
                 return is_padding
+            return forward.losses
 
     padding = tf.TensorSpec([None], tf.bool)
     places = tuple(trace.places(run, (*signature_of(data, None), padding)).items())
@@ -242,7 +257,8 @@ def check_objective(
     """
     counting: dict[Problem, None] = {}
     for rows in sizes:
-        trace, found = _followed(objective, data, rows, _losses)
+        trace = Trace(objective.model)
+        found = _followed(objective, data, rows, _losses, trace)
         problems = layer_problems(objective.model, trace, found)
         raise_if(objective.model, [each for each in problems if each.is_certain])
         of_losses = loss_problems(found)
@@ -268,14 +284,16 @@ def _problems_of_pass(
     data: Nest,
     rows: int | None,
     passes: list[TracedPass] | None = None,
+    *,
+    trace: Trace,
 ) -> list[Problem]:
     """Follow the rows through all that an engine reads."""
     if passes is not None and engine.notes_what_it_reads:
-        trace, found, function = _followed_whole(engine, objective, data, rows)
+        found, function = _followed_whole(engine, objective, data, rows, trace)
         if function is not None:
             passes.append(TracedPass(engine, objective, function))
     else:
-        trace, found = _followed(objective, data, rows, engine.read)
+        found = _followed(objective, data, rows, engine.read, trace)
     problems = layer_problems(objective.model, trace, found) + loss_problems(found)
     if found:
         # What comes first in the graph is to blame for what follows.
@@ -290,9 +308,9 @@ def _followed(
     data: Nest,
     rows: int | None,
     read: Callable[[Objective, Batch], Nest],
-) -> tuple[Trace, list[Found]]:
+    trace: Trace,
+) -> list[Found]:
     """Follow the rows of batches like these, through losses that are known as such."""
-    trace = Trace(objective.model)
     traced = _with_known_losses(objective, trace)
 
     def run(x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor) -> Nest:
@@ -300,17 +318,20 @@ def _followed(
             return read(traced, Batch(x, y, sample_weight, is_padding))
 
     padding = tf.TensorSpec([rows], tf.bool)
-    return trace, trace.found(run, (*signature_of(data, rows), padding), rows)
+    return trace.found(run, (*signature_of(data, rows), padding), rows)
 
 
 def _followed_whole(
-    engine: engines.Engine, objective: Objective, data: Nest, rows: int | None
-) -> tuple[Trace, list[Found], Callable[..., Clipped] | None]:
+    engine: engines.Engine,
+    objective: Objective,
+    data: Nest,
+    rows: int | None,
+    trace: Trace,
+) -> tuple[list[Found], Callable[..., Clipped] | None]:
     """Follow the rows through the very graph that the engine will run."""
-    trace = Trace(objective.model)
     traced = _with_known_losses(objective, trace)
     run, signature = _whole_pass(engine, traced, data, rows)
-    return trace, *trace.found_in_pass(run, signature, rows)
+    return trace.found_in_pass(run, signature, rows)
 
 
 def _whole_pass(

@@ -94,6 +94,7 @@ class Trace:
         training: `id`s of the layers that were called with ``training=True``.
         adding_losses: `id`s of the layers that called `add_loss`.
         stateful: `id`s of recurrent layers that keep their states for the next batch.
+        has_split: Whether a loss is asked for all rows, and taken apart.
     """
 
     def __init__(self, model: keras.Model | None) -> None:
@@ -102,6 +103,7 @@ class Trace:
         self.training: set[int] = set()
         self.adding_losses: set[int] = set()
         self.stateful: set[int] = set()
+        self.has_split = False
         self._model = model
         # Where the operations of each call are: graph, first, past the last, layer.
         self._calls: list[tuple[tf.Graph, int, int, Owner]] = []
@@ -200,6 +202,10 @@ class Trace:
     def note_rows(self, where: Where, tensors: list[Tensor]) -> None:
         """Note tensors of which is to be known where their rows lie."""
         self._noted[where] = tensors
+
+    def note_split(self) -> None:
+        """Note that a loss is asked for all rows, and taken apart."""
+        self.has_split = True
 
     def note_read(self, tensors: list[Tensor]) -> None:
         """Note what an engine has made up to now, of which its norms and sums are."""

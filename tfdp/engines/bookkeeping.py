@@ -46,6 +46,8 @@ class BookkeepingEngine(Engine):
             layer, or `"auto"`, for each layer what its shapes make cheapest.
         places: Where rows lie otherwise than on the first axis, by the calls of layers
             and the uses of variables; found when rows are proven to stay apart.
+        splits_losses: Whether losses that are made of all rows are taken apart, in place
+            of asking for each row alone.
 
     References:
         .. [1] Bu et al., "Differentially Private Optimization on Large Model at Small
@@ -56,6 +58,7 @@ class BookkeepingEngine(Engine):
 
     norms: str = "auto"
     places: tuple[tuple[Where, Place], ...] = ()
+    splits_losses: bool = True
     name = "bookkeeping"
     notes_what_it_reads = True
 
@@ -99,6 +102,7 @@ class BookkeepingEngine(Engine):
             rows_per_unit,
             norms=self.norms,
             places=dict(self.places),
+            splits_losses=self.splits_losses,
         )
 
     def _norms_and_terms(
@@ -160,6 +164,7 @@ class RecordedForward:
         norms: How norms are computed; see `BookkeepingEngine`.
         is_of_one_unit: Whether the batch is one unit; see `Recording`.
         places: See `Recording`.
+        splits_losses: See `Objective.forward`.
 
     Attributes:
         units: How the rows are grouped.
@@ -180,6 +185,7 @@ class RecordedForward:
         norms: str,
         is_of_one_unit: bool = False,
         places: Places = MappingProxyType({}),
+        splits_losses: bool = False,
     ) -> None:
         rows = number_of_rows(batch.is_padding)
         known = rows_per_unit if isinstance(rows_per_unit, int) else None
@@ -201,7 +207,12 @@ class RecordedForward:
             # Both passes draw the same masks.
             with states_put_back(objective.model):
                 self._here = RecordedForward(
-                    plain, batch, rows_per_unit, norms=norms, places=places
+                    plain,
+                    batch,
+                    rows_per_unit,
+                    norms=norms,
+                    places=places,
+                    splits_losses=splits_losses,
                 )
             if tf.executing_eagerly() or tracing() is None:
                 bounds = self._here.squares_and_terms(keeps=True)
@@ -222,7 +233,7 @@ class RecordedForward:
             )
             entered.enter_context(self._recording.observing())
             self.y_pred, self.losses = objective.forward(
-                batch, is_of_one_unit=is_of_one_unit
+                batch, is_of_one_unit=is_of_one_unit, splits_losses=splits_losses
             )
         if self._here is not None:
             # Metrics are those of the model, not of weights uphill from it.

@@ -163,6 +163,24 @@ def _part_of_rows(added: _Added, rows: int | Tensor, inputs: Nest) -> Tensor:
         ) from error
 
 
+def parts_of_rows(loss: Tensor, rows: Tensor, inputs: Nest) -> Tensor | None:
+    """Return what each row has of a loss that was made of all in a graph.
+
+    Args:
+        loss: Their sum or their mean.
+        rows: How many there are, which is not static.
+        inputs: What the loss was made of, with the rows on the leading axes.
+
+    Returns:
+        Shape ``(N,)``; None if the loss is made in another way. Whether each entry depends
+        on its row alone remains to be proven.
+    """
+    try:
+        return _RowsOf(rows, inputs, takes_lengths=True).of(loss)
+    except _NotOfRowsError:
+        return None
+
+
 class _NotOfRowsError(Exception):
     """A loss is not made of a part for each row."""
 
@@ -174,13 +192,21 @@ class _RowsOf:
         rows: How many there are.
         inputs: What a model made the loss of.
         is_divided: Whether Keras divides it by the length of the leading axis.
+        takes_lengths: Whether it may be divided by a number of rows. Where that is static
+            for some of the graph it could not be told from other numbers.
     """
 
     def __init__(
-        self, rows: int | Tensor, inputs: Nest, *, is_divided: bool = False
+        self,
+        rows: int | Tensor,
+        inputs: Nest,
+        *,
+        is_divided: bool = False,
+        takes_lengths: bool = False,
     ) -> None:
         self._rows = rows
         self._is_divided = is_divided
+        self._takes_lengths = takes_lengths
         self._is_free = {
             each.op.name: False
             for each in _tree.tensors(inputs)
@@ -216,13 +242,16 @@ class _RowsOf:
         """Return the parts of what an operation makes, a scalar."""
         inputs = list(op.inputs)
         if op.type in _REDUCTIONS:
-            if inputs[0].shape.rank == 0:
-                return self.of(inputs[0])
-            return self._reduced(inputs[0], _REDUCTIONS[op.type])
+            values, reduce = inputs[0], _REDUCTIONS[op.type]
+            if values.shape.rank == 0:
+                return self.of(values)
+            if values.op.type == "Pack" and values.shape.rank == 1:
+                return reduce(tf.stack(list(map(self.of, values.op.inputs)), 1), axis=1)
+            return self._reduced(values, reduce)
         if op.type == "Mul" and self._free(inputs[0]):
             inputs.reverse()
-        if op.type in _PRODUCTS and self._free(inputs[1]):
-            return _PRODUCTS[op.type](self.of(inputs[0]), inputs[1])
+        if op.type in _PRODUCTS:
+            return _PRODUCTS[op.type](self.of(inputs[0]), self._of_one_row(inputs[1]))
         if op.type in _LINEAR:
             return _LINEAR[op.type](*map(self.of, inputs))
         if op.type == "Cast":
@@ -247,6 +276,31 @@ class _RowsOf:
         if self._is_divided:
             of_rows /= tf.cast(tf.shape(parts)[1], of_rows.dtype)
         return of_rows
+
+    def _of_one_row(self, number: Tensor) -> Tensor:
+        """Return what a number that is made of lengths, and of no data, is for one row."""
+        if self._free(number):
+            return number
+        op = number.op
+        inputs = list(op.inputs)
+        if not self._takes_lengths:
+            raise _NotOfRowsError(f"is divided by what operation {op.type} makes")
+        has_rows = bool(inputs[0].shape.rank) and inputs[0].shape[0] is None
+        if op.type in {"Shape", "Size"} and has_rows:
+            # That the first is a multiple of the rows' is for the proof.
+            lengths = tf.shape(inputs[0], op.outputs[0].dtype)
+            of_row = lengths[:1] // tf.cast(tf.maximum(self._rows, 1), lengths.dtype)
+            lengths = tf.concat([of_row, lengths[1:]], 0)
+            return lengths if op.type == "Shape" else tf.reduce_prod(lengths)
+        if op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") == 1:
+            # An entry of a shape.
+            place = tf.get_static_value(inputs[1])
+            if inputs[0].shape.rank == 1 and place is not None:
+                return self._of_one_row(inputs[0])[int(place[0])]
+        if op.type not in _OF_LENGTHS:
+            raise _NotOfRowsError(f"is divided by what operation {op.type} makes")
+        made = _OF_LENGTHS[op.type](*map(self._of_one_row, inputs))
+        return tf.cast(made, op.outputs[0].dtype)
 
     def _free(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is made of constants and variables, and no data."""
@@ -287,6 +341,16 @@ _LINEAR: dict[str, Callable[..., Tensor]] = {
     "Neg": tf.negative,
     "Identity": tf.identity,
     "StopGradient": tf.stop_gradient,
+}
+
+
+# What numbers are made of lengths by.
+_OF_LENGTHS: dict[str, Callable[..., Tensor]] = {
+    "Cast": tf.identity,
+    "Identity": tf.identity,
+    "Mul": tf.multiply,
+    "Pack": lambda *parts: tf.stack(parts),
+    "Prod": tf.reduce_prod,
 }
 
 

@@ -1,22 +1,29 @@
 """What an engine differentiates: a model, its losses per example, its variables."""
 
 import contextlib
+import contextvars
 import dataclasses
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 import keras
 import tensorflow as tf
 
 from tfdp import _keras, _tree
-from tfdp._tracing import tracing
+from tfdp._tracing import NotInGraphError, tracing
 from tfdp._types import Loss, Nest, Padded, Tensor, Variable
 from tfdp._views_per_example import views_per_example
 from tfdp.ascent.losses import Ascent
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
-from tfdp.losses.added import AddedLosses, Predicted, added_now, adding
+from tfdp.losses.added import (
+    AddedLosses,
+    Predicted,
+    added_now,
+    adding,
+    parts_of_rows,
+)
 
 # A public constant. The loss of one example is not divided by the batch size, so
 # it needs less scaling than the mean of a batch does.
@@ -186,7 +193,12 @@ class Objective:
             return _keras.run_model(self.model, x, training=self.training)
 
     def forward(
-        self, batch: Batch, *, is_of_one_unit: bool = False, skips_unknown: bool = False
+        self,
+        batch: Batch,
+        *,
+        is_of_one_unit: bool = False,
+        skips_unknown: bool = False,
+        splits_losses: bool = False,
     ) -> tuple[Nest, Tensor]:
         """Run the model, and compute the loss of each row, what layers add included.
 
@@ -195,6 +207,8 @@ class Objective:
             is_of_one_unit: Whether the rows are those of one unit. Then, if layers add
                 losses, each row goes through the model by itself.
             skips_unknown: Whether added losses that cannot be taken apart are left out.
+            splits_losses: Whether a loss that is asked for a scalar may be asked for all
+                rows, and taken apart, where it is asked for each row alone otherwise.
 
         Returns:
             The outputs, as `Predicted` if layers add losses; and losses of shape
@@ -214,7 +228,7 @@ class Objective:
             ):
                 return self._forward_of_each(batch, rows)
             added = noted.of_rows(rows, skips_unknown=skips_unknown)
-            with adding(added):
+            with adding(added), _splitting_losses(splits_losses):
                 losses = self.losses(batch.x, batch.y, y_pred, batch.sample_weight)
         if added is None:
             return y_pred, losses
@@ -371,12 +385,48 @@ class _RowwiseLoss(keras.losses.Loss):
         )
 
 
+_splits_losses: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "splits_losses", default=False
+)
+
+
+@contextlib.contextmanager
+def _splitting_losses(splits: bool) -> Iterator[None]:
+    """Let `each_row_alone` take apart what is asked for all rows, inside."""
+    token = _splits_losses.set(splits)
+    try:
+        yield
+    finally:
+        _splits_losses.reset(token)
+
+
 def each_row_alone(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> Tensor:
-    """Evaluate a function that returns a scalar on one row after the other."""
+    """Evaluate a function that returns a scalar on one row after the other.
+
+    Where losses may be split, it is evaluated on all rows at once, if it returns a sum or a
+    mean over them. Then each row's part is what it has alone, if that is proven to depend
+    on no other row and on no number of rows.
+
+    Args:
+        function: Takes what `rows` has, with a leading axis.
+        rows: Nests of tensors with leading axis N.
+
+    Returns:
+        Shape ``(N,)``.
+
+    Raises:
+        NotInGraphError: If losses may be split, and there is no graph to find parts in.
+    """
     leaves = _tree.tensors(rows)
     trace = tracing()
     if leaves[0].shape[0] == 1 and trace is None:
         return tf.reshape(function(*rows), [1])
+    if _splits_losses.get():
+        if tf.executing_eagerly():
+            raise NotInGraphError("A loss of all rows was made without a graph.")
+        parts = _split(function, rows)
+        if parts is not None:
+            return parts
 
     def of_one(row_leaves: list[Tensor]) -> Tensor:
         row = _tree.pack([leaf[None] for leaf in row_leaves], like=rows)
@@ -393,6 +443,25 @@ def each_row_alone(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> T
     return tf.map_fn(
         of_one, leaves, fn_output_signature=tf.as_dtype(keras.config.floatx())
     )
+
+
+def _split(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> Tensor | None:
+    """Return each row's part of what a function makes of all; None if it has none."""
+    number = number_of_rows(rows)
+    if isinstance(number, int):
+        # It could not be told from other numbers.
+        return None
+    # Masks are not seen by a row alone, either.
+    rows = _tree.map_tensors(tf.identity, rows)
+    try:
+        parts = parts_of_rows(function(*rows), number, rows)
+    # Whatever it is: not all that can be asked for a row can be asked for several.
+    except Exception:  # noqa: BLE001
+        return None
+    trace = tracing()
+    if parts is not None and trace is not None:
+        trace.note_split()
+    return None if parts is None else tf.cast(parts, keras.config.floatx())
 
 
 def _reduce_rows(

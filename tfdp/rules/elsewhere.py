@@ -113,7 +113,7 @@ def _of_rows(use: Use, rows: int | None, place: Place | None) -> tuple[_OfRows, 
     axis = axis or 0
     made, given = use.output.shape, use.tensor.shape
     # What is the same for all has no such axis, or 1 there.
-    has_room = made.rank is not None and (
+    has_room = bool(made.rank and made.rank > axis) and (
         given.rank < made.rank - axis or given[axis - made.rank] == 1
     )
     is_known = op.type in ELEMENTWISE

@@ -210,8 +210,9 @@ class Pass:
         stack, seen = [use.output], {use.op.name}
         while stack:
             tensor = stack.pop()
-            if not tensor.consumers():
-                return True  # It may be the losses.
+            if not tensor.consumers() and tensor.shape.rank != 0:
+                # It may be the losses. A scalar was one that has been taken apart.
+                return True
             for op in self._consumers(tensor):
                 if op.name not in seen:
                     seen.add(op.name)
