@@ -293,7 +293,7 @@ _HARMLESS = (
     "Placeholder",
     "VarIsInitialized",
     "TensorList",
-    "EmptyTensorList",
+    "Empty",
     "Parameterized",
     "Anonymous",
     "HashTable",

@@ -11,6 +11,7 @@ from tfdp.checks.operations import elementwise as elementwise
 from tfdp.checks.operations import gathers as gathers
 from tfdp.checks.operations import lists as lists
 from tfdp.checks.operations import parts as parts
+from tfdp.checks.operations import scatters as scatters
 from tfdp.checks.operations import shapes as shapes
 from tfdp.checks.operations import slices as slices
 from tfdp.checks.operations import spaces as spaces

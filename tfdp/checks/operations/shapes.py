@@ -23,7 +23,7 @@ from tfdp.checks.sizes import (
     reduced_axes,
     settled,
 )
-from tfdp.checks.values import PLAIN, Layout, Value, known
+from tfdp.checks.values import PLAIN, Cause, Layout, Value, known
 
 
 @rule("Shape", "ShapeN", "Size", rows_in=ANY)
@@ -167,7 +167,11 @@ def _fill(node: Node) -> Value:
 @rule("Empty", rows_in=NONE)
 def _empty(node: Node) -> Value:
     shape = node.inputs[0]
-    return node.free(None if shape.numbers is None else lengths_from(shape))
+    if not node.attr("init"):
+        return node.unknown()  # Whatever was there before.
+    # A shape has no part in what is filled.
+    causes = frozenset[Cause]()
+    return node.free(None if shape.numbers is None else lengths_from(shape), causes)
 
 
 @rule("Tile")
