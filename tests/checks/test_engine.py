@@ -23,7 +23,7 @@ from tfdp.ascent.losses import Ascent
 from tfdp.checks.engine import check_objective, choose
 from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
-from tfdp.losses.objective import Objective
+from tfdp.losses.objective import Batch, Objective
 
 pytestmark = pytest.mark.keras_private
 
@@ -756,30 +756,17 @@ def test_graphs_may_take_sequences_of_any_length(engine):
 class Reading(keras.Model):
     """Compares whole words, by what TensorFlow 1 calls a function."""
 
-    def __init__(self):
+    def __init__(self, power=1):
         super().__init__()
         self.dense = layers.Dense(5)
+        self.power = power
 
     def call(self, x):
         return self.dense(x)
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
-        return keras.losses.CTC()(y, y_pred)
-
-
-@pytest.mark.slow
-def test_a_loss_without_a_gradient_in_loops_is_of_each_unit_by_itself():
-    model = Reading()
-    x, y = np.ones((ROWS, 6, 3), "float32"), np.ones((ROWS, 2), "int32")
-    model(x)
-    model.compile()
-    objective = Objective.of_compute_loss(model)
-    with pytest.raises(UnsupportedLayerError, match="no gradient in a loop over rows"):
-        choose("bookkeeping", objective, (x, y, None))
-    check_objective(objective, (x, y, None))
-    # For a whole batch nobody knows what it keeps.
-    with pytest.raises(UnsupportedLossError, match=r"compute_loss\(self, x=None"):
-        check_objective(Objective.of(model, keras.losses.CTC()), (x, y, None))
+        loss = keras.losses.CTC()(y, y_pred)
+        return loss if self.power == 1 else loss**self.power
 
 
 class Endpoint(layers.Layer):
@@ -792,16 +779,79 @@ class Endpoint(layers.Layer):
         return y_pred
 
 
+def readings():
+    """Data of `Reading`, and the clipped sum of what one row after the other has."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 6, 3)).astype("float32")
+    x[2] *= 9
+    y = rng.integers(1, 5, size=(ROWS, 2)).astype("int32")
+    model = Reading()
+    model(x)
+    gradients = []
+    for row in range(ROWS):
+        with tf.GradientTape() as tape:
+            loss = keras.losses.CTC()(y[row : row + 1], model(x[row : row + 1]))
+        values = [each.value for each in model.trainable_variables]
+        gradients.append([np.asarray(each) for each in tape.gradient(loss, values)])
+    gradients = [np.stack(of_variable) for of_variable in zip(*gradients, strict=True)]
+    return model, x, y, gradients
+
+
 @pytest.mark.slow
-def test_an_endpoint_with_ctc_is_refused_with_what_to_write():
-    inputs = keras.Input((6, 3)), keras.Input((2,), dtype="int32")
-    outputs = Endpoint(name="end")(inputs[1], layers.Dense(5)(inputs[0]))
-    objective = Objective.of(keras.Model(inputs, outputs), None)
-    x = np.ones((ROWS, 6, 3), "float32"), np.ones((ROWS, 2), "int32")
-    with pytest.raises(
-        UnsupportedLayerError, match=r"`end`.*def compute_loss\(self, x="
-    ):
-        choose("auto", objective, (x, None, None))
+@pytest.mark.parametrize("way", ["compute_loss", "compile", "add_loss"])
+def test_ctc_is_followed_row_by_row(way):
+    model, x, y, gradients = readings()
+    data = x, y
+    if way == "compute_loss":
+        model.compile()
+        objective = Objective.of_compute_loss(model)
+    elif way == "compile":
+        objective = Objective.of(model, keras.losses.CTC())
+    else:
+        inputs = keras.Input((6, 3)), keras.Input((2,), dtype="int32")
+        outputs = Endpoint()(inputs[1], model.dense(inputs[0]))
+        objective = Objective.of(keras.Model(inputs, outputs), None)
+        data = (x, y), None
+    assert choose("auto", objective, (*data, None)) == BookkeepingEngine()
+    expected, norms = clipped_sum(gradients, 1.0)
+    clip = float(np.median(norms))
+    expected, norms = clipped_sum(gradients, clip)
+    run = tf.function(
+        lambda: BookkeepingEngine().clip_and_sum(
+            objective, filled_up(data), l2_norm_clip=tf.constant(clip), rows_per_unit=1
+        ),
+        autograph=False,
+    )
+    sums, found, _ = run()
+    np.testing.assert_allclose(found, norms, rtol=1e-4)
+    assert_all_close(sums, expected, rtol=0, atol=1e-4 * clip * ROWS)
+
+
+def filled_up(data):
+    """A batch of an unknown number of rows, all of them real."""
+
+    def forgotten(leaf):
+        leaf = tf.constant(leaf)
+        return tf.raw_ops.PlaceholderWithDefault(
+            input=leaf, shape=[None, *leaf.shape[1:]]
+        )
+
+    x, y = keras.tree.map_structure(
+        lambda leaf: None if leaf is None else forgotten(leaf), data
+    )
+    return Batch(x, y, None, forgotten(np.zeros(ROWS, bool)))
+
+
+@pytest.mark.slow
+def test_a_loss_without_a_gradient_in_loops_is_of_each_unit_by_itself():
+    model = Reading(power=2)
+    x, y = np.ones((ROWS, 6, 3), "float32"), np.ones((ROWS, 2), "int32")
+    model(x)
+    model.compile()
+    objective = Objective.of_compute_loss(model)
+    with pytest.raises(UnsupportedLayerError, match="no gradient in a loop over rows"):
+        choose("bookkeeping", objective, (x, y, None))
+    check_objective(objective, (x, y, None))
 
 
 class Spreading(layers.Layer):

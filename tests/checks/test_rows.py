@@ -1166,20 +1166,3 @@ def test_rows_of_static_number_that_meet_are_found(name):
     if name in counts | {"own place", "place in a table", "gradient"}:
         pytest.skip("Where the number of rows is static, it is no secret.")
     assert found(MEETING[name], (D,), rows=6)
-
-
-def test_functions_that_keep_no_graph_are_not_known():
-    """TensorFlow's own CTC loss is made of such."""
-
-    def losses(x):
-        rows = tf.ones([tf.shape(x)[0]], tf.int32)
-        return tf.nn.ctc_loss(
-            tf.cast(x[:, :2, 0], tf.int32),
-            tf.cast(x, tf.float32),
-            2 * rows,
-            4 * rows,
-            logits_time_major=False,
-            blank_index=0,
-        )
-
-    assert any("While" in str(each.operation) for each in found(losses, (4, D)))

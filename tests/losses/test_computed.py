@@ -155,7 +155,24 @@ def test_a_loss_of_all_rows_is_taken_apart(name):
 def test_other_losses_are_asked_for_each_row_alone(name):
     objective = objective_of(ALONE[name])
     engine = choose("auto", objective, (*data(), None))
+    assert (engine.name, engine.splits_losses) == ("bookkeeping", False)
     check_single_rows(objective, engine)
+
+
+def test_what_a_loss_counts_it_counts_once_for_each_row():
+    """What is not taken apart has left nothing behind that runs."""
+    counter = tf.Variable(0)
+
+    def compute(_, x, y, y_pred):
+        del x
+        counter.assign_add(1)
+        return ops.sqrt(1 + ops.mean(squares(y, y_pred)))
+
+    objective = objective_of(compute)
+    engine = choose("auto", objective, (*data(), None))
+    counter.assign(0)
+    clipped(engine, objective, *data(), 1.0)
+    assert counter.numpy() == ROWS
 
 
 def test_rows_that_meet_in_a_loss_are_not_taken_apart():
@@ -170,9 +187,12 @@ def test_rows_that_meet_in_a_loss_are_not_taken_apart():
         choose("auto", objective, (*data(), None))
 
 
-def test_a_loss_that_cannot_take_several_rows_is_asked_for_one():
+@pytest.mark.parametrize("when", ["traced", "run"])
+def test_a_loss_that_cannot_take_several_rows_is_asked_for_one(when):
     def compute(_, x, y, y_pred):
-        if x.shape[0] != 1:
+        if when == "run":
+            tf.debugging.assert_equal(tf.shape(x)[0], 1)
+        elif x.shape[0] != 1:
             raise ValueError("one row, please")
         return ops.sum(squares(y, y_pred))
 

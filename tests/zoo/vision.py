@@ -519,5 +519,5 @@ ENTRIES = [
     Entry("perceiver", perceiver, IMAGES, CLASSES, "bookkeeping"),
     Entry("spatial_gating", spatial_gating, IMAGES, CLASSES, "bookkeeping"),
     Entry("bag_of_instances", bag_of_instances, bags, CLASSES, "bookkeeping"),
-    Entry("handwriting", handwriting, writings, None, "apart", dtype="float32"),
+    Entry("handwriting", handwriting, writings, None, "bookkeeping", dtype="float32"),
 ]

@@ -245,8 +245,6 @@ def loss_problems(found: list[Found]) -> list[Problem]:
 
 def _loss_of_layer(found: Found) -> str:
     """Say which loss a layer may add in the place of one that lets rows meet."""
-    if "ctc_loss" in found.cause.op.name:
-        return _LOSS_OF_ROWS
     return OWN_COMPARISONS if found.cause.why in MEETING else _LOSS_OF_LAYER
 
 

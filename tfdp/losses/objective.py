@@ -446,22 +446,43 @@ def each_row_alone(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> T
 
 
 def _split(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> Tensor | None:
-    """Return each row's part of what a function makes of all; None if it has none."""
+    """Return each row's part of what a function makes of all rows.
+
+    Args:
+        function: See `each_row_alone`.
+        rows: See `each_row_alone`.
+
+    Returns:
+        Shape ``(N,)``; None where N is static: it could not be told from other numbers.
+
+    Raises:
+        UnsupportedLayerError: If it has no parts. What it left in the graph must not run.
+    """
     number = number_of_rows(rows)
     if isinstance(number, int):
-        # It could not be told from other numbers.
         return None
+    graph = tf.compat.v1.get_default_graph()
+    first, trace = len(graph.get_operations()), tracing()
+    if trace is not None:
+        trace.note_split()
     # Masks are not seen by a row alone, either.
     rows = _tree.map_tensors(tf.identity, rows)
+    parts: Tensor | None = None
     try:
         parts = parts_of_rows(function(*rows), number, rows)
     # Whatever it is: not all that can be asked for a row can be asked for several.
-    except Exception:  # noqa: BLE001
-        return None
-    trace = tracing()
-    if parts is not None and trace is not None:
-        trace.note_split()
-    return None if parts is None else tf.cast(parts, keras.config.floatx())
+    except Exception as error:  # noqa: BLE001
+        failure: Exception | None = error
+    else:
+        failure = None
+    # It may be meant for single rows, and say so.
+    asserts = any(op.type == "Assert" for op in graph.get_operations()[first:])
+    if parts is None or asserts:
+        raise UnsupportedLayerError(
+            "A loss that is asked for all rows must be a sum or a mean over them. "
+            f"Received: {function!r}. Use `engine='auto'`, which asks for each row alone."
+        ) from failure
+    return tf.cast(parts, keras.config.floatx())
 
 
 def _reduce_rows(
