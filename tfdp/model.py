@@ -90,8 +90,10 @@ class DPModel(TrainingFunctions):
     Args:
         model: Any Keras 3 model. It must not mix examples in training
             (`tfdp.validate_model`) nor override `train_step`. A model that
-            overrides `compute_loss` has it evaluated for each example alone; losses that
-            compare the rows of a batch are refused. What layers add (`add_loss`,
+            overrides `compute_loss` has the loss that each example would have alone: it
+            is asked for all rows where their sum or mean can be taken apart, otherwise
+            for one row after the other. Losses that compare the rows of a batch are
+            refused. What layers add (`add_loss`,
             `activity_regularizer`) is part of each example's loss.
         engine: How per-example gradients are clipped: `"bookkeeping"`, in about the
             time of an ordinary step; `"ghost"`, by a second backward pass in place of

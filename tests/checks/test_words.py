@@ -39,7 +39,7 @@ def dense(cross):
     return made
 
 
-APART = {
+PROVEN = {
     "padded": lambda x: padded(words_of(x)),
     "counted": lambda x: counts(words_of(x)),
     "counted once": lambda x: counts(words_of(x), binary_output=True),
@@ -126,10 +126,10 @@ NOT_PROVEN = {
 }
 
 
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", PROVEN)
 @pytest.mark.parametrize("rows", [None, 5])
 def test_rows_keep_their_words(name, rows):
-    causes = found(APART[name], (4,), rows=rows)
+    causes = found(PROVEN[name], (4,), rows=rows)
     assert [str(each.operation) for each in causes] == []
 
 

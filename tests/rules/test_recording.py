@@ -109,7 +109,9 @@ def test_masks_that_a_layer_attaches_itself_stay():
 
 def test_rows_must_be_those_of_the_batch():
     model = sequential((3,), layers.Dense(1, name="head"))
-    with pytest.raises(UnsupportedLayerError, match="`head` with leading axis 4 in"):
+    with pytest.raises(
+        UnsupportedLayerError, match="`head` with leading axis of length 4 in"
+    ):
         recorded(model, np.ones((4, 3), "float32"), rows=2)
 
 

@@ -15,7 +15,6 @@ from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_i
 from tfdp.checks.registered_rules import compare_on_rows
 from tfdp.checks.tracing import LOSS, Found, Trace
 from tfdp.clipping import clip_as_tensor
-from tfdp.engines.bookkeeping import RecordedForward
 from tfdp.engines.engine import Clipped
 from tfdp.engines.traced import TracedPass
 from tfdp.engines.vectorized import VectorizedEngine
@@ -142,7 +141,7 @@ def _proven(
     is_of_gradients = all(each.is_of_gradients for each in problems)
     other = None
     if is_of_gradients or objective.ascent is not None:
-        other = _knowing_places(engine, objective, data)
+        other = _with_places(engine, objective, data)
     has_split = any(trace.has_split for trace in traces)
     if other is None and has_split and isinstance(engine, engines.BookkeepingEngine):
         # Of each row alone a loss needs no proof.
@@ -152,10 +151,16 @@ def _proven(
     return _proven(other, objective, data, sizes, passes)
 
 
-def _knowing_places(
+def _with_places(
     engine: engines.Engine, objective: Objective, data: Nest
 ) -> engines.Engine | None:
-    """Tell an engine where rows lie in calls and uses; None if it knows, or need not."""
+    """Return an engine that knows where rows lie in calls and uses.
+
+    Returns:
+        None if it knows already, or need not, or there is nothing to know.
+    """
+    if isinstance(engine, engines.ApartEngine):
+        return None
     if not isinstance(engine, engines.BookkeepingEngine) or engine.places:
         return None
     trace = Trace(objective.model)
@@ -167,17 +172,10 @@ def _knowing_places(
         batch = Batch(x, y, sample_weight, is_padding)
         with _seeds.secret_seeds(objective.model):
             try:
-                forward = RecordedForward(
-                    traced,
-                    batch,
-                    1,
-                    norms=engine.norms,
-                    splits_losses=engine.splits_losses,
-                )
+                return engine.recorded(traced, batch, 1).losses
             # What could not be recorded then may be with what is noted.
             except UnsupportedLayerError:
                 return is_padding
-            return forward.losses
 
     padding = tf.TensorSpec([None], tf.bool)
     places = tuple(trace.places(run, (*signature_of(data, None), padding)).items())

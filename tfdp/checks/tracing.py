@@ -192,7 +192,7 @@ class Trace:
             known = self._known(graph, given)
             values = iter(Analysis(None).values(graph, known, wanted))
             for where, tensors in self._noted.items():
-                different[where].add(_place_of([next(values) for _ in tensors]))
+                different[where].add(_common_place([next(values) for _ in tensors]))
         return {
             where: place
             for where, (place, *others) in different.items()
@@ -524,7 +524,7 @@ def _all_given(
         yield [_given(spec, rows, views, length) for spec in specs]
 
 
-def _place_of(values: list[Value]) -> Place | None:
+def _common_place(values: list[Value]) -> Place | None:
     """Return where rows lie in all of some tensors, if it is known."""
     places = {
         Place(each.axis, each.layout.times, each.layout.entries)

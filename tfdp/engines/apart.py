@@ -1,4 +1,4 @@
-"""Book-keeping for models whose layers do not see the rows of a batch as such."""
+"""Book-keeping with each unit by itself, where rows are not proven to stay apart."""
 
 import dataclasses
 import math

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -31,6 +32,10 @@ from tfdp.rules.recording import Recording
 from tfdp.rules.terms import Kept, Term, Units
 
 
+def _found_out(default: Any) -> Any:
+    return dataclasses.field(default=default, kw_only=True, repr=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class BookkeepingEngine(Engine):
     """Computes norms and clipped sums from the factors of the gradients.
@@ -44,10 +49,11 @@ class BookkeepingEngine(Engine):
         norms: How the norms of products are computed: `"gram"` from inner products
             of the factors [2]_, `"instantiate"` from each unit's gradient, layer by
             layer, or `"auto"`, for each layer what its shapes make cheapest.
-        places: Where rows lie otherwise than on the first axis, by the calls of layers
-            and the uses of variables; found when rows are proven to stay apart.
-        splits_losses: Whether losses that are made of all rows are taken apart, in place
-            of asking for each row alone.
+        places: Found by tfdp when rows are proven to stay apart, not to be given: where
+            rows lie otherwise than on the first axis, by the calls of layers and the
+            uses of variables.
+        splits_losses: Found likewise: whether losses that are made of all rows are taken
+            apart, in place of asking for each row alone.
 
     References:
         .. [1] Bu et al., "Differentially Private Optimization on Large Model at Small
@@ -57,8 +63,8 @@ class BookkeepingEngine(Engine):
     """
 
     norms: str = "auto"
-    places: tuple[tuple[Where, Place], ...] = ()
-    splits_losses: bool = True
+    places: tuple[tuple[Where, Place], ...] = _found_out(())
+    splits_losses: bool = _found_out(True)
     name = "bookkeeping"
     notes_what_it_reads = True
 
@@ -77,7 +83,7 @@ class BookkeepingEngine(Engine):
         """Sum the clipped gradients from their factors."""
 
         def clip(batch: Batch, l2_norm_clip: Tensor) -> Clipped:
-            forward = self._recorded(objective, batch, rows_per_unit)
+            forward = self.recorded(objective, batch, rows_per_unit)
             norms, terms = self._norms_and_terms(forward)
             return forward.clipped(terms, norms, l2_norm_clip)
 
@@ -93,9 +99,10 @@ class BookkeepingEngine(Engine):
             clipped: Clipped = in_graph(batch, l2_norm_clip)
             return clipped
 
-    def _recorded(
+    def recorded(
         self, objective: Objective, batch: Batch, rows_per_unit: int | Tensor
     ) -> "RecordedForward":
+        """Run the model, and record what gradients are made of."""
         return RecordedForward(
             objective,
             batch,
@@ -114,7 +121,7 @@ class BookkeepingEngine(Engine):
 
     def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
         """List the losses, and the factors of all gradients."""
-        forward = self._recorded(objective, batch, 1)
+        forward = self.recorded(objective, batch, 1)
         return forward.read(forward.terms_by_variable())
 
     def explain(self, model: keras.Model, signature: Nest) -> list[Explanation]:

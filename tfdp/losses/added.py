@@ -136,7 +136,7 @@ class AddedLosses:
         for each in self.found:
             with part_of_trace(each.layer):
                 try:
-                    part = _part_of_rows(each, rows, self.inputs)
+                    part = _of_added(each, rows, self.inputs)
                 except UnsupportedLayerError:
                     if not skips_unknown:
                         raise
@@ -145,7 +145,7 @@ class AddedLosses:
         return tf.add_n(parts)
 
 
-def _part_of_rows(added: _Added, rows: int | Tensor, inputs: Nest) -> Tensor:
+def _of_added(added: _Added, rows: int | Tensor, inputs: Nest) -> Tensor:
     loss = tf.convert_to_tensor(added.loss)
     if isinstance(rows, int) and rows == 1:
         # As Keras adds up losses that are no scalars.

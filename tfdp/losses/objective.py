@@ -153,7 +153,7 @@ class Objective:
 
     @classmethod
     def of_compute_loss(cls, model: keras.Model) -> Self:
-        """Take the losses from the model's own `compute_loss`, row by row.
+        """Take the losses from the model's own `compute_loss`, as of each row alone.
 
         The model must have been compiled with what its `compute_loss` uses. What its
         `losses` are there is what layers add for the row. Weight regularizers are left

@@ -93,6 +93,7 @@ def met(
         return _met_by_matrix(followed, use, place)
     of_rows, axis = _of_rows(use, rows, place)
     place = place or Place(axis)
+    # These bring the axis to the front; what is left is the order along it.
     on_first = place._replace(axis=0)
     back = through(followed, use.tensor)
     return Met(lambda g: [back(on_first.rows_first(of_rows(g)))], use.output, place)
@@ -197,8 +198,8 @@ def _of_copies(use: Use, axis: int | None) -> tuple[_OfRows, int]:
 def _met_by_matrix(followed: Followed, use: Use, place: Place | None) -> Met:
     """Take factors, where the last axis of rows is multiplied by a matrix."""
     op, variable = use.op, followed.variable
-    of_rows, of_matrix = map(op.get_attr, _FLAGS[op.type])
-    if of_rows:
+    is_transposed, of_matrix = map(op.get_attr, _FLAGS[op.type])
+    if is_transposed:
         raise NotFollowedError(named(op))
     x = op.inputs[0]
     sizes = use.tensor.shape[::-1] if of_matrix else use.tensor.shape

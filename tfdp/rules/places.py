@@ -10,7 +10,7 @@ from tfdp._types import Tensor
 
 
 class Place(NamedTuple):
-    """Where rows lie: of shape ``(..., times * rows * entries, ...)`` is a tensor.
+    """Where rows lie in a tensor of shape ``(..., times * rows * entries, ...)``.
 
     Attributes:
         axis: On which axis.
@@ -33,7 +33,7 @@ class Place(NamedTuple):
         """Return a tensor with the rows on the first axis, all entries of each together.
 
         Args:
-            tensor: Whose rows lie in this place, as do those of its mask.
+            tensor: Whose rows lie in this place. A mask comes along on the first axis.
 
         Returns:
             Shape ``(rows * of_row, ...)``, the other axes in their order.
@@ -44,7 +44,7 @@ class Place(NamedTuple):
         return self._with_mask(tensor, "times")
 
     def put_back(self, tensor: Tensor) -> Tensor:
-        """Undo `rows_first`, for rows that lie on the first axis in any case."""
+        """Undo `rows_first` for what was made of its result; for the first axis only."""
         return self._with_mask(tensor, "rows")
 
     def _with_mask(self, tensor: Tensor, outer: str) -> Tensor:
@@ -54,7 +54,7 @@ class Place(NamedTuple):
         return _keras.with_mask(swapped, self._swapped(mask, outer))
 
     def _swapped(self, tensor: Tensor, outer: str) -> Tensor:
-        """Let what is outermost on the first axis, rows or times, be next to it."""
+        """Exchange rows and times on the first axis, of which `outer` comes first now."""
         if self.times == 1:
             return tensor
         others = [
@@ -71,7 +71,7 @@ class Place(NamedTuple):
 
 ROWS_FIRST = Place()
 
-# Which call of a layer, or use of a variable: a path, and the how many-th of it.
+# A layer's path and the number of its call, or a variable's and the number of its use.
 Where: TypeAlias = tuple[str, int]
 
 # Places of rows that are elsewhere than on the first axis, in what a layer is called on

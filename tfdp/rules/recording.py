@@ -204,7 +204,7 @@ class Recording:
         self._own_gradients = _OwnGradients()
         self._places = places
         # How often each layer has been called, and each variable used, by their paths.
-        self._times: collections.Counter[str] = collections.Counter()
+        self._counts: collections.Counter[str] = collections.Counter()
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -296,10 +296,10 @@ class Recording:
         return outputs
 
     def _by_rule(self, call: "Call", rule: Rule) -> Nest:
-        """Call a layer by its rule, on rows that come one after the other."""
+        """Call a layer by its rule, its rows brought into order where they are not."""
         place = None
         if not (self._is_by_rule or self._is_of_one_unit):
-            place = self._place_of(call.path, _tensors((call.args, call.kwargs)))
+            place = self._noted_place(call.path, _tensors((call.args, call.kwargs)))
         if place is None:
             with self._by_a_rule():
                 return rule(call)
@@ -319,16 +319,18 @@ class Recording:
         with self._by_a_rule(), call.repeated(place.of_row):
             return mapped(place.put_back, rule(call))
 
-    def _place_of(self, path: str, tensors: list[Tensor]) -> Place | None:
-        """Return where the rows lie in a call, or a use; None if nobody has looked.
+    def _noted_place(self, path: str, tensors: list[Tensor]) -> Place | None:
+        """Return where the rows lie in a call, or a use, if not on the first axis alone.
+
+        It counts the call, and notes its tensors for a trace.
 
         Args:
             path: Of the layer, or of the variable.
             tensors: Those that have rows have them in the same place.
         """
-        where = (path, self._times[path])
-        self._times[path] += 1
-        # Eagerly there is nobody to look.
+        where = (path, self._counts[path])
+        self._counts[path] += 1
+        # Only traces look at them.
         trace = None if self._place[0] else tracing()
         if trace is not None:
             trace.note_rows(where, tensors)
@@ -474,7 +476,8 @@ class Recording:
                 followed = operations.follow(variable)
                 followed.uses[:] = filter(operations.matters, followed.uses)
                 places = [
-                    self._place_of(variable.path, [use.output]) for use in followed.uses
+                    self._noted_place(variable.path, [use.output])
+                    for use in followed.uses
                 ]
                 met_rows.append((followed, reason, places))
         # Once all is noted, for those who look where rows lie.
@@ -568,9 +571,10 @@ class Recording:
         if leading is not None:
             if rows is not None and leading == rows * of_row:
                 return tensor
+            which = f"axis {axis}" if axis else "leading axis"
             raise UnsupportedLayerError(
-                "The leading axis of what a layer computes must be that of the batch. "
-                f"Received: `{path}` with leading axis {leading} in a batch of "
+                f"The {which} of what a layer computes must be that of the batch. Received: "
+                f"`{path}` with {which} of length {leading} in a batch of "
                 f"{'any number of' if rows is None else rows} rows."
             )
         others = [n for place, n in enumerate(tensor.shape) if place != axis]

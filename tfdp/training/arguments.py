@@ -64,7 +64,7 @@ def check_wrapped(model: object) -> None:
             f"Model `{model.name}` overrides {names}, which DPModel replaces. Received: "
             f"model of type {kind}. Use `compile(metrics=...)` for what is to be "
             "logged, return from `call` all that the loss is made of, and compute it in "
-            "`compute_loss`, which is asked for each example alone. In place of the "
+            "`compute_loss`, of which each example has what it would have alone. In place of the "
             "`train_step` of a variational autoencoder:\n\n"
             f"{_WITHOUT_TRAIN_STEP.replace('VAE', kind)}\n"
             "    tfdp.DPModel(model).compile(optimizer)"

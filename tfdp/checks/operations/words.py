@@ -43,10 +43,10 @@ def _words(node: Node, texts: Sequence[Value]) -> Value:
     are_rows = bool(texts) and all(each[:2] == (0, PLAIN) for each in texts)
     if node.number != 1 or not are_rows:
         return node.unknown()
-    return _named(node, node.causes)
+    return _of_words(node, node.causes)
 
 
-def _named(node: Node, causes: frozenset[Cause]) -> Value:
+def _of_words(node: Node, causes: frozenset[Cause]) -> Value:
     value = node.unknown()
     # A function may be called twice, and its names would stand for two cuts.
     if node.outer is not node.op:
@@ -60,25 +60,26 @@ def _named(node: Node, causes: frozenset[Cause]) -> Value:
 def _n_grams(node: Node) -> Value:
     words = node.inputs[0]
     cut = _cut_of(node, words)
-    if node.number or cut is None or not _splits_rows(node.op.inputs[1], cut):
+    if node.number or cut is None or not _are_row_splits(node.op.inputs[1], cut):
         return node.unknown()
-    return _named(node, _known_of(words.causes, cut))
+    return _of_words(node, _without_cause_of(words.causes, cut))
 
 
 @rule("RaggedTensorToTensor", rows_in=ANY)
 def _padded(node: Node) -> Value:
+    # `RaggedTensor.to_tensor`.
     shape, words, default, *_ = node.inputs
     cut = _cut_of(node, words)
     parts = list(node.op.inputs[3:])
     kinds = [bytes(kind) for kind in node.attr("row_partition_types")]
     are_rows = False
     if cut is not None and kinds == [b"FIRST_DIM_SIZE", b"VALUE_ROWIDS"]:
-        are_rows = _counts(parts[0], cut) and _numbers_rows(parts[1], cut)
+        are_rows = _is_number_of_rows(parts[0], cut) and _are_row_ids(parts[1], cut)
     elif cut is not None and kinds == [b"ROW_SPLITS"]:
-        are_rows = _splits_rows(parts[0], cut)
+        are_rows = _are_row_splits(parts[0], cut)
     if cut is None or not are_rows:
         return node.unknown()
-    # A scalar -1 stands for nothing but such.
+    # The scalar -1 leaves every length open.
     rows, *lengths = map(int, known(shape.numbers).ravel())
     if not lengths or -1 in lengths:
         return node.mixed("makes each row as long as the longest", is_certain=False)
@@ -89,10 +90,11 @@ def _padded(node: Node) -> Value:
 
 @rule("RaggedBincount", rows_in=ANY)
 def _counted(node: Node) -> Value:
+    # `tf.math.bincount` of ragged numbers.
     _, words, size, weights = node.inputs
     cut = _cut_of(node, words)
     is_weighed = weights.lengths != (0,)
-    if cut is None or not _splits_rows(node.op.inputs[0], cut):
+    if cut is None or not _are_row_splits(node.op.inputs[0], cut):
         return node.unknown()
     if is_weighed and weights[:2] != words[:2]:
         return node.unknown()
@@ -123,11 +125,11 @@ def _cut_of(node: Node, words: Value) -> tf.Operation | None:
 def _rows_again(
     node: Node, values: list[Value], cut: tf.Operation, lengths: Iterable[int | None]
 ) -> Value:
-    causes = _known_of(causes_of(values), cut)
+    causes = _without_cause_of(causes_of(values), cut)
     return node.like(Value(0, PLAIN, (None, *lengths)), causes)
 
 
-def _known_of(causes: frozenset[Cause], cut: tf.Operation) -> frozenset[Cause]:
+def _without_cause_of(causes: frozenset[Cause], cut: tf.Operation) -> frozenset[Cause]:
     """Leave out that nobody knew what would become of the words."""
     return frozenset(each for each in causes if each.op.name != cut.name)
 
@@ -143,7 +145,7 @@ def _is_output(tensor: Tensor, cut: tf.Operation, number: int) -> bool:
     return is_of_cut and tensor.value_index == number
 
 
-def _numbers_rows(tensor: Tensor, cut: tf.Operation) -> bool:
+def _are_row_ids(tensor: Tensor, cut: tf.Operation) -> bool:
     """Tell whether a tensor has the number of its row for each word."""
     op = _through(tensor).op
     if op.type != "StridedSlice" or not _is_output(op.inputs[0], cut, 0):
@@ -162,16 +164,18 @@ def _numbers_rows(tensor: Tensor, cut: tf.Operation) -> bool:
     )
 
 
-def _counts(tensor: Tensor, cut: tf.Operation) -> bool:
+def _is_number_of_rows(tensor: Tensor, cut: tf.Operation) -> bool:
     """Tell whether a number is that of the rows."""
     op = _through(tensor).op
     if op.type == "Minimum":
         # At most n of at least n.
         pairs = [(0, 1), (1, 0)]
         return any(
-            _counts(op.inputs[one], cut)
+            _is_number_of_rows(op.inputs[one], cut)
             and op.inputs[other].op.type == "Maximum"
-            and any(_counts(each, cut) for each in op.inputs[other].op.inputs)
+            and any(
+                _is_number_of_rows(each, cut) for each in op.inputs[other].op.inputs
+            )
             for one, other in pairs
         )
     if op.type != "StridedSlice" or not _is_output(op.inputs[0], cut, 2):
@@ -184,7 +188,7 @@ def _counts(tensor: Tensor, cut: tf.Operation) -> bool:
     )
 
 
-def _splits_rows(tensor: Tensor, cut: tf.Operation) -> bool:
+def _are_row_splits(tensor: Tensor, cut: tf.Operation) -> bool:
     """Tell whether numbers say where the words of each row begin and end."""
     if cut.type == "StringNGrams":
         return _is_output(_through(tensor), cut, 1)
@@ -201,6 +205,6 @@ def _splits_rows(tensor: Tensor, cut: tf.Operation) -> bool:
         and lengths.type == "DenseBincount"
         and not lengths.get_attr("binary_output")
         and lengths.inputs[2].shape == [0]
-        and _numbers_rows(lengths.inputs[0], cut)
-        and _counts(lengths.inputs[1], cut)
+        and _are_row_ids(lengths.inputs[0], cut)
+        and _is_number_of_rows(lengths.inputs[1], cut)
     )
