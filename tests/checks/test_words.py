@@ -90,7 +90,47 @@ def wrapped_rows(words):
     return tf.RaggedTensor.from_value_rowids(words.values, **parts)
 
 
+def changed(x, change, values=tf.strings.length):
+    """Pad what is made of the words, and of something else."""
+    words = words_of(x)
+    return words.with_values(change(values(words.values))).to_tensor(shape=[None, 3])
+
+
+def longest(x):
+    """How many words the longest text has."""
+    return tf.strings.split(tf.strings.as_string(x[:, 0]), ".").bounding_shape()[1]
+
+
+def longest_of_a_cut(x):
+    cut = tf.raw_ops.StringSplitV2(input=tf.strings.as_string(x[:, 0]), sep=".")
+    return tf.cast(cut.shape[1], tf.int32), cut
+
+
+def with_the_longest(x):
+    length, cut = longest_of_a_cut(x)
+    return tf.raw_ops.RaggedTensorToTensor(
+        shape=tf.constant([-1, 3], tf.int64),
+        values=tf.strings.length(cut.values) + length,
+        default_value=0,
+        row_partition_tensors=[cut.shape[0], cut.indices[:, 0]],
+        row_partition_types=["FIRST_DIM_SIZE", "VALUE_ROWIDS"],
+    )
+
+
 NOT_PROVEN = {
+    "places among all words": lambda x: changed(x, lambda v: v + tf.range(tf.size(v))),
+    "how many words there are": lambda x: changed(x, lambda v: v + tf.size(v)),
+    "how many, by shape": lambda x: changed(x, lambda v: v + tf.shape(v)[0]),
+    "the longest text": with_the_longest,
+    "the longest text, bounded": lambda x: changed(
+        x, lambda v: v + tf.cast(longest(x), tf.int32)
+    ),
+    "crossed, and the number of rows": lambda x: dense(
+        with_values_of(crossed(x), lambda v: v + tf.reduce_sum(crossed(x).dense_shape))
+    ),
+    "a table as long as there are words": lambda x: changed(
+        x, lambda v: v + tf.constant([1, 2])
+    ),
     "row numbers that wrap around": lambda x: padded(wrapped_rows(words_of(x))),
     "as long as the longest": lambda x: numbered(words_of(x)).to_tensor(),
     "reversed": lambda x: padded(reversed_words(words_of(x))),

@@ -66,6 +66,14 @@ def masked(x, own):
     return ops.where(x[..., :1] > 0, x, own)
 
 
+def in_a_list(x, own):
+    steps = tf.TensorArray(x.dtype, LENGTH, element_shape=[None, WIDTH])
+    moved = x + own
+    for step in range(LENGTH):
+        steps = steps.write(step, moved[:, step])
+    return tf.tanh(tf.transpose(steps.stack(), [1, 0, 2]))
+
+
 def nearest(x, own):
     """Look up what a product is smallest with, which has no gradient itself."""
     products = ops.matmul(x, ops.transpose(own)) - ops.sum(own**2, axis=-1)
@@ -103,6 +111,7 @@ SHAPES = {
     "stopped": (WIDTH,),
     "compared": (WIDTH,),
     "nearest": (5, WIDTH),
+    "in_a_list": (LENGTH, WIDTH),
 }
 USES = {
     "scaled": lambda x, own: x * own,
@@ -130,6 +139,7 @@ USES = {
     "stopped": lambda x, own: x * own + ops.stop_gradient(own),
     "compared": lambda x, own: x * own * ops.cast(x > own, x.dtype),
     "nearest": nearest,
+    "in_a_list": in_a_list,
 }
 
 
@@ -406,6 +416,30 @@ def test_what_is_not_followed_is_taken_apart(name, monkeypatch):
         chosen(problem, "bookkeeping")
     assert chosen(problem) == ApartEngine()
     check(problem, runner(problem, [ApartEngine()]), OUTLIER)
+
+
+def test_gradients_come_back_through_complex_numbers():
+    @register
+    class OfWaves(layers.Layer):
+        def build(self, shape):
+            self.inner = layers.Dense(2)
+            self.inner.build(shape)
+            self.own = self.add_weight(shape=shape[1:], name="own")
+
+        def call(self, x):
+            waves = tf.signal.fft(tf.cast(x + self.own, tf.complex64))
+            return self.inner(tf.cast(tf.math.real(waves), x.dtype))
+
+    model = keras.Sequential([keras.Input((LENGTH, WIDTH)), OfWaves()])
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, LENGTH, WIDTH)).astype("float32")
+    y = rng.normal(size=(3, LENGTH, 2)).astype("float32")
+    found = tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1e9)
+    values = [variable.value for variable in model.trainable_variables]
+    with tf.GradientTape() as tape:
+        loss = 3 * tf.reduce_mean(tf.square(model(x) - y))
+    for mine, whole in zip(found.gradients, tape.gradient(loss, values), strict=True):
+        np.testing.assert_allclose(mine, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_what_no_tape_knows_has_no_part_of_a_gradient():

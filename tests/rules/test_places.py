@@ -171,17 +171,17 @@ MODELS = {
 }
 
 
-def built(name):
+def fresh(make):
     """Make a model whose layers have the same names each time."""
     keras.utils.clear_session(free_memory=False)
-    return MODELS[name]()
+    return make()
 
 
 @functools.cache
 def problem_of(name):
-    model = built(name)
+    model = fresh(MODELS[name])
     example = floats(model.input_shape[1:], model.output_shape[1:])
-    return problem(name, functools.partial(built, name), example, "mse")
+    return problem(name, functools.partial(fresh, MODELS[name]), example, "mse")
 
 
 def engine_of(name, ascent=None):
@@ -240,6 +240,64 @@ def test_units_go_uphill(name, is_exact):
     assert isinstance(engine, BookkeepingEngine)
     run = runner(problem_of(name), [engine], ascent=ascent)
     check(problem_of(name), run, OUTLIER, ascent=ascent)
+
+
+@register
+class OfEachWindow(layers.Layer):
+    """Has a bias for each window of a row, so that windows are not alike."""
+
+    def build(self, shape):
+        self.bias = self.add_weight(shape=(4, shape[-1]), name="bias")
+
+    def call(self, x):
+        rows = ops.shape(x)[0] // 4
+        bias = ops.broadcast_to(self.bias[None], (rows, *self.bias.shape))
+        return ops.tanh(x * ops.reshape(bias, (-1, x.shape[-1])))
+
+
+def test_windows_that_are_not_alike_are_followed():
+    """A layer that nobody knows may treat windows of a row in different ways."""
+    of_each = problem(
+        "of_each_window",
+        lambda: sequential((4, 3), Windows(OfEachWindow(name="bias"), name="windows")),
+        floats((4, 3), (4, 3)),
+        "mse",
+    )
+    objective = Objective.of(of_each.build(), of_each.loss(), None)
+    engine = choose("auto", objective, tuple(of_each.batch(3)))
+    for mode in ("eager", "graph"):
+        check(of_each, runner(of_each, [engine], mode), OUTLIER)
+
+
+@register
+class InTurn(layers.Layer):
+    """Calls a layer on windows and on nodes, eagerly the other way around."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.windows = Windows(layers.Dense(2, "tanh"))
+        self.nodes = Nodes(*self.windows.stack)
+
+    def call(self, x):
+        both = [self.windows, self.nodes]
+        if tf.executing_eagerly():
+            both.reverse()
+        one, other = (layer(x) for layer in both)
+        return one + 2 * other if not tf.executing_eagerly() else 2 * one + other
+
+
+def test_eagerly_calls_may_come_in_another_order():
+    """They are told apart by their number, which is that of a graph."""
+    in_turn = problem(
+        "in_turn",
+        lambda: fresh(lambda: sequential((4, 3), InTurn(), layers.Flatten())),
+        floats((4, 3), 8),
+        "mse",
+    )
+    objective = Objective.of(in_turn.build(), in_turn.loss(), None)
+    engine = choose("auto", objective, tuple(in_turn.batch(3)))
+    assert engine.places
+    check(in_turn, runner(in_turn, [engine], "eager"), OUTLIER)
 
 
 def test_pieces_of_unknown_number_are_no_rows():

@@ -154,14 +154,14 @@ def _proven(
 def _with_places(
     engine: engines.Engine, objective: Objective, data: Nest
 ) -> engines.Engine | None:
-    """Return an engine that knows where rows lie in calls and uses.
+    """Return an engine that knows more of where rows lie in calls and uses.
 
     Returns:
-        None if it knows already, or need not, or there is nothing to know.
+        None if there is nothing more to know, or it need not.
     """
     if isinstance(engine, engines.ApartEngine):
         return None
-    if not isinstance(engine, engines.BookkeepingEngine) or engine.places:
+    if not isinstance(engine, engines.BookkeepingEngine):
         return None
     trace = Trace(objective.model)
     # Uphill they lie where they lie here.
@@ -178,8 +178,12 @@ def _with_places(
                 return is_padding
 
     padding = tf.TensorSpec([None], tf.bool)
-    places = tuple(trace.places(run, (*signature_of(data, None), padding)).items())
-    return dataclasses.replace(engine, places=places) if places else None
+    known = dict(engine.places)
+    # Variables of a call whose rule gives it up are followed next time.
+    places = known | trace.places(run, (*signature_of(data, None), padding))
+    if places == known:
+        return None
+    return dataclasses.replace(engine, places=tuple(places.items()))
 
 
 def _as_unsupported(error: Exception) -> UnsupportedLayerError:

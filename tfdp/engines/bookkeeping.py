@@ -83,6 +83,9 @@ class BookkeepingEngine(Engine):
         """Sum the clipped gradients from their factors."""
 
         def clip(batch: Batch, l2_norm_clip: Tensor) -> Clipped:
+            if self.places and tf.executing_eagerly():
+                # Calls are known by their number, and eagerly there may be others.
+                raise NotInGraphError("Where rows lie was found in a graph.")
             forward = self.recorded(objective, batch, rows_per_unit)
             norms, terms = self._norms_and_terms(forward)
             return forward.clipped(terms, norms, l2_norm_clip)

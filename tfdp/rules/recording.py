@@ -308,6 +308,12 @@ class Recording:
                 "A rule takes the leading axis for that of the rows. Received: "
                 f"`{call.path}`, called on rows on axis {place.axis}."
             )
+        if not all(map(_takes_entries_alone, _keras.flatten_layers(call.layer))):
+            # That rows do not meet says nothing of what a row has on the first axis.
+            raise UnsupportedLayerError(
+                "Only a layer of Keras's that has a rule may be called on pieces of rows "
+                f"as rows. Received: `{call.path}` ({type(call.layer).__name__})."
+            )
 
         def mapped(function: Callable[[Tensor], Tensor], nest: Nest) -> Nest:
             return keras.tree.map_structure(
@@ -636,6 +642,15 @@ class _OwnGradients:
         if self._is_forward:
             self._found[path] = None
         return gradient
+
+
+def _takes_entries_alone(layer: keras.layers.Layer) -> bool:
+    """Tell whether a layer is known to do to each entry of the first axis the same."""
+    package = type(layer).__module__.partition(".")[0]
+    rule = find(layer)
+    return package in {"keras", "keras_hub", "tfdp"} and not any(
+        rule is RULES[leaves] and layer.trainable_variables for leaves in Leaves
+    )
 
 
 def _place() -> tuple[bool, tf.Graph]:

@@ -214,9 +214,14 @@ class Pass:
                 # It may be the losses. A scalar was one that has been taken apart.
                 return True
             for op in self._consumers(tensor):
-                if op.name not in seen:
-                    seen.add(op.name)
-                    stack += [each for each in op.outputs if each.dtype.is_floating]
+                if op.name in seen:
+                    continue
+                seen.add(op.name)
+                numbers = [e for e in op.outputs if not _has_no_gradient(e)]
+                if any(each.dtype in {tf.variant, tf.resource} for each in numbers):
+                    # It is in a list.
+                    return True
+                stack += numbers
         return False
 
     def leak_of(self, variable: Variable) -> tf.Operation | None:

@@ -29,6 +29,9 @@ from tfdp.checks.values import PLAIN, Cause, Layout, Value, known
 @rule("Shape", "ShapeN", "Size", rows_in=ANY)
 def _shape(node: Node) -> Value:
     value = node.inputs[node.number]
+    if value.layout.words:
+        # How many words there are is in the data.
+        return node.unknown()
     lengths = value.lengths
     causes = value.causes
     if lengths is None or None in lengths:

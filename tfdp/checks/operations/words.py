@@ -21,8 +21,45 @@ from tfdp.checks.values import (
     known,
 )
 
+# What is the matter with words, until they are rows again.
+_CUT = "cuts rows into words, of which nobody knows what becomes"
+
+# What words may go through: each by itself.
+_OF_EACH_WORD = frozenset([
+    "AddV2",
+    "AsString",
+    "Cast",
+    "Equal",
+    "Greater",
+    "GreaterEqual",
+    "Identity",
+    "Less",
+    "LessEqual",
+    "LookupTableFindV2",
+    "Maximum",
+    "Minimum",
+    "Mul",
+    "NotEqual",
+    "RegexReplace",
+    "SelectV2",
+    "StaticRegexFullMatch",
+    "StaticRegexReplace",
+    "StringLength",
+    "StringLower",
+    "StringStrip",
+    "StringToHashBucketFast",
+    "StringToHashBucketStrong",
+    "StringToNumber",
+    "StringUpper",
+    "Sub",
+    "Substr",
+])
+
 # What hands numbers on, one after the other.
 _PASSED_ON = ("Identity", "Cast", "Reshape")
+# By the operation: which output has the words.
+_OUTPUTS = {"StringSplitV2": 1, "SparseCross": 1, "StringNGrams": 0}
+
 # Narrower ones would wrap around.
 _WIDE = (tf.int32, tf.int64)
 
@@ -52,14 +89,14 @@ def _of_words(node: Node, causes: frozenset[Cause]) -> Value:
     if node.outer is not node.op:
         return value
     # Until they are rows again, nobody knows what becomes of them.
-    causes |= value.causes - node.causes
+    causes |= {node.cause(_CUT, is_certain=False)}
     return Value(0, Layout(words=node.op.name), (UNKNOWN,), causes=causes)
 
 
 @rule("StringNGrams", rows_in=ANY)
 def _n_grams(node: Node) -> Value:
     words = node.inputs[0]
-    cut = _cut_of(node, words)
+    cut = _cut_of(node, words, node.op.inputs[0])
     if node.number or cut is None or not _are_row_splits(node.op.inputs[1], cut):
         return node.unknown()
     return _of_words(node, _without_cause_of(words.causes, cut))
@@ -69,7 +106,7 @@ def _n_grams(node: Node) -> Value:
 def _padded(node: Node) -> Value:
     # `RaggedTensor.to_tensor`.
     shape, words, default, *_ = node.inputs
-    cut = _cut_of(node, words)
+    cut = _cut_of(node, words, node.op.inputs[1])
     parts = list(node.op.inputs[3:])
     kinds = [bytes(kind) for kind in node.attr("row_partition_types")]
     are_rows = False
@@ -85,18 +122,17 @@ def _padded(node: Node) -> Value:
         return node.mixed("makes each row as long as the longest", is_certain=False)
     if rows != -1 or have_rows([default]):
         return node.unknown()
-    return _rows_again(node, [shape, words, default], cut, lengths)
+    return _rows_again(node, [words, shape, default], cut, lengths)
 
 
 @rule("RaggedBincount", rows_in=ANY)
 def _counted(node: Node) -> Value:
     # `tf.math.bincount` of ragged numbers.
     _, words, size, weights = node.inputs
-    cut = _cut_of(node, words)
-    is_weighed = weights.lengths != (0,)
+    cut = _cut_of(node, words, node.op.inputs[1])
     if cut is None or not _are_row_splits(node.op.inputs[0], cut):
         return node.unknown()
-    if is_weighed and weights[:2] != words[:2]:
+    if weights.lengths != (0,):
         return node.unknown()
     number = int(known(size.numbers).item())
     return _rows_again(node, [words, size, weights], cut, [number])
@@ -105,7 +141,7 @@ def _counted(node: Node) -> Value:
 @rule("SparseToDense", rows_in=ANY)
 def _dense(node: Node) -> Value:
     _, _, words, default = node.inputs
-    cut = _cut_of(node, words)
+    cut = _cut_of(node, words, node.op.inputs[2])
     places, shape, *_ = node.op.inputs
     # Of crossed columns each row has as many: a text would be as long as the longest.
     if cut is None or cut.type != "SparseCross" or have_rows([default]):
@@ -115,23 +151,41 @@ def _dense(node: Node) -> Value:
     return _rows_again(node, [words, default], cut, [None])
 
 
-def _cut_of(node: Node, words: Value) -> tf.Operation | None:
-    """Return what has cut the words, if they come from one operation, of this graph."""
+def _cut_of(node: Node, words: Value, tensor: Tensor) -> tf.Operation | None:
+    """Return what has cut the words, if they come from one operation, of this graph.
+
+    What is made of them is to be made of each by itself, and of constants.
+    """
     if words.axis != 0 or not words.layout.words or node.outer is not node.op:
         return None
-    return node.op.graph.get_operation_by_name(words.layout.words)
+    cut = node.op.graph.get_operation_by_name(words.layout.words)
+    stack, seen = [tensor], set()
+    while stack:
+        each = stack.pop()
+        op = each.op
+        if op.name in seen or _is_output(each, cut, _OUTPUTS[cut.type]):
+            continue
+        seen.add(op.name)
+        is_constant = op.type == "Const" and each.shape.rank == 0
+        if each.dtype == tf.resource or is_constant:
+            continue
+        if op.type not in _OF_EACH_WORD:
+            return None
+        stack += op.inputs
+    return cut
 
 
 def _rows_again(
     node: Node, values: list[Value], cut: tf.Operation, lengths: Iterable[int | None]
 ) -> Value:
-    causes = _without_cause_of(causes_of(values), cut)
+    words, *others = values
+    causes = _without_cause_of(words.causes, cut) | causes_of(others)
     return node.like(Value(0, PLAIN, (None, *lengths)), causes)
 
 
 def _without_cause_of(causes: frozenset[Cause], cut: tf.Operation) -> frozenset[Cause]:
     """Leave out that nobody knew what would become of the words."""
-    return frozenset(each for each in causes if each.op.name != cut.name)
+    return frozenset(c for c in causes if c.op is not cut or c.why != _CUT)
 
 
 def _through(tensor: Tensor) -> Tensor:
