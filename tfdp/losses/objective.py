@@ -17,13 +17,8 @@ from tfdp._types import Loss, Nest, Padded, Tensor, Variable
 from tfdp._views_per_example import views_per_example
 from tfdp.ascent.losses import Ascent
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
-from tfdp.losses.added import (
-    AddedLosses,
-    Predicted,
-    added_now,
-    adding,
-    parts_of_rows,
-)
+from tfdp.losses.added import AddedLosses, Predicted, added_now, adding
+from tfdp.losses.parts import RowsOf
 
 # A public constant. The loss of one example is not divided by the batch size, so
 # it needs less scaling than the mean of a batch does.
@@ -467,22 +462,20 @@ def _split(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> Tensor | 
         trace.note_split()
     # Masks are not seen by a row alone, either.
     rows = _tree.map_tensors(tf.identity, rows)
-    parts: Tensor | None = None
+    failure: Exception | None = None
     try:
-        parts = parts_of_rows(function(*rows), number, rows)
+        parts = RowsOf(number, rows, takes_lengths=True).of(function(*rows))
     # Whatever it is: not all that can be asked for a row can be asked for several.
     except Exception as error:  # noqa: BLE001
-        failure: Exception | None = error
+        failure = error
     else:
-        failure = None
-    # It may be meant for single rows, and say so.
-    asserts = any(op.type == "Assert" for op in graph.get_operations()[first:])
-    if parts is None or asserts:
-        raise UnsupportedLayerError(
-            "A loss that is asked for all rows must be a sum or a mean over them. "
-            f"Received: {function!r}. Use `engine='auto'`, which asks for each row alone."
-        ) from failure
-    return tf.cast(parts, keras.config.floatx())
+        # What asserts something may assert that there is one row.
+        if all(op.type != "Assert" for op in graph.get_operations()[first:]):
+            return tf.cast(parts, keras.config.floatx())
+    raise UnsupportedLayerError(
+        "A loss that is asked for all rows must be a sum or a mean over them. Received: "
+        f"{function!r}. Use `engine='auto'`, which asks for each row alone."
+    ) from failure
 
 
 def _reduce_rows(
