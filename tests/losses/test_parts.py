@@ -3,6 +3,8 @@
 They are taken apart where each row's part is proven to be what it would have alone.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from tfdp.losses.objective import Batch, Objective
 pytestmark = pytest.mark.keras_private
 
 ROWS, WIDTH = 6, 3
+SIGNATURE = [tf.TensorSpec([None, WIDTH + 1]), tf.TensorSpec([None, WIDTH])]
 
 
 class Computing(keras.Model):
@@ -130,10 +133,13 @@ def check_single_rows(objective, engine):
     gradients = [np.stack(of_variable) for of_variable in zip(*gradients, strict=True)]
     clip = 0.9 * float(np.median(clipped_sum(gradients, 1.0)[1]))
     expected, norms = clipped_sum(gradients, clip)
-    sums, found = clipped(engine, objective, x, y, clip)
-    np.testing.assert_allclose(found, norms, rtol=2e-4)
-    for total, wanted in zip(sums, expected, strict=True):
-        np.testing.assert_allclose(total, wanted, rtol=0, atol=2e-4 * clip * ROWS)
+    run = functools.partial(clipped, engine, objective, clip=clip)
+    in_graph = tf.function(run, input_signature=SIGNATURE, autograph=False)
+    for each in (run, in_graph):
+        sums, found = each(tf.constant(x), tf.constant(y))
+        np.testing.assert_allclose(found, norms, rtol=2e-4)
+        for total, wanted in zip(sums, expected, strict=True):
+            np.testing.assert_allclose(total, wanted, rtol=0, atol=2e-4 * clip * ROWS)
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -144,7 +150,7 @@ def test_a_loss_of_all_rows_is_taken_apart(name):
     check_single_rows(objective, engine)
     forward = tf.function(
         lambda x, y: objective.forward(Batch(x, y), splits_losses=True)[1],
-        input_signature=[tf.TensorSpec([None, n]) for n in (WIDTH + 1, WIDTH)],
+        input_signature=SIGNATURE,
         autograph=False,
     )
     operations = forward.get_concrete_function().graph.get_operations()

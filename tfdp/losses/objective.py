@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras, _tree
-from tfdp._tracing import NotInGraphError, tracing
+from tfdp._tracing import tracing
 from tfdp._types import Loss, Nest, Padded, Tensor, Variable
 from tfdp._views_per_example import views_per_example
 from tfdp.ascent.losses import Ascent
@@ -408,17 +408,13 @@ def each_row_alone(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> T
 
     Returns:
         Shape ``(N,)``.
-
-    Raises:
-        NotInGraphError: If losses may be split, and there is no graph to find parts in.
     """
     leaves = _tree.tensors(rows)
     trace = tracing()
     if leaves[0].shape[0] == 1 and trace is None:
         return tf.reshape(function(*rows), [1])
-    if _splits_losses.get():
-        if tf.executing_eagerly():
-            raise NotInGraphError("A loss of all rows was made without a graph.")
+    # Eagerly there is no graph to find parts in, and people want to look at numbers.
+    if _splits_losses.get() and not tf.executing_eagerly():
         parts = _split(function, rows)
         if parts is not None:
             return parts
