@@ -142,7 +142,16 @@ def check_single_rows(objective, engine):
             np.testing.assert_allclose(total, wanted, rtol=0, atol=2e-4 * clip * ROWS)
 
 
-@pytest.mark.parametrize("name", SPLIT)
+QUICK = {"keras", "with what layers add", "divided by the rows", "of a weight"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name in SPLIT
+    ],
+)
 def test_a_loss_of_all_rows_is_taken_apart(name):
     objective = objective_of(SPLIT[name])
     engine = choose("auto", objective, (*data(), None))
@@ -157,7 +166,17 @@ def test_a_loss_of_all_rows_is_taken_apart(name):
     assert not any("While" in op.type for op in operations)
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "masked",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ALONE
+            if name != "masked"
+        ),
+    ],
+)
 def test_other_losses_are_asked_for_each_row_alone(name):
     objective = objective_of(ALONE[name])
     engine = choose("auto", objective, (*data(), None))
