@@ -23,13 +23,17 @@ from tfdp.rules.places import ROWS_FIRST, Place
 pytestmark = pytest.mark.keras_private
 
 
-@register
-class Windows(layers.Layer):
-    """Calls layers on pieces of each row: ``(rows, windows, ...)`` as rows."""
+class Stacked(layers.Layer):
+    """Has layers that it calls on something else than rows."""
 
     def __init__(self, *stack, **kwargs):
         super().__init__(**kwargs)
         self.stack = list(stack)
+
+
+@register
+class Windows(Stacked):
+    """Calls layers on pieces of each row: ``(rows, windows, ...)`` as rows."""
 
     def call(self, x):
         shape = ops.shape(x)
@@ -40,12 +44,12 @@ class Windows(layers.Layer):
 
 
 @register
-class Nodes(layers.Layer):
+class Nodes(Stacked):
     """Calls layers on ``(nodes, rows, ...)`` as rows, all rows of a node together."""
 
     def __init__(self, *stack, entries=1, **kwargs):
-        super().__init__(**kwargs)
-        self.stack, self.entries = list(stack), entries
+        super().__init__(*stack, **kwargs)
+        self.entries = entries
 
     def call(self, x):
         nodes, *others = x.shape[1:]
@@ -61,12 +65,8 @@ class Nodes(layers.Layer):
 
 
 @register
-class NodesFirst(layers.Layer):
+class NodesFirst(Stacked):
     """Calls layers on ``(nodes, rows, ...)`` as it is."""
-
-    def __init__(self, *stack, **kwargs):
-        super().__init__(**kwargs)
-        self.stack = list(stack)
 
     def call(self, x):
         order = (1, 0, *range(2, len(x.shape)))
