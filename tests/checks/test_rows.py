@@ -1145,6 +1145,35 @@ def test_as_many_rows_as_units_are_no_bias():
         tfdp.clipped_gradients(model, "mse", x[:3], y[:3], l2_norm_clip=1.0)
 
 
+def test_a_row_alone_meets_none():
+    """Keras takes what is added for a bias where it has one axis with entries."""
+    inputs = keras.Input((1, D))
+    added = layers.Add()([layers.Dense(4)(inputs), layers.Dense(4)(inputs)])
+    model = keras.Model(inputs, layers.Flatten()(added))
+    x, y = np.full((2, 1, D), 1e6, "float32"), np.ones((2, 4), "float32")
+    clipped = [
+        tfdp.clipped_gradients(
+            model, "mse", x[:n], y[:n], l2_norm_clip=1.0, engine="bookkeeping"
+        ).gradients
+        for n in (1, 2)
+    ]
+    for alone, both in zip(*clipped, strict=True):
+        np.testing.assert_allclose(2 * alone, both, rtol=1e-5)
+    assert tf.linalg.global_norm(clipped[0]) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("name", ["twice", "none", "of entries"])
+def test_a_row_alone_ends_in_one_entry(name):
+    """Two entries of a row would be clipped one by one."""
+    ends = {
+        "twice": lambda x: tf.concat([x, x], 0),
+        "none": tf.reduce_sum,
+        "of entries": tf.transpose,
+    }
+    assert is_proven(lambda x: tf.squeeze(x)[tf.newaxis], (D,), rows=1)
+    assert not is_proven(ends[name], (D,), rows=1)
+
+
 def test_eager_steps_take_the_engine_that_was_proven_for_their_rows():
     private = mixing_many(
         "mse", is_certain=False, expected_batch_size=4, run_eagerly=True

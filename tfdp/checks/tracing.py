@@ -243,7 +243,8 @@ class Trace:
         for tensor in read:
             value = by_tensor[id(tensor)]
             causes |= value.causes
-            if ends_in_rows and (value.axis, value.layout) not in _ROWS:
+            is_alone = value.axis == WITHIN and tensor.shape[:1].as_list() == [1]
+            if ends_in_rows and not is_alone and value[:2] not in _ROWS:
                 why = "ends in rows that are not on the first axis"
                 made = tensor.op
                 while made.type == "Identity":  # A graph returns copies of nobody's.
@@ -545,6 +546,9 @@ def _given(spec: tf.TensorSpec, rows: int | None, views: int, length: int) -> Va
         length if n is None else n for n in spec.shape.as_list()
     ]
     lengths[0] = Size(views) if rows is None else rows * views
+    if lengths[0] == 1:
+        # It meets no other, wherever its entries go.
+        return Value(WITHIN, lengths=tuple(lengths))
     return Value(0, Layout(1, views), tuple(lengths))
 
 
