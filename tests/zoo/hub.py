@@ -239,8 +239,6 @@ def of_words(
 # Some norms compute in float32 whatever the policy says.
 SINGLE = {"dtype": "float32"}
 T5 = {"adapted": ["query_projector", "value_projector"], **SINGLE}
-# Picks scores by relative positions, of which the way back adds up rows by numbers.
-APART = {"engines": ("apart", "apart")}
 
 ENTRIES = [
     *of_words("bert", "BertBackbone", POSITIONS, "BertTextClassifier", "segment_ids"),
@@ -251,9 +249,7 @@ ENTRIES = [
     *of_words(
         "albert", "AlbertBackbone", ALBERT, "AlbertTextClassifier", "segment_ids"
     ),
-    *of_words(
-        "deberta_v3", "DebertaV3Backbone", DEBERTA, "DebertaV3TextClassifier", **APART
-    ),
+    *of_words("deberta_v3", "DebertaV3Backbone", DEBERTA, "DebertaV3TextClassifier"),
     *of_words("gpt2", "GPT2Backbone", POSITIONS, "GPT2CausalLM"),
     *of_words("llama", "LlamaBackbone", GROUPED, "LlamaCausalLM", **SINGLE),
     *of_words("llama3", "Llama3Backbone", GROUPED, "Llama3CausalLM", **SINGLE),

@@ -504,7 +504,7 @@ ENTRIES = [
         dtype="float32",
     ),
     Entry("pointnet", pointnet, images(10, 3), CLASSES, "bookkeeping"),
-    Entry("point_transformer", point_transformer, images(7, 3), CLASSES, "apart"),
+    Entry("point_transformer", point_transformer, images(7, 3), CLASSES, "bookkeeping"),
     Entry(
         "autoencoder", autoencoder, images(8, 8, 1, classes=None), "mse", "bookkeeping"
     ),

@@ -84,6 +84,8 @@ class Analysis:
         self._rows = rows
         self._look_at = look_at
         self._outer: tf.Operation | None = None
+        # Of the outputs of the operations of the graph that is looked at.
+        self._known: dict[str, list[Value]] = {}
         # Whether what is looked at runs or not by what is in the rows.
         self._is_hidden = False
 
@@ -103,6 +105,7 @@ class Analysis:
             past: How many of its operations to look at, by default all.
         """
         values: dict[str, list[Value]] = {}
+        around, self._known = self._known, values
         for op in _needed(graph, wanted, past):
             name = op.name
             if name in known:
@@ -119,6 +122,7 @@ class Analysis:
                 self._look_at(self._node(op, inputs), values[name])
             if is_outermost:
                 self._outer = None
+        self._known = around
         return [values[tensor.op.name][tensor.value_index] for tensor in wanted]
 
     def _outputs(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:
@@ -150,7 +154,14 @@ class Analysis:
         return apply(node)
 
     def _node(self, op: tf.Operation, inputs: Sequence[Value]) -> Node:
-        return Node(op, inputs, self._rows, self._outer)
+        known = self._known
+        return Node(
+            op,
+            inputs,
+            self._rows,
+            self._outer,
+            lambda tensor: known[tensor.op.name][tensor.value_index],
+        )
 
     def _note_effect(self, node: Node) -> None:
         """Note what an operation keeps, if that depends on data."""

@@ -31,6 +31,7 @@ class Node:
         inputs: What is known of its inputs.
         rows: How many rows a batch has; None if that is not static.
         outer: The operation of the outermost graph that this is part of.
+        value_of: Tells what is known of a tensor that comes before it in its graph.
         number: Which output is to be described.
         causes: What is the matter with any of the inputs.
     """
@@ -39,6 +40,7 @@ class Node:
     inputs: Sequence[Value]
     rows: int | None
     outer: tf.Operation
+    value_of: Callable[[Tensor], Value]
     number: int = 0
     causes: frozenset[Cause] = dataclasses.field(init=False)
 

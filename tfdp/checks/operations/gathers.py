@@ -3,7 +3,9 @@
 import tensorflow as tf
 
 from tfdp.checks.node import ANY, Node, axis_from, counts_rows, rule, static_lengths
-from tfdp.checks.values import PLAIN, Value, known
+from tfdp.checks.operations.bounds import causes_in_own, causes_in_own_row
+from tfdp.checks.operations.scatters import depth_of
+from tfdp.checks.values import PLAIN, Layout, Value, known
 
 
 @rule("ResourceGather", rows_in=[1])
@@ -19,17 +21,23 @@ def _gather_of_variable(node: Node) -> Value:
 def _gather(node: Node) -> Value:
     params, indices, *along = node.inputs
     axis = axis_from(along[0], len(params.shape)) if along else 0
-    if params.axis == axis:
-        # Rows may pick entries of their own, by numbers that begin where theirs do. That
-        # is in the data, which may as well lead to others: each row runs by itself then,
-        # which is right whatever it picks, and no proof is tried. Maps over rows take
-        # them one after the other.
-        is_in_order = counts_rows(indices) and _is_range(node.op.inputs[1].op)
-        is_certain = indices.axis is None and not is_in_order
-        return node.mixed("picks some rows by their numbers", is_certain=is_certain)
     batch_dims = 0 if node.op.type == "Gather" else node.attr("batch_dims")
     if batch_dims < 0:
         batch_dims += len(indices.shape)
+    if params.axis == axis:
+        causes = causes_in_own(node, 1, params.layout)
+        if causes is not None and not batch_dims:
+            lengths = (*params.shape[:axis], *indices.shape, *params.shape[axis + 1 :])
+            own, layout = indices[:2]
+            if own is None:
+                own, layout = 0, Layout(1, known(node.entries_of(indices.shape[0])))
+            return node.like(Value(own + axis, layout, lengths), params.causes | causes)
+        # Rows may pick entries of their own, by numbers that begin where theirs do, and
+        # that data say, which may as well lead to others: each row runs by itself then,
+        # which is right whatever it picks. Maps over rows take them one after the other.
+        is_in_order = counts_rows(indices) and _is_range(node.op.inputs[1].op)
+        is_certain = indices.axis is None and not is_in_order
+        return node.mixed("picks some rows by their numbers", is_certain=is_certain)
     picked = indices.shape[batch_dims:]
     lengths = (*params.shape[:axis], *picked, *params.shape[axis + 1 :])
     # Where the rows of both are in the result, which must be the same place.
@@ -49,6 +57,11 @@ def _gather(node: Node) -> Value:
 @rule("GatherNd", "ResourceGatherNd", rows_in=ANY)
 def _gather_nd(node: Node) -> Value:
     params, indices = node.inputs
+    if params[:2] == (0, PLAIN) and indices[:2] in ((0, PLAIN), (None, PLAIN)):
+        causes = causes_in_own_row(node, 1)
+        if causes is not None and indices.shape[0] == node.of_rows(PLAIN):
+            lengths = indices.shape[:-1] + params.shape[depth_of(indices) :]
+            return node.like(Value(0, PLAIN, lengths), params.causes | causes)
     if params.axis is not None:
         if params.lengths is not None and indices.axis is None and indices.lengths:
             # How many of the first axes each index is about.
@@ -69,15 +82,28 @@ def _gather_nd(node: Node) -> Value:
 @rule(
     *("UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin"),
     *("UnsortedSegmentProd",),
+    rows_in=[0, 1],
 )
 def _segments(node: Node) -> Value:
     value, places, number = node.inputs
     depth = len(places.shape)
-    if value.axis is not None and value.axis < depth:
-        is_certain = places.axis is None
-        return node.mixed("puts rows together by their numbers", is_certain=is_certain)
     # The first axes become one, of which each segment has an entry.
     length = None if number.numbers is None else number.numbers.item()
+    segments = Layout(1, node.entries_of(length) or 0)
+    rows = {each[:2] for each in (value, places) if each.axis is not None}
+    are_in_order = len(rows) == 1 and all(
+        axis == 0 and layout == Layout(1, layout.entries) for axis, layout in rows
+    )
+    causes = causes_in_own(node, 1, segments) if are_in_order else None
+    if causes is not None:
+        lengths = (length, *value.shape[depth:])
+        return node.like(Value(0, segments, lengths), value.causes | causes)
+    if places.axis is not None:
+        return node.mixed("puts rows together by their numbers", is_certain=False)
+    if value.axis is not None and value.axis < depth:
+        # Of rows whose number is static, numbers for them may be free of data.
+        is_certain = node.rows is None
+        return node.mixed("puts rows together by their numbers", is_certain=is_certain)
     return node.like(value.dropped(range(depth)).inserted(0, length))
 
 

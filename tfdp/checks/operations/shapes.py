@@ -51,6 +51,15 @@ def _rank(node: Node) -> Value:
     return of_numbers(node, constant(len(node.inputs[0].shape)))
 
 
+@rule("Range", rows_in=NONE)
+def _range(node: Node) -> Value:
+    start, limit, step = (
+        None if each.numbers is None else each.numbers.item() for each in node.inputs
+    )
+    # As many numbers as there are rows are one for each.
+    return node.free((limit,) if (start, step) == (0, 1) else None)
+
+
 @rule("BroadcastGradientArgs", rows_in=NONE)
 def _broadcast_gradient_args(node: Node) -> Value:
     first, second = (each.numbers for each in node.inputs)

@@ -1,0 +1,243 @@
+"""Rows may pick entries among those of all rows, if their numbers are proven their own."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from tests.checks.test_rows import found, gradient_of, is_proven
+
+T, D = 4, 3
+SHAPE = (T, D)
+
+
+def rows_of(x):
+    return tf.shape(x)[0]
+
+
+def places(x, times=T, plus=0):
+    """Where each row begins, if all entries lie one after the other."""
+    return (tf.range(rows_of(x)) * times + plus)[:, None]
+
+
+def largest(x, number=2):
+    """Numbers of the largest entries of each row, of shape (N, number)."""
+    return tf.math.top_k(x[:, :, 0], number)[1]
+
+
+def whole(x, most=50):
+    """Whole numbers that are in the data."""
+    return tf.cast(tf.clip_by_value(x[:, :2, 0], -most, most), tf.int32)
+
+
+def pick(x, numbers):
+    """Take entries from those of all rows; of shape (N, number, D)."""
+    return tf.gather(tf.reshape(x, [-1, D]), numbers)
+
+
+def put(x, numbers):
+    """Sum entries into those of all rows."""
+    flat = tf.reshape(numbers, [-1])
+    parts = tf.reshape(x[:, : numbers.shape[1]], [-1, D])
+    return tf.reshape(
+        tf.math.unsorted_segment_sum(parts, flat, rows_of(x) * T), tf.shape(x)
+    )
+
+
+def pick_in_row(x, numbers):
+    """Take one entry of each row; of shape (N, D)."""
+    pairs = tf.stack([tf.range(rows_of(x)), numbers], axis=1)
+    return tf.gather_nd(x, pairs)
+
+
+def clipped(numbers, low=0, high=T - 1):
+    return tf.clip_by_value(numbers, low, high)
+
+
+# Numbers, of shape (N, 2), that point to a row's own entries.
+OWN = {
+    "of the largest": lambda x: largest(x) + places(x),
+    "of the first": lambda x: places(x) + tf.constant([0, T - 1]),
+    "clipped": lambda x: clipped(whole(x)) + places(x),
+    "remainders": lambda x: whole(x) % T + places(x),
+    "from the other end": lambda x: (T - 1 - largest(x)) + places(x),
+    "of one of the largest": lambda x: (
+        tf.argmax(x, axis=1)[:, :2] + tf.cast(places(x), tf.int64)
+    ),
+    "negative ones count from the end": lambda x: (
+        tf.where(largest(x) < 0, largest(x) + T, largest(x)) + places(x)
+    ),
+    "in another order": lambda x: tf.transpose(
+        tf.transpose(largest(x)) + tf.transpose(places(x))
+    ),
+    "as long numbers": lambda x: (
+        tf.cast(largest(x), tf.int64) + tf.cast(places(x), tf.int64)
+    ),
+    "of pieces": lambda x: places(x, times=2) * 2 + tf.reshape(largest(x), [-1, 2]),
+    "less one and more": lambda x: largest(x) + (places(x, plus=1) - 1),
+}
+
+# What each of these points to belongs to others, or is said by them.
+OTHERS = {
+    "anywhere": lambda x: whole(x) + places(x),
+    "one too far": lambda x: clipped(whole(x), high=T) + places(x),
+    "one before": lambda x: clipped(whole(x), low=-1) + places(x),
+    "bounded on one side": lambda x: tf.maximum(whole(x), 0) + places(x),
+    "too close": lambda x: largest(x) + places(x, times=T - 1),
+    "too far apart": lambda x: largest(x) + places(x, times=T + 1),
+    "of the next row": lambda x: largest(x) + places(x, plus=T),
+    "of the row before": lambda x: largest(x) + places(x, plus=-T),
+    "in reverse": lambda x: largest(x) + places(x)[::-1],
+    "of the first row": largest,
+    "of one row less": lambda x: largest(x) + tf.range(1, rows_of(x))[:, None] * T - T,
+    "of every second": lambda x: largest(x) + tf.range(0, rows_of(x), 2)[:, None] * T,
+    "squared places": lambda x: largest(x) + places(x) * places(x),
+    "remainders of places": lambda x: places(x) % T + places(x) + 0 * largest(x),
+    "by place": lambda x: (
+        clipped(largest(x) + tf.range(rows_of(x))[:, None]) + places(x)
+    ),
+    "by a table of places": lambda x: (
+        tf.gather([0, 1, 2, 3, 2, 1, 0, 3], places(x, times=1)) + places(x)
+    ),
+    "by the number of rows": lambda x: (largest(x) + rows_of(x)) % T + places(x),
+    "by other rows": lambda x: (
+        (largest(x) + tf.reduce_max(largest(x), axis=0)) % T + places(x)
+    ),
+    "by the row before": lambda x: tf.roll(largest(x), 1, axis=0) + places(x),
+    "beyond what an integer has": lambda x: (
+        tf.minimum(tf.maximum(whole(x), 0) + (2**31 - 1), T - 1) % 64 + places(x)
+    ),
+    "cast from what is not a number": lambda x: (
+        tf.cast(tf.clip_by_value(x[:, :2, 0], 0.0, 3.0), tf.int32) + places(x)
+    ),
+    "cut off": lambda x: (
+        tf.cast(tf.maximum(tf.cast(whole(x), tf.int64), 0) * 2**33, tf.int32) // 2**29
+        + places(x)
+    ),
+    "chosen": lambda x: tf.where(
+        tf.reduce_sum(x) > 0, largest(x) + places(x), clipped(whole(x)) + places(x)
+    ),
+    "less where rows are many": lambda x: (
+        tf.where(largest(x) + places(x) < 9, largest(x), (largest(x) + 1) % T)
+        + places(x)
+    ),
+    "places that others had": lambda x: (
+        largest(x)
+        + (tf.range(rows_of(x)) - tf.range(rows_of(x))[::-1])[:, None]
+        + places(x)
+    ),
+}
+
+# By the number of rows, where that is static, or by an entry for each place.
+STATIC = {
+    *("remainders of places", "by place", "by a table of places"),
+    *("by the number of rows", "less where rows are many"),
+    # Of these no graph can be made.
+    *("of one row less", "of every second"),
+}
+
+IN_ROW = {
+    "the largest": lambda x: tf.argmax(x[:, :, 0], axis=1, output_type=tf.int32),
+    # What there is not is nothing, or an error: in no case is it another row's.
+    "any": lambda x: whole(x)[:, 0],
+}
+NOT_IN_ROW = {
+    "by place": lambda x: tf.range(rows_of(x)) % T,
+    "own place": lambda x: tf.range(rows_of(x)),
+    "by the number of rows": lambda x: (
+        tf.argmax(x[:, :, 0], axis=1, output_type=tf.int32) + rows_of(x)
+    ),
+    "by other rows": lambda x: tf.argmax(x[::-1, :, 0], axis=1, output_type=tf.int32),
+}
+
+
+def entries_of_the_largest(x):
+    """Keras's way: numbers that are negative count from the end."""
+    order = ops.argsort(x, axis=1)
+    return ops.take_along_axis(x, order[:, :2], axis=1)
+
+
+def relative_scores(x):
+    """Scores by relative positions, for each of which all rows have one place."""
+    positions = ops.arange(T)
+    apart = ops.clip(positions[:, None] - positions[None] + 2, 0, T - 1)
+    scores = tf.einsum("ntd,nsd->nts", x, x)
+    apart = ops.broadcast_to(apart[None], (rows_of(x), T, T))
+    return tf.gather(scores, apart, batch_dims=2)
+
+
+def in_batches(x):
+    return tf.gather(x, clipped(whole(x)), batch_dims=1)
+
+
+APART = {
+    **{f"pick {name}": lambda x, of=of: pick(x, of(x)) for name, of in OWN.items()},
+    **{f"put {name}": lambda x, of=of: put(x, of(x)) for name, of in OWN.items()},
+    **{
+        f"in row {n}": lambda x, of=of: pick_in_row(x, of(x))
+        for n, of in IN_ROW.items()
+    },
+    "along an axis": entries_of_the_largest,
+    "relative scores": relative_scores,
+    "in batches": in_batches,
+}
+MEETING = {
+    **{f"pick {name}": lambda x, of=of: pick(x, of(x)) for name, of in OTHERS.items()},
+    **{f"put {name}": lambda x, of=of: put(x, of(x)) for name, of in OTHERS.items()},
+    **{
+        f"in row {name}": lambda x, of=of: pick_in_row(x, of(x))
+        for name, of in NOT_IN_ROW.items()
+    },
+    "rows twice": lambda x: pick(tf.tile(x, [2, 1, 1]), largest(x) + places(x, 2 * T)),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("rows", [None, 6])
+def test_own_entries_are_proven_own(name, rows):
+    function = APART[name]
+    assert found(function, SHAPE, rows=rows) == []
+    if not name.startswith("put"):  # They ask first which numbers are negative.
+        assert found(gradient_of(function), SHAPE, rows=rows) == []
+
+
+@pytest.mark.parametrize("name", APART)
+def test_they_are(name):
+    """The proof is right: a row's entries are those of the row alone."""
+    function = APART[name]
+    rng = np.random.default_rng(0)
+    x = tf.constant(rng.uniform(0, T - 1, (6, *SHAPE)))
+    for of in (function, gradient_of(function)):
+        together = of(x)
+        alone = tf.concat([of(x[n : n + 1]) for n in range(6)], axis=0)
+        np.testing.assert_allclose(together, alone, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_others_are_not(name):
+    assert not is_proven(MEETING[name], SHAPE)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MEETING if name.split(" ", 1)[1] not in STATIC]
+)
+def test_nor_are_they_for_a_static_number_of_rows(name):
+    if name in {"in row by place", "in row own place", "in row by the number of rows"}:
+        pytest.skip("Where the number of rows is static, places are numbers.")
+    assert not is_proven(MEETING[name], SHAPE, rows=6)
+
+
+def test_open_lengths_are_proven_for_any():
+    def last(x):
+        return pick(x, tf.argmax(x[:, :, 0], 1, tf.int32)[:, None] + places(x))
+
+    assert is_proven(last, SHAPE)
+    # Four entries of a row are its own only if there are as many.
+    assert not is_proven(last, (None, D))
+
+
+def test_numbers_count_from_either_end_for_any_layer():
+    inputs = keras.Input(SHAPE)
+    outputs = keras.layers.Lambda(entries_of_the_largest)(inputs)
+    assert is_proven(keras.Model(inputs, outputs), SHAPE, dtype=tf.float32)
