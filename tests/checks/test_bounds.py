@@ -106,7 +106,7 @@ OTHERS = {
     ),
     "by the row before": lambda x: tf.roll(largest(x), 1, axis=0) + places(x),
     "beyond what an integer has": lambda x: (
-        tf.minimum(tf.maximum(whole(x), 0) + (2**31 - 1), T - 1) % 64 + places(x)
+        tf.minimum(tf.maximum(whole(x), 0) + (2**31 - 1), T - 1) + places(x)
     ),
     "cast from what is not a number": lambda x: (
         tf.cast(tf.clip_by_value(x[:, :2, 0], 0.0, 3.0), tf.int32) + places(x)
