@@ -90,7 +90,7 @@ OTHERS = {
     "of the row before": lambda x: largest(x) + places(x, plus=-T),
     "in reverse": lambda x: largest(x) + places(x)[::-1],
     "of the first row": largest,
-    "of one row less": lambda x: largest(x) + tf.range(1, rows_of(x))[:, None] * T - T,
+    "of one row less": lambda x: largest(x) + tf.range(1, rows_of(x))[:, None] * T,
     "of every second": lambda x: largest(x) + tf.range(0, rows_of(x), 2)[:, None] * T,
     "squared places": lambda x: largest(x) + places(x) * places(x),
     "remainders of places": lambda x: places(x) % T + places(x) + 0 * largest(x),
