@@ -74,3 +74,19 @@ def test_instance_names_the_types():
         TypeError, match=r"`str` or `bytes`\. Received: name of type int\."
     ):
         _validate.instance("name", 1, str, bytes)
+
+
+def test_what_most_people_give_has_an_example():
+    with pytest.raises(ValueError, match=r"l2_norm_clip=nan\. Use `l2_norm_clip=1\.0`"):
+        _validate.positive("l2_norm_clip", NAN)
+
+
+@pytest.mark.parametrize("name", _validate._EXAMPLES)
+def test_examples_are_good(name):
+    value = eval(_validate._EXAMPLES[name], {"len": len, "x": [0]})
+    check = _validate.positive
+    if name in ("delta", "sampling_probability"):
+        check = _validate.probability
+    elif isinstance(value, int):
+        check = _validate.positive_int
+    assert check(name, value) == value

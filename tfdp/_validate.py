@@ -89,6 +89,27 @@ def instance(name: str, value: object, *types: type) -> None:
         )
 
 
+# What people may write who want to begin somewhere.
+_EXAMPLES = {
+    "batch_size": "256",
+    "delta": "1e-5",
+    "epsilon": "3.0",
+    "epochs": "15",
+    "examples_per_user": "4",
+    "expected_batch_size": "256",
+    "l2_norm_clip": "1.0",
+    "learning_rate": "0.1",
+    "noise_multiplier": "1.1",
+    "num_microbatches": "32",
+    "number_of_examples": "len(x)",
+    "physical_batch_size": "64",
+    "sampling_probability": "0.01",
+    "target_epsilon": "3.0",
+}
+
+
 def _rule(name: str, rule: str, value: object, fix: str) -> str:
     message = f"`{name}` {rule}. Received: {name}={value!r}."
+    if not fix and name in _EXAMPLES:
+        fix = f"Use `{name}={_EXAMPLES[name]}`, say."
     return f"{message} {fix}" if fix else message
