@@ -32,8 +32,16 @@ class Tracing(Protocol):
     def reads_alone(self, variable: Variable) -> bool:
         """Tell whether a function that sees one row reads a variable by itself."""
 
-    def note_rows(self, where: tuple[str, int], tensors: list[Tensor]) -> None:
-        """Note tensors of which is to be known where their rows lie."""
+    def note_rows(
+        self, where: tuple[str, int], tensors: list[Tensor], *, is_seen: bool = True
+    ) -> None:
+        """Note tensors of which is to be known where their rows lie.
+
+        Args:
+            where: They are.
+            tensors: Those that have rows have them in the same place.
+            is_seen: Whether a tape has recorded them. Otherwise it will next time.
+        """
 
     def note_split(self) -> None:
         """Note that a loss is asked for all rows, and taken apart."""

@@ -51,6 +51,11 @@ def pick_in_row(x, numbers):
     return tf.gather_nd(x, pairs)
 
 
+def nothing(x, number):
+    """So many zeros, in the shape of numbers of a row."""
+    return clipped(tf.zeros([number], tf.int32), high=1)[None]
+
+
 def clipped(numbers, low=0, high=T - 1):
     return tf.clip_by_value(numbers, low, high)
 
@@ -122,6 +127,35 @@ OTHERS = {
         tf.where(largest(x) + places(x) < 9, largest(x), (largest(x) + 1) % T)
         + places(x)
     ),
+    "in a number that other rows decide": lambda x: tf.where(
+        largest(x)[:, :1] + nothing(x, 1 + clipped(tf.reduce_max(whole(x)))) < 0,
+        largest(x)[:, :1],
+        largest(x)[:, :1] + places(x),
+    ),
+    "as often as there are rows": lambda x: (
+        places(x) + tf.zeros([10], tf.int32)[None, : rows_of(x)]
+    ),
+    "as often as there are other rows": lambda x: (
+        places(x) + tf.minimum(tf.range(1, rows_of(x)), 5)[None] * 0
+    ),
+    "true or false": lambda x: (
+        tf.cast(tf.cast(clipped(whole(x), -1, 0), tf.bool), tf.int32) * 2
+        + tf.cast(tf.cast(clipped(whole(x), -1, 0), tf.bool), tf.int32) * 2
+        + places(x)
+    ),
+    "not the first": lambda x: (
+        largest(x) + tf.cast(tf.cast(places(x, 1), tf.bool), tf.int32) * T
+    ),
+    "negative where rows are many": lambda x: tf.where(
+        places(x, 2**30) < 0, largest(x) * 0, largest(x) + places(x)
+    ),
+    "wrapped around before it is long": lambda x: (
+        tf.cast(places(x, 2**30), tf.int64)
+        - tf.cast(rows_of(x), tf.int64) * 0
+        - tf.range(tf.cast(rows_of(x), tf.int64))[:, None] * 2**30
+        + tf.cast(largest(x) + places(x), tf.int64)
+    ),
+    "looked up": lambda x: tf.gather([5, 6, 7, 8], clipped(whole(x))) - 5 + places(x),
     "places that others had": lambda x: (
         largest(x)
         + (tf.range(rows_of(x)) - tf.range(rows_of(x))[::-1])[:, None]
@@ -133,6 +167,9 @@ OTHERS = {
 STATIC = {
     *("remainders of places", "by place", "by a table of places"),
     *("by the number of rows", "less where rows are many"),
+    *("as often as there are rows", "as often as there are other rows"),
+    *("not the first", "negative where rows are many"),
+    "wrapped around before it is long",
     # Of these no graph can be made.
     *("of one row less", "of every second"),
 }
@@ -228,13 +265,36 @@ def test_nor_are_they_for_a_static_number_of_rows(name):
     assert not is_proven(MEETING[name], SHAPE, rows=6)
 
 
-def test_open_lengths_are_proven_for_any():
-    def last(x):
-        return pick(x, tf.argmax(x[:, :, 0], 1, tf.int32)[:, None] + places(x))
+def test_of_open_lengths_nothing_is_known():
+    """What is below two of them may be above another."""
 
-    assert is_proven(last, SHAPE)
-    # Four entries of a row are its own only if there are as many.
-    assert not is_proven(last, (None, D))
+    def first(x):
+        return pick(x, clipped(whole(x), high=9) + places(x, tf.shape(x)[1]))
+
+    assert is_proven(first, (11, D))
+    assert not is_proven(first, (T, D))
+    assert not is_proven(first, (None, D))
+
+
+@pytest.mark.parametrize("length", [6, 8])
+def test_columns_are_not_taken_for_rows(length):
+    """Where there are as many numbers as rows."""
+
+    def columns(x):
+        none = tf.math.top_k(x[:, :, 0], 6)[1]
+        return pick(x, tf.where(none < 0, none, tf.range(6) * length))
+
+    assert not is_proven(columns, (length, D), rows=6)
+
+
+def test_numbers_may_have_a_long_history():
+    def run(x):
+        numbers = largest(x)
+        for _ in range(500):
+            numbers = tf.minimum(numbers + 0 * numbers, T - 1)
+        return pick(x, numbers + places(x))
+
+    assert not is_proven(run, SHAPE)
 
 
 def test_numbers_count_from_either_end_for_any_layer():

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import tfdp
 from tests.engine_checks import clipped
+from tests.problems import precision
+from tests.reference import assert_all_close, clipped_sum, per_example_gradients
 from tests.rules.terms.test_terms import SEEDS, check, convolution, outer
-from tfdp.checks.engine import choose
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.layers import WSConv2D
@@ -150,13 +151,22 @@ def test_moving_a_term_moves_its_gradients(rng):
     )
 
 
-def test_lora_goes_to_the_vectorized_engine(caplog):
-    model = keras.Sequential([keras.Input((4, 4, 2)), WSConv2D(3, 3)])
-    model.add(keras.layers.GlobalAveragePooling2D())
-    model.layers[0].enable_lora(2)
-    data = np.ones((4, 4, 4, 2), "float32"), np.ones((4, 3), "float32"), None
-    assert choose("auto", Objective.of(model, "mse"), data) == VectorizedEngine()
-    assert "A standardised kernel cannot be the product of two factors" in caplog.text
+def test_lora_is_followed_to_where_its_kernel_meets_the_rows(rng):
+    with precision("float64"):
+        model = keras.Sequential([keras.Input((4, 4, 2)), WSConv2D(3, 3)])
+        model.add(keras.layers.GlobalAveragePooling2D())
+        model.layers[0].enable_lora(2)
+        for variable in model.trainable_variables:
+            variable.assign(rng.normal(size=variable.shape))
+        x, y = rng.normal(size=(4, 4, 4, 2)), rng.normal(size=(4, 3))
+        gradients = per_example_gradients(model, keras.losses.get("mse"), x, y)
+        clip = float(np.median(clipped_sum(gradients, 1.0)[1]))
+        expected, norms = clipped_sum(gradients, clip)
+        found = tfdp.clipped_gradients(
+            model, "mse", x, y, l2_norm_clip=clip, engine="bookkeeping"
+        )
+    np.testing.assert_allclose(found.norms, norms, rtol=1e-6)
+    assert_all_close(found.gradients, expected, rtol=0, atol=1e-6 * clip)
 
 
 def network(*layers, shape):

@@ -69,6 +69,7 @@ class Analysis:
     Args:
         rows: How many rows a batch has; None if that is not static.
         look_at: Called for each operation, with what becomes of its outputs.
+        has_open_lengths: See `Node`.
 
     Attributes:
         effects: What changes state that outlives the step by what rows hold.
@@ -78,8 +79,11 @@ class Analysis:
         self,
         rows: int | None,
         look_at: Callable[[Node, Sequence[Value]], None] | None = None,
+        *,
+        has_open_lengths: bool = False,
     ) -> None:
         """Begin with nothing."""
+        self._has_open_lengths = has_open_lengths
         self.effects: set[Cause] = set()
         self._rows = rows
         self._look_at = look_at
@@ -161,6 +165,7 @@ class Analysis:
             self._rows,
             self._outer,
             lambda tensor: known[tensor.op.name][tensor.value_index],
+            self._has_open_lengths,
         )
 
     def _note_effect(self, node: Node) -> None:

@@ -17,6 +17,7 @@ from tfdp.checks.values import (
     NotKnownError,
     Value,
     causes_of,
+    have_rows,
     known,
     laid_out,
 )
@@ -32,6 +33,8 @@ class Node:
         rows: How many rows a batch has; None if that is not static.
         outer: The operation of the outermost graph that this is part of.
         value_of: Tells what is known of a tensor that comes before it in its graph.
+        has_open_lengths: Whether some lengths stand for others: what holds for them by
+            comparison may not hold for all.
         number: Which output is to be described.
         causes: What is the matter with any of the inputs.
     """
@@ -41,6 +44,7 @@ class Node:
     rows: int | None
     outer: tf.Operation
     value_of: Callable[[Tensor], Value]
+    has_open_lengths: bool = False
     number: int = 0
     causes: frozenset[Cause] = dataclasses.field(init=False)
 
@@ -237,8 +241,15 @@ def apply(node: Node) -> list[Value]:
             outputs.append(describe(node))
         except (NotKnownError, IndexError, TypeError, ValueError, ZeroDivisionError):
             # Or numbers that count rows are where an axis or a length should be.
-            outputs.append(node.unknown())
+            is_number = node.tensor.dtype not in (tf.variant, tf.resource)
+            is_free = is_number and _is_free(node)
+            outputs.append(node.free() if is_free else node.unknown())
     return outputs
+
+
+def _is_free(node: Node) -> bool:
+    """Tell whether an operation is about nothing but what is free of data."""
+    return not have_rows(node.inputs) and not has_effect(node.op)
 
 
 def _description(node: Node) -> Describe:
@@ -247,9 +258,7 @@ def _description(node: Node) -> Describe:
         return _within
     rule = RULES.get(node.op.type)
     if rule is None:
-        # What is made of nothing but what is free of data, whatever it does.
-        is_free = not with_rows and not has_effect(node.op)
-        return Node.free if is_free else Node.unknown
+        return Node.free if _is_free(node) else Node.unknown
     if rule.rows_in is None or all(n in rule.rows_in for n in with_rows):
         return rule.describe
     if rule.otherwise is None:

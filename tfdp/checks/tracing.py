@@ -115,6 +115,7 @@ class Trace:
         # What losses do that are asked for each row alone, but cannot be.
         self._of_losses: list[Found] = []
         self._noted: dict[Where, list[Tensor]] = {}
+        self._unseen: set[Where] = set()
 
     def found(
         self,
@@ -179,7 +180,7 @@ class Trace:
 
         Returns:
             Places that are known, the same for all tensors that were noted together, and
-            others than the first axis alone.
+            others than the first axis alone; or that, where no tape has seen them.
         """
         function = tf.function(run, autograph=False)
         with _keras.own_global_seed(), traced_by(self), self._observing():
@@ -190,18 +191,25 @@ class Trace:
         }
         for given in _all_given(signature, None, 1):
             known = self._known(graph, given)
-            values = iter(Analysis(None).values(graph, known, wanted))
+            analysis = Analysis(None, has_open_lengths=_are_open(signature))
+            values = iter(analysis.values(graph, known, wanted))
             for where, tensors in self._noted.items():
                 different[where].add(_common_place([next(values) for _ in tensors]))
         return {
             where: place
             for where, (place, *others) in different.items()
-            if not others and place not in (None, ROWS_FIRST)
+            if not others
+            and place is not None
+            and (place != ROWS_FIRST or where in self._unseen)
         }
 
-    def note_rows(self, where: Where, tensors: list[Tensor]) -> None:
-        """Note tensors of which is to be known where their rows lie."""
+    def note_rows(
+        self, where: Where, tensors: list[Tensor], *, is_seen: bool = True
+    ) -> None:
+        """Note tensors of which is to be known where their rows lie; see `Tracing`."""
         self._noted[where] = tensors
+        if not is_seen:
+            self._unseen.add(where)
 
     def note_split(self) -> None:
         """Note that a loss is asked for all rows, and taken apart."""
@@ -222,16 +230,20 @@ class Trace:
     ) -> list[Found]:
         found: dict[Cause, Found] = {}
         for given in _all_given(signature, rows, views):
-            for each in self._found_in(graph, given, rows, ends_in_rows):
+            analysis = Analysis(rows, has_open_lengths=_are_open(signature))
+            for each in self._found_in(graph, given, analysis, ends_in_rows):
                 found.setdefault(each.cause, each)
         return list(found.values())
 
     def _found_in(
-        self, graph: tf.Graph, given: list[Value], rows: int | None, ends_in_rows: bool
+        self,
+        graph: tf.Graph,
+        given: list[Value],
+        analysis: Analysis,
+        ends_in_rows: bool,
     ) -> list[Found]:
         read, past = self._read or (graph.outputs, None)
         known = self._known(graph, given)
-        analysis = Analysis(rows)
         captures = [each for alone, _, _ in self._alone for each, _ in _outer(alone)]
         wanted = [*read, *captures]
         values = analysis.values(graph, known, wanted, past)
@@ -406,7 +418,10 @@ class Trace:
             known[tensor.op.name] = _given(spec, length, 1, _LENGTHS[0])
         known |= {inner.op.name: FREE for _, inner in _outer(graph)}
         comparisons = Comparisons()
-        Analysis(length, comparisons.look_at).values(graph, known, graph.outputs)
+        analysis = Analysis(
+            length, comparisons.look_at, has_open_lengths=_are_open(specs)
+        )
+        analysis.values(graph, known, graph.outputs)
         return comparisons
 
     def _find_in_loop(
@@ -517,12 +532,19 @@ def _all_given(
     signature: Sequence[Nest], rows: int | None, views: int
 ) -> Iterator[list[Value]]:
     """Say of the arguments of a function what is known, for some lengths that are open."""
-    specs = [spec for spec in tf.nest.flatten(signature) if spec is not None]
     # They must not be mistaken for that of the batch, and what holds for two of them by
     # chance is not counted on.
-    is_open = any(None in spec.shape.as_list()[1:] for spec in specs)
-    for length in _LENGTHS if is_open else _LENGTHS[:1]:
-        yield [_given(spec, rows, views, length) for spec in specs]
+    for length in _LENGTHS if _are_open(signature) else _LENGTHS[:1]:
+        yield [_given(spec, rows, views, length) for spec in _specs(signature)]
+
+
+def _are_open(signature: Sequence[Nest]) -> bool:
+    """Tell whether lengths of other axes than the first are not known."""
+    return any(None in spec.shape.as_list()[1:] for spec in _specs(signature))
+
+
+def _specs(signature: Sequence[Nest]) -> list[tf.TensorSpec]:
+    return [spec for spec in tf.nest.flatten(signature) if spec is not None]
 
 
 def _common_place(values: list[Value]) -> Place | None:

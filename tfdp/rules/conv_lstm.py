@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.convolutional import channels_last, geometry_of, kernel_term
+from tfdp.rules.convolutional import channels_last, geometry_of
 from tfdp.rules.geometry import Geometry
+from tfdp.rules.kernels import kernel_term
 from tfdp.rules.recording import Call, rule
 from tfdp.rules.recurrent import dropout_masks, outputs_where_unmasked, swapped
 from tfdp.rules.terms import Columns, PerRow, Term

@@ -5,14 +5,11 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfdp import _keras
-from tfdp._types import Nest, Tensor, Variable
-from tfdp.clipping import at_least_float32
+from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.dense import lora_factors, watch_preactivation
-from tfdp.rules.filters import depthwise_gradients
 from tfdp.rules.geometry import Geometry
-from tfdp.rules.patches import has_few_patches, patches
+from tfdp.rules.kernels import depthwise_term, kernel_term
 from tfdp.rules.recording import Call, rule
 from tfdp.rules.terms import Convolution, OuterProducts, PerRow, Term
 
@@ -103,32 +100,6 @@ def separable_conv(call: Call) -> Nest:
         is_linear=True,
     )
     return finished(layer, outputs)
-
-
-def kernel_term(
-    variable: Variable, x: Tensor, g: Tensor, geometry: Geometry
-) -> OuterProducts | Convolution:
-    """Describe a kernel's gradient: as a matrix's where patches are few or trivial."""
-    if geometry.groups(x.shape, variable.shape) == 1:
-        # A window of one number is a matrix product at every position it visits.
-        if all(size == 1 for size in variable.shape[:-2]):
-            strides = (slice(None, None, stride) for stride in geometry.strides)
-            return OuterProducts(variable, x[(slice(None), *strides)], g)
-        is_flat = len(geometry.strides) == 2 and not _keras.inside_xla()
-        if is_flat and has_few_patches(g.shape[1:-1], variable.shape):
-            seen = patches(x, tuple(variable.shape), geometry)
-            return OuterProducts(variable, seen, g)
-    return Convolution(variable, x, g, geometry)
-
-
-def depthwise_term(
-    variable: Variable, x: Tensor, g: Tensor, geometry: Geometry
-) -> Term:
-    """Describe the gradient of a depthwise kernel, which is small."""
-    shape = tuple(variable.shape)
-    x = at_least_float32(x)
-    gradients = depthwise_gradients(x, g, kernel_shape=shape, geometry=geometry)
-    return PerRow(variable, gradients)
 
 
 def geometry_of(layer: keras.layers.Layer) -> Geometry:

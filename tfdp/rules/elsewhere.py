@@ -13,6 +13,9 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfdp._types import Tensor
+from tfdp.rules.filters import depthwise_gradients, filter_gradients
+from tfdp.rules.geometry import Geometry
+from tfdp.rules.kernels import kernel_term
 from tfdp.rules.made import (
     AS_IT_IS,
     ELEMENTWISE,
@@ -42,6 +45,14 @@ _FLAGS = {
     "MatMul": ("transpose_a", "transpose_b"),
     "BatchMatMulV2": ("adj_x", "adj_y"),
     "BatchMatMulV3": ("adj_x", "adj_y"),
+}
+
+# What slides a kernel over rows: which of its inputs are the rows, and the kernel.
+_SLIDING = {
+    "Conv2D": (0, 1),
+    "Conv3D": (0, 1),
+    "Conv2DBackpropInput": (2, 1),
+    "DepthwiseConv2dNative": (0, 1),
 }
 
 
@@ -83,7 +94,7 @@ def met(
     """
     op = use.op
     # Of what it does not know, a tape may still tell a part of the gradient.
-    if not _has_recorded(tape, use.output):
+    if not has_recorded(tape, use.output):
         raise NotFollowedError(f"{named(op)}, which no tape has recorded")
     if len(op.outputs) != 1 or use.tensor.shape.rank is None:
         raise NotFollowedError(named(op))
@@ -91,6 +102,8 @@ def met(
         return _met_by_lookup(followed, use, place or ROWS_FIRST)
     if op.type in _FLAGS and use.place == 1 and use.tensor.shape.rank == 2:
         return _met_by_matrix(followed, use, place)
+    if op.type in _SLIDING and use.place == _SLIDING[op.type][1]:
+        return _met_by_sliding(followed, use, place or ROWS_FIRST)
     of_rows, axis = _of_rows(use, rows, place)
     place = place or Place(axis)
     # These bring the axis to the front; what is left is the order along it.
@@ -236,6 +249,49 @@ def _met_by_matrix(followed: Followed, use: Use, place: Place | None) -> Met:
     return Met(terms, x, place)
 
 
+def _met_by_sliding(followed: Followed, use: Use, place: Place) -> Met:
+    """Take a kernel's gradients, where it slides over rows."""
+    op, shape = use.op, use.tensor.shape
+    x = op.inputs[_SLIDING[op.type][0]]
+    padding, layout = (
+        op.get_attr(name).decode() for name in ("padding", "data_format")
+    )
+    is_known = (
+        all(each.shape[1:].is_fully_defined() for each in (x, use.output))
+        and shape.is_fully_defined()
+    )
+    if not is_known or padding == "EXPLICIT" or layout not in {"NHWC", "NDHWC"}:
+        raise NotFollowedError(named(op))
+    if place != ROWS_FIRST:
+        raise NotFollowedError(named(op))
+    strides, dilations = (
+        tuple(op.get_attr(name)[1:-1]) for name in ("strides", "dilations")
+    )
+    geometry = Geometry(strides, dilations, padding)
+    line = followed.line_to(use.tensor)
+    is_own = line is not None and all(each.type in AS_IT_IS for each in line)
+    back = through(followed, use.tensor)
+
+    def terms(g: Tensor) -> list[Term]:
+        seen = tf.cast(x, g.dtype)
+        if op.type == "Conv2DBackpropInput":
+            # Turned around, inputs and outputs change places.
+            seen, g = g, seen
+        if is_own and op.type != "DepthwiseConv2dNative":
+            return [kernel_term(followed.variable, seen, g, geometry)]
+        if op.type == "DepthwiseConv2dNative":
+            found = depthwise_gradients(
+                seen, g, kernel_shape=tuple(shape), geometry=geometry
+            )
+        else:
+            found = filter_gradients(
+                seen[:, None], g[:, None], kernel_shape=tuple(shape), geometry=geometry
+            )
+        return [back(found)]
+
+    return Met(terms, use.output, place)
+
+
 def _transposes(op: tf.Operation) -> bool:
     if op.type != "Transpose" or op.inputs[0].shape.rank != 2:
         return False
@@ -259,7 +315,7 @@ def _met_by_lookup(followed: Followed, use: Use, place: Place) -> Met:
     return Met(terms, use.output, place)
 
 
-def _has_recorded(tape: tf.GradientTape, tensor: Tensor) -> bool:
+def has_recorded(tape: tf.GradientTape, tensor: Tensor) -> bool:
     """Tell whether a tape knows what a tensor comes from, without going back there."""
     asked: list[Tensor] = []
 

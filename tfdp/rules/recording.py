@@ -24,7 +24,7 @@ from tfdp import _keras
 from tfdp._tracing import NotInGraphError, tracing
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.elsewhere import Met, met
+from tfdp.rules.elsewhere import Met, has_recorded, met
 from tfdp.rules.moves import Move, Moves
 from tfdp.rules.places import Place, Places
 from tfdp.rules.terms import PerRow, Term
@@ -325,7 +325,9 @@ class Recording:
         with self._by_a_rule(), call.repeated(place.of_row):
             return mapped(place.put_back, rule(call))
 
-    def _noted_place(self, path: str, tensors: list[Tensor]) -> Place | None:
+    def _noted_place(
+        self, path: str, tensors: list[Tensor], *, is_seen: bool = True
+    ) -> Place | None:
         """Return where the rows lie in a call, or a use, if not on the first axis alone.
 
         It counts the call, and notes its tensors for a trace.
@@ -333,13 +335,14 @@ class Recording:
         Args:
             path: Of the layer, or of the variable.
             tensors: Those that have rows have them in the same place.
+            is_seen: Whether the tape has recorded them.
         """
         where = (path, self._counts[path])
         self._counts[path] += 1
         # Only traces look at them.
         trace = None if self._place[0] else tracing()
         if trace is not None:
-            trace.note_rows(where, tensors)
+            trace.note_rows(where, tensors, is_seen=is_seen)
         return self._places.get(where)
 
     def _check_is_read(
@@ -413,7 +416,13 @@ class Recording:
             if layer.trainable_variables and find(layer) is not None
             for variable in own_variables(layer)
         }
-        return [v for v in self._model.trainable_variables if id(v) not in with_rule]
+        # Where others are used, what is done with them is seen from the first on.
+        placed = {path for path, _ in self._places}
+        return [
+            v
+            for v in self._model.trainable_variables
+            if id(v) not in with_rule or v.path in placed
+        ]
 
     def _of_model(self, used: tuple[tf.Variable, ...]) -> list[Variable]:
         of_model = [self._trainable.get(id(variable)) for variable in used]
@@ -482,7 +491,11 @@ class Recording:
                 followed = operations.follow(variable)
                 followed.uses[:] = filter(operations.matters, followed.uses)
                 places = [
-                    self._noted_place(variable.path, [use.output])
+                    self._noted_place(
+                        variable.path,
+                        [use.output],
+                        is_seen=has_recorded(self.tape, use.output),
+                    )
                     for use in followed.uses
                 ]
                 met_rows.append((followed, reason, places))

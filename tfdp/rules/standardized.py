@@ -8,6 +8,7 @@ from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.layers import WSConv2D, centred
 from tfdp.rules import convolutional
+from tfdp.rules.kernels import kernel_term
 from tfdp.rules.moves import Move
 from tfdp.rules.recording import Call, rule
 from tfdp.rules.terms import Standardized, Term
@@ -56,7 +57,7 @@ def ws_conv(call: Call) -> Nest:
     at_first = convolved(x, layer.compute_dtype)
 
     def standardized(g: Tensor, taken: Tensor | None = None) -> Standardized:
-        products = convolutional.kernel_term(layer.kernel, x, g * scale, geometry)
+        products = kernel_term(layer.kernel, x, g * scale, geometry)
         exact = at_first
         if exact.dtype.size < 4:
             # Half precision would be too coarse for a norm.

@@ -14,6 +14,9 @@ _SIZES = frozenset({"Shape", "ShapeN", "Size", "Rank", "VariableShape"})
 # What no gradient comes back through.
 _ENDS = frozenset({"StopGradient", "ZerosLike", "OnesLike"})
 
+# What gives a variable another value. The analysis of rows sees that it has none of them.
+_ASSIGNS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
+
 # What makes copies, perhaps one for each row.
 COPIES = frozenset({"Tile", "BroadcastTo"})
 
@@ -175,15 +178,13 @@ class Pass:
         Raises:
             NotFollowedError: If something is not known.
         """
-        followed = Followed(variable, {}, [])
-        stack: list[Tensor] = []
-        for op in self._reads(variable):
-            if op.type != "ReadVariableOp":
-                raise NotFollowedError(named(op))
-            followed.made[op.name] = op
-            stack += op.outputs
-        if not stack:
+        reads, others = self._reads(variable)
+        if any(op.type not in _ASSIGNS for op in others):
+            raise NotFollowedError(named(others[0]))
+        if not reads:
             raise NotFollowedError("a graph of its own")
+        followed = Followed(variable, {op.name: op for op in reads}, [])
+        stack = [tensor for op in reads for tensor in op.outputs]
         while stack:
             tensor = stack.pop()
             consumers = self._consumers(tensor)
@@ -203,6 +204,9 @@ class Pass:
                     continue
                 followed.made[op.name] = op
                 stack += [each for each in op.outputs if each.dtype.is_floating]
+        if others and followed.uses:
+            # Nobody knows which of its values that was.
+            raise NotFollowedError(named(others[0]))
         return followed
 
     def matters(self, use: Use) -> bool:
@@ -250,10 +254,14 @@ class Pass:
                         stack += op.outputs
         return None
 
-    def _reads(self, variable: Variable) -> list[tf.Operation]:
-        """List what reads a variable, but for rules."""
+    def _reads(
+        self, variable: Variable
+    ) -> tuple[list[tf.Operation], list[tf.Operation]]:
+        """List what reads a variable, and what else is done with it, but for rules."""
         spans = [*self._by_rules, *self._dead]
-        return [op for op in self._all_reads(variable) if not self._is_in(spans, op)]
+        found = [op for op in self._all_reads(variable) if not self._is_in(spans, op)]
+        reads = [op for op in found if op.type == "ReadVariableOp"]
+        return reads, [op for op in found if op.type != "ReadVariableOp"]
 
     def _all_reads(self, variable: Variable) -> list[tf.Operation]:
         handles = {id(each.handle) for each in _keras.tensorflow_variables(variable)}

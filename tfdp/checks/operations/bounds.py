@@ -10,11 +10,13 @@ import tensorflow as tf
 from tfdp._types import Array, Tensor
 from tfdp.checks.node import COUNTS, Node
 from tfdp.checks.sizes import Length, is_fixed
-from tfdp.checks.values import Cause, Layout, Value, causes_of
+from tfdp.checks.values import Cause, Layout, Value
 
 _WHOLE = (tf.int32, tf.int64)
 # Floats have all whole numbers up to that.
 _MOST = 2.0**52
+# How many operations to go back.
+_DEEPEST = 50
 
 
 class Bounds(NamedTuple):
@@ -27,17 +29,22 @@ class Bounds(NamedTuple):
         high: Likewise.
         causes: What is the matter with how far they are from ``times * r``. That a row
             knows its own place is nothing, as long as it does no more than point to it.
+        farthest: The largest number in `times`, or beside it, of anything that was
+            compared on the way, or given another type: if it wraps around in the last
+            rows, sums do not make that good.
     """
 
     times: Array
     low: Array
     high: Array
     causes: frozenset[Cause]
+    farthest: float = 0.0
 
     def are_in_own(self, block: int) -> bool:
         """Tell whether row r points to ``block * r`` and what follows, so many in all."""
-        is_own = self.times == block
-        return bool(np.all(is_own & (self.low >= 0) & (self.high < block)))
+        is_own = (self.times == block) & (self.low >= 0) & (self.high < block)
+        # Operations refuse numbers of a type that does not have those of all entries.
+        return self.farthest <= block and bool(np.all(is_own))
 
 
 # Times, low and high.
@@ -55,6 +62,9 @@ def bounds_of_rows(node: Node, number: int) -> Bounds | None:
         None if it is not known.
     """
     tensor, value = node.op.inputs[number], node.inputs[number]
+    if node.has_open_lengths:
+        # What is below a length that stands for any may be above others.
+        return None
     found = _Bounding(node.rows, node.value_of).of(tensor)
     if found is None or value.axis is not None:
         return found
@@ -63,7 +73,7 @@ def bounds_of_rows(node: Node, number: int) -> Bounds | None:
     if not entries:
         return None
     arrays = _by_row(found[:3], 0, Layout(1, entries), node.rows)
-    return None if arrays is None else Bounds(*arrays, found.causes)
+    return None if arrays is None else Bounds(*arrays, found.causes, found.farthest)
 
 
 def causes_in_own(node: Node, number: int, layout: Layout) -> frozenset[Cause] | None:
@@ -92,7 +102,7 @@ def causes_in_own_row(node: Node, number: int) -> frozenset[Cause] | None:
         return None
     times, low, high = np.broadcast_arrays(*bounds[:3])
     ends = np.stack([low, high])[..., 0]
-    is_own = np.all(times[..., 0] == 1) and not np.any(ends)
+    is_own = np.all(times[..., 0] == 1) and not np.any(ends) and bounds.farthest <= 1
     return bounds.causes if is_own and not np.any(times[..., 1:]) else None
 
 
@@ -109,12 +119,15 @@ class _Bounding:
         self._rows = rows
         self._value_of = value_of
         self._known: dict[tuple[str, int], Bounds | None] = {}
+        self._depth = 0
 
     def of(self, tensor: Tensor) -> Bounds | None:
         """Say where the numbers of a tensor lie; None if not even its rank is known."""
         key = tensor.op.name, tensor.value_index
         if key not in self._known:
+            self._depth += 1
             self._known[key] = self._of(tensor)
+            self._depth -= 1
         return self._known[key]
 
     def _of(self, tensor: Tensor) -> Bounds | None:
@@ -122,44 +135,74 @@ class _Bounding:
         if rank is None:
             return None
         found = None
-        if tensor.dtype in (*_WHOLE, tf.bool):
+        if tensor.dtype in (*_WHOLE, tf.bool) and self._depth <= _DEEPEST:
             found = self._found(tensor, value)
-        if found is not None:
-            arrays = self._with_rows(found[:3], value)
+        if found is not None and found.times.ndim == rank:
+            arrays = _with_rows(found[:3], value, self._rows)
             if arrays is not None and _fit(arrays, tensor.dtype):
-                return Bounds(*arrays, found.causes)
+                causes = _kept(value, found.causes)
+                return Bounds(*arrays, causes, found.farthest)
         return Bounds(*_everywhere(rank, -np.inf, np.inf), value.causes)
-
-    def _with_rows(self, arrays: _Arrays, value: Value) -> _Arrays | None:
-        if value.axis is None:
-            return None if np.any(arrays[0]) else arrays
-        return _by_row(arrays, value.axis, value.layout, self._rows)
 
     def _found(self, tensor: Tensor, value: Value) -> Bounds | None:
         op = tensor.op
         numbers = _numbers(op, value)
         if numbers is not None:
             return Bounds(np.zeros_like(numbers), numbers, numbers, frozenset())
-        before = [self._value_of(each) for each in op.inputs]
         places = _of_places(op, value)
         if places is not None:
             return Bounds(*places, frozenset())
         rule = _RULES.get(op.type)
         inputs = [found for each in op.inputs if (found := self.of(each)) is not None]
+        before = [self._value_of(each) for each in op.inputs]
         if rule is None or len(inputs) < len(before):
             return None
-        new = value.causes - causes_of(before)
+        farthest = max(each.farthest for each in inputs)
+        if not rule.is_linear or op.type == "Cast":
+            farthest = max(farthest, *map(_extent, inputs))
         if op.type == "SelectV2" and np.all(inputs[0].high == 0):
             # Never the first: negative numbers, say, which count from the end.
-            return inputs[2]._replace(causes=new | inputs[2].causes)
+            is_third = value[:3] == before[2][:3]
+            return inputs[2]._replace(farthest=farthest) if is_third else None
         arrays = rule.describe(_Step(tensor, value, before), *inputs)
-        if arrays is None or arrays[0].ndim != tensor.shape.rank:
+        if arrays is None:
             return None
-        kept = rule.causes(inputs, before)
+        causes = rule.causes(inputs, before)
         if np.all(arrays[1] == arrays[2]) and not np.any(arrays[0]):
             # It is the same however many rows there are.
-            kept = {each for each in kept if each.why != COUNTS}
-        return Bounds(*arrays, new | (value.causes & kept))
+            causes = frozenset()
+        return Bounds(*arrays, causes, farthest)
+
+
+def _kept(value: Value, causes: frozenset[Cause]) -> frozenset[Cause]:
+    """Of what is the matter with a tensor, leave out that there are so many rows.
+
+    Args:
+        value: What is known of the tensor.
+        causes: What is the matter with its numbers. Its shape says nothing else.
+
+    Returns:
+        The rest of what is known to be the matter.
+    """
+    if value.lengths is None or None in value.lengths:
+        return value.causes
+    return frozenset(
+        each for each in value.causes if each.why != COUNTS or each in causes
+    )
+
+
+def _extent(bounds: Bounds) -> float:
+    """Return how far from zero numbers are that depend on a place, but for the place."""
+    if not np.any(bounds.times):
+        return 0.0
+    return max(float(np.max(np.abs(each))) for each in bounds[:3])
+
+
+def _with_rows(arrays: _Arrays, value: Value, rows: int | None) -> _Arrays | None:
+    """Make sure that what depends on a place has rows, and is the same for all of them."""
+    if value.axis is None:
+        return None if np.any(arrays[0]) else arrays
+    return _by_row(arrays, value.axis, value.layout, rows)
 
 
 def _by_row(
@@ -260,13 +303,17 @@ class _Rule(NamedTuple):
     is_linear: bool
     numbers: int | None
 
-    def causes(self, inputs: list[Bounds], values: list[Value]) -> set[Cause]:
+    def causes(self, inputs: list[Bounds], values: list[Value]) -> frozenset[Cause]:
         """Collect what is the matter with the inputs."""
-        causes: set[Cause] = set()
-        for bounds, value in list(zip(inputs, values, strict=True))[: self.numbers]:
-            is_free = self.is_linear or not np.any(bounds.times)
-            causes |= bounds.causes if is_free else value.causes
-        return causes
+        pairs = list(zip(inputs, values, strict=True))[: self.numbers]
+        return frozenset[Cause]().union(
+            *(
+                bounds.causes
+                if self.is_linear or not np.any(bounds.times)
+                else value.causes
+                for bounds, value in pairs
+            )
+        )
 
 
 _RULES: dict[str, _Rule] = {}
@@ -288,11 +335,12 @@ def _same(_: _Step, value: Bounds) -> _Arrays:
 
 
 @_rule("Cast", is_linear=True)
-def _cast(_: _Step, value: Bounds) -> _Arrays | None:
-    return value[:3] if _is_finite(value) else None
+def _cast(step: _Step, value: Bounds) -> _Arrays | None:
+    # All that is not zero is one truth.
+    is_number = step.tensor.dtype != tf.bool
+    return value[:3] if is_number and _is_finite(value) else None
 
 
-@_rule("GatherV2")
 @_rule("Squeeze", "Slice", "StridedSlice", "Transpose", is_linear=True)
 def _somewhere(step: _Step, value: Bounds, *_: Bounds) -> _Arrays | None:
     one = _along(value[:3], range(value.low.ndim))
