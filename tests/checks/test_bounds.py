@@ -60,6 +60,16 @@ def clipped(numbers, low=0, high=T - 1):
     return tf.clip_by_value(numbers, low, high)
 
 
+def last(x):
+    """The number of the last of the first entries that are large; -1 if none is."""
+    return tf.reduce_sum(tf.cast(x[:, :, :1] > 1.0, tf.int32), axis=1) - 1
+
+
+def from_the_end(numbers, others=None, *, below=0, length=T):
+    others = numbers if others is None else others
+    return tf.where(numbers < below, others + length, numbers)
+
+
 # Numbers, of shape (N, 2), that point to a row's own entries.
 OWN = {
     "of the largest": lambda x: largest(x) + places(x),
@@ -80,6 +90,7 @@ OWN = {
         tf.cast(largest(x), tf.int64) + tf.cast(places(x), tf.int64)
     ),
     "of pieces": lambda x: places(x, times=2) * 2 + tf.reshape(largest(x), [-1, 2]),
+    "of the last": lambda x: from_the_end(last(x)) + places(x),
     "less one and more": lambda x: largest(x) + (places(x, plus=1) - 1),
 }
 
@@ -154,6 +165,14 @@ OTHERS = {
         - tf.cast(rows_of(x), tf.int64) * 0
         - tf.range(tf.cast(rows_of(x), tf.int64))[:, None] * 2**30
         + tf.cast(largest(x) + places(x), tf.int64)
+    ),
+    "of one after the last": lambda x: from_the_end(last(x) + 1) + places(x),
+    "of the last if there is one": lambda x: last(x) + places(x),
+    "from a farther end": lambda x: from_the_end(last(x), length=T + 1) + places(x),
+    "from a nearer end": lambda x: from_the_end(last(x) - 4) + places(x),
+    "the first from the end, too": lambda x: from_the_end(last(x), below=1) + places(x),
+    "another from the end": lambda x: (
+        from_the_end(last(x), last(x) + last(x)) + places(x)
     ),
     "looked up": lambda x: tf.gather([5, 6, 7, 8], clipped(whole(x))) - 5 + places(x),
     "places that others had": lambda x: (

@@ -142,7 +142,8 @@ class _Bounding:
             if arrays is not None and _fit(arrays, tensor.dtype):
                 causes = _kept(value, found.causes)
                 return Bounds(*arrays, causes, found.farthest)
-        return Bounds(*_everywhere(rank, -np.inf, np.inf), value.causes)
+        ends = (0.0, 1.0) if tensor.dtype == tf.bool else (-np.inf, np.inf)
+        return Bounds(*_everywhere(rank, *ends), value.causes)
 
     def _found(self, tensor: Tensor, value: Value) -> Bounds | None:
         op = tensor.op
@@ -465,13 +466,45 @@ def _less(_: _Step, a: Bounds, b: Bounds) -> _Arrays | None:
     return np.zeros(always.shape), 1.0 * always, 1.0 * perhaps
 
 
+@_rule("Sum")
+def _summed(step: _Step, value: Bounds, along: Bounds) -> _Arrays | None:
+    lengths = step.inputs[0].lengths
+    if lengths is None or not _is_exact(along) or np.any(value.times):
+        return None
+    axes = [int(axis) % len(lengths) for axis in along.low.ravel()]
+    number = math.prod(n for axis in axes if isinstance(n := lengths[axis], int))
+    if not all(isinstance(lengths[axis], int) for axis in axes):
+        return None
+    low, high = number * value.low.min(), number * value.high.max()
+    return _everywhere(step.rank, low, high) if _is_finite(value) else None
+
+
 @_rule("SelectV2")
-def _selected(_: _Step, condition: Bounds, a: Bounds, b: Bounds) -> _Arrays | None:
+def _selected(step: _Step, condition: Bounds, a: Bounds, b: Bounds) -> _Arrays | None:
+    moved = _counted_from_the_end(step, b)
+    if moved is not None:
+        return moved
     combined = _combined(np.minimum, np.maximum, a, b)
     if combined is None:
         return None
     arrays = np.broadcast_arrays(*combined, condition.low)
     return arrays[0], arrays[1], arrays[2]
+
+
+def _counted_from_the_end(step: _Step, value: Bounds) -> _Arrays | None:
+    """Say what ``where(x < 0, x + length, x)`` is, if that is what is chosen."""
+    condition, other, _ = (each.op for each in step.tensor.op.inputs)
+    if condition.type != "Less" or other.type not in ("Add", "AddV2"):
+        return None
+    asked, limit = condition.inputs
+    first, more = other.inputs
+    is_one = asked.name == first.name == step.tensor.op.inputs[2].name
+    zero, length = tf.get_static_value(limit), tf.get_static_value(more)
+    if not is_one or zero is None or length is None or np.any(value.times):
+        return None
+    if np.any(zero) or np.any(value.low < -length) or np.any(value.high >= length):
+        return None
+    return _everywhere(step.rank, 0, float(np.max(length)) - 1)
 
 
 @_rule("ArgMax", "ArgMin")
