@@ -226,6 +226,82 @@ def monte_carlo_dropout(chance):
     return keras.Model(inputs, layers.Dense(1)(x))
 
 
+class PixelConvolution(layers.Layer):
+    """Sees no more than the pixels before: others are taken out of its kernel."""
+
+    def __init__(self, sees_itself, **options):
+        super().__init__()
+        self.sees_itself = sees_itself
+        self.conv = layers.Conv2D(padding="same", **options)
+
+    def build(self, shape):
+        self.conv.build(shape)
+        mask = np.zeros(self.conv.kernel.shape, "float32")
+        middle = len(mask) // 2
+        mask[:middle] = mask[middle, : middle + self.sees_itself] = 1
+        self.mask = mask
+
+    def call(self, x):
+        kernel = self.conv.kernel
+        kernel.assign(kernel * ops.cast(self.mask, kernel.dtype))
+        return self.conv(x)
+
+
+def pixel_cnn(_):
+    inputs = keras.Input((8, 8, 1))
+    x = PixelConvolution(False, filters=4, kernel_size=3, activation="relu")(inputs)
+    x = PixelConvolution(True, filters=4, kernel_size=3, activation="relu")(x)
+    return keras.Model(inputs, layers.Conv2D(1, 1)(x))
+
+
+class ScaledConvolution(layers.Layer):
+    """Keeps a kernel whose columns have length one, and how long they are to be."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(3, shape[-1], 4), name="kernel")
+        self.length = self.add_weight(shape=(4,), initializer="ones", name="length")
+
+    def call(self, x):
+        squares = ops.sum(self.kernel**2, axis=(0, 1), keepdims=True)
+        kernel = self.kernel * self.length / ops.sqrt(squares + 1e-6)
+        return ops.conv(x, kernel, padding="same")
+
+
+def vocoder(_):
+    inputs = keras.Input((8, 3))
+    x = layers.LeakyReLU()(ScaledConvolution()(inputs))
+    x = layers.Conv1DTranspose(4, 4, 2, padding="same")(x)
+    x = layers.LeakyReLU()(ScaledConvolution()(x))
+    return keras.Model(inputs, layers.Conv1D(1, 3, padding="same")(x))
+
+
+class Rendered(layers.Layer):
+    """Adds up what a network says of points along each ray."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.network = keras.Sequential([layers.Dense(8, "relu"), layers.Dense(4)])
+
+    def call(self, starts, directions):
+        along = ops.cast(ops.linspace(0.0, 1.0, 5), starts.dtype)
+        points = starts[..., None, :] + directions[..., None, :] * along[:, None]
+        points = ops.concatenate([points, ops.sin(points), ops.cos(points)], axis=-1)
+        flat = self.network(ops.reshape(points, (-1, 9)))
+        found = ops.reshape(flat, (-1, 4, 5, 4))
+        seen = ops.exp(-ops.cumsum(ops.relu(found[..., 3]), axis=-1))
+        return ops.sum(seen[..., None] * ops.sigmoid(found[..., :3]), axis=-2)
+
+
+def radiance_field(_):
+    starts, directions = keras.Input((4, 3)), keras.Input((4, 3))
+    return keras.Model([starts, directions], Rendered()(starts, directions))
+
+
+def rays(rng, rows):
+    starts, directions, colors = rng.normal(size=(3, rows, 4, 3))
+    return [starts, directions], colors
+
+
 IMAGES = images(8, 8, 1, classes=None)
 
 ENTRIES = [
@@ -236,5 +312,8 @@ ENTRIES = [
     Entry("vq_vae", vq_vae, IMAGES, None, "bookkeeping"),
     Entry("vq_vae_of_layers", vq_vae_of_layers, IMAGES, "mse", "bookkeeping"),
     Entry("flow", flow, images(2, classes=None), None, "bookkeeping"),
+    Entry("pixel_cnn", pixel_cnn, IMAGES, "mse", "bookkeeping"),
+    Entry("vocoder", vocoder, numbers(8, 3, targets=(16, 1)), "mse", "bookkeeping"),
+    Entry("radiance_field", radiance_field, rays, "mse", "bookkeeping"),
     Entry("monte_carlo_dropout", monte_carlo_dropout, numbers(6), "mse", "bookkeeping"),
 ]

@@ -99,6 +99,20 @@ def bidirectional_lstm(_):
     return keras.Model(inputs, layers.Dense(1)(x))
 
 
+class LastOfEach(layers.Layer):
+    """Takes the output at the last word of each sentence, however long it is."""
+
+    def call(self, ids, outputs):
+        last = ops.sum(ops.cast(ids != 0, "int32"), axis=1, keepdims=True) - 1
+        return ops.squeeze(ops.take_along_axis(outputs, last[..., None], axis=1), 1)
+
+
+def last_word(_):
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    x = layers.GRU(5, return_sequences=True)(layers.Embedding(IDS, DIM)(inputs))
+    return keras.Model(inputs, layers.Dense(3)(LastOfEach()(inputs, x)))
+
+
 def seq2seq_lstm(_):
     source = keras.Input((None, IDS))
     target = keras.Input((None, IDS))
@@ -208,6 +222,7 @@ ENTRIES = [
         hidden_word_loss,
         "bookkeeping",
     ),
+    Entry("last_word", last_word, words(LENGTH, IDS), CLASSES, "bookkeeping"),
     Entry("entity_recognition", entity_recognition, ENTITIES, CLASSES, "bookkeeping"),
     Entry("bidirectional_lstm", bidirectional_lstm, OPINIONS, YES_OR_NO, "bookkeeping"),
     Entry("seq2seq_lstm", seq2seq_lstm, letters, CLASSES, "bookkeeping"),
