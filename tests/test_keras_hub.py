@@ -217,10 +217,11 @@ def test_the_guide_has_the_table():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", HUB.values(), ids=HUB)
-def test_families_with_chance(entry):
+@pytest.mark.parametrize("name", [name for name in HUB if not name.endswith("_lora")])
+def test_families_with_chance(name):
     """What a family draws does not change which engine clips it."""
     keras_hub()
+    entry = HUB[name]
     private = trained(entry, entry.build(1.0), entry.batch(), 1.0)
     assert engine_of(private) == entry.engine
     assert all(np.isfinite(v).all() for v in private.model.get_weights())

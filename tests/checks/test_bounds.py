@@ -250,7 +250,7 @@ MEETING = {
 
 
 @pytest.mark.parametrize("name", APART)
-@pytest.mark.parametrize("rows", [None, 6])
+@pytest.mark.parametrize("rows", [None, pytest.param(6, marks=pytest.mark.slow)])
 def test_own_entries_are_proven_own(name, rows):
     function = APART[name]
     assert found(function, SHAPE, rows=rows) == []
@@ -258,6 +258,7 @@ def test_own_entries_are_proven_own(name, rows):
         assert found(gradient_of(function), SHAPE, rows=rows) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", APART)
 def test_they_are(name):
     """The proof is right: a row's entries are those of the row alone."""
@@ -275,6 +276,7 @@ def test_others_are_not(name):
     assert not is_proven(MEETING[name], SHAPE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name in MEETING if name.split(" ", 1)[1] not in STATIC]
 )

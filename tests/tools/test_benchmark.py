@@ -63,7 +63,7 @@ def test_steps_are_timed_and_weighed(model, rows):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engines", "option"),
-    [(["bookkeeping"], "--poisson"), (["vectorized", "bam_exact"], "--jit_compile")],
+    [(["bookkeeping"], "--poisson"), (["bam_exact"], "--jit_compile")],
 )
 def test_prints_times_and_memory_and_ratios(engines, option):
     process = small(*(f"--rows={engine}" for engine in engines), option)
@@ -177,7 +177,7 @@ def test_prints_passes_over_files():
 
 @pytest.mark.slow
 def test_prints_epochs_of_fit_for_each_way_to_give_rows():
-    process = small("--fit", "--seconds=2")
+    process = small("--fit", "--seconds=1")
     assert process.returncode == 0, process.stdout + process.stderr
     found = re.findall(r"^mlp +4  (\w+) +([\d.]+) +([\d.]+)$", process.stdout, re.M)
     ways = [way for way, *_ in found]
