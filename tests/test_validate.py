@@ -77,7 +77,9 @@ def test_instance_names_the_types():
 
 
 def test_what_most_people_give_has_an_example():
-    with pytest.raises(ValueError, match=r"l2_norm_clip=nan\. Use `l2_norm_clip=1\.0`"):
+    with pytest.raises(
+        ValueError, match=r"l2_norm_clip=nan\. Use, for example, `l2_norm_clip=1"
+    ):
         _validate.positive("l2_norm_clip", NAN)
 
 

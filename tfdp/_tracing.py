@@ -33,14 +33,14 @@ class Tracing(Protocol):
         """Tell whether a function that sees one row reads a variable by itself."""
 
     def note_rows(
-        self, where: tuple[str, int], tensors: list[Tensor], *, is_seen: bool = True
+        self, where: tuple[str, int], tensors: list[Tensor], *, is_recorded: bool = True
     ) -> None:
         """Note tensors of which is to be known where their rows lie.
 
         Args:
-            where: They are.
+            where: Path of a layer or a variable, and which of its calls or uses.
             tensors: Those that have rows have them in the same place.
-            is_seen: Whether a tape has recorded them. Otherwise it will next time.
+            is_recorded: Whether a tape has recorded them. Otherwise it will next time.
         """
 
     def note_split(self) -> None:

@@ -12,15 +12,13 @@ from typing import Any
 def number(name: str, value: Any) -> float:
     """Return `value` as a float, or raise a TypeError if it is no real number."""
     if isinstance(value, (bool, str, bytes)) or value is None:
-        raise TypeError(f"`{name}` must be a number. Received: {name}={value!r}.")
+        raise TypeError(_rule(name, "must be a number", value))
     try:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"`{name}` must be a number. Received: {name}={value!r}."
-        ) from error
+        raise TypeError(_rule(name, "must be a number", value)) from error
 
 
 def positive(name: str, value: object, fix: str = "") -> float:
@@ -50,7 +48,7 @@ def probability(name: str, value: object, fix: str = "") -> float:
 def positive_int(name: str, value: object, fix: str = "") -> int:
     """Return `value` as an int with value >= 1, or raise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"`{name}` must be a whole number. Received: {name}={value!r}.")
+        raise TypeError(_rule(name, "must be a whole number", value))
     result = number(name, value)
     if not (1 <= result < math.inf and result.is_integer()):
         raise ValueError(
@@ -62,7 +60,7 @@ def positive_int(name: str, value: object, fix: str = "") -> int:
 def seed(name: str, value: object) -> int:
     """Return `value` as an int with value >= 0 of any size, or raise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"`{name}` must be a whole number. Received: {name}={value!r}.")
+        raise TypeError(_rule(name, "must be a whole number", value))
     if value < 0:
         fix = f"Use `{name}={-value}`."
         raise ValueError(_rule(name, "must be at least 0", value, fix))
@@ -108,8 +106,8 @@ _EXAMPLES = {
 }
 
 
-def _rule(name: str, rule: str, value: object, fix: str) -> str:
+def _rule(name: str, rule: str, value: object, fix: str = "") -> str:
     message = f"`{name}` {rule}. Received: {name}={value!r}."
     if not fix and name in _EXAMPLES:
-        fix = f"Use `{name}={_EXAMPLES[name]}`, say."
+        fix = f"Use, for example, `{name}={_EXAMPLES[name]}`."
     return f"{message} {fix}" if fix else message

@@ -174,6 +174,9 @@ OTHERS = {
     "another from the end": lambda x: (
         from_the_end(last(x), last(x) + last(x)) + places(x)
     ),
+    "not negative in the first row": lambda x: tf.where(
+        places(x, -1) < 0, largest(x) * 0, largest(x) + places(x)
+    ),
     "looked up": lambda x: tf.gather([5, 6, 7, 8], clipped(whole(x))) - 5 + places(x),
     "places that others had": lambda x: (
         largest(x)
@@ -187,7 +190,7 @@ STATIC = {
     *("remainders of places", "by place", "by a table of places"),
     *("by the number of rows", "less where rows are many"),
     *("as often as there are rows", "as often as there are other rows"),
-    *("not the first", "negative where rows are many"),
+    *("not the first", "negative where rows are many", "not negative in the first row"),
     "wrapped around before it is long",
     # Of these no graph can be made.
     *("of one row less", "of every second"),

@@ -89,7 +89,7 @@ class Analysis:
         self._look_at = look_at
         self._outer: tf.Operation | None = None
         # Of the outputs of the operations of the graph that is looked at.
-        self._known: dict[str, list[Value]] = {}
+        self._values_here: dict[str, list[Value]] = {}
         # Whether what is looked at runs or not by what is in the rows.
         self._is_hidden = False
 
@@ -109,7 +109,7 @@ class Analysis:
             past: How many of its operations to look at, by default all.
         """
         values: dict[str, list[Value]] = {}
-        around, self._known = self._known, values
+        around, self._values_here = self._values_here, values
         for op in _needed(graph, wanted, past):
             name = op.name
             if name in known:
@@ -126,7 +126,7 @@ class Analysis:
                 self._look_at(self._node(op, inputs), values[name])
             if is_outermost:
                 self._outer = None
-        self._known = around
+        self._values_here = around
         return [values[tensor.op.name][tensor.value_index] for tensor in wanted]
 
     def _outputs(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:
@@ -158,14 +158,14 @@ class Analysis:
         return apply(node)
 
     def _node(self, op: tf.Operation, inputs: Sequence[Value]) -> Node:
-        known = self._known
+        here = self._values_here
         return Node(
-            op,
-            inputs,
-            self._rows,
-            self._outer,
-            lambda tensor: known[tensor.op.name][tensor.value_index],
-            self._has_open_lengths,
+            op=op,
+            inputs=inputs,
+            rows=self._rows,
+            outer=self._outer,
+            value_of=lambda tensor: here[tensor.op.name][tensor.value_index],
+            has_open_lengths=self._has_open_lengths,
         )
 
     def _note_effect(self, node: Node) -> None:

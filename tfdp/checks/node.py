@@ -240,7 +240,9 @@ def apply(node: Node) -> list[Value]:
         try:
             outputs.append(describe(node))
         except (NotKnownError, IndexError, TypeError, ValueError, ZeroDivisionError):
-            # Or numbers that count rows are where an axis or a length should be.
+            # Or numbers that count rows are where an axis or a length should be. What
+            # fails so is made of no data all the same, but for handles, of which it
+            # matters what they lead to.
             is_number = node.tensor.dtype not in (tf.variant, tf.resource)
             is_free = is_number and _is_free(node)
             outputs.append(node.free() if is_free else node.unknown())
@@ -378,3 +380,11 @@ def lengths_from(shape: Value) -> tuple[Length, ...]:
 def axis_from(along: Value, rank: int) -> int:
     """Read an axis from a tensor, counted from the first of `rank`."""
     return int(known(along.numbers).ravel()[0]) % rank
+
+
+def depth_of(indices: Value) -> int:
+    """Return how many of the first axes numbers are about, which lie on the last axis."""
+    depth = indices.shape[-1]
+    if not isinstance(depth, int):
+        raise NotKnownError
+    return depth

@@ -115,7 +115,7 @@ class Trace:
         # What losses do that are asked for each row alone, but cannot be.
         self._of_losses: list[Found] = []
         self._noted: dict[Where, list[Tensor]] = {}
-        self._unseen: set[Where] = set()
+        self._unrecorded: set[Where] = set()
 
     def found(
         self,
@@ -180,7 +180,7 @@ class Trace:
 
         Returns:
             Places that are known, the same for all tensors that were noted together, and
-            others than the first axis alone; or that, where no tape has seen them.
+            others than the first axis alone; or that, where no tape has recorded them.
         """
         function = tf.function(run, autograph=False)
         with _keras.own_global_seed(), traced_by(self), self._observing():
@@ -200,16 +200,16 @@ class Trace:
             for where, (place, *others) in different.items()
             if not others
             and place is not None
-            and (place != ROWS_FIRST or where in self._unseen)
+            and (place != ROWS_FIRST or where in self._unrecorded)
         }
 
     def note_rows(
-        self, where: Where, tensors: list[Tensor], *, is_seen: bool = True
+        self, where: Where, tensors: list[Tensor], *, is_recorded: bool = True
     ) -> None:
         """Note tensors of which is to be known where their rows lie; see `Tracing`."""
         self._noted[where] = tensors
-        if not is_seen:
-            self._unseen.add(where)
+        if not is_recorded:
+            self._unrecorded.add(where)
 
     def note_split(self) -> None:
         """Note that a loss is asked for all rows, and taken apart."""

@@ -62,6 +62,11 @@ class Layout(NamedTuple):
     is_alike: bool = False
     words: str = ""
 
+    @property
+    def is_plain_blocks(self) -> bool:
+        """Whether each row has its entries together, and all of them come once."""
+        return self == Layout(1, self.entries)
+
 
 PLAIN = Layout()
 

@@ -47,7 +47,8 @@ _FLAGS = {
     "BatchMatMulV3": ("adj_x", "adj_y"),
 }
 
-# What slides a kernel over rows: which of its inputs are the rows, and the kernel.
+# What slides a kernel over rows: which of its inputs are the rows, and the kernel. Only in
+# three dimensions a transposed one is left out, which nobody has asked for.
 _SLIDING = {
     "Conv2D": (0, 1),
     "Conv3D": (0, 1),
@@ -256,38 +257,39 @@ def _met_by_sliding(followed: Followed, use: Use, place: Place) -> Met:
     padding, layout = (
         op.get_attr(name).decode() for name in ("padding", "data_format")
     )
-    is_known = (
-        all(each.shape[1:].is_fully_defined() for each in (x, use.output))
-        and shape.is_fully_defined()
-    )
-    if not is_known or padding == "EXPLICIT" or layout not in {"NHWC", "NDHWC"}:
-        raise NotFollowedError(named(op))
-    if place != ROWS_FIRST:
+    shapes = (x.shape[1:], use.output.shape[1:], shape)
+    if (
+        place != ROWS_FIRST
+        or padding == "EXPLICIT"
+        or layout not in {"NHWC", "NDHWC"}
+        or not all(each.is_fully_defined() for each in shapes)
+    ):
         raise NotFollowedError(named(op))
     strides, dilations = (
         tuple(op.get_attr(name)[1:-1]) for name in ("strides", "dilations")
     )
     geometry = Geometry(strides, dilations, padding)
+    is_depthwise = op.type == "DepthwiseConv2dNative"
     line = followed.line_to(use.tensor)
     is_own = line is not None and all(each.type in AS_IT_IS for each in line)
     back = through(followed, use.tensor)
+
+    def of_rows(seen: Tensor, g: Tensor) -> Tensor:
+        if is_depthwise:
+            return depthwise_gradients(
+                seen, g, kernel_shape=tuple(shape), geometry=geometry
+            )
+        seen, g = seen[:, None], g[:, None]
+        return filter_gradients(seen, g, kernel_shape=tuple(shape), geometry=geometry)
 
     def terms(g: Tensor) -> list[Term]:
         seen = tf.cast(x, g.dtype)
         if op.type == "Conv2DBackpropInput":
             # Turned around, inputs and outputs change places.
             seen, g = g, seen
-        if is_own and op.type != "DepthwiseConv2dNative":
+        if is_own and not is_depthwise:
             return [kernel_term(followed.variable, seen, g, geometry)]
-        if op.type == "DepthwiseConv2dNative":
-            found = depthwise_gradients(
-                seen, g, kernel_shape=tuple(shape), geometry=geometry
-            )
-        else:
-            found = filter_gradients(
-                seen[:, None], g[:, None], kernel_shape=tuple(shape), geometry=geometry
-            )
-        return [back(found)]
+        return [back(of_rows(seen, g))]
 
     return Met(terms, use.output, place)
 

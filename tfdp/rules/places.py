@@ -75,6 +75,6 @@ ROWS_FIRST = Place()
 Where: TypeAlias = tuple[str, int]
 
 # Places of rows that are elsewhere than on the first axis, in what a layer is called on
-# and in what an operation makes of a variable. Of a variable that a tape has to watch
-# because no rule of its layer answers for it, any place.
+# and in what an operation makes of a variable. Also the first axis, for a use of a variable
+# that a tape recorded only if it watched the variable.
 Places: TypeAlias = Mapping[Where, Place]

@@ -326,23 +326,23 @@ class Recording:
             return mapped(place.put_back, rule(call))
 
     def _noted_place(
-        self, path: str, tensors: list[Tensor], *, is_seen: bool = True
+        self, path: str, tensors: list[Tensor], *, is_recorded: bool = True
     ) -> Place | None:
-        """Return where the rows lie in a call, or a use, if not on the first axis alone.
+        """Return where the rows lie in a call, or a use, if an earlier trace has told.
 
         It counts the call, and notes its tensors for a trace.
 
         Args:
             path: Of the layer, or of the variable.
             tensors: Those that have rows have them in the same place.
-            is_seen: Whether the tape has recorded them.
+            is_recorded: Whether the tape has recorded them.
         """
         where = (path, self._counts[path])
         self._counts[path] += 1
         # Only traces look at them.
         trace = None if self._place[0] else tracing()
         if trace is not None:
-            trace.note_rows(where, tensors, is_seen=is_seen)
+            trace.note_rows(where, tensors, is_recorded=is_recorded)
         return self._places.get(where)
 
     def _check_is_read(
@@ -416,7 +416,7 @@ class Recording:
             if layer.trainable_variables and find(layer) is not None
             for variable in own_variables(layer)
         }
-        # Where others are used, what is done with them is seen from the first on.
+        # And those that an earlier trace found used elsewhere than in a call of their layer.
         placed = {path for path, _ in self._places}
         return [
             v
@@ -494,7 +494,7 @@ class Recording:
                     self._noted_place(
                         variable.path,
                         [use.output],
-                        is_seen=has_recorded(self.tape, use.output),
+                        is_recorded=has_recorded(self.tape, use.output),
                     )
                     for use in followed.uses
                 ]

@@ -33,8 +33,8 @@ def ws_conv(call: Call) -> Nest:
     layer = call.layer
     if layer.lora_enabled:
         raise UnsupportedLayerError(
-            "A standardised kernel cannot be the product of two factors. Received: "
-            f"`{call.path}` with LoRA. Use `keras.layers.Conv2D`."
+            "The rule of a standardised kernel knows one variable, not the factors of "
+            f"LoRA beside it. Received: `{call.path}` with LoRA. Use `engine='auto'`."
         )
     x, geometry = convolutional.inputs_of(call), convolutional.geometry_of(layer)
     kernel = centred(tf.convert_to_tensor(layer.kernel))

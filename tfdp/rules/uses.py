@@ -14,7 +14,7 @@ _SIZES = frozenset({"Shape", "ShapeN", "Size", "Rank", "VariableShape"})
 # What no gradient comes back through.
 _ENDS = frozenset({"StopGradient", "ZerosLike", "OnesLike"})
 
-# What gives a variable another value. The analysis of rows sees that it has none of them.
+# What gives a variable another value. The analysis of rows proves that it holds no data.
 _ASSIGNS = frozenset({"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"})
 
 # What makes copies, perhaps one for each row.
@@ -178,9 +178,12 @@ class Pass:
         Raises:
             NotFollowedError: If something is not known.
         """
-        reads, others = self._reads(variable)
-        if any(op.type not in _ASSIGNS for op in others):
-            raise NotFollowedError(named(others[0]))
+        touched = self._touched(variable)
+        reads = [op for op in touched if op.type == "ReadVariableOp"]
+        assigns = [op for op in touched if op.type in _ASSIGNS]
+        for op in touched:
+            if op.type != "ReadVariableOp" and op.type not in _ASSIGNS:
+                raise NotFollowedError(named(op))
         if not reads:
             raise NotFollowedError("a graph of its own")
         followed = Followed(variable, {op.name: op for op in reads}, [])
@@ -204,9 +207,9 @@ class Pass:
                     continue
                 followed.made[op.name] = op
                 stack += [each for each in op.outputs if each.dtype.is_floating]
-        if others and followed.uses:
+        if assigns and followed.uses:
             # Nobody knows which of its values that was.
-            raise NotFollowedError(named(others[0]))
+            raise NotFollowedError(named(assigns[0]))
         return followed
 
     def matters(self, use: Use) -> bool:
@@ -254,14 +257,10 @@ class Pass:
                         stack += op.outputs
         return None
 
-    def _reads(
-        self, variable: Variable
-    ) -> tuple[list[tf.Operation], list[tf.Operation]]:
-        """List what reads a variable, and what else is done with it, but for rules."""
+    def _touched(self, variable: Variable) -> list[tf.Operation]:
+        """List what reads or changes a variable, but for rules."""
         spans = [*self._by_rules, *self._dead]
-        found = [op for op in self._all_reads(variable) if not self._is_in(spans, op)]
-        reads = [op for op in found if op.type == "ReadVariableOp"]
-        return reads, [op for op in found if op.type != "ReadVariableOp"]
+        return [op for op in self._all_reads(variable) if not self._is_in(spans, op)]
 
     def _all_reads(self, variable: Variable) -> list[tf.Operation]:
         handles = {id(each.handle) for each in _keras.tensorflow_variables(variable)}

@@ -15,4 +15,5 @@ from tfdp.checks.operations import scatters as scatters
 from tfdp.checks.operations import shapes as shapes
 from tfdp.checks.operations import slices as slices
 from tfdp.checks.operations import spaces as spaces
+from tfdp.checks.operations import whole_numbers as whole_numbers
 from tfdp.checks.operations import words as words

@@ -2,10 +2,18 @@
 
 import tensorflow as tf
 
-from tfdp.checks.node import ANY, Node, axis_from, counts_rows, rule, static_lengths
-from tfdp.checks.operations.bounds import causes_in_own, causes_in_own_row
-from tfdp.checks.operations.scatters import depth_of
-from tfdp.checks.values import PLAIN, Layout, Value, known
+from tfdp.checks.bounds import own_bounds, own_row_bounds
+from tfdp.checks.node import (
+    ANY,
+    Node,
+    axis_from,
+    counts_rows,
+    depth_of,
+    rule,
+    static_lengths,
+)
+from tfdp.checks.sizes import Length
+from tfdp.checks.values import PLAIN, Cause, Layout, Value, known
 
 
 @rule("ResourceGather", rows_in=[1])
@@ -25,17 +33,18 @@ def _gather(node: Node) -> Value:
     if batch_dims < 0:
         batch_dims += len(indices.shape)
     if params.axis == axis:
-        causes = causes_in_own(node, 1, params.layout)
-        if causes is not None and not batch_dims:
+        own = None if batch_dims else own_bounds(node, 1, params.layout)
+        if own is not None:
             lengths = (*params.shape[:axis], *indices.shape, *params.shape[axis + 1 :])
-            own, layout = indices[:2]
-            if own is None:
-                own, layout = 0, Layout(1, known(node.entries_of(indices.shape[0])))
-            return node.like(Value(own + axis, layout, lengths), params.causes | causes)
+            rows, layout = indices[:2]
+            if rows is None:
+                rows, layout = 0, Layout(1, known(node.entries_of(indices.shape[0])))
+            causes = params.causes | own.causes
+            return node.like(Value(rows + axis, layout, lengths), causes)
         # Rows may pick entries of their own, by numbers that begin where theirs do, and
         # that data say, which may as well lead to others: each row runs by itself then,
         # which is right whatever it picks. Maps over rows take them one after the other.
-        is_in_order = counts_rows(indices) and _is_range(node.op.inputs[1].op)
+        is_in_order = counts_rows(indices) and _may_be_of_a_map(node.op.inputs[1].op)
         is_certain = indices.axis is None and not is_in_order
         return node.mixed("picks some rows by their numbers", is_certain=is_certain)
     picked = indices.shape[batch_dims:]
@@ -58,13 +67,12 @@ def _gather(node: Node) -> Value:
 def _gather_nd(node: Node) -> Value:
     params, indices = node.inputs
     if params[:2] == (0, PLAIN) and indices[:2] in ((0, PLAIN), (None, PLAIN)):
-        causes = causes_in_own_row(node, 1)
-        if causes is not None and indices.shape[0] == node.of_rows(PLAIN):
+        own = own_row_bounds(node, 1)
+        if own is not None and indices.shape[0] == node.of_rows(PLAIN):
             lengths = indices.shape[:-1] + params.shape[depth_of(indices) :]
-            return node.like(Value(0, PLAIN, lengths), params.causes | causes)
+            return node.like(Value(0, PLAIN, lengths), params.causes | own.causes)
     if params.axis is not None:
         if params.lengths is not None and indices.axis is None and indices.lengths:
-            # How many of the first axes each index is about.
             depth = indices.lengths[-1]
             if isinstance(depth, int) and params.axis >= depth:
                 rows = params.axis - depth + len(indices.lengths) - 1
@@ -75,8 +83,8 @@ def _gather_nd(node: Node) -> Value:
     rest = static_lengths(node.tensor)
     if indices.lengths is None or rest is None:
         return node.rows_of(indices)
-    own = indices.lengths[:-1]
-    return node.like(indices.with_lengths([*own, *rest[len(own) :]]))
+    before = indices.lengths[:-1]
+    return node.like(indices.with_lengths([*before, *rest[len(before) :]]))
 
 
 @rule(
@@ -89,26 +97,37 @@ def _segments(node: Node) -> Value:
     depth = len(places.shape)
     # The first axes become one, of which each segment has an entry.
     length = None if number.numbers is None else number.numbers.item()
-    segments = Layout(1, node.entries_of(length) or 0)
+    if places.axis is None and (value.axis is None or value.axis >= depth):
+        return node.like(value.dropped(range(depth)).inserted(0, length))
+    own = _own_segments(node, length)
+    if own is None:
+        # Of rows whose number is static, numbers for them may be free of data.
+        is_certain = node.rows is None and places.axis is None
+        return node.mixed("puts rows together by their numbers", is_certain=is_certain)
+    layout, causes = own
+    lengths = (length, *value.shape[depth:])
+    return node.like(Value(0, layout, lengths), value.causes | causes)
+
+
+def _own_segments(
+    node: Node, length: Length | None
+) -> tuple[Layout, frozenset[Cause]] | None:
+    """Say how rows lie in segments that each row has of its own, if that is proven."""
+    value, places, _ = node.inputs
     rows = {each[:2] for each in (value, places) if each.axis is not None}
     are_in_order = len(rows) == 1 and all(
-        axis == 0 and layout == Layout(1, layout.entries) for axis, layout in rows
+        axis == 0 and layout.is_plain_blocks for axis, layout in rows
     )
-    causes = causes_in_own(node, 1, segments) if are_in_order else None
-    if causes is not None:
-        lengths = (length, *value.shape[depth:])
-        return node.like(Value(0, segments, lengths), value.causes | causes)
-    if places.axis is not None:
-        return node.mixed("puts rows together by their numbers", is_certain=False)
-    if value.axis is not None and value.axis < depth:
-        # Of rows whose number is static, numbers for them may be free of data.
-        is_certain = node.rows is None
-        return node.mixed("puts rows together by their numbers", is_certain=is_certain)
-    return node.like(value.dropped(range(depth)).inserted(0, length))
+    entries = node.entries_of(length)
+    if not are_in_order or not entries:
+        return None
+    bounds = own_bounds(node, 1, Layout(1, entries))
+    return None if bounds is None else (Layout(1, entries), bounds.causes)
 
 
-def _is_range(op: tf.Operation) -> bool:
+def _may_be_of_a_map(op: tf.Operation) -> bool:
     """Tell whether numbers go on one by one, or are zero, as those of maps over rows."""
+    # These are in loops, where nobody knows their bounds.
     while op.type in _PASSED_ON:
         op = op.inputs[_PASSED_ON[op.type]].op
     return str(op.type) == "Range"

@@ -1,8 +1,8 @@
 """Entries that are put into tensors by their numbers."""
 
-from tfdp.checks.node import ANY, Node, lengths_from, rule
-from tfdp.checks.operations.bounds import causes_in_own_row
-from tfdp.checks.values import PLAIN, NotKnownError, Value, causes_of, have_rows
+from tfdp.checks.bounds import own_row_bounds
+from tfdp.checks.node import ANY, Node, depth_of, lengths_from, rule
+from tfdp.checks.values import PLAIN, Value, causes_of, have_rows
 
 
 @rule(
@@ -38,9 +38,9 @@ def _put_into_zeros(node: Node) -> Value:
         return node.unknown()
     lengths = lengths_from(shape)
     are_rows = all(each[:2] in {(0, PLAIN), (None, PLAIN)} for each in node.inputs)
-    causes = causes_in_own_row(node, 0) if are_rows else None
-    if causes is not None and lengths[0] == node.of_rows(PLAIN):
-        return node.like(Value(0, PLAIN, lengths), updates.causes | causes)
+    own = own_row_bounds(node, 0) if are_rows else None
+    if own is not None and lengths[0] == node.of_rows(PLAIN):
+        return node.like(Value(0, PLAIN, lengths), updates.causes | own.causes)
     if have_rows([indices]):
         return node.unknown()
     # A shape has no part in what is put.
@@ -52,11 +52,3 @@ def _put_into_zeros(node: Node) -> Value:
         return node.mixed("puts rows where numbers say", is_certain=False)
     axis = updates.axis - more + depth_of(indices)
     return node.like(Value(axis, updates.layout, lengths), causes)
-
-
-def depth_of(indices: Value) -> int:
-    """Return how many of the first axes numbers are about."""
-    depth = indices.shape[-1]
-    if not isinstance(depth, int):
-        raise NotKnownError
-    return depth
