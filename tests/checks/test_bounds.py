@@ -124,6 +124,12 @@ OTHERS = {
     "beyond what an integer has": lambda x: (
         tf.minimum(tf.maximum(whole(x), 0) + (2**31 - 1), T - 1) + places(x)
     ),
+    "beyond what an integer has for certain": lambda x: (
+        tf.minimum(clipped(whole(x), 2**31 - 2, 2**31 - 1) + 2, T - 1) + places(x)
+    ),
+    "by whether rows are many": lambda x: (
+        tf.stack([0, rows_of(x) % 2]) + places(x) + 0 * largest(x)
+    ),
     "cast from what is not a number": lambda x: (
         tf.cast(tf.clip_by_value(x[:, :2, 0], 0.0, 3.0), tf.int32) + places(x)
     ),
@@ -188,7 +194,7 @@ OTHERS = {
 # By the number of rows, where that is static, or by an entry for each place.
 STATIC = {
     *("remainders of places", "by place", "by a table of places"),
-    *("by the number of rows", "less where rows are many"),
+    *("by the number of rows", "less where rows are many", "by whether rows are many"),
     *("as often as there are rows", "as often as there are other rows"),
     *("not the first", "negative where rows are many", "not negative in the first row"),
     "wrapped around before it is long",
@@ -309,6 +315,13 @@ def test_columns_are_not_taken_for_rows(length):
         return pick(x, tf.where(none < 0, none, tf.range(6) * length))
 
     assert not is_proven(columns, (length, D), rows=6)
+
+
+def test_a_number_for_each_place_is_looked_at():
+    def by_a_table(x):
+        return pick(x, tf.constant([[0], [T], [2 * T], [0], [4 * T], [5 * T]]))
+
+    assert not is_proven(by_a_table, SHAPE, rows=6)
 
 
 def test_numbers_may_have_a_long_history():

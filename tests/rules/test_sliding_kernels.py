@@ -139,7 +139,7 @@ def chosen(of_problem):
     return engine
 
 
-QUICK = {"masked", "assigned", "normed"}
+QUICK = {"masked", "assigned", "transposed"}
 CASES = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in LAYERS
