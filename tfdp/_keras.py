@@ -454,6 +454,46 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
     return list({id(each.state): each.state for each in generators}.values())
 
 
+# How the names of what random numbers are drawn from end.
+SEED_STATE = "seed_generator_state"
+
+
+def assigned_variables(graph: tf.Graph) -> set[str]:
+    """List variables that a graph gives other values, but for states of random numbers.
+
+    Args:
+        graph: Of a function.
+
+    Returns:
+        Their names.
+    """
+    names = {id(variable.handle): variable.name for variable in graph.variables}
+    known = {
+        mine.name: names.get(id(outer), mine.name) for outer, mine in graph.captures
+    }
+    return {name for name in _assigned(graph, known) if SEED_STATE not in name}
+
+
+def _assigned(graph: tf.Graph, known: Mapping[str, str]) -> set[str]:
+    """List what a graph assigns, by what is known of the names of its inputs."""
+    found: set[str] = set()
+    for op in graph.get_operations():
+        if "Assign" in op.type or "ResourceScatter" in op.type:
+            found.add(known.get(op.inputs[0].name, op.inputs[0].name))
+        for attribute in op.op_def.attr:
+            if attribute.type == "func":
+                inner = function_graph(graph, op.get_attr(attribute.name).name)
+                given = op.inputs[len(op.inputs) - len(inner.inputs) :]
+                found |= _assigned(
+                    inner,
+                    {
+                        mine.name: known.get(outer.name, outer.name)
+                        for outer, mine in zip(given, inner.inputs, strict=False)
+                    },
+                )
+    return found
+
+
 def shared_seed_states(model: keras.Model) -> list[keras.Variable]:
     """List the states of seed generators from which all examples of a step draw alike.
 

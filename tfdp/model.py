@@ -840,9 +840,16 @@ class DPModel(TrainingFunctions):
         engine, traced = self._checked.engine, self._checked.traced
         # Eager steps run no function that is traced.
         is_same = session.clipper.traced is traced or tf.executing_eagerly()
+        assigned = frozenset(self._checked.assigned)
+        is_same = is_same and session.clipper.assigned == assigned
         if session.clipper.engine == engine and is_same:
             return session
-        clipper = dataclasses.replace(session.clipper, engine=engine, traced=traced)
+        clipper = dataclasses.replace(
+            session.clipper,
+            engine=engine,
+            traced=traced,
+            assigned=assigned,
+        )
         return dataclasses.replace(session, clipper=clipper)
 
     def _update_metrics(

@@ -1134,6 +1134,24 @@ def test_each_batch_of_an_eager_loop_is_looked_at():
         tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0)
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        lambda rows: rows - 1 - tf.range(rows),
+        lambda rows: tf.range(rows) % 2,
+        lambda rows: tf.minimum(tf.range(rows), 4),
+    ],
+)
+def test_rows_that_are_picked_by_places_are_refused(numbers):
+    """No data say which, so that is meant: by itself a row would pick itself."""
+    (gather,) = {
+        each.cause.is_certain
+        for each in found(lambda x: tf.gather(x, numbers(tf.shape(x)[0])), (D,))
+        if each.cause.op.type == "GatherV2"
+    }
+    assert gather
+
+
 def test_as_many_rows_as_units_are_no_bias():
     """Keras takes what is added for a bias where it sees as many rows as units."""
     inputs = keras.Input((D,))

@@ -32,6 +32,7 @@ def choose(
     *,
     sample: Nest = None,
     passes: list[TracedPass] | None = None,
+    assigned: set[str] | None = None,
 ) -> engines.Engine:
     """Prove that rows do not meet in a model, and return the engine to use for it.
 
@@ -52,6 +53,8 @@ def choose(
             gradients taken one by one; by default `data`, if these are arrays.
         passes: Where to put what was traced whole, for any number of rows, and can be
             run.
+        assigned: Where to put the names of variables that the model gives other values
+            while it is called.
 
     Returns:
         `engine`; if that is `"auto"` and rows are not proven to stay apart in
@@ -64,25 +67,26 @@ def choose(
             the engine was asked for and cannot be used.
         UnsupportedLossError: If the losses do so.
     """
+    assigned = set() if assigned is None else assigned
     chosen = engines.get(engine)
     sizes = [None] if seen is None else [None, seen]
     if not chosen.notes_what_it_reads:
         # It may prove nothing, as it does whose units are each evaluated alone. What is
         # kept of the data outlives them all the same.
-        check_objective(objective, data, sizes)
+        check_objective(objective, data, sizes, assigned)
     if type(chosen) is VectorizedEngine:
         return chosen
     try:
         if objective.ascent is not None:
             # What is followed then is not what runs.
             passes = None
-        chosen = _proven(chosen, objective, data, sizes, passes)
+        chosen = _proven(chosen, objective, data, sizes, passes, assigned)
         _compare_if_foreign(chosen, objective, data if sample is None else sample)
     except Exception as failure:  # noqa: BLE001
         error = _as_unsupported(failure)
         # An error of the model itself, or of the losses, comes again here.
         # What is refused for any number of rows is not tried row by row, either.
-        check_objective(objective, data, sizes)
+        check_objective(objective, data, sizes, assigned)
         if engine != "auto":
             raise UnsupportedLayerError(
                 f"Engine '{chosen.name}' cannot clip the gradients of model "
@@ -113,6 +117,7 @@ def _proven(
     data: Nest,
     sizes: Sequence[int | None],
     passes: list[TracedPass] | None,
+    assigned: set[str],
 ) -> engines.Engine:
     """Return an engine for which rows are proven not to meet in what it reads.
 
@@ -133,6 +138,7 @@ def _proven(
         failure = UnsupportedLayerError(str(problems[0])) if problems else None
     except UnsupportedLayerError as error:
         failure = error
+    assigned.update(*(trace.assigned for trace in traces))
     if failure is None:
         if passes is not None:
             passes += traced
@@ -148,7 +154,7 @@ def _proven(
         other = dataclasses.replace(engine, splits_losses=False)
     if other is None:
         raise failure
-    return _proven(other, objective, data, sizes, passes)
+    return _proven(other, objective, data, sizes, passes, assigned)
 
 
 def _with_places(
@@ -241,7 +247,10 @@ def _can_take_apart(
 
 
 def check_objective(
-    objective: Objective, data: Nest, sizes: Sequence[int | None] = (None,)
+    objective: Objective,
+    data: Nest,
+    sizes: Sequence[int | None] = (None,),
+    assigned: set[str] | None = None,
 ) -> None:
     """Refuse a model or losses that mix rows for certain, or that keep data.
 
@@ -252,6 +261,7 @@ def check_objective(
         objective: The model and its losses.
         data: ``(x, y, sample_weight)``, of which shapes and dtypes are read.
         sizes: How many rows to follow, each None for any number.
+        assigned: As in `choose`.
 
     Raises:
         UnsupportedLayerError: If the model does.
@@ -261,6 +271,8 @@ def check_objective(
     for rows in sizes:
         trace = Trace(objective.model)
         found = _followed(objective, data, rows, _losses, trace)
+        if assigned is not None:
+            assigned |= trace.assigned
         problems = layer_problems(objective.model, trace, found)
         raise_if(objective.model, [each for each in problems if each.is_certain])
         of_losses = loss_problems(found)

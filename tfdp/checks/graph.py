@@ -59,6 +59,9 @@ _LOOPS = ("While", "StatelessWhile")
 # In place of a variable's name: that of a metric, whose numbers nobody calls private.
 METRIC = "metric"
 
+# In the types of what gives variables other values.
+_ASSIGNS = ("Assign", "ResourceScatter")
+
 # What only stops the step.
 _MESSAGES = ("Assert", "CheckNumerics", "CheckNumericsV2")
 
@@ -73,6 +76,7 @@ class Analysis:
 
     Attributes:
         effects: What changes state that outlives the step by what rows hold.
+        assigned: Names of variables that get another value, whatever that is made of.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Analysis:
         """Begin with nothing."""
         self._has_open_lengths = has_open_lengths
         self.effects: set[Cause] = set()
+        self.assigned: set[str] = set()
         self._rows = rows
         self._look_at = look_at
         self._outer: tf.Operation | None = None
@@ -173,13 +178,15 @@ class Analysis:
         if node.op.type in _MESSAGES:
             return
         causes = node.causes
+        names = [each.variable for each in node.inputs if each.variable]
+        if any(part in node.op.type for part in _ASSIGNS) and METRIC not in names:
+            self.assigned.update(n for n in names if not n.endswith(_keras.SEED_STATE))
         if node.op.type.startswith(("Rng", "Stateful")):
             # By how many numbers are drawn it moves, and that may be by how many rows.
             causes = frozenset(each for each in causes if each.why != COUNTS)
         # Where data decide whether it runs, even a constant that is kept tells of them.
         if not (have_rows(node.inputs) or causes or self._is_hidden):
             return
-        names = [each.variable for each in node.inputs if each.variable]
         if METRIC in names:
             return
         if names:

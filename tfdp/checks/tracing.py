@@ -95,6 +95,7 @@ class Trace:
         adding_losses: `id`s of the layers that called `add_loss`.
         stateful: `id`s of recurrent layers that keep their states for the next batch.
         has_split: Whether a loss is asked for all rows, and taken apart.
+        assigned: Names of variables that get other values in the pass.
     """
 
     def __init__(self, model: keras.Model | None) -> None:
@@ -104,6 +105,7 @@ class Trace:
         self.adding_losses: set[int] = set()
         self.stateful: set[int] = set()
         self.has_split = False
+        self.assigned: set[str] = set()
         self._model = model
         # Where the operations of each call are: graph, first, past the last, layer.
         self._calls: list[tuple[tf.Graph, int, int, Owner]] = []
@@ -252,6 +254,7 @@ class Trace:
         }
         # What is kept is at fault even if nothing that is returned depends on it.
         causes = set(analysis.effects)
+        self.assigned |= analysis.assigned
         for tensor in read:
             value = by_tensor[id(tensor)]
             causes |= value.causes
@@ -320,6 +323,7 @@ class Trace:
             known[inner.op.name] = FREE
         analysis = Analysis(None)
         analysis.values(graph, known, graph.outputs)
+        self.assigned |= analysis.assigned
         return causes | analysis.effects
 
     def alone(

@@ -11,6 +11,7 @@ from tfdp import _keras, _tree
 from tfdp._mapping import vectorized_map
 from tfdp._types import Nest, Tensor
 from tfdp.engines.vectorization import efficient_vectorization
+from tfdp.errors import UnsupportedLayerError
 
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
@@ -49,6 +50,14 @@ def map_units(
         lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), elements
     )
     traced = tf.function(function, autograph=False).get_concrete_function(of_first)
+    assigned = _keras.assigned_variables(traced.graph)
+    if assigned:
+        # Without one example, those behind it would see other values.
+        raise UnsupportedLayerError(
+            "A model must not assign variables where its examples are taken one after the "
+            f"other. Received: {', '.join(sorted(set(assigned)))}, assigned in a call. "
+            "Assign them in a callback."
+        )
     signature = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype),
         traced.structured_outputs,

@@ -98,6 +98,7 @@ class CheckedModel:
         self._engines: dict[tuple[_Rows, int | None], engines.Engine] = {}
         self._passes: dict[_Rows, TracedPass] = {}
         self.traced: TracedPass | None = None
+        self.assigned: set[str] = set()
         self._python_state: tuple[Hashable, ...] = ()
 
     @property
@@ -165,7 +166,12 @@ class CheckedModel:
         """
         acting = tuple(each for each in callbacks if acts_in_steps(each))
         session = Session(
-            dataclasses.replace(clipper, engine=self.engine, traced=self.traced),
+            dataclasses.replace(
+                clipper,
+                engine=self.engine,
+                traced=self.traced,
+                assigned=frozenset(self.assigned),
+            ),
             self.objective(),
             scheme.in_units(clipper.examples_per_unit),
             optimizer,
@@ -251,7 +257,12 @@ class CheckedModel:
             objective = objective_uphill(self.objective(), self.ascent, iteration)
             noting = dataclasses.replace(objective, losses=self._noting(objective))
             passes: list[TracedPass] = []
-            chosen = choose(self._asked, noting, data, seen, sample=rows, passes=passes)
+            chosen = choose(
+                *(self._asked, noting, data, seen),
+                sample=rows,
+                passes=passes,
+                assigned=self.assigned,
+            )
         self._python_state = python_state(self._model)
         # Any number of rows was proven as well.
         self._engines |= {(like, rows): chosen for rows in (None, seen)}

@@ -133,7 +133,7 @@ def clipped_gradients(
     elif isinstance(rows, int):
         rows = filled_up(max(rows, 1), rows_per_unit)
     static_rows = rows if isinstance(rows, int) else None
-    chosen = _checked_once(engine, objective, loss, data, static_rows)
+    chosen, assigned = _checked_once(engine, objective, loss, data, static_rows)
 
     clipper = BatchClipper(
         model,
@@ -141,6 +141,7 @@ def clipped_gradients(
         examples_per_unit=examples_per_unit,
         rows_per_example=rows_per_user,
         physical_batch_size=physical_batch_size,
+        assigned=assigned,
     )
     batch = Batch(*data)._replace(is_padding=is_padding)
     return clipper.clip(batch, clip, objective)
@@ -212,7 +213,7 @@ _MOST_KNOWN = 128
 # For each model what was checked, the engine to use for it, and what it was checked for:
 # another object could have the same `id` later.
 _checked: weakref.WeakKeyDictionary[
-    keras.Model, dict[tuple[Hashable, ...], tuple[engines.Engine, Nest]]
+    keras.Model, dict[tuple[Hashable, ...], tuple[engines.Engine, frozenset[str], Nest]]
 ] = weakref.WeakKeyDictionary()
 
 
@@ -222,7 +223,7 @@ def _checked_once(
     loss: Loss,
     data: Nest,
     rows: int | None,
-) -> engines.Engine:
+) -> tuple[engines.Engine, frozenset[str]]:
     """Refuse layers and losses that mix examples, and choose the engine.
 
     Args:
@@ -233,7 +234,7 @@ def _checked_once(
         rows: In a pass, if that is static.
 
     Returns:
-        The engine to use.
+        The engine to use, and the names of variables that the model assigns.
     """
     model, ascent = objective.model, objective.ascent
     is_seen = sees_rows(is_eager=tf.executing_eagerly(), goes_uphill=ascent is not None)
@@ -253,12 +254,13 @@ def _checked_once(
     )
     known = _checked.setdefault(model, {})
     if key in known:
-        return known[key][0]
+        return known[key][:2]
     # What is trained comes from all that is read, also where only a part is.
     with tf.init_scope():
         if recognise_copies(model.weights):
             revoke_all()
     note_reads(model)
+    assigned: set[str] = set()
     if not all(t.shape[1:].is_fully_defined() for t in _tree.tensors(data)):
         if engine == "auto":
             logging.warning(
@@ -267,14 +269,14 @@ def _checked_once(
                 model.name,
             )
             engine = "vectorized"
-        check_objective(objective, data)
-        return engines.get(engine)
+        check_objective(objective, data, assigned=assigned)
+        return engines.get(engine), frozenset(assigned)
     with _keras.outside_of_graphs():
-        chosen = choose(engine, objective, rows_to_check(data), seen)
+        chosen = choose(engine, objective, rows_to_check(data), seen, assigned=assigned)
     if len(known) >= _MOST_KNOWN:
         del known[next(iter(known))]
-    known[key] = chosen, (engine, loss, objective.variables)
-    return chosen
+    known[key] = chosen, frozenset(assigned), (engine, loss, objective.variables)
+    return known[key][:2]
 
 
 def _names_of_leaves(loss: Loss) -> str:

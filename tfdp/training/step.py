@@ -59,6 +59,7 @@ class BatchClipper:
         augmentation: Makes the views of each example, if any.
         jit_compile: Whether XLA compiles the passes.
         traced: What `engine` does with such rows, if that is traced already.
+        assigned: Names of variables that the model gives other values while it is called.
     """
 
     model: keras.Model
@@ -71,6 +72,7 @@ class BatchClipper:
     augmentation: Augmentation | None = None
     jit_compile: bool = False
     traced: TracedPass | None = dataclasses.field(default=None, compare=False)
+    assigned: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
     @property
     def rows_per_unit(self) -> int | Tensor:
@@ -198,6 +200,14 @@ class BatchClipper:
             return sums, norms, augmentation.first(y_pred)
 
         in_passes = self.physical_batch_size is not None
+        if in_passes and self.assigned:
+            # Without one row, others would be in passes that come before or after.
+            raise UnsupportedLayerError(
+                f"Model `{self.model.name}` must not assign variables between the passes "
+                f"of a batch. Received: {', '.join(sorted(self.assigned))}, assigned in a "
+                f"call, and physical_batch_size={self.physical_batch_size}. Use "
+                "`physical_batch_size=None`, or assign them in a callback."
+            )
         sums, norms = passes.run(
             run_views,
             batch,
