@@ -97,6 +97,9 @@ class Node:
     ) -> Value:
         """Note that rows meet here; what follows is looked at as if they had not."""
         causes = self.causes if causes is None else causes
+        if not is_of_data(self.op):
+            # Their places do: which is what there is to say of them, that they count rows.
+            return self.free(causes=causes)
         value = Value(causes=causes | {self.cause(why, is_certain=is_certain)})
         lengths = static_lengths(self.tensor)
         if lengths is None:
@@ -388,3 +391,21 @@ def depth_of(indices: Value) -> int:
     if not isinstance(depth, int):
         raise NotKnownError
     return depth
+
+
+# What tells of tensors how long they are, or what variables are.
+_NO_DATA = ("ReadVariableOp", "RngReadAndSkip", "Shape", "ShapeN", "Size")
+
+
+def is_of_data(op: tf.Operation) -> bool:
+    """Tell whether numbers come from more than constants, variables, and lengths."""
+    stack, seen = [op], {op.name}
+    while stack:
+        op = stack.pop()
+        if op.type in _NO_DATA:
+            continue
+        if not op.inputs and op.type != "Const":
+            return True
+        stack += [each.op for each in op.inputs if each.op.name not in seen]
+        seen |= {each.op.name for each in op.inputs}
+    return False

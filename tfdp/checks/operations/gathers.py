@@ -9,6 +9,7 @@ from tfdp.checks.node import (
     axis_from,
     counts_rows,
     depth_of,
+    is_of_data,
     rule,
     static_lengths,
 )
@@ -45,7 +46,7 @@ def _gather(node: Node) -> Value:
         # that data say, which may as well lead to others: each row runs by itself then,
         # which is right whatever it picks. Maps over rows take them one after the other.
         is_in_order = counts_rows(indices) and _may_be_of_a_map(node.op.inputs[1].op)
-        is_certain = not is_in_order and not _is_of_data(node.op.inputs[1].op)
+        is_certain = not is_in_order and not is_of_data(node.op.inputs[1].op)
         return node.mixed("picks some rows by their numbers", is_certain=is_certain)
     picked = indices.shape[batch_dims:]
     lengths = (*params.shape[:axis], *picked, *params.shape[axis + 1 :])
@@ -123,20 +124,6 @@ def _own_segments(
         return None
     bounds = own_bounds(node, 1, Layout(1, entries))
     return None if bounds is None else (Layout(1, entries), bounds.causes)
-
-
-def _is_of_data(op: tf.Operation) -> bool:
-    """Tell whether numbers come from anything but constants, and how long tensors are."""
-    stack, seen = [op], {op.name}
-    while stack:
-        op = stack.pop()
-        if op.type in ("Shape", "ShapeN", "Size"):
-            continue
-        if not op.inputs and op.type != "Const":
-            return True
-        stack += [each.op for each in op.inputs if each.op.name not in seen]
-        seen |= {each.op.name for each in op.inputs}
-    return False
 
 
 def _may_be_of_a_map(op: tf.Operation) -> bool:
