@@ -97,7 +97,7 @@ class Node:
     ) -> Value:
         """Note that rows meet here; what follows is looked at as if they had not."""
         causes = self.causes if causes is None else causes
-        if not is_of_data(self.op):
+        if have_rows(self.inputs) and not is_of_data(self.op):
             # Their places do: which is what there is to say of them, that they count rows.
             return self.free(causes=causes)
         value = Value(causes=causes | {self.cause(why, is_certain=is_certain)})
@@ -243,18 +243,9 @@ def apply(node: Node) -> list[Value]:
         try:
             outputs.append(describe(node))
         except (NotKnownError, IndexError, TypeError, ValueError, ZeroDivisionError):
-            # Or numbers that count rows are where an axis or a length should be. What
-            # fails so is made of no data all the same, but for handles, of which it
-            # matters what they lead to.
-            is_number = node.tensor.dtype not in (tf.variant, tf.resource)
-            is_free = is_number and _is_free(node)
-            outputs.append(node.free() if is_free else node.unknown())
+            # Or numbers that count rows are where an axis or a length should be.
+            outputs.append(node.unknown())
     return outputs
-
-
-def _is_free(node: Node) -> bool:
-    """Tell whether an operation is about nothing but what is free of data."""
-    return not have_rows(node.inputs) and not has_effect(node.op)
 
 
 def _description(node: Node) -> Describe:
@@ -263,7 +254,9 @@ def _description(node: Node) -> Describe:
         return _within
     rule = RULES.get(node.op.type)
     if rule is None:
-        return Node.free if _is_free(node) else Node.unknown
+        # What is made of nothing but what is free of data, whatever it does.
+        is_free = not with_rows and not has_effect(node.op)
+        return Node.free if is_free else Node.unknown
     if rule.rows_in is None or all(n in rule.rows_in for n in with_rows):
         return rule.describe
     if rule.otherwise is None:
