@@ -1134,6 +1134,16 @@ def test_each_batch_of_an_eager_loop_is_looked_at():
         tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0)
 
 
+@pytest.mark.parametrize("mix", [tf.cumsum, lambda noise: tf.sort(noise, axis=0)])
+def test_what_is_drawn_for_rows_depends_on_places_where_it_is_mixed(mix):
+    """The last row has the sum of all draws, or the largest of them."""
+
+    def run(x):
+        return x + mix(secret_noise(tf.shape(x), x.dtype))
+
+    assert not is_proven(run, (D,))
+
+
 @pytest.mark.parametrize(
     "numbers",
     [

@@ -98,8 +98,9 @@ class Node:
         """Note that rows meet here; what follows is looked at as if they had not."""
         causes = self.causes if causes is None else causes
         if have_rows(self.inputs) and not is_of_data(self.op):
-            # Their places do: which is what there is to say of them, that they count rows.
-            return self.free(causes=causes)
+            # Their places do, or what was drawn for them. That depends on how many there
+            # are, whatever is made of it.
+            return self.free(causes=causes | {self.cause(COUNTS, is_certain=False)})
         value = Value(causes=causes | {self.cause(why, is_certain=is_certain)})
         lengths = static_lengths(self.tensor)
         if lengths is None:
