@@ -457,6 +457,13 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
 # How the names of what random numbers are drawn from end.
 SEED_STATE = "seed_generator_state"
 
+_ASSIGNS = ("Assign", "ResourceScatter")
+
+
+def assigns(op: tf.Operation) -> bool:
+    """Tell whether an operation gives a variable another value."""
+    return any(part in op.type for part in _ASSIGNS)
+
 
 def assigned_variables(graph: tf.Graph) -> set[str]:
     """List variables that a graph gives other values, but for states of random numbers.
@@ -478,7 +485,7 @@ def _assigned(graph: tf.Graph, known: Mapping[str, str]) -> set[str]:
     """List what a graph assigns, by what is known of the names of its inputs."""
     found: set[str] = set()
     for op in graph.get_operations():
-        if "Assign" in op.type or "ResourceScatter" in op.type:
+        if assigns(op):
             found.add(known.get(op.inputs[0].name, op.inputs[0].name))
         for attribute in op.op_def.attr:
             if attribute.type == "func":

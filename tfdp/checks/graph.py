@@ -59,9 +59,6 @@ _LOOPS = ("While", "StatelessWhile")
 # In place of a variable's name: that of a metric, whose numbers nobody calls private.
 METRIC = "metric"
 
-# In the types of what gives variables other values.
-_ASSIGNS = ("Assign", "ResourceScatter")
-
 # What only stops the step.
 _MESSAGES = ("Assert", "CheckNumerics", "CheckNumericsV2")
 
@@ -179,7 +176,7 @@ class Analysis:
             return
         causes = node.causes
         names = [each.variable for each in node.inputs if each.variable]
-        if any(part in node.op.type for part in _ASSIGNS) and METRIC not in names:
+        if _keras.assigns(node.op) and METRIC not in names:
             self.assigned.update(n for n in names if not n.endswith(_keras.SEED_STATE))
         if node.op.type.startswith(("Rng", "Stateful")):
             # By how many numbers are drawn it moves, and that may be by how many rows.
