@@ -454,51 +454,9 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
     return list({id(each.state): each.state for each in generators}.values())
 
 
-# How the names of what random numbers are drawn from end.
-SEED_STATE = "seed_generator_state"
-
-_ASSIGNS = ("Assign", "ResourceScatter")
-
-
 def assigns(op: tf.Operation) -> bool:
     """Tell whether an operation gives a variable another value."""
-    return any(part in op.type for part in _ASSIGNS)
-
-
-def assigned_variables(graph: tf.Graph) -> set[str]:
-    """List variables that a graph gives other values, but for states of random numbers.
-
-    Args:
-        graph: Of a function.
-
-    Returns:
-        Their names.
-    """
-    names = {id(variable.handle): variable.name for variable in graph.variables}
-    known = {
-        mine.name: names.get(id(outer), mine.name) for outer, mine in graph.captures
-    }
-    return {name for name in _assigned(graph, known) if SEED_STATE not in name}
-
-
-def _assigned(graph: tf.Graph, known: Mapping[str, str]) -> set[str]:
-    """List what a graph assigns, by what is known of the names of its inputs."""
-    found: set[str] = set()
-    for op in graph.get_operations():
-        if assigns(op):
-            found.add(known.get(op.inputs[0].name, op.inputs[0].name))
-        for attribute in op.op_def.attr:
-            if attribute.type == "func":
-                inner = function_graph(graph, op.get_attr(attribute.name).name)
-                given = op.inputs[len(op.inputs) - len(inner.inputs) :]
-                found |= _assigned(
-                    inner,
-                    {
-                        mine.name: known.get(outer.name, outer.name)
-                        for outer, mine in zip(given, inner.inputs, strict=False)
-                    },
-                )
-    return found
+    return any(part in op.type for part in ("Assign", "ResourceScatter"))
 
 
 def shared_seed_states(model: keras.Model) -> list[keras.Variable]:
@@ -582,6 +540,18 @@ def keras_mask(tensor: Tensor) -> Tensor | None:
 def with_mask(tensor: Tensor, mask: Tensor) -> Tensor:
     """Attach a mask to `tensor`, as Keras does."""
     tensor._keras_mask = mask
+    return tensor
+
+
+def keras_logits(tensor: Tensor) -> Tensor | None:
+    """Return what Keras's losses take in the place of probabilities, or None."""
+    return getattr(tensor, "_keras_logits", None)
+
+
+def with_logits(tensor: Tensor, logits: Tensor | None) -> Tensor:
+    """Attach to probabilities what they were made of, as Keras does, if there is something."""
+    if logits is not None:
+        tensor._keras_logits = logits
     return tensor
 
 

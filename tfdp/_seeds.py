@@ -46,6 +46,13 @@ class _RowSeeds(threading.local):
 
 _row_seeds = _RowSeeds()
 _next_seed = keras.random.SeedGenerator.next
+# Those that have drawn in one of these contexts, tracked by a layer or not.
+_drawing: weakref.WeakSet[keras.random.SeedGenerator] = weakref.WeakSet()
+
+
+def states_of_drawing() -> list[keras.Variable]:
+    """List the states of the generators that have drawn for models in training."""
+    return [generator.state for generator in _drawing]
 
 
 class _Key:
@@ -182,6 +189,7 @@ def _next_seed_of_row(
 ) -> Tensor:
     if _row_seeds.refused:
         raise RandomError
+    _drawing.add(generator)
     if _row_seeds.row is None:
         return _with_key(generator, _next_seed(generator, ordered=ordered))
     draws = _row_seeds.drawn.setdefault(id(generator), (generator, []))[1]

@@ -5,6 +5,8 @@ import contextvars
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+import tensorflow as tf
+
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 
@@ -46,6 +48,9 @@ class Tracing(Protocol):
     def note_split(self) -> None:
         """Note that a loss is asked for all rows, and taken apart."""
 
+    def note_loop(self) -> None:
+        """Note that there is a loop that no rule makes, and that is not unrolled."""
+
     def note_read(self, tensors: list[Tensor]) -> None:
         """Note what an engine has made up to now, of which its norms and sums are."""
 
@@ -68,6 +73,42 @@ def traced_by(trace: Tracing) -> Iterator[None]:
         yield
     finally:
         _tracing.reset(token)
+
+
+class UnitCheck(Protocol):
+    """Refuses a function of one unit alone that leaves something for others."""
+
+    def __call__(self, graph: tf.Graph, arguments: int, *, in_turn: bool) -> None:
+        """Look into the graph of the function, or of a vectorized map of it.
+
+        Args:
+            graph: The graph.
+            arguments: How many of its inputs are data.
+            in_turn: Whether units are taken one after the other.
+
+        Raises:
+            UnsupportedLayerError: If it leaves something.
+        """
+
+
+_unit_check: contextvars.ContextVar[UnitCheck | None] = contextvars.ContextVar(
+    "unit_check", default=None
+)
+
+
+def unit_check() -> UnitCheck | None:
+    """Return what looks into functions of one unit alone, if anything does."""
+    return _unit_check.get()
+
+
+@contextlib.contextmanager
+def units_checked_by(check: UnitCheck) -> Iterator[None]:
+    """Let functions of one unit alone be looked into before they run."""
+    token = _unit_check.set(check)
+    try:
+        yield
+    finally:
+        _unit_check.reset(token)
 
 
 def part_of_trace(owner: object) -> contextlib.AbstractContextManager[None]:

@@ -840,15 +840,15 @@ class DPModel(TrainingFunctions):
         engine, traced = self._checked.engine, self._checked.traced
         # Eager steps run no function that is traced.
         is_same = session.clipper.traced is traced or tf.executing_eagerly()
-        assigned = frozenset(self._checked.assigned)
-        is_same = is_same and session.clipper.assigned == assigned
+        moved = frozenset(self._checked.moved)
+        is_same = is_same and session.clipper.moved == moved
         if session.clipper.engine == engine and is_same:
             return session
         clipper = dataclasses.replace(
             session.clipper,
             engine=engine,
             traced=traced,
-            assigned=assigned,
+            moved=moved,
         )
         return dataclasses.replace(session, clipper=clipper)
 

@@ -104,6 +104,10 @@ def late_mean_after(x, steps):
 STEPS = tf.Variable(0.0, dtype=tf.float64)
 
 MEETING = {
+    "solved": lambda x: tf.linalg.solve(tf.eye(tf.shape(x)[0], dtype=x.dtype), x),
+    "turned around": lambda x: tf.reverse_sequence(
+        x, tf.fill([D], number_of(x)), seq_axis=0, batch_axis=1
+    ),
     "mean": lambda x: x - tf.reduce_mean(x, 0),
     "mean for nan": mean_for_nan,
     "global norm": global_norm,
@@ -312,6 +316,11 @@ def test_rows_that_meet_are_found(name):
         assert found(MEETING_POSITIONS[name], (4, D))
 
 
+def with_transpose(x):
+    """Return matrices that are symmetric and positive."""
+    return x @ tf.linalg.matrix_transpose(x) + tf.eye(x.shape[1], dtype=x.dtype)
+
+
 APART = {
     "dense": (lambda x: tf.nn.relu(x @ tf.ones([D, 2], x.dtype)), (D,)),
     "softmax": (tf.nn.softmax, (D,)),
@@ -481,11 +490,41 @@ APART = {
         (4, D),
     ),
     "padded": (lambda x: tf.pad(x, [[0, 0], [1, 1]]), (D,)),
+    "top of positions": (lambda x: tf.math.top_k(x, 2).values, (4, D)),
+    "sorted": (lambda x: tf.sort(x, 1), (4, D)),
+    "cholesky": (lambda x: tf.linalg.cholesky(with_transpose(x)), (D, D)),
+    "solved": (lambda x: tf.linalg.solve(with_transpose(x), x), (D, D)),
+    "logarithm of determinant": (
+        lambda x: tf.linalg.slogdet(with_transpose(x))[1],
+        (D, D),
+    ),
+    "eigenvalues": (lambda x: tf.linalg.eigh(with_transpose(x))[0], (D, D)),
+    "singular values": (lambda x: tf.linalg.svd(x, compute_uv=False), (D, D)),
+    "inverse of any": (tf.linalg.pinv, (4, D)),
+    "other diagonal": (lambda x: tf.linalg.set_diag(x, x[:, 0]), (D, D)),
+    "turned in part": (
+        lambda x: tf.reverse_sequence(x, tf.fill([tf.shape(x)[0]], 2), seq_axis=1),
+        (4, D),
+    ),
+    "resized smoothly": (
+        lambda x: tf.image.resize(tf.cast(x, tf.float32), [3, 3], antialias=True),
+        (6, 6, 2),
+    ),
+    "mel": (
+        lambda x: (
+            x
+            @ tf.cast(
+                tf.signal.linear_to_mel_weight_matrix(4, D, 800, 20.0, 390.0), x.dtype
+            )
+        ),
+        (D,),
+    ),
 }
 
 
 WITHOUT_PROVEN_GRADIENT = {
     *("top", "own places", "places of the largest", "table", "entries of each"),
+    "other diagonal",
 }
 
 

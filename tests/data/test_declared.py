@@ -5,6 +5,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 import tfdp
 from tfdp.data import DeclaredDataset, PoissonDataset, declare, declared
@@ -357,3 +358,22 @@ def test_bins_of_a_pydataset():
     declare(Binned(stay=False), expected_batch_size=60, **BINNED)
     with pytest.raises(ValueError, match="same in every pass"):
         declare(Binned(stay=True), expected_batch_size=60, **BINNED)
+
+
+def test_examples_may_have_no_target():
+    """A pipeline has a None as a part of its own."""
+    rows = np.ones((6, 2), "float32")
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, layers.Dense(1, activity_regularizer="l2")(inputs))
+    private = tfdp.DPModel(model)
+    private.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0), loss=None
+    )
+    for given in ((rows,), (rows, None)):
+        data = tfdp.data.declare(
+            tf.data.Dataset.from_tensors(given),
+            number_of_examples=6,
+            expected_batch_size=6,
+            sampling="shuffle",
+        )
+        private.fit(data, verbose=0)

@@ -361,10 +361,10 @@ def test_random_layers_draw_for_each_example_and_each_call():
 
 
 class NoisyLoop(Noisy):
-    """Draws, and multiplies in a loop."""
+    """Draws, and multiplies in a loop that is too long to be unrolled."""
 
     def call(self, x):
-        return ops.fori_loop(0, 2, lambda _, h: h + super(NoisyLoop, self).call(h), x)
+        return ops.fori_loop(0, 65, lambda _, h: h + super(NoisyLoop, self).call(h), x)
 
 
 def test_where_no_rule_reaches_anything_whole_gradients_are_taken(caplog):

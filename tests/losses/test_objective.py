@@ -7,7 +7,8 @@ import tensorflow as tf
 from keras import layers
 
 import tfdp
-from tfdp.losses.objective import Objective, number_of_rows
+from tfdp.engines.bookkeeping import BookkeepingEngine
+from tfdp.losses.objective import Batch, Objective, number_of_rows
 
 pytestmark = pytest.mark.keras_private
 
@@ -127,3 +128,61 @@ def test_the_number_of_rows_is_static_where_it_can_be():
         return number_of_rows((None, x))
 
     assert int(count(tf.zeros([3, 2]))) == 3
+
+
+class Classifier(keras.Model):
+    """Computes its loss of probabilities itself."""
+
+    def __init__(self, activation, loss):
+        super().__init__()
+        self.dense = layers.Dense(2, activation=activation)
+        self.loss_of = loss
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return keras.ops.mean(self.loss_of(y, y_pred))
+
+
+@pytest.mark.parametrize(
+    ("activation", "loss", "y"),
+    [
+        (
+            "softmax",
+            keras.losses.sparse_categorical_crossentropy,
+            np.array([0, 1, 1]),
+        ),
+        (
+            "sigmoid",
+            keras.losses.binary_crossentropy,
+            np.array([[0, 1], [1, 0], [1, 1]], "float32"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_losses_of_probabilities_are_those_of_logits(activation, loss, y, is_eager):
+    """Where a row is certain, and wrong, its gradient is not lost."""
+    model = Classifier(activation, loss)
+    x = 100 * X
+    model(x)
+    objective = Objective.of_compute_loss(model)
+
+    def gradients(x, y):
+        batch = Batch(x, y, None, tf.zeros([3], tf.bool))
+        return BookkeepingEngine().clip_and_sum(
+            objective, batch, l2_norm_clip=tf.constant(1e6), rows_per_unit=1
+        )[0]
+
+    @tf.function(autograph=False)
+    def plain(x, y):
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x, y, model(x, training=True))
+        return tape.gradient(loss, [v.value for v in model.trainable_variables])
+
+    run = gradients if is_eager else tf.function(gradients, autograph=False)
+    found = run(tf.constant(x), tf.constant(y))
+    expected = plain(tf.constant(x), tf.constant(y))
+    assert np.max(np.abs(expected[0])) > 1
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine / 3, theirs, rtol=1e-5, atol=1e-5)

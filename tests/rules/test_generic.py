@@ -219,11 +219,11 @@ class Hidden(Vectors):
 
 @register
 class Looped(Vectors):
-    """Does so in a loop, where it is not followed either."""
+    """Does so in a loop that is too long to be unrolled."""
 
     def call(self, x):
         scale = lambda _, h: h * tf.identity(self.scale._value)  # noqa: E731
-        return ops.fori_loop(0, 1, scale, x) + self.offset
+        return ops.fori_loop(0, 65, scale, x) + self.offset
 
 
 # Of no layer, whose state it would be.
@@ -241,10 +241,10 @@ class Noisy(Vectors):
 
 @register
 class NoisyLoop(Noisy):
-    """Draws, and multiplies in a loop."""
+    """Draws, and multiplies in a loop that is too long to be unrolled."""
 
     def call(self, x):
-        return ops.fori_loop(0, 1, lambda _, h: h * self.scale, super().call(x))
+        return ops.fori_loop(0, 65, lambda _, h: h * self.scale, super().call(x))
 
 
 def called_twice():

@@ -137,11 +137,11 @@ def test_what_is_said_of_subclasses_helps():
     )
     advice = r"`tfdp.rules.register\(Cell, tfdp.rules.recurrent.gru\)`"
     with pytest.raises(tfdp.errors.UnsupportedLayerError, match=advice):
-        choose("bookkeeping", of_cell, data)
+        choose("bookkeeping", of_cell, data, ROWS)
     rules.register(Cell, rules.recurrent.gru)
     assert choose("bookkeeping", of_cell, data) == BookkeepingEngine()
     with pytest.raises(tfdp.errors.UnsupportedLayerError, match="`unroll=True`"):
-        choose("bookkeeping", loop, data)
+        choose("bookkeeping", loop, data, ROWS)
     assert choose("bookkeeping", unrolled, data) == BookkeepingEngine()
 
 

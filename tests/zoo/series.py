@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers, ops
 
 from tests.zoo.entry import CLASSES, Entry, images, numbers
@@ -122,7 +123,124 @@ def learned_spectrogram(_):
     return keras.Model(inputs, layers.Dense(3)(x))
 
 
+class Coefficients(layers.Layer):
+    """Takes the cosine transform of a spectrogram in mel, all of it in TensorFlow."""
+
+    def call(self, x):
+        power = tf.square(tf.abs(tf.signal.stft(x, 16, 8)))
+        to_mel = tf.signal.linear_to_mel_weight_matrix(6, 9, 800, 20.0, 390.0)
+        mel = tf.matmul(power, tf.cast(to_mel, power.dtype))
+        return tf.signal.mfccs_from_log_mel_spectrograms(tf.math.log(mel + 1e-6))
+
+
+def cepstrum(_):
+    inputs = keras.Input((64,))
+    x = layers.Conv1D(4, 3, activation="relu")(Coefficients()(inputs))
+    return keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
+
+
+class Time2Vec(layers.Layer):
+    """Makes a line and waves of a time."""
+
+    def build(self, shape):
+        self.line = self.add_weight(shape=(shape[-2], 1), name="line")
+        self.waves = self.add_weight(shape=(shape[-1], 3), name="waves")
+        self.phases = self.add_weight(shape=(shape[-2], 3), name="phases")
+
+    def call(self, x):
+        waves = ops.sin(ops.matmul(x, self.waves) + self.phases)
+        return ops.concatenate([x * self.line, waves], -1)
+
+
+def vectors_of_time(_):
+    inputs = keras.Input((6, 1))
+    x = layers.Flatten()(Time2Vec()(inputs))
+    return keras.Model(inputs, layers.Dense(1)(layers.Dense(8, "relu")(x)))
+
+
+class StateSpace(layers.Layer):
+    """A linear system in a scan over time."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+
+    def build(self, shape):
+        self.kept = self.add_weight(shape=(self.units,), name="kept")
+        self.taken = self.add_weight(shape=(shape[-1], self.units), name="taken")
+        self.shown = self.add_weight(shape=(self.units, shape[-1]), name="shown")
+
+    def call(self, x):
+        kept = ops.sigmoid(self.kept)
+
+        def step(state, x):
+            state = kept * state + ops.matmul(x, self.taken)
+            return state, state
+
+        start = ops.zeros((ops.shape(x)[0], self.units), x.dtype)
+        _, states = ops.scan(step, start, ops.transpose(x, (1, 0, 2)))
+        return ops.matmul(ops.transpose(states, (1, 0, 2)), self.shown)
+
+
+def state_space(_):
+    inputs = keras.Input((7, 3))
+    x = layers.LayerNormalization()(inputs)
+    x = inputs + StateSpace(4)(x)
+    return keras.Model(inputs, layers.Dense(1)(x[:, -1]))
+
+
+class MinimalCell(layers.Layer):
+    """A cell as in Keras's guide, with a gate."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = self.state_size = units
+
+    def build(self, shape):
+        kernel = (shape[-1], 2 * self.units)
+        self.kernel = self.add_weight(shape=kernel, name="kernel")
+        self.recurrent = self.add_weight(
+            shape=(self.units, 2 * self.units), name="recurrent"
+        )
+
+    def call(self, x, states):
+        h = ops.matmul(x, self.kernel) + ops.matmul(states[0], self.recurrent)
+        gate, candidate = ops.split(h, 2, -1)
+        gate = ops.sigmoid(gate)
+        h = gate * states[0] + (1 - gate) * ops.tanh(candidate)
+        return h, [h]
+
+
+def own_cell(_):
+    inputs = keras.Input((6, 3))
+    return keras.Model(inputs, layers.Dense(1)(layers.RNN(MinimalCell(4))(inputs)))
+
+
+class Flow(layers.Layer):
+    """Steps of Euler along a field that layers say."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.field = keras.Sequential([layers.Dense(6, "tanh"), layers.Dense(4)])
+
+    def build(self, shape):
+        self.field.build(shape)
+
+    def call(self, x):
+        return ops.fori_loop(0, 4, lambda _, x: x + 0.25 * self.field(x), x)
+
+
+def neural_ode(_):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, layers.Dense(3)(Flow()(layers.Dense(4)(inputs))))
+
+
 ENTRIES = [
+    Entry("cepstrum", cepstrum, images(64), CLASSES, "bookkeeping", dtype="float32"),
+    Entry("vectors_of_time", vectors_of_time, numbers(6, 1), "mse", "bookkeeping"),
+    Entry("state_space", state_space, numbers(7, 3), "mse", "bookkeeping"),
+    Entry("own_cell", own_cell, numbers(6, 3), "mse", "bookkeeping", True),
+    Entry("neural_ode", neural_ode, images(3), CLASSES, "bookkeeping"),
     Entry("transformer_of_time", transformer, images(10, 1), CLASSES, "bookkeeping"),
     Entry("lstm_of_time", lstm, numbers(8, 3), "mse", "bookkeeping"),
     Entry(

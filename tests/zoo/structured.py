@@ -2,9 +2,10 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers, ops
 
-from tests.zoo.entry import CLASSES, YES_OR_NO, Entry, numbers
+from tests.zoo.entry import CLASSES, YES_OR_NO, Entry, images, numbers
 
 NUMBERS = ("age", "hours")
 WORDS = {"work": ["private", "state", "none"], "school": ["some", "all"]}
@@ -238,7 +239,77 @@ def imbalanced(chance):
     ])
 
 
+class Experts(layers.Layer):
+    """Mixes the two of some experts that a gate likes most, for each position."""
+
+    def __init__(self, experts, **kwargs):
+        super().__init__(**kwargs)
+        self.experts = experts
+        self.gate = layers.Dense(experts)
+
+    def build(self, shape):
+        self.gate.build(shape)
+        of_each = (self.experts, shape[-1], shape[-1])
+        self.kernels = self.add_weight(shape=of_each, name="kernels")
+        self.offsets = self.add_weight(shape=of_each[:2], name="offsets")
+
+    def call(self, x):
+        best, places = ops.top_k(self.gate(x), 2)
+        chosen = ops.one_hot(places, self.experts, dtype=x.dtype)
+        shares = ops.sum(chosen * ops.softmax(best)[..., None], -2)
+        made = ops.relu(ops.einsum("btd,edf->btef", x, self.kernels) + self.offsets)
+        return ops.einsum("bte,btef->btf", shares, made)
+
+
+def experts(_):
+    inputs = keras.Input((5, 4))
+    x = inputs + Experts(4)(layers.LayerNormalization()(inputs))
+    return keras.Model(inputs, layers.Dense(3)(layers.GlobalAveragePooling1D()(x)))
+
+
+class Bonds(layers.Layer):
+    """Sends what atoms know along bonds, whose kinds say how."""
+
+    def build(self, shape):
+        self.width = shape[0][-1]
+        self.kernel = self.add_weight(
+            shape=(shape[1][-1], self.width * self.width), name="kernel"
+        )
+        self.bias = self.add_weight(shape=(self.width * self.width,), name="bias")
+
+    def call(self, inputs):
+        atoms, bonds, pairs = inputs
+        matrices = ops.matmul(bonds, self.kernel) + self.bias
+        square = (-1, bonds.shape[1], self.width, self.width)
+        matrices = ops.reshape(matrices, square)
+        others = tf.gather(atoms, pairs[:, :, 1], batch_dims=1)
+        sent = ops.squeeze(ops.matmul(matrices, others[..., None]), -1)
+        goes_to = ops.one_hot(pairs[:, :, 0], atoms.shape[1], dtype=sent.dtype)
+        return ops.einsum("ben,bed->bnd", goes_to, sent)
+
+
+def molecules(_):
+    atoms, bonds = keras.Input((5, 3)), keras.Input((6, 2))
+    pairs = keras.Input((6, 2), dtype="int32")
+    x, send = layers.Dense(4)(atoms), Bonds()
+    for _ in range(2):
+        x = x + layers.Dense(4, "tanh")(send([x, bonds, pairs]))
+    x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
+    return keras.Model([atoms, bonds, pairs], layers.Dense(1)(x))
+
+
+def molecules_of(rng, rows):
+    x = [
+        rng.normal(size=(rows, 5, 3)),
+        rng.normal(size=(rows, 6, 2)),
+        rng.integers(0, 5, (rows, 6, 2)),
+    ]
+    return tuple(x), rng.integers(2, size=(rows, 1))
+
+
 ENTRIES = [
+    Entry("experts", experts, images(5, 4), CLASSES, "bookkeeping"),
+    Entry("molecules", molecules, molecules_of, YES_OR_NO, "apart"),
     Entry("wide_and_deep", wide_and_deep, table, YES_OR_NO, "bookkeeping", True),
     Entry("deep_and_cross", deep_and_cross, table, YES_OR_NO, "bookkeeping"),
     Entry("tab_transformer", tab_transformer, table, YES_OR_NO, "bookkeeping"),

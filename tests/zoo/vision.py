@@ -69,6 +69,40 @@ class Patches(layers.Layer):
         )
 
 
+class Captions(keras.Model):
+    """Says words of an image, and computes its loss of their probabilities itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = keras.Sequential([
+            layers.Conv2D(4, 3, strides=2, activation="relu"),
+            layers.Flatten(),
+            layers.Dense(DIM),
+        ])
+        self.words = layers.Embedding(9, DIM)
+        self.said = layers.GRU(DIM, return_sequences=True)
+        self.next = layers.Dense(9, activation="softmax")
+
+    def call(self, inputs):
+        image, words = inputs
+        first = self.seen(image)
+        return self.next(self.said(self.words(words), initial_state=first))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        losses = keras.losses.sparse_categorical_crossentropy(y, y_pred)
+        known = ops.cast(ops.not_equal(y, 0), losses.dtype)
+        return ops.mean(ops.sum(losses * known, 1) / ops.sum(known, 1))
+
+
+def captions(_):
+    return Captions()
+
+
+def images_with_words(rng, rows):
+    words = rng.integers(1, 9, (rows, 6))
+    return (4 * rng.normal(size=(rows, 8, 8, 1)), words[:, :-1]), words[:, 1:]
+
+
 def vit_class_token(chance):
     inputs = keras.Input((8, 8, 3))
     x = layers.Conv2D(DIM, 4, strides=4)(inputs)
@@ -486,6 +520,7 @@ def writings(rng, rows):
 IMAGES = images(8, 8, 3)
 
 ENTRIES = [
+    Entry("captions", captions, images_with_words, None, "bookkeeping"),
     Entry("vit_class_token", vit_class_token, IMAGES, CLASSES, "bookkeeping", True),
     Entry("vit_patch_encoder", vit_patch_encoder, IMAGES, CLASSES, "bookkeeping"),
     Entry("mlp_mixer", mlp_mixer, IMAGES, CLASSES, "bookkeeping"),

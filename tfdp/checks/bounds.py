@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdp._types import Array, Tensor
 from tfdp.checks.node import COUNTS, Node
-from tfdp.checks.sizes import is_fixed
+from tfdp.checks.sizes import Length, is_fixed
 from tfdp.checks.values import Cause, Layout, Value, causes_of
 
 _WHOLE = (tf.int32, tf.int64)
@@ -80,6 +80,31 @@ def own_bounds(node: Node, number: int, layout: Layout) -> Bounds | None:
     bounds = _bounds_of_rows(node, number)
     is_own = bounds is not None and bounds.are_in_own(layout.entries)
     return bounds if is_own else None
+
+
+def own_entries(
+    node: Node, number: int, length: Length | None
+) -> tuple[Layout, frozenset[Cause]] | None:
+    """Say how rows lie in a tensor to which each adds to entries of its own.
+
+    Args:
+        node: An operation of which the first two inputs are what is added, and where.
+        number: Of the input that says where.
+        length: Of the first axis of the tensor.
+
+    Returns:
+        Their layout on that axis, and what is the matter with it; None if it is not
+        proven.
+    """
+    rows = {each[:2] for each in node.inputs[:2] if each.axis is not None}
+    are_in_order = len(rows) == 1 and all(
+        axis == 0 and layout.is_plain_blocks for axis, layout in rows
+    )
+    entries = node.entries_of(length)
+    if not are_in_order or not entries:
+        return None
+    bounds = own_bounds(node, number, Layout(1, entries))
+    return None if bounds is None else (Layout(1, entries), bounds.causes)
 
 
 def own_row_bounds(node: Node, number: int) -> Bounds | None:
@@ -172,7 +197,7 @@ class _Bounding:
         numbers = _numbers(op, value)
         if numbers is not None:
             return Bounds(np.zeros_like(numbers), numbers, numbers, frozenset())
-        places = _of_places(op, value)
+        places = _of_places(op, value, list(map(self._value_of, op.inputs)))
         if places is not None:
             return Bounds(*places, frozenset())
         rule = BOUNDS_RULES.get(op.type)
@@ -252,13 +277,18 @@ def _numbers(op: tf.Operation, value: Value) -> Array | None:
     return np.asarray(tf.make_ndarray(op.get_attr("value")), float)
 
 
-def _of_places(op: tf.Operation, value: Value) -> Arrays | None:
-    """Say what is known of 0, 1, 2 ..., if these are as many as there are rows, or entries."""
+def _of_places(op: tf.Operation, value: Value, inputs: list[Value]) -> Arrays | None:
+    """Say what is known of 0, s, 2s ..., if these are as many as there are rows, or entries."""
     entries = value.layout.entries
     # Of a range that begins elsewhere nobody knows how long it is.
     if op.type != "Range" or value[:2] != (0, Layout(1, entries)):
         return None
-    return np.full(1, float(entries)), np.zeros(1), np.full(1, entries - 1.0)
+    step = float(inputs[2].numbers.item())
+    return (
+        np.full(1, entries * step),
+        np.zeros(1),
+        np.full(1, (entries - 1.0) * step),
+    )
 
 
 def _fit(arrays: Arrays, dtype: tf.DType) -> bool:

@@ -13,7 +13,7 @@ from tfdp._tree import signature_of
 from tfdp._types import Nest, Tensor
 from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
 from tfdp.checks.registered_rules import compare_on_rows
-from tfdp.checks.tracing import LOSS, Found, Trace
+from tfdp.checks.tracing import LOSS, Found, Trace, units_checked
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines.engine import Clipped
 from tfdp.engines.traced import TracedPass
@@ -22,6 +22,7 @@ from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses import regularizers
 from tfdp.losses.objective import Batch, Objective
 from tfdp.rules.generic import generic
+from tfdp.rules.recording import has_leaves
 
 
 def choose(
@@ -32,7 +33,7 @@ def choose(
     *,
     sample: Nest = None,
     passes: list[TracedPass] | None = None,
-    assigned: set[str] | None = None,
+    moved: set[str] | None = None,
 ) -> engines.Engine:
     """Prove that rows do not meet in a model, and return the engine to use for it.
 
@@ -53,8 +54,8 @@ def choose(
             gradients taken one by one; by default `data`, if these are arrays.
         passes: Where to put what was traced whole, for any number of rows, and can be
             run.
-        assigned: Where to put the names of variables that the model gives other values
-            while it is called.
+        moved: Where to put what the model moves on while it is called, such as variables
+            that it assigns: the next pass would find it moved.
 
     Returns:
         `engine`; if that is `"auto"` and rows are not proven to stay apart in
@@ -67,26 +68,30 @@ def choose(
             the engine was asked for and cannot be used.
         UnsupportedLossError: If the losses do so.
     """
-    assigned = set() if assigned is None else assigned
+    moved = set() if moved is None else moved
     chosen = engines.get(engine)
     sizes = [None] if seen is None else [None, seen]
     if not chosen.notes_what_it_reads:
         # It may prove nothing, as it does whose units are each evaluated alone. What is
         # kept of the data outlives them all the same.
-        check_objective(objective, data, sizes, assigned)
+        check_objective(objective, data, sizes, moved)
     if type(chosen) is VectorizedEngine:
         return chosen
     try:
         if objective.ascent is not None:
             # What is followed then is not what runs.
             passes = None
-        chosen = _proven(chosen, objective, data, sizes, passes, assigned)
+        elif seen is None and isinstance(chosen, engines.BookkeepingEngine):
+            # Uphill and eagerly layers without a rule need those of leaves.
+            follows_leaves = has_leaves(objective.model)
+            chosen = dataclasses.replace(chosen, follows_leaves=follows_leaves)
+        chosen = _proven(chosen, objective, data, sizes, passes, moved)
         _compare_if_foreign(chosen, objective, data if sample is None else sample)
     except Exception as failure:  # noqa: BLE001
         error = _as_unsupported(failure)
         # An error of the model itself, or of the losses, comes again here.
         # What is refused for any number of rows is not tried row by row, either.
-        check_objective(objective, data, sizes, assigned)
+        check_objective(objective, data, sizes, moved)
         if engine != "auto":
             raise UnsupportedLayerError(
                 f"Engine '{chosen.name}' cannot clip the gradients of model "
@@ -107,7 +112,8 @@ def choose(
             error,
         )
         return VectorizedEngine()
-    _log_layers_without_rule(objective.model)
+    if not (isinstance(chosen, engines.BookkeepingEngine) and chosen.follows_leaves):
+        _log_layers_without_rule(objective.model)
     return chosen
 
 
@@ -117,7 +123,7 @@ def _proven(
     data: Nest,
     sizes: Sequence[int | None],
     passes: list[TracedPass] | None,
-    assigned: set[str],
+    moved: set[str],
 ) -> engines.Engine:
     """Return an engine for which rows are proven not to meet in what it reads.
 
@@ -138,36 +144,65 @@ def _proven(
         failure = UnsupportedLayerError(str(problems[0])) if problems else None
     except UnsupportedLayerError as error:
         failure = error
-    assigned.update(*(trace.assigned for trace in traces))
+    moved.update(*(trace.assigned | trace.moved for trace in traces))
     if failure is None:
         if passes is not None:
             passes += traced
         return engine
-    # Uphill, gradients are joined with all else before they are looked at.
-    is_of_gradients = all(each.is_of_gradients for each in problems)
     other = None
-    if is_of_gradients or objective.ascent is not None:
-        other = _with_places(engine, objective, data)
-    has_split = any(trace.has_split for trace in traces)
-    if other is None and has_split and isinstance(engine, engines.BookkeepingEngine):
-        # Of each row alone a loss needs no proof.
-        other = dataclasses.replace(engine, splits_losses=False)
+    if isinstance(engine, engines.BookkeepingEngine):
+        # Uphill, gradients are joined with all else before they are looked at.
+        is_of_gradients = all(each.is_of_gradients for each in problems)
+        other = _that_knows_more(
+            engine,
+            objective,
+            data,
+            looks_for_places=is_of_gradients or objective.ascent is not None,
+            has_split=any(trace.has_split for trace in traces),
+            has_loop=any(trace.has_loop for trace in traces),
+        )
     if other is None:
         raise failure
-    return _proven(other, objective, data, sizes, passes, assigned)
+    return _proven(other, objective, data, sizes, passes, moved)
+
+
+def _that_knows_more(
+    engine: engines.BookkeepingEngine,
+    objective: Objective,
+    data: Nest,
+    *,
+    looks_for_places: bool,
+    has_split: bool,
+    has_loop: bool,
+) -> engines.BookkeepingEngine | None:
+    """Return what to try where nothing was proven for an engine; None if that was all."""
+    if has_loop and not engine.unrolls_loops:
+        return dataclasses.replace(engine, unrolls_loops=True)
+    other = _with_places(engine, objective, data) if looks_for_places else None
+    if other is None and has_split:
+        # Of each row alone a loss needs no proof.
+        other = dataclasses.replace(engine, splits_losses=False)
+    if other is None and engine.follows_leaves:
+        # With the rules of leaves, and all that was known without.
+        other = dataclasses.replace(
+            engine,
+            places=(),
+            splits_losses=True,
+            follows_leaves=False,
+            unrolls_loops=False,
+        )
+    return other
 
 
 def _with_places(
-    engine: engines.Engine, objective: Objective, data: Nest
-) -> engines.Engine | None:
+    engine: engines.BookkeepingEngine, objective: Objective, data: Nest
+) -> engines.BookkeepingEngine | None:
     """Return an engine that knows more of where rows lie in calls and uses.
 
     Returns:
         None if there is nothing more to know, or it need not.
     """
     if isinstance(engine, engines.ApartEngine):
-        return None
-    if not isinstance(engine, engines.BookkeepingEngine):
         return None
     trace = Trace(objective.model)
     # Uphill they lie where they lie here.
@@ -234,7 +269,8 @@ def _can_take_apart(
         for rows in sizes:
             run, signature = _whole_pass(engine, objective, data, rows)
             function = tf.function(run, autograph=False)
-            function.get_concrete_function(*signature)
+            with units_checked(objective.model):
+                function.get_concrete_function(*signature)
             if rows is None:
                 traced.append(TracedPass(engine, objective, function))
         _compare_if_foreign(engine, objective, data if sample is None else sample)
@@ -250,7 +286,7 @@ def check_objective(
     objective: Objective,
     data: Nest,
     sizes: Sequence[int | None] = (None,),
-    assigned: set[str] | None = None,
+    moved: set[str] | None = None,
 ) -> None:
     """Refuse a model or losses that mix rows for certain, or that keep data.
 
@@ -261,7 +297,7 @@ def check_objective(
         objective: The model and its losses.
         data: ``(x, y, sample_weight)``, of which shapes and dtypes are read.
         sizes: How many rows to follow, each None for any number.
-        assigned: As in `choose`.
+        moved: As in `choose`.
 
     Raises:
         UnsupportedLayerError: If the model does.
@@ -271,8 +307,8 @@ def check_objective(
     for rows in sizes:
         trace = Trace(objective.model)
         found = _followed(objective, data, rows, _losses, trace)
-        if assigned is not None:
-            assigned |= trace.assigned
+        if moved is not None:
+            moved |= trace.assigned | trace.moved
         problems = layer_problems(objective.model, trace, found)
         raise_if(objective.model, [each for each in problems if each.is_certain])
         of_losses = loss_problems(found)

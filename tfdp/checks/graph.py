@@ -12,6 +12,8 @@ from tfdp.checks.node import (
     COUNTS,
     MEMORY,
     RULES,
+    SEEDS,
+    SHARED_SEEDS,
     Node,
     counting,
     has_effect,
@@ -19,7 +21,7 @@ from tfdp.checks.node import (
     static_lengths,
 )
 from tfdp.checks.operations import apply
-from tfdp.checks.operations.chance import with_chance
+from tfdp.checks.operations.chance import has_known_seed, with_chance
 from tfdp.checks.sizes import (
     CONSTANTS,
     Evaluate,
@@ -59,6 +61,9 @@ _LOOPS = ("While", "StatelessWhile")
 # In place of a variable's name: that of a metric, whose numbers nobody calls private.
 METRIC = "metric"
 
+# What passes may leave behind for others.
+_MAY_MOVE = frozenset({METRIC, SEEDS, SHARED_SEEDS})
+
 # What only stops the step.
 _MESSAGES = ("Assert", "CheckNumerics", "CheckNumericsV2")
 
@@ -74,6 +79,8 @@ class Analysis:
     Attributes:
         effects: What changes state that outlives the step by what rows hold.
         assigned: Names of variables that get another value, whatever that is made of.
+        moved: What other state moves on, so that the next pass finds another; but for
+            the states of seed generators, whose seeds are secret, and metrics.
     """
 
     def __init__(
@@ -87,6 +94,7 @@ class Analysis:
         self._has_open_lengths = has_open_lengths
         self.effects: set[Cause] = set()
         self.assigned: set[str] = set()
+        self.moved: set[str] = set()
         self._rows = rows
         self._look_at = look_at
         self._outer: tf.Operation | None = None
@@ -123,6 +131,8 @@ class Analysis:
             if is_outermost:
                 self._outer = op
             outputs = self._outputs(op, inputs)
+            if has_known_seed(op):
+                self.moved.add(f"{op.type} `{name}`, which has a known seed")
             values[name] = with_chance(self._node(op, inputs), outputs)
             if self._look_at is not None:
                 self._look_at(self._node(op, inputs), values[name])
@@ -176,8 +186,10 @@ class Analysis:
             return
         causes = node.causes
         names = [each.variable for each in node.inputs if each.variable]
-        if _keras.assigns(node.op) and METRIC not in names:
-            self.assigned.update(n for n in names if not n.endswith(_keras.SEED_STATE))
+        if _keras.assigns(node.op) and names:
+            self.assigned.update({names[0]} - _MAY_MOVE)
+        elif not _MAY_MOVE & set(names) and node.op.type != "PrintV2":
+            self.moved.add(f"what {node.op.type} `{node.op.name}` changes")
         if node.op.type.startswith(("Rng", "Stateful")):
             # By how many numbers are drawn it moves, and that may be by how many rows.
             causes = frozenset(each for each in causes if each.why != COUNTS)
@@ -366,7 +378,9 @@ def _needed(
     ends = [
         op
         for op in graph.get_operations()[:past]
-        if has_effect(op) or op.type in _CALLS + _BRANCHES + _LOOPS
+        if has_effect(op)
+        or has_known_seed(op)
+        or op.type in _CALLS + _BRANCHES + _LOOPS
     ]
     ordered: list[tf.Operation] = []
     seen: set[str] = set()

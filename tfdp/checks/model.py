@@ -52,14 +52,15 @@ def validate_model(model: keras.Model, x: Nest) -> list[Problem]:
         >>> [problem.path for problem in validate_model(model, np.ones((8, 3)))]
         ['norm']
     """
-    return _problems_of(model, x)
+    return _problems_of(model, x, Trace(model))
 
 
-def _problems_of(model: keras.Model, x: Nest, *, views: int = 1) -> list[Problem]:
+def _problems_of(
+    model: keras.Model, x: Nest, trace: Trace, *, views: int = 1
+) -> list[Problem]:
     _check_rows(x)
     signature = signature_of(x)
     _build(model, signature)
-    trace = Trace(model)
     found = trace.found(
         lambda inputs: _outputs(model, inputs),
         (signature,),
@@ -94,7 +95,7 @@ def _build(model: keras.Model, signature: Nest) -> None:
     trace.get_concrete_function(signature)
 
 
-def check_model(model: keras.Model, x: Nest, *, views: int = 1) -> None:
+def check_model(model: keras.Model, x: Nest, *, views: int = 1) -> frozenset[str]:
     """Raise one error that names all that is in the way of a proof.
 
     Args:
@@ -102,7 +103,12 @@ def check_model(model: keras.Model, x: Nest, *, views: int = 1) -> None:
         x: Inputs of the model, as for `validate_model`.
         views: How many consecutive rows are views of one example.
 
+    Returns:
+        What the model moves on while it is called; see `choose`.
+
     Raises:
         UnsupportedLayerError: If there is any problem.
     """
-    raise_if(model, _problems_of(model, x, views=views))
+    trace = Trace(model)
+    raise_if(model, _problems_of(model, x, trace, views=views))
+    return frozenset(trace.assigned | trace.moved)

@@ -291,12 +291,17 @@ _effects: dict[str, bool] = {}
 COUNTS = "counts the rows of a batch"
 
 BY_PLACE = "draws for each row what its place in the batch and a known seed give"
+# In place of a variable's name: the state of a seed generator; one that all rows share.
+SEEDS = "seeds"
+SHARED_SEEDS = "shared seeds"
+
 # Of what runs outside of TensorFlow, or keeps what is no variable.
 MEMORY = "may keep what depends on the data"
 
 # Operations that TensorFlow counts as stateful, but that keep nothing of their inputs.
 _HARMLESS = (
     "Random",
+    "Multinomial",
     "Truncated",
     "VarHandle",
     "ReadVariable",

@@ -173,7 +173,10 @@ def _flaws(
                 each.cause.why == BY_PLACE,
             ),
         )
-        is_certain = worst.cause.is_certain
+        # Its decibels are below the loudest of the batch; below that of each row, where it
+        # runs by itself, which is what one means.
+        is_relative = isinstance(layer, keras.layers.MelSpectrogram)
+        is_certain = worst.cause.is_certain and not is_relative
         flaw = _flaw_of(layer, trace, worst)
         what = f"{worst.operation} {worst.cause.why}"
         yield flaw._replace(reason=flaw.reason.format(what)), is_certain

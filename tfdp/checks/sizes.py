@@ -334,6 +334,21 @@ def _one_hot(
     return constant(table[np.asarray(indices, np.int64)])
 
 
+def _broadcast_shape(_: tf.Operation, first: Array, second: Array) -> Array | None:
+    rank = max(first.size, second.size)
+    pairs = zip(
+        *([1] * (rank - each.size) + list(each) for each in (first, second)),
+        strict=True,
+    )
+    shape: list[Length | None] = []
+    for a, b in pairs:
+        is_one = isinstance(a, int) and a == 1
+        if not (is_one or a == b or (isinstance(b, int) and b == 1)):
+            return None
+        shape.append(b if is_one else a)
+    return constant(shape)
+
+
 _MOST = 1024
 
 # What operations do to small arrays of sizes; None where that is not worth knowing.
@@ -389,4 +404,5 @@ CONSTANTS: dict[str, Evaluate] = {
     "DynamicStitch": _stitched,
     "ReverseV2": lambda op, values, axes: np.flip(values, _axes(axes, values.ndim)),
     "OneHot": _one_hot,
+    "BroadcastArgs": _broadcast_shape,
 }

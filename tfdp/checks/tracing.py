@@ -11,15 +11,16 @@ from typing import NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfdp import _keras
-from tfdp._tracing import traced_by
+from tfdp import _keras, _seeds
+from tfdp._tracing import traced_by, units_checked_by
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.checks.comparisons import OWN_COMPARISONS, Comparisons, warn_of_change
 from tfdp.checks.graph import METRIC, Analysis
-from tfdp.checks.node import COUNTS
+from tfdp.checks.node import COUNTS, SEEDS, SHARED_SEEDS
+from tfdp.checks.operations.chance import READ
 from tfdp.checks.sizes import Length, Size
 from tfdp.checks.values import FREE, PLAIN, WITHIN, Cause, Layout, Value
-from tfdp.errors import UnsupportedLossError
+from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.rules.places import ROWS_FIRST, Place, Where
 
 # Where the rows of losses are: one entry each on the first axis. Losses may be the same
@@ -95,7 +96,9 @@ class Trace:
         adding_losses: `id`s of the layers that called `add_loss`.
         stateful: `id`s of recurrent layers that keep their states for the next batch.
         has_split: Whether a loss is asked for all rows, and taken apart.
+        has_loop: Whether there is a loop that no rule makes.
         assigned: Names of variables that get other values in the pass.
+        moved: What other state moves on in it; see `Analysis`.
     """
 
     def __init__(self, model: keras.Model | None) -> None:
@@ -105,7 +108,11 @@ class Trace:
         self.adding_losses: set[int] = set()
         self.stateful: set[int] = set()
         self.has_split = False
+        self.has_loop = False
         self.assigned: set[str] = set()
+        self.moved: set[str] = set()
+        # Handles of the states that seeds are drawn from.
+        self._seeds: dict[int, str] = {}
         self._model = model
         # Where the operations of each call are: graph, first, past the last, layer.
         self._calls: list[tuple[tf.Graph, int, int, Owner]] = []
@@ -217,6 +224,10 @@ class Trace:
         """Note that a loss is asked for all rows, and taken apart."""
         self.has_split = True
 
+    def note_loop(self) -> None:
+        """Note a loop that no rule makes."""
+        self.has_loop = True
+
     def note_read(self, tensors: list[Tensor]) -> None:
         """Note what an engine has made up to now, of which its norms and sums are."""
         graph = tf.compat.v1.get_default_graph()
@@ -254,10 +265,12 @@ class Trace:
         }
         # What is kept is at fault even if nothing that is returned depends on it.
         causes = set(analysis.effects)
-        self.assigned |= analysis.assigned
+        self._note_moves(analysis)
         for tensor in read:
             value = by_tensor[id(tensor)]
             causes |= value.causes
+            if READ in value.chance:
+                self.moved.add("the state of a seed generator, read as a number")
             is_alone = value.axis == WITHIN and tensor.shape[:1].as_list() == [1]
             if ends_in_rows and not is_alone and value[:2] not in _ROWS:
                 why = "ends in rows that are not on the first axis"
@@ -299,6 +312,8 @@ class Trace:
             if outer.dtype != tf.resource:
                 continue
             value = FREE._replace(variable=names.get(id(outer), "of an unknown name"))
+            if id(outer) in self._seeds:
+                value = value._replace(variable=self._seeds[id(outer)])
             if id(outer) in metrics:
                 why = "reads a metric, which holds data without noise"
                 cause = Cause(inner.op, inner.op, True, why)
@@ -323,7 +338,7 @@ class Trace:
             known[inner.op.name] = FREE
         analysis = Analysis(None)
         analysis.values(graph, known, graph.outputs)
-        self.assigned |= analysis.assigned
+        self._note_moves(analysis)
         return causes | analysis.effects
 
     def alone(
@@ -456,6 +471,51 @@ class Trace:
             cause = Cause(loops[0], loops[0], False, NO_GRADIENT)
             self._of_losses.append(Found(self._owners[-1], cause))
 
+    def check_alone(self, graph: tf.Graph, arguments: int, *, in_turn: bool) -> None:
+        """Refuse a function of one example alone that leaves something for others.
+
+        Args:
+            graph: Of the function, or of a vectorized map of it.
+            arguments: How many inputs of the graph are data.
+            in_turn: Whether examples are taken one after the other: then they see what
+                those before have assigned.
+
+        Raises:
+            UnsupportedLayerError: If it does.
+        """
+        self._note_seeds()
+        known = self._captured(graph)
+        for tensor in graph.inputs[:arguments]:
+            known[tensor.op.name] = Value(WITHIN)
+        analysis = Analysis(None)
+        analysis.values(graph, known, [])
+        self._note_moves(analysis)
+        causes = [Found(None, each) for each in analysis.effects]
+        moved = analysis.moved | (analysis.assigned if in_turn else set())
+        if causes or moved:
+            kept = [f"{each.operation} {each.cause.why}" for each in causes]
+            raise UnsupportedLayerError(
+                "A model must leave nothing for other examples where each is taken "
+                f"through it by itself. Received: {', '.join(kept or sorted(moved))}. "
+                "Assign variables in a callback, and draw with "
+                "`keras.random.SeedGenerator`."
+            )
+
+    def _note_moves(self, analysis: Analysis) -> None:
+        self.assigned |= analysis.assigned
+        self.moved |= analysis.moved
+
+    def _note_seeds(self) -> None:
+        """Note the states that seeds are drawn from, while they are known."""
+        model = self._model
+        states = _seeds.states_of_drawing()
+        states += [] if model is None else _keras.seed_states(model)
+        shared = [] if model is None else _keras.shared_seed_states(model)
+        for name, of in ((SEEDS, states), (SHARED_SEEDS, shared)):
+            for state in of:
+                for each in _keras.tensorflow_variables(state):
+                    self._seeds[id(each.handle)] = name
+
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:
         """Note what layers are called, and which operations they make."""
@@ -472,6 +532,7 @@ class Trace:
                     )
                 )
             yield
+        self._note_seeds()
 
     def _add_loss(
         self, layer: int, add_loss: Callable[[Nest], None], loss: Nest
@@ -521,6 +582,17 @@ class Trace:
             if of_graph is graph and first <= place < past
         ]
         return min(spans, key=lambda span: span[0])[1] if spans else None
+
+
+def units_checked(
+    model: keras.Model,
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which no unit of a model leaves anything for others.
+
+    What takes each unit through the model by itself raises `UnsupportedLayerError`
+    otherwise, before it runs.
+    """
+    return units_checked_by(Trace(model).check_alone)
 
 
 def _outer(graph: tf.Graph) -> list[tuple[Tensor, Tensor]]:

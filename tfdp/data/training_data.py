@@ -93,7 +93,11 @@ class TrainingData:
         """What graphs know of ``(x, y, sample_weight)``; None if only rows tell."""
         if not isinstance(self.x, tf.data.Dataset):
             return None
-        return keras.utils.unpack_x_y_sample_weight(self.x.element_spec)
+        # Instead of None pipelines have a specification without a shape.
+        spec = tf.nest.map_structure(
+            lambda each: each if hasattr(each, "shape") else None, self.x.element_spec
+        )
+        return keras.utils.unpack_x_y_sample_weight(spec)
 
     def planned_releases(self, epochs: int) -> int | None:
         """Return how many steps or passes the ledger is to count in some epochs.

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -27,7 +26,7 @@ from tfdp.engines.uphill import Uphill, states_put_back
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.losses.regularizers import gradient_of
-from tfdp.rules.places import Place, Places, Where
+from tfdp.rules.places import Place, Where
 from tfdp.rules.recording import Recording
 from tfdp.rules.terms import Kept, Term, Units
 
@@ -54,6 +53,9 @@ class BookkeepingEngine(Engine):
             uses of variables.
         splits_losses: Found likewise: whether losses that are made of all rows are taken
             apart, in place of asking for each row alone.
+        follows_leaves: Found likewise: whether the variables of layers without a rule are
+            followed; see `tfdp.rules.recording.Recording`.
+        unrolls_loops: Found likewise: whether loops of layers are taken step by step.
 
     References:
         .. [1] Bu et al., "Differentially Private Optimization on Large Model at Small
@@ -65,6 +67,8 @@ class BookkeepingEngine(Engine):
     norms: str = "auto"
     places: tuple[tuple[Where, Place], ...] = _found_out(())
     splits_losses: bool = _found_out(True)
+    follows_leaves: bool = _found_out(False)
+    unrolls_loops: bool = _found_out(False)
     name = "bookkeeping"
     notes_what_it_reads = True
 
@@ -111,9 +115,18 @@ class BookkeepingEngine(Engine):
             batch,
             rows_per_unit,
             norms=self.norms,
-            places=dict(self.places),
             splits_losses=self.splits_losses,
+            **self.found_out,
         )
+
+    @property
+    def found_out(self) -> dict[str, Any]:
+        """What a `Recording` has to know of a model beforehand."""
+        return {
+            "places": dict(self.places),
+            "follows_leaves": self.follows_leaves,
+            "unrolls_loops": self.unrolls_loops,
+        }
 
     def _norms_and_terms(
         self, forward: "RecordedForward"
@@ -129,7 +142,7 @@ class BookkeepingEngine(Engine):
 
     def explain(self, model: keras.Model, signature: Nest) -> list[Explanation]:
         """Say how each layer's norm is computed; see `DPModel.explain`."""
-        return explained(model, signature, self.norms, places=dict(self.places))
+        return explained(model, signature, self.norms, **self.found_out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +186,8 @@ class RecordedForward:
         rows_per_unit: Consecutive rows whose mean loss is one unit's loss.
         norms: How norms are computed; see `BookkeepingEngine`.
         is_of_one_unit: Whether the batch is one unit; see `Recording`.
-        places: See `Recording`.
         splits_losses: See `Objective.forward`.
+        **found_out: Other arguments of `Recording`.
 
     Attributes:
         units: How the rows are grouped.
@@ -194,8 +207,8 @@ class RecordedForward:
         *,
         norms: str,
         is_of_one_unit: bool = False,
-        places: Places = MappingProxyType({}),
         splits_losses: bool = False,
+        **found_out: Any,
     ) -> None:
         rows = number_of_rows(batch.is_padding)
         known = rows_per_unit if isinstance(rows_per_unit, int) else None
@@ -221,8 +234,8 @@ class RecordedForward:
                     batch,
                     rows_per_unit,
                     norms=norms,
-                    places=places,
                     splits_losses=splits_losses,
+                    **found_out,
                 )
             if tf.executing_eagerly() or tracing() is None:
                 bounds = self._here.squares_and_terms(keeps=True)
@@ -239,12 +252,13 @@ class RecordedForward:
                 rows,
                 moves,
                 is_of_one_unit=is_of_one_unit,
-                places=places,
+                **found_out,
             )
             entered.enter_context(self._recording.observing())
             self.y_pred, self.losses = objective.forward(
                 batch, is_of_one_unit=is_of_one_unit, splits_losses=splits_losses
             )
+            self._recording.note_losses(self.losses)
         if self._here is not None:
             # Metrics are those of the model, not of weights uphill from it.
             self.y_pred = self._here.y_pred

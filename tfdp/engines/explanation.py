@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Container
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -12,7 +11,6 @@ from tfdp import _keras
 from tfdp._types import Nest
 from tfdp.clipping import at_least_float32
 from tfdp.losses.objective import number_of_rows
-from tfdp.rules.places import Places
 from tfdp.rules.recording import Recording, Watched
 from tfdp.rules.terms import Units
 
@@ -57,7 +55,7 @@ def explained(
     *,
     is_of_one_unit: bool = False,
     leaves_out: Container[int] = (),
-    places: Places = MappingProxyType({}),
+    **found_out: Any,
 ) -> list[Explanation]:
     """Say how the norm of each layer's gradients is computed from their factors.
 
@@ -67,7 +65,7 @@ def explained(
         norms: See `tfdp.engines.BookkeepingEngine`.
         is_of_one_unit: Whether the signature is of one unit; see `Recording`.
         leaves_out: Ids of variables that rules do not answer for.
-        places: See `Recording`.
+        **found_out: Other arguments of `Recording`.
 
     Returns:
         One for each way to a norm of each call of a layer.
@@ -76,7 +74,7 @@ def explained(
 
     def run(x: Nest) -> None:
         rows = number_of_rows(x)
-        recording = Recording(model, rows, is_of_one_unit=is_of_one_unit, places=places)
+        recording = Recording(model, rows, is_of_one_unit=is_of_one_unit, **found_out)
         with recording.observing():
             _keras.run_model(model, x, training=True)
         for watched in recording.watched:

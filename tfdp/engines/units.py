@@ -9,9 +9,9 @@ from absl import logging
 
 from tfdp import _keras, _tree
 from tfdp._mapping import vectorized_map
+from tfdp._tracing import unit_check
 from tfdp._types import Nest, Tensor
 from tfdp.engines.vectorization import efficient_vectorization
-from tfdp.errors import UnsupportedLayerError
 
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 
@@ -25,21 +25,24 @@ def map_units(
         with efficient_vectorization(), _without_messages():
             return vectorized_map(function, elements)
 
-    if not tf.executing_eagerly():
-        # A function of its own: what a failed attempt leaves behind must not run.
-        vectorized = tf.function(vectorized, autograph=False)
+    # A function of its own: what a failed attempt leaves behind must not run.
+    run_all = tf.function(vectorized, autograph=False)
+    reason = None
     if any(each.dtype == tf.string for each in keras.tree.flatten(elements)):
         # It would run, and stop where two rows have not as many words.
         reason = "strings may have any number of words"
-    elif must_rehearse and not _rehearse(vectorized, elements):
+    elif must_rehearse and not _rehearse(run_all, elements):
         reason = "a loop over time or a convolution in groups cannot be vectorized"
     else:
-        try:
-            mapped: tuple[list[Tensor], Nest] = vectorized(elements)
-            return mapped
         # Whatever stops the tracing: an error of the model itself comes again.
+        try:
+            traced = run_all.get_concrete_function(elements)
         except Exception as error:  # noqa: BLE001
             reason = str(error)
+    if reason is None:
+        _look_into(traced.graph, elements, in_turn=False)
+        mapped: tuple[list[Tensor], Nest] = run_all(elements)
+        return mapped
     logging.warning(
         "tfdp takes the gradients of this model one example after the other, "
         "which is slow: %s.",
@@ -50,14 +53,8 @@ def map_units(
         lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), elements
     )
     traced = tf.function(function, autograph=False).get_concrete_function(of_first)
-    assigned = _keras.assigned_variables(traced.graph)
-    if assigned:
-        # Without one example, those behind it would see other values.
-        raise UnsupportedLayerError(
-            "A model must not assign variables where its examples are taken one after the "
-            f"other. Received: {', '.join(sorted(set(assigned)))}, assigned in a call. "
-            "Assign them in a callback."
-        )
+    # Without one example, those behind it would see other values.
+    _look_into(traced.graph, elements, in_turn=True)
     signature = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype),
         traced.structured_outputs,
@@ -72,6 +69,13 @@ def map_units(
     return found
 
 
+def _look_into(graph: tf.Graph, elements: Nest, *, in_turn: bool) -> None:
+    """Refuse what a unit would leave for others, if somebody looks."""
+    check = unit_check()
+    if check is not None:
+        check(graph, len(keras.tree.flatten(elements)), in_turn=in_turn)
+
+
 @contextlib.contextmanager
 def _without_messages() -> Iterator[None]:
     """Keep TensorFlow from logging pages about what it cannot vectorize: one line does."""
@@ -84,7 +88,9 @@ def _without_messages() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _rehearse(vectorized: Callable[[Nest], Nest], elements: Nest) -> bool:
+def _rehearse(
+    vectorized: tf.types.experimental.PolymorphicFunction, elements: Nest
+) -> bool:
     """Run a vectorized map on two elements of zeros, to see whether it can."""
     shapes = [tensor.shape[1:] for tensor in keras.tree.flatten(elements)]
     if _keras.inside_xla() or not all(shape.is_fully_defined() for shape in shapes):
@@ -95,9 +101,8 @@ def _rehearse(vectorized: Callable[[Nest], Nest], elements: Nest) -> bool:
             lambda tensor: tf.zeros([2, *tensor.shape[1:]], tensor.dtype), elements
         )
         try:
-            if isinstance(vectorized, tf.types.experimental.PolymorphicFunction):
-                # The trace that the elements themselves will run, made once.
-                vectorized.get_concrete_function(signature)
+            # The trace that the elements themselves will run, made once.
+            vectorized.get_concrete_function(signature)
             vectorized(zeros)
         except Exception:  # noqa: BLE001 (whatever it is, map_fn does without)
             return False

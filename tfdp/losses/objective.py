@@ -410,38 +410,51 @@ def each_row_alone(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> T
         Shape ``(N,)``.
     """
     leaves = _tree.tensors(rows)
+    # What is exact for probabilities that a layer has made goes by what they were made of.
+    logits = [_keras.keras_logits(leaf) for leaf in leaves]
+    given = [*leaves, *(each for each in logits if each is not None)]
+
+    def packed(given: list[Tensor]) -> tuple[Nest, ...]:
+        remaining = iter(given[len(leaves) :])
+        with_logits = [
+            leaf if of_leaf is None else _keras.with_logits(leaf, next(remaining))
+            for leaf, of_leaf in zip(given, logits, strict=False)
+        ]
+        nest: tuple[Nest, ...] = _tree.pack(with_logits, like=rows)
+        return nest
+
     trace = tracing()
     if leaves[0].shape[0] == 1 and trace is None:
         return tf.reshape(function(*rows), [1])
     # Eagerly there is no graph to find parts in, and people want to look at numbers.
     if _splits_losses.get() and not tf.executing_eagerly():
-        parts = _split(function, rows)
+        parts = _split(lambda *given: function(*packed(list(given))), given)
         if parts is not None:
             return parts
 
     def of_one(row_leaves: list[Tensor]) -> Tensor:
-        row = _tree.pack([leaf[None] for leaf in row_leaves], like=rows)
+        row = packed([leaf[None] for leaf in row_leaves])
         return tf.reshape(tf.cast(function(*row), keras.config.floatx()), [])
 
     if trace is not None:
         losses: Tensor = trace.alone(
             of_one,
-            leaves,
+            given,
             in_loop=True,
-            of_batch=lambda leaves: function(*_tree.pack(leaves, like=rows)),
+            of_batch=lambda given: function(*packed(given)),
         )
         return losses
     return tf.map_fn(
-        of_one, leaves, fn_output_signature=tf.as_dtype(keras.config.floatx())
+        of_one, given, fn_output_signature=tf.as_dtype(keras.config.floatx())
     )
 
 
-def _split(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> Tensor | None:
+def _split(function: Callable[..., Tensor], rows: list[Tensor]) -> Tensor | None:
     """Return each row's part of what a function makes of all rows.
 
     Args:
-        function: See `each_row_alone`.
-        rows: See `each_row_alone`.
+        function: Takes them, one by one.
+        rows: Tensors with leading axis N.
 
     Returns:
         Shape ``(N,)``; None where N is static: it could not be told from other numbers.
@@ -457,7 +470,7 @@ def _split(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> Tensor | 
     if trace is not None:
         trace.note_split()
     # Masks are not seen by a row alone, either.
-    rows = _tree.map_tensors(tf.identity, rows)
+    rows = list(map(tf.identity, rows))
     failure: Exception | None = None
     try:
         parts = RowsOf(number, rows, takes_lengths=True).of(function(*rows))

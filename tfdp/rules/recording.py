@@ -28,6 +28,7 @@ from tfdp.rules.elsewhere import Met, has_recorded, met
 from tfdp.rules.moves import Move, Moves
 from tfdp.rules.places import Place, Places
 from tfdp.rules.terms import PerRow, Term
+from tfdp.rules.unrolling import unrolled
 from tfdp.rules.uses import Followed, Free, NotFollowedError, Pass, Use, named
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
@@ -150,6 +151,10 @@ class Recording:
         moves: How the units have moved the variables, if they have.
         is_of_one_unit: Whether the pass is of one unit alone. Then leading axes may be
             of anything, and variables may be used anywhere.
+        places: Where rows lie otherwise than on the first axis, by calls and uses.
+        follows_leaves: Whether the variables of layers whose rule is one of `Leaves` are
+            followed to where they meet the rows, and the rule is left out.
+        unrolls_loops: Whether loops that rules do not make are taken step by step.
 
     Attributes:
         tape: Has recorded the pass, from what is watched.
@@ -168,6 +173,8 @@ class Recording:
         *,
         is_of_one_unit: bool = False,
         places: Places = MappingProxyType({}),
+        follows_leaves: bool = False,
+        unrolls_loops: bool = False,
     ) -> None:
         self.tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self.watched: list[Watched] = []
@@ -203,6 +210,15 @@ class Recording:
         self._free = Free(self._static_rows)
         self._own_gradients = _OwnGradients()
         self._places = places
+        self._losses: Tensor | None = None
+        # What units move needs the rules, and eagerly there is nothing to follow on.
+        self._follows_leaves = (
+            follows_leaves
+            and moves is None
+            and not is_of_one_unit
+            and not self._place[0]
+        )
+        self._unrolls_loops = unrolls_loops
         # How often each layer has been called, and each variable used, by their paths.
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -235,6 +251,9 @@ class Recording:
             begin = functools.partial(self._begin, self._model.call)
             call = functools.wraps(self._model.call)(begin)
             entered.enter_context(_keras.attributes_replaced(self._model, call=call))
+            if not (self._is_of_one_unit or self._place[0]):
+                run = functools.partial(self._run_loop, tf.while_loop)
+                entered.enter_context(_keras.attributes_replaced(tf, while_loop=run))
             yield
         self._note_foreign(outside.watched_variables())
         self._watch_foreign()
@@ -258,6 +277,8 @@ class Recording:
         *args: Nest,
         **kwargs: Nest,
     ) -> Nest:
+        if self._follows_leaves and not self._is_by_rule and _is_leaf(layer):
+            return function(*args, **kwargs)
         call = Call(layer, args, kwargs, path, self, rule, function)
         first, before = self._made(), (len(self.watched), len(self._sizes))
         read_before = len(self._read)
@@ -294,6 +315,17 @@ class Recording:
         self._by_rules.append(range(first, self._made()))
         self._refuse_foreign(used.watched_variables(), own_variables(layer))
         return outputs
+
+    def _run_loop(self, loop: Callable[..., Nest], *args: Nest, **kwargs: Nest) -> Nest:
+        """Run a `tf.while_loop`, step by step if that is asked for."""
+        if self._is_by_rule or _place() != self._place:
+            return loop(*args, **kwargs)
+        if self._unrolls_loops:
+            return unrolled(loop, *args, **kwargs)
+        trace = tracing()
+        if trace is not None:
+            trace.note_loop()
+        return loop(*args, **kwargs)
 
     def _by_rule(self, call: "Call", rule: Rule) -> Nest:
         """Call a layer by its rule, its rows brought into order where they are not."""
@@ -414,6 +446,7 @@ class Recording:
             id(variable)
             for layer in _keras.flatten_layers(self._model)
             if layer.trainable_variables and find(layer) is not None
+            if not (self._follows_leaves and _is_leaf(layer))
             for variable in own_variables(layer)
         }
         # And those that an earlier trace found used elsewhere than in a call of their layer.
@@ -489,7 +522,11 @@ class Recording:
                 if trace is not None and trace.reads_alone(variable):
                     raise NotFollowedError("a loss of each example alone")
                 followed = operations.follow(variable)
-                followed.uses[:] = filter(operations.matters, followed.uses)
+                followed.uses[:] = [
+                    use
+                    for use in followed.uses
+                    if operations.matters(use, self._losses)
+                ]
                 places = [
                     self._noted_place(
                         variable.path,
@@ -529,6 +566,10 @@ class Recording:
             must_be_reached=True,
         )
         self.watched.append(watched)
+
+    def note_losses(self, losses: Tensor) -> None:
+        """Note where all gradients come from, at the end of what is observed."""
+        self._losses = losses
 
     def hide(self, path: str, variable: Variable) -> None:
         """Note that the tape does not see a variable; see `Call.hide`."""
@@ -664,6 +705,21 @@ def _takes_entries_alone(layer: keras.layers.Layer) -> bool:
     return package in {"keras", "keras_hub", "tfdp"} and not any(
         rule is RULES[leaves] and layer.trainable_variables for leaves in Leaves
     )
+
+
+def has_leaves(model: keras.Model) -> bool:
+    """Tell whether the rule of some layer, or of its cell, is one of `Leaves`."""
+    return any(
+        _is_leaf(layer)
+        for layer in _keras.flatten_layers(model)
+        if layer.trainable_variables
+    )
+
+
+def _is_leaf(layer: keras.layers.Layer) -> bool:
+    """Tell whether the rule of a layer, or of its cell, is one for `Leaves`."""
+    of = layer.cell if type(layer) is keras.layers.RNN else layer
+    return any(find(of) is RULES[leaves] for leaves in Leaves)
 
 
 def _place() -> tuple[bool, tf.Graph]:

@@ -141,6 +141,18 @@ def _is_length(op: tf.Operation) -> bool:
     return bool(begin[0] % rank != 0)
 
 
+def static_length(op: tf.Operation) -> int | None:
+    """Return the length of an axis that an operation takes from a shape, if it is known."""
+    if op.type != "StridedSlice" or op.inputs[0].op.type != "Shape":
+        return None
+    begin = tf.get_static_value(op.inputs[1])
+    shape = op.inputs[0].op.inputs[0].shape
+    if not shape.rank or begin is None or op.get_attr("shrink_axis_mask") != 1:
+        return None
+    length: int | None = shape[int(begin[0])]
+    return length
+
+
 class Pass:
     """The operations of a pass, in the graph that is being made.
 
@@ -212,12 +224,23 @@ class Pass:
             raise NotFollowedError(named(assigns[0]))
         return followed
 
-    def matters(self, use: Use) -> bool:
-        """Tell whether a gradient may come back to a use: none does from an `argmin`."""
+    def matters(self, use: Use, losses: Tensor | None) -> bool:
+        """Tell whether a gradient may come back to a use: none does from an `argmin`.
+
+        Args:
+            use: The use.
+            losses: Where gradients come from; None if that is not known.
+
+        Returns:
+            False if none can.
+        """
         stack, seen = [use.output], {use.op.name}
         while stack:
             tensor = stack.pop()
-            if not tensor.consumers() and tensor.shape.rank != 0:
+            if losses is not None:
+                if tensor.name == losses.name:
+                    return True
+            elif not tensor.consumers() and tensor.shape.rank != 0:
                 # It may be the losses. A scalar was one that has been taken apart.
                 return True
             for op in self._consumers(tensor):

@@ -50,6 +50,8 @@ class Augmentation:
                 "`keras.layers.RandomTranslation(...)`."
             )
         self.function = function
+        # What it moves on while it is called; known once it is checked.
+        self.moved: frozenset[str] = frozenset()
         self.multiplicity = _validate.positive_int(
             "augmentation_multiplicity", multiplicity
         )
@@ -114,7 +116,7 @@ class Augmentation:
             UnsupportedLayerError: If it is not.
             ValueError: If views have other shapes than their rows.
         """
-        check_model(self._model, x, views=self.multiplicity)
+        self.moved = check_model(self._model, x, views=self.multiplicity)
         x = _tree.map_tensors(lambda rows: tf.repeat(rows, self.multiplicity, 0), x)
         views = self._model(x, training=True)
         shapes, wanted = (

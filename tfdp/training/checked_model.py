@@ -98,7 +98,7 @@ class CheckedModel:
         self._engines: dict[tuple[_Rows, int | None], engines.Engine] = {}
         self._passes: dict[_Rows, TracedPass] = {}
         self.traced: TracedPass | None = None
-        self.assigned: set[str] = set()
+        self.moved: set[str] = set()
         self._python_state: tuple[Hashable, ...] = ()
 
     @property
@@ -170,7 +170,7 @@ class CheckedModel:
                 clipper,
                 engine=self.engine,
                 traced=self.traced,
-                assigned=frozenset(self.assigned),
+                moved=frozenset(self.moved),
             ),
             self.objective(),
             scheme.in_units(clipper.examples_per_unit),
@@ -261,7 +261,7 @@ class CheckedModel:
                 *(self._asked, noting, data, seen),
                 sample=rows,
                 passes=passes,
-                assigned=self.assigned,
+                moved=self.moved,
             )
         self._python_state = python_state(self._model)
         # Any number of rows was proven as well.

@@ -133,7 +133,7 @@ def clipped_gradients(
     elif isinstance(rows, int):
         rows = filled_up(max(rows, 1), rows_per_unit)
     static_rows = rows if isinstance(rows, int) else None
-    chosen, assigned = _checked_once(engine, objective, loss, data, static_rows)
+    chosen, moved = _checked_once(engine, objective, loss, data, static_rows)
 
     clipper = BatchClipper(
         model,
@@ -141,7 +141,7 @@ def clipped_gradients(
         examples_per_unit=examples_per_unit,
         rows_per_example=rows_per_user,
         physical_batch_size=physical_batch_size,
-        assigned=assigned,
+        moved=moved,
     )
     batch = Batch(*data)._replace(is_padding=is_padding)
     return clipper.clip(batch, clip, objective)
@@ -260,7 +260,7 @@ def _checked_once(
         if recognise_copies(model.weights):
             revoke_all()
     note_reads(model)
-    assigned: set[str] = set()
+    moved: set[str] = set()
     if not all(t.shape[1:].is_fully_defined() for t in _tree.tensors(data)):
         if engine == "auto":
             logging.warning(
@@ -269,13 +269,13 @@ def _checked_once(
                 model.name,
             )
             engine = "vectorized"
-        check_objective(objective, data, assigned=assigned)
-        return engines.get(engine), frozenset(assigned)
+        check_objective(objective, data, moved=moved)
+        return engines.get(engine), frozenset(moved)
     with _keras.outside_of_graphs():
-        chosen = choose(engine, objective, rows_to_check(data), seen, assigned=assigned)
+        chosen = choose(engine, objective, rows_to_check(data), seen, moved=moved)
     if len(known) >= _MOST_KNOWN:
         del known[next(iter(known))]
-    known[key] = chosen, frozenset(assigned), (engine, loss, objective.variables)
+    known[key] = chosen, frozenset(moved), (engine, loss, objective.variables)
     return known[key][:2]
 
 

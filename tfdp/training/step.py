@@ -19,6 +19,7 @@ from tfdp._types import Nest, Tensor, Variable
 from tfdp.accounting.levels import folded
 from tfdp.ascent.losses import BAM, SAT, AscentLoss
 from tfdp.ascent.released import ReleasedGradient
+from tfdp.checks.tracing import units_checked
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.distribute.replicas import ONE_DEVICE, Replicas, summed
 from tfdp.distribute.shares import agreed_stream
@@ -59,7 +60,8 @@ class BatchClipper:
         augmentation: Makes the views of each example, if any.
         jit_compile: Whether XLA compiles the passes.
         traced: What `engine` does with such rows, if that is traced already.
-        assigned: Names of variables that the model gives other values while it is called.
+        moved: What the model moves on while it is called, such as variables that it
+            assigns.
     """
 
     model: keras.Model
@@ -72,7 +74,7 @@ class BatchClipper:
     augmentation: Augmentation | None = None
     jit_compile: bool = False
     traced: TracedPass | None = dataclasses.field(default=None, compare=False)
-    assigned: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+    moved: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
     @property
     def rows_per_unit(self) -> int | Tensor:
@@ -200,13 +202,17 @@ class BatchClipper:
             return sums, norms, augmentation.first(y_pred)
 
         in_passes = self.physical_batch_size is not None
-        if in_passes and self.assigned:
+        moved = self.moved | (
+            frozenset() if augmentation is None else augmentation.moved
+        )
+        if in_passes and moved:
             # Without one row, others would be in passes that come before or after.
             raise UnsupportedLayerError(
-                f"Model `{self.model.name}` must not assign variables between the passes "
-                f"of a batch. Received: {', '.join(sorted(self.assigned))}, assigned in a "
-                f"call, and physical_batch_size={self.physical_batch_size}. Use "
-                "`physical_batch_size=None`, or assign them in a callback."
+                f"Model `{self.model.name}` must leave nothing between the passes of a "
+                f"batch. Received: {', '.join(sorted(moved))}, moved on in a call, and "
+                f"physical_batch_size={self.physical_batch_size}. Use "
+                "`physical_batch_size=None`; or assign variables in a callback, and draw "
+                "with `keras.random.SeedGenerator`."
             )
         sums, norms = passes.run(
             run_views,
@@ -233,7 +239,7 @@ class BatchClipper:
             return known.clip_and_sum(batch, clip)
         options = {"l2_norm_clip": clip, "rows_per_unit": rows_per_unit}
         try:
-            with _seeds.secret_seeds(self.model):
+            with _seeds.secret_seeds(self.model), units_checked(self.model):
                 return self.engine.clip_and_sum(objective, batch, **options)
         except UnsupportedLayerError as error:
             # The data may have axes of unknown length, where the sample had not.
@@ -245,7 +251,7 @@ class BatchClipper:
                 self.model.name,
                 error,
             )
-        with _seeds.secret_seeds(self.model):
+        with _seeds.secret_seeds(self.model), units_checked(self.model):
             return engines.get("vectorized").clip_and_sum(objective, batch, **options)
 
 

@@ -58,9 +58,16 @@ def _arg(node: Node) -> Value:
 _OF_VECTORS = ("Softmax", "LogSoftmax", "FFT", "IFFT")
 _FROM_VECTORS = (
     *("RFFT", "IRFFT", "InTopKV2", "LowerBound", "StatelessMultinomial", "Multinomial"),
+    "NthElement",
 )
-_OF_MATRICES = ("FFT2D", "IFFT2D", "MatrixInverse", "Cholesky", "MatrixBandPart")
-_FROM_MATRICES = ("MatrixDeterminant", "MatrixDiagPart", "MatrixDiagPartV3")
+_OF_MATRICES = (
+    *("FFT2D", "IFFT2D", "MatrixInverse", "Cholesky", "MatrixBandPart"),
+    *("MatrixExponential", "MatrixLogarithm", "MatrixSquareRoot"),
+)
+_FROM_MATRICES = (
+    *("MatrixDeterminant", "MatrixDiagPart", "MatrixDiagPartV3"),
+    *("LogMatrixDeterminant", "SelfAdjointEigV2", "Eig", "Svd", "Qr"),
+)
 
 
 @rule(*_OF_VECTORS, *_FROM_VECTORS, *_OF_MATRICES, *_FROM_MATRICES)
@@ -71,6 +78,44 @@ def _within_last(node: Node) -> Value:
         return node.mixed("goes along the rows")
     has_its_shape = node.op.type in _OF_VECTORS + _OF_MATRICES
     return node.like(value) if has_its_shape else node.rows_of(value)
+
+
+@rule(
+    *("MatrixSolve", "MatrixTriangularSolve", "BandedTriangularSolve", "CholeskyGrad"),
+    "TridiagonalSolve",
+    rows_in=ANY,
+)
+def _solved(node: Node) -> Value:
+    rows = [each for each in node.inputs if each.axis is not None]
+    if any(each.from_end is not None and each.from_end >= -2 for each in rows):
+        return node.mixed("goes along the rows")
+    # Matrices that are the same for all rows have fewer axes, or 1 there.
+    if len({(each.from_end, each.layout) for each in rows}) > 1:
+        return node.unknown()
+    return node.rows_of(rows[0]) if rows else node.free()
+
+
+@rule("MatrixSetDiagV3", rows_in=ANY)
+def _with_diagonal(node: Node) -> Value:
+    matrix, diagonal, _ = node.inputs
+    rows = [each for each in (matrix, diagonal) if each.axis is not None]
+    if any(
+        each[:2] != rows[0][:2] or each.axis >= len(matrix.shape) - 2 for each in rows
+    ):
+        return node.mixed("goes along the rows")
+    return node.rows_of(rows[0]) if rows else node.free()
+
+
+@rule("ReverseSequence", rows_in=ANY)
+def _reversed_in_part(node: Node) -> Value:
+    value, lengths = node.inputs
+    axis, along = node.attr("batch_dim"), node.attr("seq_dim")
+    if value.axis == along or (
+        lengths.axis is not None
+        and (value.axis, value.layout) != (axis, lengths.layout)
+    ):
+        return node.mixed("turns the rows around")
+    return node.like(value)
 
 
 @rule("TopKV2", "TopK")

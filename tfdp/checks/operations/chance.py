@@ -2,8 +2,18 @@
 
 from collections.abc import Sequence
 
+import tensorflow as tf
+
 from tfdp._seeds import SECRET
-from tfdp.checks.node import BY_PLACE, COUNTS, NONE, Node, lengths_from, rule
+from tfdp.checks.node import (
+    BY_PLACE,
+    COUNTS,
+    NONE,
+    SEEDS,
+    Node,
+    lengths_from,
+    rule,
+)
 from tfdp.checks.sizes import is_fixed
 from tfdp.checks.values import Cause, Value, causes_of
 
@@ -58,6 +68,8 @@ _NOT_DRAWING = (
 )
 _LENGTHS = ("Rank", "Shape", "ShapeN", "Size")
 _STATE = "state"
+# The state of a seed generator, as a number.
+READ = "read"
 
 
 def with_chance(node: Node, outputs: Sequence[Value]) -> list[Value]:
@@ -78,8 +90,10 @@ def with_chance(node: Node, outputs: Sequence[Value]) -> list[Value]:
         return list(outputs)
     chance = frozenset().union(*(each.chance for each in node.inputs))
     chance = chance.union(*(each.chance for each in outputs))
+    if kind == "ReadVariableOp" and node.inputs[0].variable == SEEDS:
+        chance |= {READ}
     if node.op.name.rpartition("/")[2].startswith(SECRET):
-        chance |= {SECRET}
+        chance = chance - {READ} | {SECRET}
     if kind in ("RngReadAndSkip", "StatefulUniformFullInt"):
         chance |= {_STATE}
     if kind.startswith(_DRAWING) and not kind.startswith(_NOT_DRAWING):
@@ -87,6 +101,25 @@ def with_chance(node: Node, outputs: Sequence[Value]) -> list[Value]:
     return [
         each._replace(chance=chance, causes=each.causes | causes) for each in outputs
     ]
+
+
+def has_known_seed(op: tf.Operation) -> bool:
+    """Tell whether an operation draws, from a state of its own and a seed that is known."""
+    may_have = _with_seeds.get(op.type)
+    if may_have is None:
+        definition = op.op_def
+        names = {attribute.name for attribute in definition.attr}
+        may_have = _with_seeds[op.type] = definition.is_stateful and "seed" in names
+    return may_have and any(_seeds_of(op))
+
+
+# By the type of operation: to ask TensorFlow takes long.
+_with_seeds: dict[str, bool] = {}
+
+
+def _seeds_of(op: tf.Operation) -> list[int]:
+    names = ("seed", "seed2")
+    return [op.get_attr(name) for name in names if name in op.node_def.attr]
 
 
 def _causes_of_places(node: Node, chance: frozenset[str]) -> frozenset[Cause]:
@@ -99,9 +132,7 @@ def _causes_of_places(node: Node, chance: frozenset[str]) -> frozenset[Cause]:
     )
     if not is_of_batch:
         return frozenset()
-    seeds = [
-        node.attr(name) for name in ("seed", "seed2") if name in node.op.node_def.attr
-    ]
+    seeds = _seeds_of(node.op)
     if seeds or node.op.type.startswith("Stateful"):
         is_of_system = bool(seeds) and not any(seeds)
         return frozenset() if is_of_system else frozenset({node.cause(BY_PLACE)})

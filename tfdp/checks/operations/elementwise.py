@@ -43,7 +43,8 @@ _ELEMENTWISE = """
     CheckNumerics CheckNumericsV2 Copy CopyHost DebugIdentityV2 DeepCopy
     EnsureShape Identity PreventGradient Snapshot StopGradient
 
-    Bucketize Cast FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars
+    Bucketize Cast FakeQuantWithMinMaxArgs FakeQuantWithMinMaxArgsGradient
+    FakeQuantWithMinMaxVars
 
     Abs AccumulateNV2 Acos Acosh Add AddN AddV2 Angle ApproximateEqual Asin Asinh
     Atan Atan2 Atanh BesselI0e BesselI1e Betainc BitwiseAnd BitwiseOr BitwiseXor

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfdp.checks.bounds import own_bounds, own_row_bounds
+from tfdp.checks.bounds import own_bounds, own_entries, own_row_bounds
 from tfdp.checks.node import (
     ANY,
     Node,
@@ -13,8 +13,7 @@ from tfdp.checks.node import (
     rule,
     static_lengths,
 )
-from tfdp.checks.sizes import Length
-from tfdp.checks.values import PLAIN, Cause, Layout, Value, known
+from tfdp.checks.values import PLAIN, Layout, Value, known
 
 
 @rule("ResourceGather", rows_in=[1])
@@ -100,7 +99,7 @@ def _segments(node: Node) -> Value:
     length = None if number.numbers is None else number.numbers.item()
     if places.axis is None and (value.axis is None or value.axis >= depth):
         return node.like(value.dropped(range(depth)).inserted(0, length))
-    own = _own_segments(node, length)
+    own = own_entries(node, 1, length)
     if own is None:
         # Of rows whose number is static, numbers for them may be free of data.
         is_certain = node.rows is None and places.axis is None
@@ -108,22 +107,6 @@ def _segments(node: Node) -> Value:
     layout, causes = own
     lengths = (length, *value.shape[depth:])
     return node.like(Value(0, layout, lengths), value.causes | causes)
-
-
-def _own_segments(
-    node: Node, length: Length | None
-) -> tuple[Layout, frozenset[Cause]] | None:
-    """Say how rows lie in segments that each row has of its own, if that is proven."""
-    value, places, _ = node.inputs
-    rows = {each[:2] for each in (value, places) if each.axis is not None}
-    are_in_order = len(rows) == 1 and all(
-        axis == 0 and layout.is_plain_blocks for axis, layout in rows
-    )
-    entries = node.entries_of(length)
-    if not are_in_order or not entries:
-        return None
-    bounds = own_bounds(node, 1, Layout(1, entries))
-    return None if bounds is None else (Layout(1, entries), bounds.causes)
 
 
 def _may_be_of_a_map(op: tf.Operation) -> bool:

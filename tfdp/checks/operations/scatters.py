@@ -1,6 +1,6 @@
 """Entries that are put into tensors by their numbers."""
 
-from tfdp.checks.bounds import own_row_bounds
+from tfdp.checks.bounds import own_entries, own_row_bounds
 from tfdp.checks.node import ANY, Node, depth_of, lengths_from, rule
 from tfdp.checks.values import PLAIN, Value, causes_of, have_rows
 
@@ -41,6 +41,10 @@ def _put_into_zeros(node: Node) -> Value:
     own = own_row_bounds(node, 0) if are_rows else None
     if own is not None and lengths[0] == node.of_rows(PLAIN):
         return node.like(Value(0, PLAIN, lengths), updates.causes | own.causes)
+    flat = own_entries(node, 0, lengths[0]) if depth_of(indices) == 1 else None
+    if flat is not None:
+        layout, causes = flat
+        return node.like(Value(0, layout, lengths), updates.causes | causes)
     if have_rows([indices]):
         return node.unknown()
     # A shape has no part in what is put.

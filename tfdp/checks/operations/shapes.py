@@ -56,8 +56,11 @@ def _range(node: Node) -> Value:
     start, limit, step = (
         None if each.numbers is None else each.numbers.item() for each in node.inputs
     )
-    # As many numbers as there are rows are one for each.
-    return node.free((limit,) if (start, step) == (0, 1) else None)
+    # As many numbers as there are rows, or as a row has entries times rows, are theirs.
+    is_from_zero = start == 0 and isinstance(step, int) and step > 0
+    if not is_from_zero or limit is None:
+        return node.free()
+    return node.free((limit // step if isinstance(limit, Size) else -(-limit // step),))
 
 
 @rule("BroadcastGradientArgs", rows_in=NONE)

@@ -17,7 +17,8 @@ _SPATIAL = """
 _OF_SEVERAL = """
     AvgPool3DGrad AvgPoolGrad ImageProjectiveTransformV2
     ImageProjectiveTransformV3 LRNGrad MaxPool3DGrad MaxPoolGrad MaxPoolGradGrad
-    ResizeBicubicGrad ResizeBilinearGrad ResizeNearestNeighborGrad
+    Dilation2DBackpropInput MaxPoolGradWithArgmax ResizeBicubicGrad
+    ResizeBilinearGrad ResizeNearestNeighborGrad ScaleAndTranslateGrad
 """
 
 
