@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdp._types import Array, Tensor
 from tfdp.checks.node import COUNTS, Node
 from tfdp.checks.sizes import Length, is_fixed
-from tfdp.checks.values import Cause, Layout, Value, causes_of
+from tfdp.checks.values import Cause, Layout, Value, causes_of, known
 
 _WHOLE = (tf.int32, tf.int64)
 # Floats have all whole numbers up to that.
@@ -283,7 +283,7 @@ def _of_places(op: tf.Operation, value: Value, inputs: list[Value]) -> Arrays | 
     # Of a range that begins elsewhere nobody knows how long it is.
     if op.type != "Range" or value[:2] != (0, Layout(1, entries)):
         return None
-    step = float(inputs[2].numbers.item())
+    step = float(known(inputs[2].numbers).item())
     return (
         np.full(1, entries * step),
         np.zeros(1),

@@ -2,7 +2,7 @@
 
 from tfdp.checks.node import ANY, Node, axis_from, rule
 from tfdp.checks.sizes import is_fixed
-from tfdp.checks.values import Value, have_rows
+from tfdp.checks.values import Value, have_rows, known
 
 
 def _axes_of(value: Value, axes: Value) -> list[int] | None:
@@ -87,21 +87,24 @@ def _within_last(node: Node) -> Value:
 )
 def _solved(node: Node) -> Value:
     rows = [each for each in node.inputs if each.axis is not None]
-    if any(each.from_end is not None and each.from_end >= -2 for each in rows):
+    places = {(each.from_end, each.layout) for each in rows}
+    if any(from_end is None or from_end >= -2 for from_end, _ in places):
         return node.mixed("goes along the rows")
-    # Matrices that are the same for all rows have fewer axes, or 1 there.
-    if len({(each.from_end, each.layout) for each in rows}) > 1:
+    rank = node.tensor.shape.rank
+    # Matrices that are the same for all rows may have fewer axes, or more.
+    if len(places) > 1 or rank is None:
         return node.unknown()
-    return node.rows_of(rows[0]) if rows else node.free()
+    if not rows:
+        return node.free()
+    return node.rows_of(rows[0]._replace(axis=rank + known(rows[0].from_end)))
 
 
 @rule("MatrixSetDiagV3", rows_in=ANY)
 def _with_diagonal(node: Node) -> Value:
     matrix, diagonal, _ = node.inputs
     rows = [each for each in (matrix, diagonal) if each.axis is not None]
-    if any(
-        each[:2] != rows[0][:2] or each.axis >= len(matrix.shape) - 2 for each in rows
-    ):
+    past = len(matrix.shape) - 2
+    if any(each[:2] != rows[0][:2] or known(each.axis) >= past for each in rows):
         return node.mixed("goes along the rows")
     return node.rows_of(rows[0]) if rows else node.free()
 

@@ -57,8 +57,7 @@ def _range(node: Node) -> Value:
         None if each.numbers is None else each.numbers.item() for each in node.inputs
     )
     # As many numbers as there are rows, or as a row has entries times rows, are theirs.
-    is_from_zero = start == 0 and isinstance(step, int) and step > 0
-    if not is_from_zero or limit is None:
+    if limit is None or start != 0 or not isinstance(step, int) or step <= 0:
         return node.free()
     return node.free((limit // step if isinstance(limit, Size) else -(-limit // step),))
 
