@@ -543,15 +543,35 @@ def with_mask(tensor: Tensor, mask: Tensor) -> Tensor:
     return tensor
 
 
+_OF_LOGITS = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}
+
+
 def keras_logits(tensor: Tensor) -> Tensor | None:
-    """Return what Keras's losses take in the place of probabilities, or None."""
-    return getattr(tensor, "_keras_logits", None)
+    """Return what Keras's losses take in the place of probabilities, or None.
+
+    It is attached to them, or what an operation made them of.
+    """
+    logits = getattr(tensor, "_keras_logits", None)
+    if (
+        logits is None
+        and tf.is_symbolic_tensor(tensor)
+        and tensor.op.type in _OF_LOGITS
+    ):
+        logits = tensor.op.inputs[0]
+    return logits
 
 
-def with_logits(tensor: Tensor, logits: Tensor | None) -> Tensor:
-    """Attach to probabilities what they were made of, as Keras does, if there is something."""
-    if logits is not None:
-        tensor._keras_logits = logits
+def with_logits(tensor: Tensor, logits: Tensor, like: Tensor) -> Tensor:
+    """Return probabilities of which Keras's losses know what they were made of.
+
+    Args:
+        tensor: The probabilities.
+        logits: What they were made of.
+        like: Other probabilities, of which they know it.
+    """
+    if not hasattr(like, "_keras_logits"):
+        return _OF_LOGITS[like.op.type](logits)
+    tensor._keras_logits = logits
     return tensor
 
 

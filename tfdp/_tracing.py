@@ -49,7 +49,7 @@ class Tracing(Protocol):
         """Note that a loss is asked for all rows, and taken apart."""
 
     def note_loop(self) -> None:
-        """Note that there is a loop that no rule makes, and that is not unrolled."""
+        """Note that a layer or a variable is out of reach in what may be a loop."""
 
     def note_read(self, tensors: list[Tensor]) -> None:
         """Note what an engine has made up to now, of which its norms and sums are."""

@@ -99,11 +99,11 @@ class Looping(layers.Layer):
 
 @register
 class While(Looping):
-    """Calls a layer until it was called twice."""
+    """Calls a layer more often than loops are unrolled."""
 
     def call(self, x):
         return tf.while_loop(
-            lambda n, _: n < 2, lambda n, h: (n + 1, self.inner(h)), (0, x)
+            lambda n, _: n < 65, lambda n, h: (n + 1, self.inner(h)), (0, x)
         )[1]
 
 
@@ -275,8 +275,10 @@ def test_what_rules_do_not_reach_is_refused_by_name(name):
     problem = problem_of(name)
     objective = Objective.of(problem.build(), problem.loss())
     engine = "ghost" if name == "borrowed_beside_own" else "bookkeeping"
+    # Its own number would be followed, but where layers see how many rows there are.
+    seen = ROWS if name == "borrowed_beside_own" else None
     with pytest.raises(UnsupportedLayerError) as refusal:
-        choose(engine, objective, tuple(problem.batch(ROWS)))
+        choose(engine, objective, tuple(problem.batch(ROWS)), seen)
     text = str(refusal.value)
     assert f"Engine '{engine}' cannot" in text
     assert text.endswith("`engine='auto'`.")
@@ -505,6 +507,83 @@ def test_a_weight_that_a_loss_of_all_rows_uses_is_followed():
 
 
 @pytest.mark.slow
+@register
+class Leaf(layers.Layer):
+    """A layer without a rule, and without layers in it."""
+
+    def __init__(self, product=ops.matmul, **kwargs):
+        super().__init__(**kwargs)
+        self.product = product
+
+    def build(self, shape):
+        self.matrix = self.add_weight(shape=(shape[-1], 2), name="matrix")
+        self.scale = self.add_weight(shape=(2,), initializer="ones", name="scale")
+
+    def call(self, x):
+        return self.scale * ops.tanh(self.product(x, self.matrix))
+
+
+def chosen_for(leaf, seen=None, loss="mse", **options):
+    model = keras.Sequential([keras.Input((3,)), leaf, layers.Dense(2)])
+    objective = dataclasses.replace(Objective.of(model, loss), **options)
+    data = np.ones((ROWS, 3), "float32"), np.ones((ROWS, 2), "float32"), None
+    return choose("auto", objective, data, seen)
+
+
+def test_layers_without_a_rule_are_followed(caplog):
+    with caplog.at_level(logging.INFO, "absl"):
+        engine = chosen_for(Leaf())
+    assert type(engine) is BookkeepingEngine
+    assert engine.follows_leaves
+    assert not caplog.messages
+
+
+def test_what_is_not_followed_has_the_rule_of_leaves(caplog):
+    @tf.custom_gradient
+    def product(x, matrix):
+        def gradient(g):
+            return tf.matmul(g, matrix, transpose_b=True), tf.matmul(
+                x, g, transpose_a=True
+            )
+
+        return tf.matmul(x, matrix), gradient
+
+    leaf = Leaf(lambda x, matrix: product(x, tf.convert_to_tensor(matrix)))
+    for engine in (chosen_for(leaf), chosen_for(Leaf(), ROWS)):
+        assert type(engine) is BookkeepingEngine
+        assert not engine.follows_leaves
+    assert "tfdp has no rule" in caplog.text
+
+
+def test_a_use_among_several_outputs_is_not_lost():
+    def product(x, matrix):
+        _, matrix = tf.raw_ops.IdentityN(input=[x, tf.convert_to_tensor(matrix)])
+        return tf.matmul(x, matrix)
+
+    # Nothing is known of such an operation, but that it matters.
+    assert not chosen_for(Leaf(product)).follows_leaves
+
+
+def test_one_long_loop_of_nothing_is_no_reason_to_give_up():
+    """Whatever else has to be found out before rows are proven to stay apart."""
+
+    class Windows(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.inner = layers.Dense(3, "tanh")
+
+        def call(self, x):
+            x = ops.fori_loop(0, 100, lambda _, h: 0.5 * (h + ops.roll(h, 1, -1)), x)
+            windows = self.inner(ops.reshape(x, (-1, 3)))
+            return ops.reshape(windows, (-1, 6))
+
+    model = keras.Sequential([keras.Input((6,)), Windows(), layers.Dense(2)])
+    data = np.ones((ROWS, 6), "float32"), np.ones((ROWS, 2), "float32"), None
+    engine = choose("auto", Objective.of(model, "mse"), data)
+    assert type(engine) is BookkeepingEngine
+    assert engine.places
+
+
 def test_int8_layers_train_their_bias():
     """It is followed to where it meets the rows; the rule of the layer knows no int8."""
     model = sequential((4,), layers.Dense(3, "tanh"), layers.Dense(2))

@@ -49,8 +49,18 @@ def ctc(x):
     return tf.nn.ctc_loss(labels, x, *lengths, False, blank_index=0)
 
 
+def flat(x, plus=0):
+    """Scatter the numbers of each row, flat, to other places of the same row."""
+    size = x.shape[1]
+    places = tf.range(number_of(x))[:, None] * size + tf.argsort(x) + plus
+    numbers = tf.reshape(places, [-1, 1])
+    put = tf.scatter_nd(numbers, tf.reshape(x, [-1]), [number_of(x) * size])
+    return tf.reshape(put, [-1, size])
+
+
 APART = {
     "own place": (put, (D,)),
+    "flat": (flat, (D,)),
     "zeros, by free numbers": (
         steps(lambda x, part: tf.scatter_nd(FREE, part, tf.shape(x))),
         (4, D),
@@ -77,9 +87,10 @@ APART = {
     "ctc": (ctc, (4, 5)),
 }
 # What no proof is tried of: the gradient gathers by numbers of rows.
-NO_GRADIENT = {"own place", "the largest"}
+NO_GRADIENT = {"own place", "flat", "the largest"}
 
 MEETING = {
+    "flat, one too far": lambda x: flat(x, 1),
     "next row": lambda x: put(
         x, lambda places: tf.math.floormod(places, number_of(x)), plus=1
     ),

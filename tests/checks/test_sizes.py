@@ -48,6 +48,9 @@ BINARY = {
     "smaller": tf.minimum,
     "where": lambda a, b: tf.where(a > b, a, b),
     "not where": lambda a, b: tf.where((a <= b) | tf.equal(a, 1), b, 2 * a),
+    "broadcast": lambda a, b: tf.broadcast_dynamic_shape(
+        tf.ones_like(a), tf.maximum(b, 1)
+    ),
     "differ": lambda a, b: tf.cast(tf.not_equal(a, b) & (a >= 0), tf.int32),
     "less": lambda a, b: tf.cast(tf.logical_not(a < b), tf.int32),
 }

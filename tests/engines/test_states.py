@@ -201,7 +201,20 @@ def read_as_a_number(layer, x):
     return layer.inner(x) * sign_of(number)
 
 
+def read_as_a_length(layer, x):
+    layer.seeds.next()
+    number = tf.convert_to_tensor(layer.seeds.state)[1] % 2
+    return layer.inner(x) * sign_of(tf.shape(tf.zeros([number + 1]))[0])
+
+
+def drawn_as_a_number(layer, x):
+    """What moves on by known steps does so with a secret key, too."""
+    return layer.inner(x) * sign_of(layer.seeds.next()[1])
+
+
 MOVING = {
+    "length by a seed": Moving(read_as_a_length, with_seeds),
+    "seed for a number": Moving(drawn_as_a_number, with_seeds),
     "table": Moving(counted_in_a_table, with_table),
     "counter": Moving(counted_up, with_counter),
     "coin": Moving(tossed),
@@ -211,7 +224,10 @@ MOVING = {
     "number of a seed": Moving(read_as_a_number, with_seeds),
 }
 # A vectorized map changes a variable once for all, and a seed's state not at all.
-ONCE_FOR_ALL = {"named as a seed", "case", "number of a seed"}
+ONCE_FOR_ALL = {
+    *("named as a seed", "case", "number of a seed", "length by a seed"),
+    "seed for a number",
+}
 
 
 def moving_model(name):

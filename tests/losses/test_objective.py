@@ -148,10 +148,9 @@ class Classifier(keras.Model):
 @pytest.mark.parametrize(
     ("activation", "loss", "y"),
     [
-        (
-            "softmax",
-            keras.losses.sparse_categorical_crossentropy,
-            np.array([0, 1, 1]),
+        *(
+            (softmax, keras.losses.sparse_categorical_crossentropy, np.array([0, 1, 1]))
+            for softmax in ("softmax", tf.nn.softmax)
         ),
         (
             "sigmoid",
@@ -180,6 +179,8 @@ def test_losses_of_probabilities_are_those_of_logits(activation, loss, y, is_eag
             loss = model.compute_loss(x, y, model(x, training=True))
         return tape.gradient(loss, [v.value for v in model.trainable_variables])
 
+    if is_eager and activation is tf.nn.softmax:
+        pytest.skip("Keras knows no logits of it without a graph.")
     run = gradients if is_eager else tf.function(gradients, autograph=False)
     found = run(tf.constant(x), tf.constant(y))
     expected = plain(tf.constant(x), tf.constant(y))

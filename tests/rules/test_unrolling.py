@@ -1,5 +1,6 @@
 """Loops of a known number of steps, in which variables are used or layers called."""
 
+import concurrent.futures
 import dataclasses
 
 import keras
@@ -15,7 +16,7 @@ from tfdp.checks.engine import choose
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Objective
-from tfdp.rules.unrolling import MOST_UNROLLED, unrolled
+from tfdp.rules.unrolling import MOST_UNROLLED, loops_run_by, unrolled
 
 pytestmark = pytest.mark.keras_private
 
@@ -165,18 +166,28 @@ def test_what_is_too_long_or_ended_by_data_stays_a_loop():
         return ops.fori_loop(0, steps, lambda _, h: layer.inner(h), x) + layer.own[0]
 
     for run in (long, by_data):
-        with pytest.raises(UnsupportedLayerError):
+        with pytest.raises(UnsupportedLayerError, match=r"fixed|rows of a batch meet"):
             chosen(of(run, WIDTH), "bookkeeping")
+
+
+def test_a_loop_that_no_gradient_comes_through_is_left_alone():
+    def apart(layer, x):
+        step = lambda n, h: (n + 1, layer.inner(h))  # noqa: E731
+        h = tf.while_loop(lambda n, _: n < 3, step, (0, x), back_prop=False)[1]
+        return tf.matmul(x, tf.convert_to_tensor(layer.own)) + h
+
+    engine = chosen(of(apart, WIDTH))
+    assert not (type(engine) is BookkeepingEngine and engine.unrolls_loops)
 
 
 def test_a_loop_without_variables_is_left_alone():
     def smooth(layer, x):
         x = ops.matmul(layer.inner(x), layer.own)
-        return ops.fori_loop(0, TIME, lambda _, h: 0.5 * (h + ops.roll(h, 1, -1)), x)
+        return ops.fori_loop(0, 100, lambda _, h: 0.5 * (h + ops.roll(h, 1, -1)), x)
 
     engine = chosen(of(smooth, WIDTH))
     assert type(engine) is BookkeepingEngine
-    assert not engine.unrolls_loops
+    assert engine.unrolls_loops is None
 
 
 @pytest.mark.parametrize(
@@ -195,7 +206,7 @@ def test_it_counts_as_a_loop_does(cond, body, start, most, end):
         options = {"maximum_iterations": most}
         args = (cond, lambda i: [body(i)], [tf.constant(start)])
         return (
-            unrolled(tf.while_loop, *args, **options),
+            unrolled(*args, **options),
             tf.while_loop(*args, **options),
         )
 
@@ -212,3 +223,18 @@ def test_a_model_with_a_loop_trains_and_is_explained(rng):
     x, y = rng.normal(size=(8, WIDTH)), rng.normal(size=(8, 2))
     private.fit(x, y, batch_size=4, verbose=0)
     assert "own" in private.explain()
+
+
+def test_nothing_is_left_of_it_but_for_the_thread_that_records():
+    chosen(PROBLEMS["counted"])
+
+    def seen(*args, **kwargs):
+        raise AssertionError
+
+    with loops_run_by(seen):
+        with pytest.raises(AssertionError):
+            tf.while_loop(lambda i: i < 2, lambda i: [i + 1], [tf.constant(0)])
+        with concurrent.futures.ThreadPoolExecutor(1) as other:
+            loop = other.submit(ops.fori_loop, 0, 2, lambda i, x: x + 1, tf.constant(0))
+        assert int(loop.result()) == 2
+    assert int(ops.fori_loop(0, 2, lambda i, x: x + 1, tf.constant(0))) == 2

@@ -156,5 +156,6 @@ def test_from_rows_to_noise_there_are_few_files(capsys):
     with capsys.disabled():
         calls = ", ".join(f"{name} {n}" for name, n in found.most_common())
         print(f"\nFrom rows to noise, {len(found)} files: {calls}")  # noqa: T201
-    # Two of them ask whether rows of these shapes were checked, in these layers.
-    assert len(found) <= 20
+    # Two of them ask whether rows of these shapes were checked, in these layers, and two
+    # would look into what engines leave that take each example by itself.
+    assert len(found) <= 22

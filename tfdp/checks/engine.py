@@ -23,6 +23,7 @@ from tfdp.losses import regularizers
 from tfdp.losses.objective import Batch, Objective
 from tfdp.rules.generic import generic
 from tfdp.rules.recording import has_leaves
+from tfdp.rules.unrolling import NotUnrolledError
 
 
 def choose(
@@ -149,17 +150,26 @@ def _proven(
         if passes is not None:
             passes += traced
         return engine
+    if isinstance(failure, NotUnrolledError):
+        # Who asked for that goes on without.
+        raise failure
     other = None
     if isinstance(engine, engines.BookkeepingEngine):
         # Uphill, gradients are joined with all else before they are looked at.
         is_of_gradients = all(each.is_of_gradients for each in problems)
+        has_loop = any(trace.has_loop for trace in traces)
+        if has_loop and engine.unrolls_loops is None:
+            step_by_step = dataclasses.replace(engine, unrolls_loops=True)
+            try:
+                return _proven(step_by_step, objective, data, sizes, passes, moved)
+            except NotUnrolledError:
+                engine = dataclasses.replace(engine, unrolls_loops=False)
         other = _that_knows_more(
             engine,
             objective,
             data,
             looks_for_places=is_of_gradients or objective.ascent is not None,
             has_split=any(trace.has_split for trace in traces),
-            has_loop=any(trace.has_loop for trace in traces),
         )
     if other is None:
         raise failure
@@ -173,11 +183,8 @@ def _that_knows_more(
     *,
     looks_for_places: bool,
     has_split: bool,
-    has_loop: bool,
 ) -> engines.BookkeepingEngine | None:
     """Return what to try where nothing was proven for an engine; None if that was all."""
-    if has_loop and not engine.unrolls_loops:
-        return dataclasses.replace(engine, unrolls_loops=True)
     other = _with_places(engine, objective, data) if looks_for_places else None
     if other is None and has_split:
         # Of each row alone a loss needs no proof.
@@ -189,7 +196,7 @@ def _that_knows_more(
             places=(),
             splits_losses=True,
             follows_leaves=False,
-            unrolls_loops=False,
+            unrolls_loops=None,
         )
     return other
 
@@ -445,8 +452,9 @@ def _log_layers_without_rule(model: keras.Model) -> None:
         for variable in layer.trainable_variables
     )
     logging.warning(
-        "tfdp has no rule for %s of model `%s`: each is run once more, and takes the "
-        "whole gradient of each example, together %d numbers. "
+        "tfdp has no rule for %s of model `%s`, and does not follow its weights here: "
+        "each is run once more, and takes the whole gradient of each example, together "
+        "%d numbers. "
         "`tfdp.rules.register(%s, rule)` would save that.",
         ", ".join(f"`{path}` ({type(layer).__name__})" for path, layer in found),
         model.name,

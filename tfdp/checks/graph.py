@@ -132,7 +132,9 @@ class Analysis:
                 self._outer = op
             outputs = self._outputs(op, inputs)
             if has_known_seed(op):
-                self.moved.add(f"{op.type} `{name}`, which has a known seed")
+                self.moved.add(
+                    f"operation {op.type} `{name}` with a seed that is known"
+                )
             values[name] = with_chance(self._node(op, inputs), outputs)
             if self._look_at is not None:
                 self._look_at(self._node(op, inputs), values[name])
@@ -189,7 +191,7 @@ class Analysis:
         if _keras.assigns(node.op) and names:
             self.assigned.update({names[0]} - _MAY_MOVE)
         elif not _MAY_MOVE & set(names) and node.op.type != "PrintV2":
-            self.moved.add(f"what {node.op.type} `{node.op.name}` changes")
+            self.moved.add(f"operation {node.op.type} `{node.op.name}`")
         if node.op.type.startswith(("Rng", "Stateful")):
             # By how many numbers are drawn it moves, and that may be by how many rows.
             causes = frozenset(each for each in causes if each.why != COUNTS)

@@ -173,9 +173,9 @@ def _flaws(
                 each.cause.why == BY_PLACE,
             ),
         )
-        # Its decibels are below the loudest of the batch; below that of each row, where it
-        # runs by itself, which is what one means.
-        is_relative = isinstance(layer, keras.layers.MelSpectrogram)
+        # Keras measures decibels against the loudest of the batch; each row by itself is
+        # measured against its own.
+        is_relative = type(layer) is keras.layers.MelSpectrogram
         is_certain = worst.cause.is_certain and not is_relative
         flaw = _flaw_of(layer, trace, worst)
         what = f"{worst.operation} {worst.cause.why}"

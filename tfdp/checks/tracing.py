@@ -96,7 +96,7 @@ class Trace:
         adding_losses: `id`s of the layers that called `add_loss`.
         stateful: `id`s of recurrent layers that keep their states for the next batch.
         has_split: Whether a loss is asked for all rows, and taken apart.
-        has_loop: Whether there is a loop that no rule makes.
+        has_loop: Whether something is out of reach in what may be a loop.
         assigned: Names of variables that get other values in the pass.
         moved: What other state moves on in it; see `Analysis`.
     """
@@ -225,7 +225,7 @@ class Trace:
         self.has_split = True
 
     def note_loop(self) -> None:
-        """Note a loop that no rule makes."""
+        """Note that something is out of reach; see `Tracing`."""
         self.has_loop = True
 
     def note_read(self, tensors: list[Tensor]) -> None:
@@ -491,14 +491,15 @@ class Trace:
         analysis.values(graph, known, [])
         self._note_moves(analysis)
         causes = [Found(None, each) for each in analysis.effects]
-        moved = analysis.moved | (analysis.assigned if in_turn else set())
-        if causes or moved:
-            kept = [f"{each.operation} {each.cause.why}" for each in causes]
+        left = [f"{each.operation} {each.cause.why}" for each in causes]
+        left += sorted(analysis.moved | (analysis.assigned if in_turn else set()))
+        if left:
+            name = "A model" if self._model is None else f"Model `{self._model.name}`"
             raise UnsupportedLayerError(
-                "A model must leave nothing for other examples where each is taken "
-                f"through it by itself. Received: {', '.join(kept or sorted(moved))}. "
-                "Assign variables in a callback, and draw with "
-                "`keras.random.SeedGenerator`."
+                f"{name} must leave nothing for other examples where each is taken "
+                f"through it by itself. Received: {', '.join(left)}. Keep nothing of the "
+                "data; change variables and tables in a callback; and draw with "
+                "`keras.random.SeedGenerator` in place of `tf.random`."
             )
 
     def _note_moves(self, analysis: Analysis) -> None:

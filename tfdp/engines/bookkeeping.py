@@ -55,7 +55,8 @@ class BookkeepingEngine(Engine):
             apart, in place of asking for each row alone.
         follows_leaves: Found likewise: whether the variables of layers without a rule are
             followed; see `tfdp.rules.recording.Recording`.
-        unrolls_loops: Found likewise: whether loops of layers are taken step by step.
+        unrolls_loops: Found likewise: whether loops of layers are taken step by step; None
+            if that was not needed.
 
     References:
         .. [1] Bu et al., "Differentially Private Optimization on Large Model at Small
@@ -68,7 +69,7 @@ class BookkeepingEngine(Engine):
     places: tuple[tuple[Where, Place], ...] = _found_out(())
     splits_losses: bool = _found_out(True)
     follows_leaves: bool = _found_out(False)
-    unrolls_loops: bool = _found_out(False)
+    unrolls_loops: bool | None = _found_out(None)
     name = "bookkeeping"
     notes_what_it_reads = True
 

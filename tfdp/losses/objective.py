@@ -417,8 +417,12 @@ def each_row_alone(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> T
     def packed(given: list[Tensor]) -> tuple[Nest, ...]:
         remaining = iter(given[len(leaves) :])
         with_logits = [
-            leaf if of_leaf is None else _keras.with_logits(leaf, next(remaining))
-            for leaf, of_leaf in zip(given, logits, strict=False)
+            each
+            if of_leaf is None
+            else _keras.with_logits(each, next(remaining), like=leaf)
+            for each, leaf, of_leaf in zip(
+                given[: len(leaves)], leaves, logits, strict=True
+            )
         ]
         nest: tuple[Nest, ...] = _tree.pack(with_logits, like=rows)
         return nest

@@ -1,4 +1,7 @@
-"""The rules of layers that have none: each row by itself, by vectorizing."""
+"""Rules of layers that have none: each row by itself, by vectorizing.
+
+They are for where a layer's weights are not followed: uphill, eagerly, in a function.
+"""
 
 from collections.abc import Callable
 from typing import NoReturn

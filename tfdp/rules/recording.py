@@ -28,7 +28,7 @@ from tfdp.rules.elsewhere import Met, has_recorded, met
 from tfdp.rules.moves import Move, Moves
 from tfdp.rules.places import Place, Places
 from tfdp.rules.terms import PerRow, Term
-from tfdp.rules.unrolling import unrolled
+from tfdp.rules.unrolling import loops_run_by, unrolled, while_loop
 from tfdp.rules.uses import Followed, Free, NotFollowedError, Pass, Use, named
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
@@ -174,7 +174,7 @@ class Recording:
         is_of_one_unit: bool = False,
         places: Places = MappingProxyType({}),
         follows_leaves: bool = False,
-        unrolls_loops: bool = False,
+        unrolls_loops: bool | None = None,
     ) -> None:
         self.tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self.watched: list[Watched] = []
@@ -252,8 +252,8 @@ class Recording:
             call = functools.wraps(self._model.call)(begin)
             entered.enter_context(_keras.attributes_replaced(self._model, call=call))
             if not (self._is_of_one_unit or self._place[0]):
-                run = functools.partial(self._run_loop, tf.while_loop)
-                entered.enter_context(_keras.attributes_replaced(tf, while_loop=run))
+                # Keras's loops call `tf.while_loop` by this name.
+                entered.enter_context(loops_run_by(self._run_loop))
             yield
         self._note_foreign(outside.watched_variables())
         self._watch_foreign()
@@ -289,12 +289,15 @@ class Recording:
         ):
             try:
                 if _place() != self._place:
+                    self._note_loop()
                     raise UnsupportedLayerError(
-                        "Only calls outside of loops and branches can be recorded. "
-                        f"Received: `{path}` ({type(layer).__name__}), called in a "
-                        "graph of its own. Unroll the loop, `unroll=True` in a "
-                        "recurrent layer, or register a rule for the layer that "
-                        "loops: `tfdp.rules.register(MyLayer, rule)`."
+                        "Only calls outside of branches, and of loops that are not of a "
+                        "fixed, small number of steps, can be recorded. Received: "
+                        f"`{path}` ({type(layer).__name__}), called in a graph of its "
+                        "own. Use `keras.ops.fori_loop(0, 8, body, x)` with a fixed "
+                        "number of steps, `unroll=True` in a recurrent layer, or "
+                        "register a rule for the layer that loops: "
+                        "`tfdp.rules.register(MyLayer, rule)`."
                     )
                 if not self._is_of_one_unit and self._is_without_rows(call):
                     raise UnsupportedLayerError(
@@ -316,16 +319,17 @@ class Recording:
         self._refuse_foreign(used.watched_variables(), own_variables(layer))
         return outputs
 
-    def _run_loop(self, loop: Callable[..., Nest], *args: Nest, **kwargs: Nest) -> Nest:
+    def _run_loop(self, *args: Nest, **kwargs: Nest) -> Nest:
         """Run a `tf.while_loop`, step by step if that is asked for."""
-        if self._is_by_rule or _place() != self._place:
-            return loop(*args, **kwargs)
-        if self._unrolls_loops:
-            return unrolled(loop, *args, **kwargs)
-        trace = tracing()
+        if self._unrolls_loops and not self._is_by_rule and _place() == self._place:
+            return unrolled(*args, **kwargs)
+        return while_loop(*args, **kwargs)
+
+    def _note_loop(self) -> None:
+        """Note for a trace that something is out of reach in a graph of its own."""
+        trace = None if self._place[0] else tracing()
         if trace is not None:
             trace.note_loop()
-        return loop(*args, **kwargs)
 
     def _by_rule(self, call: "Call", rule: Rule) -> Nest:
         """Call a layer by its rule, its rows brought into order where they are not."""
@@ -549,6 +553,8 @@ class Recording:
         try:
             yield
         except NotFollowedError as error:
+            if error.is_in_function:
+                self._note_loop()
             self._refusals.append(
                 f"{reason} `{variable.path}` is not followed: nothing is known of {error}."
             )

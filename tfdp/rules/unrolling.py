@@ -1,6 +1,9 @@
 """Takes loops step by step, so that what is in them can be recorded."""
 
-from collections.abc import Callable
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
@@ -20,8 +23,40 @@ _COUNTING = frozenset({
 })  # fmt: skip
 
 
+while_loop = tf.while_loop
+
+
+class NotUnrolledError(UnsupportedLayerError):
+    """A loop has too many steps, or nobody knows how many."""
+
+
+class _Running(threading.local):
+    """What runs loops in this thread, if it is not TensorFlow."""
+
+    run: Callable[..., Nest] | None = None
+
+
+_running = _Running()
+
+
+@functools.wraps(while_loop)
+def _while_loop(*args: Nest, **kwargs: Nest) -> Nest:
+    return (_running.run or while_loop)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def loops_run_by(run: Callable[..., Nest]) -> Iterator[None]:
+    """Let a function run in the place of `tf.while_loop`, in this thread."""
+    # Outside of these contexts the replacement does what the original does.
+    tf.while_loop = _while_loop
+    before, _running.run = _running.run, run
+    try:
+        yield
+    finally:
+        _running.run = before
+
+
 def unrolled(
-    loop: Callable[..., Nest],
     cond: Callable[..., Nest],
     body: Callable[..., Nest],
     loop_vars: Nest,
@@ -32,21 +67,24 @@ def unrolled(
     """Do what `tf.while_loop` does, in as many steps in the graph.
 
     Args:
-        loop: `tf.while_loop`, which runs if nobody knows how many steps there are.
-        cond: Its argument.
-        body: Its argument.
-        loop_vars: Its argument.
+        cond: As in `tf.while_loop`, which runs if nobody knows how many steps there are.
+        body: Likewise.
+        loop_vars: Likewise.
         *args: Its other arguments.
-        maximum_iterations: Its argument.
+        maximum_iterations: Likewise.
         **kwargs: Its other arguments.
 
     Returns:
-        What `loop` would.
+        What `tf.while_loop` would.
 
     Raises:
-        UnsupportedLayerError: If there are more than `MOST_UNROLLED` steps, or the data
+        NotUnrolledError: If there are more than `MOST_UNROLLED` steps, or the data
             decide after how many it ends.
     """
+    options = {"maximum_iterations": maximum_iterations, **kwargs}
+    if args or not kwargs.get("back_prop", True):
+        # It may be that no gradient is to come back through it.
+        return while_loop(cond, body, loop_vars, *args, **options)
     values = [_counted(each) for each in tf.nest.flatten(loop_vars)]
     most = None if maximum_iterations is None else _known(maximum_iterations)
     is_limited = maximum_iterations is not None
@@ -57,18 +95,17 @@ def unrolled(
         if goes_on is None or (is_limited and most is None):
             if steps:
                 break
-            options = {"maximum_iterations": maximum_iterations, **kwargs}
-            return loop(cond, body, loop_vars, *args, **options)
+            return while_loop(cond, body, loop_vars, **options)
         if not goes_on:
             return tf.nest.pack_sequence_as(loop_vars, values)
         if steps == MOST_UNROLLED:
             break
         made = body(*tf.nest.pack_sequence_as(loop_vars, values))
         values = [_counted(each) for each in tf.nest.flatten(made)]
-    raise UnsupportedLayerError(
-        "A loop is taken step by step if it has a known number of steps, "
-        f"{MOST_UNROLLED} at most. Received: one with more, or that data end. Use "
-        "`keras.ops.fori_loop(0, 8, body, x)`."
+    raise NotUnrolledError(
+        f"A loop is taken step by step if it has {MOST_UNROLLED} steps at most, and their "
+        "number does not depend on the data. Received: a loop with more, or with an end "
+        "by the data. Use `keras.ops.fori_loop(0, 8, body, x)`."
     )
 
 

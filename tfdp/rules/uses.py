@@ -22,7 +22,15 @@ COPIES = frozenset({"Tile", "BroadcastTo"})
 
 
 class NotFollowedError(Exception):
-    """A variable is used in a way of which nothing is known; the message says where."""
+    """A variable is used in a way of which nothing is known; the message says where.
+
+    Attributes:
+        is_in_function: Whether that may be the function of a loop.
+    """
+
+    def __init__(self, where: str, *, is_in_function: bool = False) -> None:
+        super().__init__(where)
+        self.is_in_function = is_in_function
 
 
 class Use(NamedTuple):
@@ -195,9 +203,9 @@ class Pass:
         assigns = [op for op in touched if op.type in _ASSIGNS]
         for op in touched:
             if op.type != "ReadVariableOp" and op.type not in _ASSIGNS:
-                raise NotFollowedError(named(op))
+                raise NotFollowedError(named(op), is_in_function=_has_functions(op))
         if not reads:
-            raise NotFollowedError("a graph of its own")
+            raise NotFollowedError("a graph of its own", is_in_function=True)
         followed = Followed(variable, {op.name: op for op in reads}, [])
         stack = [tensor for op in reads for tensor in op.outputs]
         while stack:
@@ -234,7 +242,8 @@ class Pass:
         Returns:
             False if none can.
         """
-        stack, seen = [use.output], {use.op.name}
+        numbers = [each for each in use.op.outputs if not _has_no_gradient(each)]
+        stack, seen = numbers, {use.op.name}
         while stack:
             tensor = stack.pop()
             if losses is not None:
@@ -351,13 +360,18 @@ def check_is_plain(op: tf.Operation) -> None:
     Raises:
         NotFollowedError: If it does.
     """
+    if _has_functions(op):
+        raise NotFollowedError(named(op), is_in_function=True)
     if (
-        any(attribute.type == "func" for attribute in op.op_def.attr)
-        or op.op_def.is_stateful
+        op.op_def.is_stateful
         or not all(e.dtype.is_floating or _has_no_gradient(e) for e in op.outputs)
         or _keras.has_own_gradient(op)
     ):
         raise NotFollowedError(named(op))
+
+
+def _has_functions(op: tf.Operation) -> bool:
+    return any("func" in attribute.type for attribute in op.op_def.attr)
 
 
 def _has_no_gradient(tensor: Tensor) -> bool:

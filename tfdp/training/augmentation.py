@@ -50,8 +50,6 @@ class Augmentation:
                 "`keras.layers.RandomTranslation(...)`."
             )
         self.function = function
-        # What it moves on while it is called; known once it is checked.
-        self.moved: frozenset[str] = frozenset()
         self.multiplicity = _validate.positive_int(
             "augmentation_multiplicity", multiplicity
         )
@@ -106,17 +104,20 @@ class Augmentation:
         """Return what the model gave for the first view of each row."""
         return _tree.map_tensors(lambda rows: rows[:: self.multiplicity], outputs)
 
-    def check(self, x: Nest) -> None:
+    def check(self, x: Nest) -> frozenset[str]:
         """Refuse a function unless it is proven to keep examples apart.
 
         Args:
             x: A few rows of inputs.
 
+        Returns:
+            What it moves on while it is called; see `choose`.
+
         Raises:
             UnsupportedLayerError: If it is not.
             ValueError: If views have other shapes than their rows.
         """
-        self.moved = check_model(self._model, x, views=self.multiplicity)
+        moved = check_model(self._model, x, views=self.multiplicity)
         x = _tree.map_tensors(lambda rows: tf.repeat(rows, self.multiplicity, 0), x)
         views = self._model(x, training=True)
         shapes, wanted = (
@@ -129,6 +130,7 @@ class Augmentation:
                 f"augmentation={self.function!r}, which makes {shapes} of {wanted}. "
                 "Crop or resize in the data pipeline."
             )
+        return moved
 
     def seed_states(self) -> list[keras.Variable]:
         """List the states of all seed generators that the function may use."""

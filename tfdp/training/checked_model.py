@@ -251,7 +251,7 @@ class CheckedModel:
             rows = None if sample is None else rows_to_check(sample)
             if rows is not None:
                 if self._augmentation is not None:
-                    self._augmentation.check(rows[0])
+                    self.moved |= self._augmentation.check(rows[0])
                 if not self._model.built:
                     self._model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
             objective = objective_uphill(self.objective(), self.ascent, iteration)

@@ -61,7 +61,7 @@ class BatchClipper:
         jit_compile: Whether XLA compiles the passes.
         traced: What `engine` does with such rows, if that is traced already.
         moved: What the model moves on while it is called, such as variables that it
-            assigns.
+            assigns, and what makes the views.
     """
 
     model: keras.Model
@@ -202,17 +202,14 @@ class BatchClipper:
             return sums, norms, augmentation.first(y_pred)
 
         in_passes = self.physical_batch_size is not None
-        moved = self.moved | (
-            frozenset() if augmentation is None else augmentation.moved
-        )
-        if in_passes and moved:
+        if in_passes and self.moved:
             # Without one row, others would be in passes that come before or after.
             raise UnsupportedLayerError(
                 f"Model `{self.model.name}` must leave nothing between the passes of a "
-                f"batch. Received: {', '.join(sorted(moved))}, moved on in a call, and "
+                f"batch. Received: {', '.join(sorted(self.moved))}, moved on in a call, and "
                 f"physical_batch_size={self.physical_batch_size}. Use "
-                "`physical_batch_size=None`; or assign variables in a callback, and draw "
-                "with `keras.random.SeedGenerator`."
+                "`physical_batch_size=None`; or change variables and tables in a callback, "
+                "and draw with `keras.random.SeedGenerator` in place of `tf.random`."
             )
         sums, norms = passes.run(
             run_views,

@@ -101,7 +101,9 @@ def _solved(node: Node) -> Value:
 
 @rule("MatrixSetDiagV3", rows_in=ANY)
 def _with_diagonal(node: Node) -> Value:
-    matrix, diagonal, _ = node.inputs
+    matrix, diagonal, which = node.inputs
+    if have_rows([which]):
+        return node.unknown()
     rows = [each for each in (matrix, diagonal) if each.axis is not None]
     past = len(matrix.shape) - 2
     if any(each[:2] != rows[0][:2] or known(each.axis) >= past for each in rows):

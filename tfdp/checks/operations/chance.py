@@ -66,6 +66,8 @@ _NOT_DRAWING = (
     # Orders, which are the same for all rows or put rows to others.
     *("RandomIndexShuffle", "RandomShuffle"),
 )
+# What takes a seed for no more than to draw.
+_BY_SEEDS = (*_DRAWING, "RandomIndexShuffle", "StatelessSample", "StatelessShuffle")
 _LENGTHS = ("Rank", "Shape", "ShapeN", "Size")
 _STATE = "state"
 # The state of a seed generator, as a number.
@@ -86,18 +88,23 @@ def with_chance(node: Node, outputs: Sequence[Value]) -> list[Value]:
         The same, with `Value.chance`, and with causes.
     """
     kind, causes = node.op.type, frozenset[Cause]()
-    if kind in _LENGTHS:
-        return list(outputs)
     chance = frozenset().union(*(each.chance for each in node.inputs))
+    if kind in _LENGTHS:
+        chance &= {READ}
+        return [each._replace(chance=each.chance | chance) for each in outputs]
     chance = chance.union(*(each.chance for each in outputs))
     if kind == "ReadVariableOp" and node.inputs[0].variable == SEEDS:
         chance |= {READ}
     if node.op.name.rpartition("/")[2].startswith(SECRET):
-        chance = chance - {READ} | {SECRET}
+        chance |= {SECRET}
     if kind in ("RngReadAndSkip", "StatefulUniformFullInt"):
         chance |= {_STATE}
     if kind.startswith(_DRAWING) and not kind.startswith(_NOT_DRAWING):
         causes = _causes_of_places(node, chance)
+    if kind.startswith(_BY_SEEDS) and not kind.startswith("StatelessRandomGet"):
+        # Nobody who does not know the key knows what that gives; a seed itself moves on by
+        # known steps.
+        chance -= {READ} if SECRET in chance else set()
     return [
         each._replace(chance=chance, causes=each.causes | causes) for each in outputs
     ]

@@ -39,6 +39,10 @@ def _of_several(node: Node) -> Value:
         return node.free()
     if any(each.axis != 0 or each.layout != rows[0].layout for each in rows):
         return node.mixed("takes the rows for a space")
+    if node.op.type == "Dilation2DBackpropInput" and node.inputs[1].axis is not None:
+        return node.mixed("takes rows for a kernel")
+    if "Argmax" in node.op.type and node.attr("include_batch_in_index"):
+        return node.mixed("takes the rows for a space")
     # Along their only axis there are no rows, but sizes: they decide for all rows.
     if any(len(each.shape) == 1 for each in rows):
         return node.unknown()
