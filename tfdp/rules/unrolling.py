@@ -19,7 +19,7 @@ MOST_UNROLLED = 64
 _COUNTING = frozenset({
     "AddV2", "Cast", "Equal", "FloorDiv", "FloorMod", "Greater", "GreaterEqual",
     "Identity", "Less", "LessEqual", "LogicalAnd", "LogicalNot", "LogicalOr", "Max", "Maximum",
-    "Minimum", "Mul", "Neg", "NotEqual", "Sub",
+    "Minimum", "Mul", "Neg", "NotEqual", "StridedSlice", "Sub",
 })  # fmt: skip
 
 
