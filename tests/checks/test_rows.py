@@ -974,7 +974,7 @@ def test_every_problem_is_proven_without_running_it(problem):
     chosen = choose("bookkeeping", objective, data)
     # A loss that is no sum over rows is asked for each.
     splits_losses = not problem.name.startswith("dice")
-    chosen = dataclasses.replace(chosen, follows_leaves=False)
+    chosen = dataclasses.replace(chosen, follows_leaves=False, unrolls_loops=None)
     assert chosen == BookkeepingEngine(splits_losses=splits_losses)
 
 

@@ -369,7 +369,7 @@ def through_a_gradient(x, own):
 
 
 def in_a_loop(x, own):
-    return ops.fori_loop(0, 2, lambda _, h: h * own, x)
+    return ops.fori_loop(0, 65, lambda _, h: h * own**0.01, x)
 
 
 def in_a_function(x, own):
@@ -397,7 +397,6 @@ REFUSED = {
         lambda x, own: tf.math.igamma(own, ops.abs(x) + 1),
         "Igamma",
     ),
-    "without_a_loss": (lambda x, own: (x * own, x)[1], "must have a gradient"),
     "complex": (of_waves, "Complex"),
 }
 
@@ -420,6 +419,14 @@ def test_what_is_not_followed_is_taken_apart(name, monkeypatch):
         chosen(problem, "bookkeeping")
     assert chosen(problem) == ApartEngine()
     check(problem, runner(problem, [ApartEngine()]), OUTLIER)
+
+
+def test_a_use_that_no_loss_depends_on_has_no_gradient(monkeypatch):
+    monkeypatch.setitem(USES, "unused", lambda x, own: (x * own, x)[1])
+    monkeypatch.setitem(SHAPES, "unused", (WIDTH,))
+    problem = block("unused")
+    assert chosen(problem) == BookkeepingEngine()
+    check(problem, runner(problem, ENGINES), OUTLIER)
 
 
 def test_gradients_come_back_through_complex_numbers():

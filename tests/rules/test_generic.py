@@ -1,5 +1,6 @@
 """Layers without a rule: what they may do, and what sends them elsewhere."""
 
+import dataclasses
 import logging
 
 import keras
@@ -146,7 +147,8 @@ def test_leaves_of_all_kinds_keep_book_keeping(problem, caplog):
 
 @pytest.mark.slow
 def test_other_leaves_are_refused_by_name_or_vectorized(caplog):
-    problem = problem_of(lambda: sequential((3, 2), Scan(), layers.Dense(2)), 2)
+    problem = problem_of(lambda: sequential((70, 2), Scan(), layers.Dense(2)), 2)
+    problem = dataclasses.replace(problem, make_example=floats((70, 2), 2))
     objective = Objective.of(problem.build(), problem.loss())
     with pytest.raises(UnsupportedLayerError, match=r"that can be vectorized.*`scan`"):
         choose("bookkeeping", objective, tuple(problem.batch(ROWS)))

@@ -212,7 +212,12 @@ def test_gradients_equal_one_example_at_a_time(name):
     engine = engine_of(name)
     assert isinstance(engine, BookkeepingEngine)
     assert engine.places
-    ghost = GhostEngine(places=engine.places)
+    found = {
+        field.name: getattr(engine, field.name)
+        for field in dataclasses.fields(engine)
+        if field.kw_only
+    }
+    ghost = GhostEngine(**found)
     run = runner(problem_of(name), [engine, ghost])
     for rows in (OUTLIER, NAN, (0,), ()):
         check(problem_of(name), run, rows)

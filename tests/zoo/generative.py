@@ -314,6 +314,6 @@ ENTRIES = [
     Entry("flow", flow, images(2, classes=None), None, "bookkeeping"),
     Entry("pixel_cnn", pixel_cnn, IMAGES, "mse", "bookkeeping"),
     Entry("vocoder", vocoder, numbers(8, 3, targets=(16, 1)), "mse", "bookkeeping"),
-    Entry("radiance_field", radiance_field, rays, "mse", "apart"),
+    Entry("radiance_field", radiance_field, rays, "mse", "bookkeeping"),
     Entry("monte_carlo_dropout", monte_carlo_dropout, numbers(6), "mse", "bookkeeping"),
 ]
