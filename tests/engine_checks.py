@@ -21,6 +21,7 @@ from tfdp import _tree
 from tfdp.ascent.losses import Ascent
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines import passes
+from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.losses.objective import Objective
 
 MODES = ("eager", "graph", "xla")
@@ -158,6 +159,16 @@ def clipped(engine: Any, objective: Objective, x: Any, y: Any, clip: float) -> A
     data = tf.convert_to_tensor(x), tf.convert_to_tensor(y), None
     step = functools.partial(_pass, engine, objective, tf.constant(clip), 1)
     return passes.run(step, data, rows_per_unit=1)
+
+
+def ghost_like(engine: BookkeepingEngine) -> GhostEngine:
+    """Return a ghost engine that knows of a model what was found out for another one."""
+    found = {
+        field.name: getattr(engine, field.name)
+        for field in dataclasses.fields(engine)
+        if field.kw_only
+    }
+    return GhostEngine(**found)
 
 
 def check(

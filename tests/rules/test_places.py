@@ -9,14 +9,14 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.engine_checks import NAN, OUTLIER, Uphill, check, runner
+from tests.engine_checks import NAN, OUTLIER, Uphill, check, ghost_like, runner
 from tests.problems.building import floats, sequential
 from tests.problems.problem import problem, register
 from tfdp import _keras
 from tfdp.ascent.losses import Ascent
 from tfdp.checks.engine import choose
 from tfdp.engines.apart import ApartEngine
-from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
+from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.losses.objective import Objective
 from tfdp.rules.places import ROWS_FIRST, Place
 
@@ -212,12 +212,7 @@ def test_gradients_equal_one_example_at_a_time(name):
     engine = engine_of(name)
     assert isinstance(engine, BookkeepingEngine)
     assert engine.places
-    found = {
-        field.name: getattr(engine, field.name)
-        for field in dataclasses.fields(engine)
-        if field.kw_only
-    }
-    ghost = GhostEngine(**found)
+    ghost = ghost_like(engine)
     run = runner(problem_of(name), [engine, ghost])
     for rows in (OUTLIER, NAN, (0,), ()):
         check(problem_of(name), run, rows)

@@ -1,7 +1,6 @@
 """Loops of a known number of steps, in which variables are used or layers called."""
 
 import concurrent.futures
-import dataclasses
 
 import keras
 import pytest
@@ -9,11 +8,11 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfdp
-from tests.engine_checks import OUTLIER, check, check_clipped, runner
+from tests.engine_checks import OUTLIER, check, check_clipped, ghost_like, runner
 from tests.problems.building import floats, sequential
 from tests.problems.problem import problem, register
 from tfdp.checks.engine import choose
-from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
+from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Objective
 from tfdp.rules.unrolling import MOST_UNROLLED, loops_run_by, unrolled
@@ -153,13 +152,7 @@ def test_a_loop_equals_one_example_at_a_time(name):
     engine = chosen(problem)
     assert type(engine) is BookkeepingEngine
     assert engine.unrolls_loops
-    found = {
-        field.name: getattr(engine, field.name)
-        for field in dataclasses.fields(engine)
-        if field.kw_only
-    }
-
-    run = runner(problem, [engine, GhostEngine(**found)], "graph")
+    run = runner(problem, [engine, ghost_like(engine)], "graph")
     check(problem, run, OUTLIER)
     check_clipped(problem, run, [1e6])
 

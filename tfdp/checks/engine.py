@@ -13,7 +13,7 @@ from tfdp._tree import signature_of
 from tfdp._types import Nest, Tensor
 from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
 from tfdp.checks.registered_rules import compare_on_rows
-from tfdp.checks.tracing import LOSS, Found, Trace, units_checked
+from tfdp.checks.tracing import LOSS, SEED_AS_NUMBER, Found, Trace, units_checked
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines.engine import Clipped
 from tfdp.engines.traced import TracedPass
@@ -77,7 +77,7 @@ def choose(
         # kept of the data outlives them all the same.
         check_objective(objective, data, sizes, moved)
     if type(chosen) is VectorizedEngine:
-        return chosen
+        return _without_numbers_of_seeds(chosen, moved)
     try:
         if objective.ascent is not None:
             # What is followed then is not what runs.
@@ -105,17 +105,38 @@ def choose(
                 objective.model.name,
                 error,
             )
-            return apart
+            return _without_numbers_of_seeds(apart, moved)
         logging.warning(
             "tfdp takes whole gradients of each example of model `%s`, which needs "
             "more time and memory: %s",
             objective.model.name,
             error,
         )
-        return VectorizedEngine()
+        return _without_numbers_of_seeds(VectorizedEngine(), moved)
     if not (isinstance(chosen, engines.BookkeepingEngine) and chosen.follows_leaves):
         _log_layers_without_rule(objective.model)
+    if isinstance(chosen, engines.ApartEngine):
+        return _without_numbers_of_seeds(chosen, moved)
     return chosen
+
+
+def _without_numbers_of_seeds(
+    engine: engines.Engine, moved: set[str]
+) -> engines.Engine:
+    """Return an engine that takes each example by itself, unless seeds are numbers there.
+
+    Seeds of rows are known steps apart: as numbers they tell places in the batch.
+
+    Raises:
+        UnsupportedLayerError: If they are.
+    """
+    if SEED_AS_NUMBER in moved:
+        raise UnsupportedLayerError(
+            "A seed must serve to draw alone where each example is taken through a model "
+            f"by itself. Received: {SEED_AS_NUMBER}, and engine={engine.name!r}. Use "
+            "`keras.random.uniform((), seed=seed_generator)`."
+        )
+    return engine
 
 
 def _proven(
@@ -145,7 +166,7 @@ def _proven(
         failure = UnsupportedLayerError(str(problems[0])) if problems else None
     except UnsupportedLayerError as error:
         failure = error
-    moved.update(*(trace.assigned | trace.moved for trace in traces))
+    moved.update(*(trace.moved for trace in traces))
     if failure is None:
         if passes is not None:
             passes += traced
@@ -315,7 +336,7 @@ def check_objective(
         trace = Trace(objective.model)
         found = _followed(objective, data, rows, _losses, trace)
         if moved is not None:
-            moved |= trace.assigned | trace.moved
+            moved |= trace.moved
         problems = layer_problems(objective.model, trace, found)
         raise_if(objective.model, [each for each in problems if each.is_certain])
         of_losses = loss_problems(found)

@@ -111,4 +111,4 @@ def check_model(model: keras.Model, x: Nest, *, views: int = 1) -> frozenset[str
     """
     trace = Trace(model)
     raise_if(model, _problems_of(model, x, trace, views=views))
-    return frozenset(trace.assigned | trace.moved)
+    return frozenset(trace.moved)

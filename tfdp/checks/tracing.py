@@ -36,6 +36,9 @@ _MANY = 97
 # In place of a layer: the loss.
 LOSS = "loss"
 
+# What moves on if a seed is taken for more than to draw.
+SEED_AS_NUMBER = "the state of a seed generator, read as a number"
+
 # What is the matter with some loops inside of a loop over rows.
 NO_GRADIENT = "has no gradient in a loop over rows"
 
@@ -97,8 +100,8 @@ class Trace:
         stateful: `id`s of recurrent layers that keep their states for the next batch.
         has_split: Whether a loss is asked for all rows, and taken apart.
         has_loop: Whether something is out of reach in what may be a loop.
-        assigned: Names of variables that get other values in the pass.
-        moved: What other state moves on in it; see `Analysis`.
+        moved: What the pass moves on, so that the next one finds it moved: variables that
+            it assigns, and other state; see `Analysis`.
     """
 
     def __init__(self, model: keras.Model | None) -> None:
@@ -109,7 +112,6 @@ class Trace:
         self.stateful: set[int] = set()
         self.has_split = False
         self.has_loop = False
-        self.assigned: set[str] = set()
         self.moved: set[str] = set()
         # Handles of the states that seeds are drawn from.
         self._seeds: dict[int, str] = {}
@@ -270,7 +272,7 @@ class Trace:
             value = by_tensor[id(tensor)]
             causes |= value.causes
             if READ in value.chance:
-                self.moved.add("the state of a seed generator, read as a number")
+                self.moved.add(SEED_AS_NUMBER)
             is_alone = value.axis == WITHIN and tensor.shape[:1].as_list() == [1]
             if ends_in_rows and not is_alone and value[:2] not in _ROWS:
                 why = "ends in rows that are not on the first axis"
@@ -503,8 +505,7 @@ class Trace:
             )
 
     def _note_moves(self, analysis: Analysis) -> None:
-        self.assigned |= analysis.assigned
-        self.moved |= analysis.moved
+        self.moved |= analysis.assigned | analysis.moved
 
     def _note_seeds(self) -> None:
         """Note the states that seeds are drawn from, while they are known."""
