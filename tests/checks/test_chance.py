@@ -54,9 +54,13 @@ def in_a_function(shape, seed):
     return tf.random.stateless_normal(shape, seed)
 
 
-def categories(layer, shape, **seed):
-    drawn = keras.random.categorical(tf.ones(shape), D, **seed)
+def categories(layer, shape, of=tf.ones, **seed):
+    drawn = keras.random.categorical(of(shape), D, **seed)
     return tf.cast(drawn, "float32")
+
+
+def secret(layer, shape):
+    return keras.random.normal(shape, seed=layer.seed_generator)
 
 
 SECRET = {
@@ -86,6 +90,9 @@ KNOWN = {
         shape, tf.constant([1, 2])
     ),
     "categories": lambda layer, shape: categories(layer, shape, seed=1),
+    "categories of what is drawn by a secret seed": lambda layer, shape: categories(
+        layer, shape, lambda shape: secret(layer, shape), seed=1
+    ),
     "numbers of TensorFlow": lambda layer, shape: tf.random.stateless_normal(
         shape, [1, 2]
     ),

@@ -114,6 +114,19 @@ MEETING = {
     "what was there": lambda x: (
         x + tf.raw_ops.Empty(shape=tf.shape(x), dtype=x.dtype, init=False)
     ),
+    "constants to some of the rows": lambda x: (
+        x + tf.scatter_nd(FREE, tf.ones([2, D], x.dtype), tf.shape(x))
+    ),
+    "constants to entries of some": lambda x: (
+        x + tf.scatter_nd([[0, 1], [2, 1]], tf.ones([2], x.dtype), tf.shape(x))
+    ),
+    "rows of a list": lambda x: (
+        tf
+        .TensorArray(x.dtype, number_of(x))
+        .unstack(x)
+        .write(0, tf.ones([D], x.dtype))
+        .stack()
+    ),
     "rows in place of columns": lambda x: (
         tf.tensor_scatter_nd_add(
             tf.zeros([D, number_of(x)], x.dtype), [[0]], x[:, :1][None, :, 0]

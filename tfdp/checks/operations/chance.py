@@ -1,6 +1,6 @@
 """Random numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
@@ -68,6 +68,8 @@ _NOT_DRAWING = (
 )
 # What takes a seed for no more than to draw.
 _BY_SEEDS = (*_DRAWING, "RandomIndexShuffle", "StatelessSample", "StatelessShuffle")
+# What these inputs are called.
+_SEED_INPUTS = ("counter", "key", "resource", "seed", "seed2")
 _LENGTHS = ("Rank", "Shape", "ShapeN", "Size")
 _STATE = "state"
 # The state of a seed generator, as a number.
@@ -88,11 +90,12 @@ def with_chance(node: Node, outputs: Sequence[Value]) -> list[Value]:
         The same, with `Value.chance`, and with causes.
     """
     kind, causes = node.op.type, frozenset[Cause]()
-    chance = frozenset().union(*(each.chance for each in node.inputs))
+    draws = kind.startswith(_BY_SEEDS) and not kind.startswith("StatelessRandomGet")
+    chance, of_others = _chance_of_inputs(node) if draws else (_chance(node.inputs), ())
     if kind in _LENGTHS:
         chance &= {READ}
         return [each._replace(chance=each.chance | chance) for each in outputs]
-    chance = chance.union(*(each.chance for each in outputs))
+    chance |= _chance(outputs)
     if kind == "ReadVariableOp" and node.inputs[0].variable == SEEDS:
         chance |= {READ}
     if node.op.name.rpartition("/")[2].startswith(SECRET):
@@ -101,13 +104,28 @@ def with_chance(node: Node, outputs: Sequence[Value]) -> list[Value]:
         chance |= {_STATE}
     if kind.startswith(_DRAWING) and not kind.startswith(_NOT_DRAWING):
         causes = _causes_of_places(node, chance)
-    if kind.startswith(_BY_SEEDS) and not kind.startswith("StatelessRandomGet"):
+    if draws and SECRET in chance:
         # Nobody who does not know the key knows what that gives; a seed itself moves on by
         # known steps.
-        chance -= {READ} if SECRET in chance else set()
+        chance -= {READ}
     return [
-        each._replace(chance=chance, causes=each.causes | causes) for each in outputs
+        each._replace(chance=chance.union(of_others), causes=each.causes | causes)
+        for each in outputs
     ]
+
+
+def _chance(values: Iterable[Value]) -> frozenset[str]:
+    return frozenset().union(*(each.chance for each in values))
+
+
+def _chance_of_inputs(node: Node) -> tuple[frozenset[str], frozenset[str]]:
+    """Return where the seeds of a draw come from, and those of its other inputs."""
+    named = zip(node.op.op_def.input_arg, node.inputs, strict=True)
+    of_seeds: list[Value] = []
+    of_others: list[Value] = []
+    for argument, value in named:
+        (of_seeds if argument.name in _SEED_INPUTS else of_others).append(value)
+    return _chance(of_seeds), _chance(of_others)
 
 
 def has_known_seed(op: tf.Operation) -> bool:

@@ -114,6 +114,8 @@ def _element(node: Node, value: Value, causes: frozenset[Cause]) -> Value:
 def _with_item(node: Node) -> Value:
     value, index, item, *_ = node.inputs
     causes = value.causes | item.causes | index.causes
+    if value.axis == 0:
+        return node.mixed("puts something in the place of a row", causes=causes)
     grown = _grown(node, value, item, causes)
     # There may be others in it that nobody has set.
     return grown._replace(variable=PERHAPS_NEW) if is_open(value) else grown

@@ -1,7 +1,8 @@
 """Entries that are put into tensors by their numbers."""
 
 from tfdp.checks.bounds import own_entries, own_row_bounds
-from tfdp.checks.node import ANY, Node, depth_of, lengths_from, rule
+from tfdp.checks.node import ANY, COUNTS, Node, depth_of, lengths_from, rule
+from tfdp.checks.sizes import Size
 from tfdp.checks.values import PLAIN, Value, causes_of, have_rows
 
 
@@ -50,6 +51,9 @@ def _put_into_zeros(node: Node) -> Value:
     # A shape has no part in what is put.
     causes = causes_of([indices, updates])
     if updates.axis is None:
+        # The same entries at the same places among the rows, or in each of them.
+        if any(isinstance(length, Size) for length in lengths[: depth_of(indices)]):
+            causes |= {node.cause(COUNTS, is_certain=False)}
         return node.free(lengths, causes)
     more = len(indices.shape) - 1
     if updates.axis < more:
