@@ -106,7 +106,7 @@ def runner(
         )
     if ascent is not None:
         radius = tf.constant(ascent.radius, tf.float64)
-        step = Ascent(radius, ascent.mix, ascent.is_exact)
+        step = Ascent(lambda: radius, ascent.mix, ascent.is_exact)
         objective = dataclasses.replace(objective, ascent=step)
     wide = clip_as_tensor(1.0, objective.variables).dtype
     signature = tuple(problem.batch(1))

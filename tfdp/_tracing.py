@@ -45,6 +45,9 @@ class Tracing(Protocol):
             is_recorded: Whether a tape has recorded them. Otherwise it will next time.
         """
 
+    def rows_of(self, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        """Note that rows of outputs are made of the same rows; see `made_of_rows`."""
+
     def note_split(self) -> None:
         """Note that a loss is asked for all rows, and taken apart."""
 
@@ -63,6 +66,23 @@ _tracing: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar(
 def tracing() -> Tracing | None:
     """Return the trace that is being made, if one is."""
     return _tracing.get()
+
+
+def made_of_rows(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Say that each row of these outputs is made of the same row of the inputs.
+
+    It is for what tfdp computes in a way that cannot be followed: whoever says so has to
+    know it, as nothing checks it.
+
+    Args:
+        outputs: Rows on the first axis.
+        inputs: Likewise. If a trace finds them elsewhere, what is said is not heard.
+
+    Returns:
+        The outputs.
+    """
+    trace = None if tf.executing_eagerly() else tracing()
+    return outputs if trace is None else trace.rows_of(outputs, inputs)
 
 
 @contextlib.contextmanager

@@ -1075,7 +1075,7 @@ class DPModel(TrainingFunctions):
         is_in_graph = any(map(tf.is_symbolic_tensor, _tree.tensors(data)))
         if self._replicas.strategy is not None and not is_in_graph:
             self.build_all(sample)
-        self._checked.check(data, sample, seen, self.optimizer.iterations.value)
+        self._checked.check(data, sample, seen, self.optimizer.iterations)
         _keras.build_metrics(self, *self._checked.outputs)
         self.built = True
 

@@ -639,8 +639,8 @@ def test_a_model_that_rules_reach_keeps_its_engine(engine, hidden, caplog):
 
 
 UPHILL = {
-    "sam": Ascent(tf.constant(0.02, tf.float64), mix=0.8, is_exact=False),
-    "exact": Ascent(tf.constant(0.02, tf.float64), mix=0.8, is_exact=True),
+    "sam": Ascent(lambda: tf.constant(0.02, tf.float64), mix=0.8, is_exact=False),
+    "exact": Ascent(lambda: tf.constant(0.02, tf.float64), mix=0.8, is_exact=True),
 }
 
 

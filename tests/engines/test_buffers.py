@@ -52,7 +52,7 @@ def largest(model, engine, ascent):
     objective = Objective.of(model, "mse")
     if ascent is not None:
         radius, mix, is_exact = ascent
-        step = Ascent(tf.constant(radius, tf.float64), mix, is_exact)
+        step = Ascent(lambda: tf.constant(radius, tf.float64), mix, is_exact)
         objective = dataclasses.replace(objective, ascent=step)
 
     @tf.function(autograph=False)

@@ -10,6 +10,7 @@ import tfdp
 from tests.reference import clipped_sum
 from tfdp.engines import BookkeepingEngine, GhostEngine
 from tfdp.engines.traced import TracedPass
+from tfdp.losses.objective import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore:Training without noise")
 
@@ -118,12 +119,16 @@ def test_losses_that_change_are_traced_anew(options):
 
 def test_a_pass_fits_what_it_was_traced_for():
     known, other = object(), object()
-    traced = TracedPass(BookkeepingEngine(), known, None)
-    assert traced.fits(BookkeepingEngine(), known, 1)
-    assert not traced.fits(BookkeepingEngine(), other, 1)
-    assert not traced.fits(GhostEngine(), known, 1)
-    assert not traced.fits(BookkeepingEngine(), known, 2)
-    assert not traced.fits(BookkeepingEngine(), known, tf.constant(1))
+    batch = Batch(*data(), None, tf.zeros([ROWS], tf.bool))
+    traced = TracedPass(BookkeepingEngine(), known, None, None)
+    assert traced.fits(BookkeepingEngine(), known, batch, 1)
+    assert not traced.fits(BookkeepingEngine(), other, batch, 1)
+    assert not traced.fits(GhostEngine(), known, batch, 1)
+    assert not traced.fits(BookkeepingEngine(), known, batch, 2)
+    assert not traced.fits(BookkeepingEngine(), known, batch, tf.constant(1))
+    for rows in (ROWS, ROWS + 1):
+        of_some = TracedPass(BookkeepingEngine(), known, rows, None)
+        assert of_some.fits(BookkeepingEngine(), known, batch, 1) == (rows == ROWS)
 
 
 def test_masks_differ_between_steps():

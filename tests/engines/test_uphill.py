@@ -197,7 +197,7 @@ def test_both_passes_have_the_same_masks(engine, ascent):
 
 
 def at(radius, ascent):
-    return Ascent(tf.constant(radius, tf.float64), ascent.mix, ascent.is_exact)
+    return Ascent(lambda: tf.constant(radius, tf.float64), ascent.mix, ascent.is_exact)
 
 
 @pytest.mark.parametrize(("engine", "ascent"), [(ENGINES[0], EXACT), *OF_RULES])

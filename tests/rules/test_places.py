@@ -190,7 +190,7 @@ def engine_of(name, ascent=None):
     objective = Objective.of(problem.build(), problem.loss(), None)
     if ascent is not None:
         step = Ascent(
-            tf.constant(ascent.radius, tf.float64), ascent.mix, ascent.is_exact
+            lambda: tf.constant(ascent.radius, tf.float64), ascent.mix, ascent.is_exact
         )
         objective = dataclasses.replace(objective, ascent=step)
     return choose("auto", objective, tuple(problem.batch(3)))

@@ -158,7 +158,7 @@ def test_uphill_the_masks_are_the_same(name, is_exact, rng):
             rows.append(there)
         gradients = stacked(rows)
         clip = median(gradients)
-        step = Ascent(tf.constant(radius, tf.float64), 1.0, is_exact)
+        step = Ascent(lambda: tf.constant(radius, tf.float64), 1.0, is_exact)
         objective = dataclasses.replace(Objective.of(model, "mse"), ascent=step)
         again()
         found = clipped(BookkeepingEngine(), objective, x, y, clip)

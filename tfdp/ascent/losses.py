@@ -18,14 +18,19 @@ class Ascent(NamedTuple):
     """A step uphill from the weights, for each unit its own.
 
     Attributes:
-        radius: Length of the step, a scalar tensor.
+        read_radius: Reads the length of the step, in the graph that wants it.
         mix: Weight of the gradient found there, beside the one found here.
         is_exact: Whether the step is infinitely small, and its effect scaled up.
     """
 
-    radius: Tensor
+    read_radius: Callable[[], Tensor]
     mix: float
     is_exact: bool
+
+    @property
+    def radius(self) -> Tensor:
+        """Length of the step, a scalar tensor."""
+        return self.read_radius()
 
 
 class AscentLoss(keras.losses.Loss):
@@ -220,18 +225,24 @@ class BAM(AscentLoss):
         """Tell whether there is any step at all."""
         return super().has_ascent() and self.mix > 0
 
-    def ascent_at(self, iteration: Variable | Tensor | None) -> Ascent | None:
+    def ascent_at(self, iterations: Variable | None) -> Ascent | None:
         """Return the step uphill of each unit.
 
         Args:
-            iteration: See `radius_at`.
+            iterations: The optimizer's, which each step reads; see `radius_at`.
 
         Returns:
             The step; None if there is none.
+
+        Raises:
+            ValueError: See `radius_at`.
         """
         if not self.has_ascent():
             return None
-        return Ascent(self.radius_at(iteration), self.mix, self.ascent == "exact")
+        self.radius_at(iterations)  # What it raises is not for the graph of a step.
+        return Ascent(
+            lambda: self.radius_at(iterations), self.mix, self.ascent == "exact"
+        )
 
     def get_config(self) -> Config:
         """Return the arguments that rebuild the loss."""

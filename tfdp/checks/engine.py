@@ -53,8 +53,8 @@ def choose(
             with an entry for each place in the batch: any number is proven as well.
         sample: Rows on which rules that somebody has registered are compared with
             gradients taken one by one; by default `data`, if these are arrays.
-        passes: Where to put what was traced whole, for any number of rows, and can be
-            run.
+        passes: Where to put what was traced whole, for as many rows as layers will see
+            in a graph, and can be run.
         moved: Where to put what the model moves on while it is called, such as variables
             that it assigns: the next pass would find it moved.
 
@@ -79,10 +79,8 @@ def choose(
     if type(chosen) is VectorizedEngine:
         return _without_numbers_of_seeds(chosen, moved)
     try:
-        if objective.ascent is not None:
-            # What is followed then is not what runs.
-            passes = None
-        elif seen is None and isinstance(chosen, engines.BookkeepingEngine):
+        is_here = objective.ascent is None and seen is None
+        if is_here and isinstance(chosen, engines.BookkeepingEngine):
             # Uphill and eagerly layers without a rule need those of leaves.
             follows_leaves = has_leaves(objective.model)
             chosen = dataclasses.replace(chosen, follows_leaves=follows_leaves)
@@ -157,9 +155,12 @@ def _proven(
     traced: list[TracedPass] = []
     problems: list[Problem] = []
     traces = [Trace(objective.model) for _ in sizes]
+    # Derivatives of gradients are of as many rows as layers see.
+    ascent = objective.ascent
+    of_graph = sizes[-1] if ascent is not None and ascent.is_exact else None
     try:
         for trace, rows in zip(traces, sizes, strict=True):
-            whole = traced if passes is not None and rows is None else None
+            whole = traced if passes is not None and rows == of_graph else None
             problems += _problems_of_pass(
                 engine, objective, data, rows, whole, trace=trace
             )
@@ -300,7 +301,7 @@ def _can_take_apart(
             with units_checked(objective.model):
                 function.get_concrete_function(*signature)
             if rows is None:
-                traced.append(TracedPass(engine, objective, function))
+                traced.append(TracedPass(engine, objective, rows, function))
         _compare_if_foreign(engine, objective, data if sample is None else sample)
     # Whatever it is, the vectorized engine does without, or says it.
     except Exception:  # noqa: BLE001
@@ -369,7 +370,7 @@ def _problems_of_pass(
     if passes is not None and engine.notes_what_it_reads:
         found, function = _followed_whole(engine, objective, data, rows, trace)
         if function is not None:
-            passes.append(TracedPass(engine, objective, function))
+            passes.append(TracedPass(engine, objective, rows, function))
     else:
         found = _followed(objective, data, rows, engine.read, trace)
     problems = layer_problems(objective.model, trace, found) + loss_problems(found)

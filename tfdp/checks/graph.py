@@ -39,6 +39,7 @@ from tfdp.checks.values import (
     WITHIN,
     Cause,
     Value,
+    causes_of,
     have_rows,
     is_open,
     laid_out,
@@ -74,6 +75,8 @@ class Analysis:
     Args:
         rows: How many rows a batch has; None if that is not static.
         look_at: Called for each operation, with what becomes of its outputs.
+        made_of: For identities in the outermost graph, by their names, what their rows
+            are known to be made of; see `made_of_rows`.
         has_open_lengths: See `Node`.
 
     Attributes:
@@ -88,9 +91,11 @@ class Analysis:
         rows: int | None,
         look_at: Callable[[Node, Sequence[Value]], None] | None = None,
         *,
+        made_of: Mapping[str, Sequence[Tensor]] | None = None,
         has_open_lengths: bool = False,
     ) -> None:
         """Begin with nothing."""
+        self._made_of = made_of or {}
         self._has_open_lengths = has_open_lengths
         self.effects: set[Cause] = set()
         self.assigned: set[str] = set()
@@ -128,6 +133,8 @@ class Analysis:
             inputs = [values[t.op.name][t.value_index] for t in op.inputs]
             # What happens in a function is told of the operation that calls it.
             is_outermost = self._outer is None
+            if is_outermost and name in self._made_of:
+                inputs = [self._made_of_rows(op, self._made_of[name]) or inputs[0]]
             if is_outermost:
                 self._outer = op
             outputs = self._outputs(op, inputs)
@@ -142,6 +149,21 @@ class Analysis:
                 self._outer = None
         self._values_here = around
         return [values[tensor.op.name][tensor.value_index] for tensor in wanted]
+
+    def _made_of_rows(
+        self, op: tf.Operation, tensors: Sequence[Tensor]
+    ) -> Value | None:
+        """Return what is said of a tensor, None unless its rows are on the first axis."""
+        made_of = [*map(self._node(op, []).value_of, tensors)]
+        if {each[:2] for each in made_of if each.axis is not None} != {(0, PLAIN)}:
+            return None
+        lengths = static_lengths(op.outputs[0])
+        return Value(
+            0,
+            lengths=(made_of[0].shape[0], *lengths[1:]) if lengths else None,
+            causes=causes_of(made_of),
+            chance=frozenset().union(*(each.chance for each in made_of)),
+        )
 
     def _outputs(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:
         kind = op.type

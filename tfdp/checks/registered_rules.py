@@ -49,8 +49,9 @@ def compare_on_rows(
     objective = dataclasses.replace(objective, training=False)
     if objective.ascent is not None:
         # Far enough uphill to tell a wrong way from rounding.
-        radius = tf.constant(_RADIUS, tf.float64)
-        ascent = objective.ascent._replace(radius=radius, mix=1.0)
+        ascent = objective.ascent._replace(
+            read_radius=lambda: tf.constant(_RADIUS, tf.float64), mix=1.0
+        )
         objective = dataclasses.replace(objective, ascent=ascent)
     rows = number_of_rows(data)
     with _away_from_zero(objective.model):

@@ -125,6 +125,8 @@ class Trace:
         self._read: tuple[list[Tensor], int | None] | None = None
         # What losses do that are asked for each row alone, but cannot be.
         self._of_losses: list[Found] = []
+        # What is made of the same rows as what, for certain.
+        self._made_of: list[tuple[Tensor, list[Tensor]]] = []
         self._noted: dict[Where, list[Tensor]] = {}
         self._unrecorded: set[Where] = set()
 
@@ -202,7 +204,11 @@ class Trace:
         }
         for given in _all_given(signature, None, 1):
             known = self._known(graph, given)
-            analysis = Analysis(None, has_open_lengths=_are_open(signature))
+            analysis = Analysis(
+                None,
+                made_of=self._made_of_in(graph),
+                has_open_lengths=_are_open(signature),
+            )
             values = iter(analysis.values(graph, known, wanted))
             for where, tensors in self._noted.items():
                 different[where].add(_common_place([next(values) for _ in tensors]))
@@ -221,6 +227,12 @@ class Trace:
         self._noted[where] = tensors
         if not is_recorded:
             self._unrecorded.add(where)
+
+    def rows_of(self, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        """Note that rows of outputs are made of the same rows; see `made_of_rows`."""
+        returned = [tf.identity(each) for each in outputs]
+        self._made_of += [(output, inputs) for output in returned]
+        return returned
 
     def note_split(self) -> None:
         """Note that a loss is asked for all rows, and taken apart."""
@@ -245,7 +257,11 @@ class Trace:
     ) -> list[Found]:
         found: dict[Cause, Found] = {}
         for given in _all_given(signature, rows, views):
-            analysis = Analysis(rows, has_open_lengths=_are_open(signature))
+            analysis = Analysis(
+                rows,
+                made_of=self._made_of_in(graph),
+                has_open_lengths=_are_open(signature),
+            )
             for each in self._found_in(graph, given, analysis, ends_in_rows):
                 found.setdefault(each.cause, each)
         return list(found.values())
@@ -299,6 +315,13 @@ class Trace:
         inputs = zip(graph.inputs, given, strict=False)
         known = {tensor.op.name: value for tensor, value in inputs}
         return known | self._captured(graph)
+
+    def _made_of_in(self, graph: tf.Graph) -> dict[str, list[Tensor]]:
+        return {
+            tensor.op.name: inputs
+            for tensor, inputs in self._made_of
+            if tensor.graph is graph
+        }
 
     def _captured(self, graph: tf.Graph) -> dict[str, Value]:
         """Name the variables that a graph reads."""

@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -238,10 +236,7 @@ class RecordedForward:
                     splits_losses=splits_losses,
                     **found_out,
                 )
-            if tf.executing_eagerly() or tracing() is None:
-                bounds = self._here.squares_and_terms(keeps=True)
-            else:
-                bounds = self._here.stand_ins()
+            bounds = self._here.squares_and_terms(keeps=True)
             self._uphill = Uphill(objective, objective.ascent, self.units, *bounds)
         with contextlib.ExitStack() as entered:
             moves = None
@@ -344,31 +339,6 @@ class RecordedForward:
                     repeats = -1 if self._objective.ascent else term.repeats
                     found += [_by_rows(t, self.units, repeats) for t in term.read()]
         return found
-
-    def stand_ins(self) -> tuple[list[Tensor], list[Term | None]]:
-        """Return what depends on the same rows as `squares_and_terms`, for a proof.
-
-        What terms make of tensors that keep rows apart keeps them apart. A graph that
-        is there to be followed has, for all of it, each row's sum of what is read.
-        """
-        terms_by_variable = self.terms_by_variable()
-        sums = [
-            tf.reduce_sum(tf.cast(each, tf.float64), list(range(1, each.shape.rank)))
-            for each in self.read(terms_by_variable)
-        ]
-        of_units = functools.reduce(tf.add, sums)
-        ready: list[Term | None] = []
-        for terms in terms_by_variable:
-            term = None
-            if terms:
-                variable = terms[0].variable
-                zeros = tf.zeros(
-                    [math.prod(variable.shape)], at_least_float32(variable.value).dtype
-                )
-                whole = tf.cast(of_units, zeros.dtype)[:, None] + zeros
-                term = Kept(variable, whole)
-            ready.append(term)
-        return [of_units], ready
 
     def squares_and_terms(
         self, *, keeps: bool

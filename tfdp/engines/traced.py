@@ -18,22 +18,29 @@ class TracedPass:
     Attributes:
         engine: Whose pass it is.
         objective: What is differentiated in it.
+        rows: How many it is for; None for any number.
         function: From ``(x, y, sample_weight, is_padding, l2_norm_clip)`` to what
             `Engine.clip_and_sum` returns, each row a unit.
     """
 
     engine: Engine
     objective: Objective
+    rows: int | None
     function: Callable[..., Clipped]
 
     def fits(
-        self, engine: Engine, objective: Objective, rows_per_unit: int | Tensor
+        self,
+        engine: Engine,
+        objective: Objective,
+        batch: Batch,
+        rows_per_unit: int | Tensor,
     ) -> bool:
         """Tell whether it is what an engine would do.
 
         Args:
             engine: The engine.
             objective: What is to be differentiated.
+            batch: The rows.
             rows_per_unit: Consecutive rows that are one unit.
 
         Returns:
@@ -42,6 +49,7 @@ class TracedPass:
         return (
             engine == self.engine
             and objective is self.objective
+            and self.rows in (None, batch.is_padding.shape[0])
             and isinstance(rows_per_unit, int)
             and rows_per_unit == 1
         )

@@ -153,8 +153,9 @@ def unit_gradients(
         )
         weights = 1.0, ascent.mix * ascent.radius
     else:
+        radius = ascent.radius
         moved = [
-            value if v is None else value + tf.cast(ascent.radius, v.dtype) * v
+            value if v is None else value + tf.cast(radius, v.dtype) * v
             for value, v in zip(values, directions, strict=True)
         ]
         change = _gradients_elsewhere(moved, objective, unit)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._tracing import made_of_rows
 from tfdp._types import Tensor
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.patches import has_few_patches, patches
@@ -56,7 +57,7 @@ def filter_gradients(
         )
         if not by_offsets:
             # Units are taken by number: given as elements, all would be copied.
-            return tf.map_fn(
+            gradients = tf.map_fn(
                 lambda unit: filter_gradient(
                     inputs[unit],
                     output_gradients[unit],
@@ -66,6 +67,7 @@ def filter_gradients(
                 tf.range(tf.shape(inputs)[0]),
                 fn_output_signature=tf.TensorSpec(kernel_shape, inputs.dtype),
             )
+            return made_of_rows([gradients], [inputs, output_gradients])[0]
     return _by_offsets(inputs, output_gradients, kernel_shape, geometry, groups)
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdp import _keras, _tree, engines
 from tfdp._tree import signature_of
-from tfdp._types import Config, Loss, Nest, Tensor
+from tfdp._types import Config, Loss, Nest, Tensor, Variable
 from tfdp.ascent.losses import BAM, SAT, AscentLoss
 from tfdp.ascent.released import ReleasedGradient
 from tfdp.checks.engine import choose
@@ -27,7 +27,7 @@ from tfdp.sampling import Scheme
 from tfdp.training.augmentation import Augmentation
 from tfdp.training.callback import StepCallback, acts_in_steps
 from tfdp.training.python_state import python_state
-from tfdp.training.step import BatchClipper, Session, objective_uphill, sees_rows
+from tfdp.training.step import BatchClipper, Session, sees_rows
 from tfdp.training.units import filled_up
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class CheckedModel:
         if not isinstance(ascent, SAT):
             self.released = ReleasedGradient()
         self._objective: Objective | None = None
+        # With the plain one, and the iterations, that it was made of.
+        self._uphill: tuple[Objective, Variable, Objective] | None = None
         # By what rows are like, and how many of them layers see.
         self._engines: dict[tuple[_Rows, int | None], engines.Engine] = {}
         self._passes: dict[_Rows, TracedPass] = {}
@@ -144,6 +146,22 @@ class CheckedModel:
             self._objective = known
         return known
 
+    def objective_uphill(self, iterations: Variable) -> Objective:
+        """Return that with gradients where `BAM` wants them, the same while nothing changes.
+
+        Args:
+            iterations: The optimizer's.
+        """
+        plain = self.objective()
+        if not isinstance(self.ascent, BAM):
+            return plain
+        known = self._uphill
+        if known is None or known[0] is not plain or known[1] is not iterations:
+            ascent = self.ascent.ascent_at(iterations)
+            known = plain, iterations, dataclasses.replace(plain, ascent=ascent)
+            self._uphill = known
+        return known[2]
+
     def session(
         self,
         scheme: Scheme,
@@ -173,6 +191,7 @@ class CheckedModel:
                 moved=frozenset(self.moved),
             ),
             self.objective(),
+            self.objective_uphill(optimizer.iterations),
             scheme.in_units(clipper.examples_per_unit),
             optimizer,
             optimizer.mechanism,
@@ -195,7 +214,8 @@ class CheckedModel:
             clipper: Cuts them.
             is_eager: Whether steps run without a graph.
         """
-        if not sees_rows(is_eager=is_eager, goes_uphill=isinstance(self.ascent, BAM)):
+        is_exact = isinstance(self.ascent, BAM) and self.ascent.ascent == "exact"
+        if not sees_rows(is_eager=is_eager, ascent_is_exact=is_exact):
             return None
         rows = clipper.physical_batch_size
         if rows is None and batch_size is not None:
@@ -216,7 +236,7 @@ class CheckedModel:
         return self._is_as_checked() and self._take(_rows_like(data), seen)
 
     def check(
-        self, data: Nest, sample: Nest, seen: int | None, iteration: Tensor
+        self, data: Nest, sample: Nest, seen: int | None, iterations: Variable
     ) -> None:
         """Refuse layers and losses that mix examples, and choose the engine.
 
@@ -229,7 +249,7 @@ class CheckedModel:
             sample: ``(x, y, sample_weight)`` of rows to look at; their shapes are
                 known. None where there are none.
             seen: What `rows_seen` returned.
-            iteration: The optimizer's `iterations`.
+            iterations: The optimizer's.
 
         Raises:
             NotPrivateError: If the lengths of axes are unknown and there is no sample
@@ -254,7 +274,7 @@ class CheckedModel:
                     self.moved |= self._augmentation.check(rows[0])
                 if not self._model.built:
                     self._model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
-            objective = objective_uphill(self.objective(), self.ascent, iteration)
+            objective = self.objective_uphill(iterations)
             noting = dataclasses.replace(objective, losses=self._noting(objective))
             passes: list[TracedPass] = []
             chosen = choose(

@@ -17,7 +17,7 @@ from absl import logging
 from tfdp import _keras, _seeds, _tree, engines
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.accounting.levels import folded
-from tfdp.ascent.losses import BAM, SAT, AscentLoss
+from tfdp.ascent.losses import SAT, AscentLoss
 from tfdp.ascent.released import ReleasedGradient
 from tfdp.checks.tracing import units_checked
 from tfdp.clipping import ClippedSum, clip_as_tensor
@@ -189,9 +189,10 @@ class BatchClipper:
             run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
+            ascent = objective.ascent
             if not sees_rows(
                 is_eager=tf.executing_eagerly(),
-                goes_uphill=objective.ascent is not None,
+                ascent_is_exact=ascent is not None and ascent.is_exact,
             ):
                 batch = _of_any_number(batch)
             if augmentation is None:
@@ -232,7 +233,9 @@ class BatchClipper:
         known = self.traced
         if self.jit_compile or self.replicas.strategy or tf.executing_eagerly():
             known = None
-        if known is not None and known.fits(self.engine, objective, rows_per_unit):
+        if known is not None and known.fits(
+            self.engine, objective, batch, rows_per_unit
+        ):
             return known.clip_and_sum(batch, clip)
         options = {"l2_norm_clip": clip, "rows_per_unit": rows_per_unit}
         try:
@@ -252,21 +255,21 @@ class BatchClipper:
             return engines.get("vectorized").clip_and_sum(objective, batch, **options)
 
 
-def sees_rows(*, is_eager: bool, goes_uphill: bool) -> bool:
+def sees_rows(*, is_eager: bool, ascent_is_exact: bool) -> bool:
     """Tell whether layers see how many rows a pass has, where that is static.
 
     Graphs forget it, so that one proof and one trace are for all sizes. Two things keep
-    it: eager steps, which have no graph, and gradients uphill, whose derivatives would
-    take more operations.
+    it: eager steps, which have no graph, and gradients that are differentiated again,
+    which would take more operations.
 
     Args:
         is_eager: Whether steps run without a graph.
-        goes_uphill: Whether gradients are taken where `BAM` wants them.
+        ascent_is_exact: Whether gradients are differentiated, as `BAM` may want it.
 
     Returns:
         False where any number of rows is all there is to prove anything for.
     """
-    return is_eager or goes_uphill
+    return is_eager or ascent_is_exact
 
 
 def _of_any_number(batch: Batch) -> Batch:
@@ -291,6 +294,7 @@ class Session:
     Attributes:
         clipper: Clips the batches.
         objective: The plain loss of each example.
+        objective_uphill: The same with its gradients where `BAM` wants them, if it does.
         scheme: How the batches are drawn.
         optimizer: Has the clip norm, and the steps.
         mechanism: Draws its noise.
@@ -303,6 +307,7 @@ class Session:
 
     clipper: BatchClipper
     objective: Objective
+    objective_uphill: Objective
     scheme: Scheme
     optimizer: DPOptimizer
     mechanism: Mechanism
@@ -370,24 +375,6 @@ class Session:
         return self.released.uphill(self.ascent.radius_at(iteration))
 
 
-def objective_uphill(
-    objective: Objective, ascent: AscentLoss | None, iteration: Tensor
-) -> Objective:
-    """Return an objective with its gradients taken where `BAM` wants them.
-
-    Args:
-        objective: Of the plain loss.
-        ascent: The loss that takes gradients uphill, if any.
-        iteration: The optimizer's `iterations`.
-
-    Returns:
-        The objective; the same one under other losses.
-    """
-    if not isinstance(ascent, BAM):
-        return objective
-    return dataclasses.replace(objective, ascent=ascent.ascent_at(iteration))
-
-
 def private_step(
     session: Session,
     batch: Batch,
@@ -433,9 +420,7 @@ def private_step(
         clipped_sum = clipper.clip(
             batch,
             optimizer.l2_norm_clip.value,
-            objective_uphill(
-                session.objective, session.ascent, optimizer.iterations.value
-            ),
+            session.objective_uphill,
             functools.partial(on_outputs, room),
         )
 

@@ -4,6 +4,7 @@ import math
 
 import tensorflow as tf
 
+from tfdp._tracing import made_of_rows
 from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32, squares_rounded_up
 from tfdp.rules.products import (
@@ -286,7 +287,8 @@ def _added_up(ids: Tensor, g: Tensor) -> list[Tensor]:
     rows = tf.math.unsorted_segment_sum(flat, sums, count)
     names = tf.math.unsorted_segment_max(tf.reshape(ids, [-1]), sums, count)
     # Where no id is left the largest of none is negative; its sum is zeros.
-    return [
+    added_up = [
         tf.reshape(tf.maximum(names, 0), [units, positions]),
         tf.reshape(rows, [units, positions, g.shape[-1]]),
     ]
+    return made_of_rows(added_up, [ids, g])
