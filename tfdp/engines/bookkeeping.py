@@ -236,7 +236,8 @@ class RecordedForward:
                     splits_losses=splits_losses,
                     **found_out,
                 )
-            bounds = self._here.squares_and_terms(keeps=True)
+            terms = self._here.terms_by_variable()
+            bounds = squares_and_joined(terms, self.units, norms, keeps=True)
             self._uphill = Uphill(objective, objective.ascent, self.units, *bounds)
         with contextlib.ExitStack() as entered:
             moves = None
