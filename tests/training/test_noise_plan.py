@@ -29,7 +29,7 @@ MEDIAN = AdaptiveMedianClip([0, 1, 2], histogram_noise_multiplier=3.0, every=2)
 
 def plan_of(optimizer, *callbacks, planned_steps=None):
     """A plan, for which a session is no more than its optimizer and callbacks."""
-    nothing = [None] * 8
+    nothing = [None] * 9
     session = dataclasses.replace(
         Session(*nothing),
         optimizer=optimizer,
