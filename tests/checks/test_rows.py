@@ -14,6 +14,7 @@ import tfdp
 from tests.problems import cases, recurrent
 from tfdp import engines
 from tfdp._seeds import secret_seeds
+from tfdp._tracing import made_of_rows
 from tfdp.checks.engine import choose
 from tfdp.checks.tracing import Trace
 from tfdp.engines.apart import ApartEngine
@@ -869,6 +870,18 @@ def test_what_counts_rows_runs_by_itself_and_is_warned_of(name, engine, caplog):
     assert "test_rows.py:" in line
     with pytest.raises(UnsupportedLayerError, match="counts the rows of a batch"):
         choose("bookkeeping", objective, data)
+
+
+def said_to_be_of_rows(x):
+    return made_of_rows([tf.map_fn(tf.nn.softmax, x)], [x])[0]
+
+
+@pytest.mark.parametrize("rows", [None, 4])
+def test_what_is_said_of_rows_holds_where_they_are(rows):
+    assert is_proven(said_to_be_of_rows, (D,), rows=rows)
+    for before in (tf.transpose, lambda x: x - tf.reduce_mean(x, 0)):
+        meeting = found(lambda x, f=before: said_to_be_of_rows(f(x)), (D,), rows=rows)
+        assert any(each.cause.is_certain for each in meeting)
 
 
 def test_a_loop_over_rows_is_told_of_the_map_that_works():

@@ -42,13 +42,14 @@ def data():
     return x, rng.normal(size=(ROWS, 2)).astype("float32")
 
 
-def private(inner, loss="mse", optimizer=None, **options):
+def private(inner, loss="mse", optimizer=None, *, expected_batch_size=None, **options):
     wrapped = tfdp.DPModel(inner, **options)
     wrapped.compile(
         tfdp.optimizers.DPOptimizer(
             optimizer or keras.optimizers.SGD(1.0),
             l2_norm_clip=0.5,
             noise_multiplier=0.0,
+            expected_batch_size=expected_batch_size,
         ),
         loss,
     )
@@ -69,6 +70,32 @@ def test_a_model_is_traced_once(options):
     CALLS.clear()
     wrapped.fit(*data(), batch_size=ROWS, epochs=2, verbose=0)
     assert len(CALLS) == 1
+
+
+SCHEDULE = keras.optimizers.schedules.PiecewiseConstantDecay([0], [0.1, 0.2])
+
+
+@pytest.mark.parametrize("radius", [0.1, SCHEDULE], ids=["number", "schedule"])
+def test_uphill_too_there_and_here(radius):
+    wrapped = private(model(), tfdp.losses.BAM("mse", radius=radius))
+    CALLS.clear()
+    wrapped.fit(*data(), batch_size=ROWS, epochs=2, verbose=0)
+    assert len(CALLS) == 2
+
+
+def test_derivatives_are_traced_once_for_each_number_of_rows():
+    loss = tfdp.losses.BAM("mse", ascent="exact")
+    wrapped = private(model(), loss, expected_batch_size=ROWS)
+    x, y = data()
+
+    def traced(rows):
+        CALLS.clear()
+        wrapped.train_on_batch(x[:rows], y[:rows])
+        return [shape[0] for shape in CALLS]
+
+    for rows in (ROWS, 4):
+        assert [each for each in traced(rows) if each] == [rows, rows]
+    assert traced(ROWS) == traced(4) == []
 
 
 class Counting(layers.Layer):
