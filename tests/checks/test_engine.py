@@ -323,6 +323,7 @@ def test_what_rules_do_not_reach_is_vectorized(name, caplog):
     check_vectorized(problem_of(name), caplog)
 
 
+@pytest.mark.slow
 def test_the_engine_is_chosen_just_so_while_a_graph_is_built(caplog):
     problem = problem_of("recurrent_activation_layer")
     check_vectorized(problem, caplog, tf.function(autograph=False))

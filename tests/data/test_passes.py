@@ -118,6 +118,7 @@ def test_the_divisor_is_the_mean_size_of_the_bins():
     assert model.ledger.segments == (Segment(BallsInBins(110, 55), 1, 4.0),)
 
 
+@pytest.mark.slow
 def test_a_fit_that_ends_early_is_gone_on_with_in_an_epoch_of_its_own(trained):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -132,6 +133,7 @@ def test_a_fit_that_ends_early_is_gone_on_with_in_an_epoch_of_its_own(trained):
     assert segment.count == 2  # The one that has begun counts whole.
 
 
+@pytest.mark.slow
 def test_a_budget_ends_training_before_an_epoch_that_it_has_no_room_for():
     model = private()
     run = Segment(BallsInBins(N, B), 5, 4.0)
@@ -145,6 +147,7 @@ def test_a_budget_ends_training_before_an_epoch_that_it_has_no_room_for():
         model.fit(X, X / N, batch_size=B, verbose=0)
 
 
+@pytest.mark.slow
 def test_ledgers_are_saved_and_gone_on_with(tmp_path):
     model = private()
     model.fit(X, X / N, batch_size=B, verbose=0)

@@ -542,6 +542,7 @@ def test_given_rows_warm_up(name, is_by_name, tmp_path):
 NAN = np.full((2, 8, 8, 1), np.nan)
 
 
+@pytest.mark.slow
 def test_a_loaded_model_knows_the_length_that_it_was_trained_with(tmp_path):
     inner = keras.Sequential([
         keras.Input((None,), dtype="int32", name="words"),

@@ -45,6 +45,7 @@ def test_each_row_is_clipped_under_its_own_masks(name, rng):
     check_clipping_under_masks(UNDER_DROPOUT[name], rng)
 
 
+@pytest.mark.slow
 def test_frames_of_any_number_are_refused_by_name():
     model = sequential((None, 3, 1), layers.ConvLSTM1D(2, 2))
     specs = tf.TensorSpec([None, None, 3, 1]), tf.TensorSpec([None, 2, 2]), None

@@ -125,6 +125,7 @@ class Recurrent(layers.SimpleRNN):
     """A subclass whose base calls its cell in a loop."""
 
 
+@pytest.mark.slow
 def test_what_is_said_of_subclasses_helps():
     data = np.ones((ROWS, 3, 2), "float32"), np.ones((ROWS, 2), "float32"), None
     of_cell, loop, unrolled = (

@@ -171,6 +171,7 @@ def test_what_is_too_long_or_ended_by_data_stays_a_loop():
             chosen(of(run, WIDTH), "bookkeeping")
 
 
+@pytest.mark.slow
 def test_a_loop_that_no_gradient_comes_through_is_left_alone():
     def apart(layer, x):
         step = lambda n, h: (n + 1, layer.inner(h))  # noqa: E731

@@ -145,6 +145,7 @@ COPIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [

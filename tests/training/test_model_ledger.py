@@ -142,6 +142,7 @@ def test_a_step_of_ones_own_inside_of_fit_is_no_draw():
     assert found == {"Poisson": 2, "Unknown": 2}
 
 
+@pytest.mark.slow
 def test_the_statement_begins_with_what_plain_keras_has_trained():
     x, y = data()
     model = private()

@@ -186,6 +186,7 @@ def test_rows_of_a_user_are_in_a_batch_together_or_not_at_all():
     assert abs(np.mean(sizes) - 3) < 5 * np.sqrt(3 * 0.4 / 200)
 
 
+@pytest.mark.slow
 def test_the_ledger_and_the_statement_speak_of_users(tmp_path):
     model = users()
     options = {"batch_size": 2, "user_ids": IDS, "examples_per_user": 3, "verbose": 0}
@@ -242,6 +243,7 @@ def test_a_budget_is_one_of_users():
     assert tfdp.accounting.Ledger((longer,)).epsilon(1e-2) > 6.0
 
 
+@pytest.mark.slow
 def test_a_statement_of_both_units_says_for_whom_it_holds():
     inner = network()
     private(inner).fit(*data(), batch_size=4, verbose=0)
