@@ -45,7 +45,9 @@ class Tracing(Protocol):
             is_recorded: Whether a tape has recorded them. Otherwise it will next time.
         """
 
-    def rows_of(self, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    def note_made_of_rows(
+        self, outputs: list[Tensor], inputs: list[Tensor]
+    ) -> list[Tensor]:
         """Note that rows of outputs are made of the same rows; see `made_of_rows`."""
 
     def note_split(self) -> None:
@@ -75,14 +77,14 @@ def made_of_rows(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     know it, as nothing checks it.
 
     Args:
-        outputs: Rows on the first axis.
-        inputs: Likewise. If a trace finds them elsewhere, what is said is not heard.
+        outputs: Rows, or units of one row, on the first axis.
+        inputs: Likewise. If a trace finds rows elsewhere, what is said is not heard.
 
     Returns:
         The outputs.
     """
     trace = None if tf.executing_eagerly() else tracing()
-    return outputs if trace is None else trace.rows_of(outputs, inputs)
+    return outputs if trace is None else trace.note_made_of_rows(outputs, inputs)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,9 @@ MEDIAN = AdaptiveMedianClip([0, 1, 2], histogram_noise_multiplier=3.0, every=2)
 
 def plan_of(optimizer, *callbacks, planned_steps=None):
     """A plan, for which a session is no more than its optimizer and callbacks."""
-    nothing = [None] * 9
+    nothing = [None] * sum(
+        field.default is dataclasses.MISSING for field in dataclasses.fields(Session)
+    )
     session = dataclasses.replace(
         Session(*nothing),
         optimizer=optimizer,

@@ -18,7 +18,8 @@ class Ascent(NamedTuple):
     """A step uphill from the weights, for each unit its own.
 
     Attributes:
-        read_radius: Reads the length of the step, in the graph that wants it.
+        read_radius: Reads the length of the step, a scalar tensor, anew in the graph that
+            asks.
         mix: Weight of the gradient found there, beside the one found here.
         is_exact: Whether the step is infinitely small, and its effect scaled up.
     """
@@ -27,10 +28,10 @@ class Ascent(NamedTuple):
     mix: float
     is_exact: bool
 
-    @property
-    def radius(self) -> Tensor:
-        """Length of the step, a scalar tensor."""
-        return self.read_radius()
+
+def is_exact(ascent: "Ascent | AscentLoss | None") -> bool:
+    """Tell whether gradients are differentiated: then layers see how many rows there are."""
+    return isinstance(ascent, (Ascent, BAM)) and ascent.is_exact
 
 
 class AscentLoss(keras.losses.Loss):
@@ -221,6 +222,11 @@ class BAM(AscentLoss):
             )
         self.ascent = _validate.one_of("ascent", ascent, ("sam", "exact"))
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients are differentiated."""
+        return self.ascent == "exact"
+
     def has_ascent(self) -> bool:
         """Tell whether there is any step at all."""
         return super().has_ascent() and self.mix > 0
@@ -239,10 +245,8 @@ class BAM(AscentLoss):
         """
         if not self.has_ascent():
             return None
-        self.radius_at(iterations)  # What it raises is not for the graph of a step.
-        return Ascent(
-            lambda: self.radius_at(iterations), self.mix, self.ascent == "exact"
-        )
+        self.radius_at(iterations)  # Raises now, and not in the graph of a step.
+        return Ascent(lambda: self.radius_at(iterations), self.mix, self.is_exact)
 
     def get_config(self) -> Config:
         """Return the arguments that rebuild the loss."""

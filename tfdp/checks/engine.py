@@ -11,6 +11,7 @@ from absl import logging
 from tfdp import _keras, _seeds, _tree, engines, rules
 from tfdp._tree import signature_of
 from tfdp._types import Nest, Tensor
+from tfdp.ascent.losses import is_exact
 from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
 from tfdp.checks.registered_rules import compare_on_rows
 from tfdp.checks.tracing import LOSS, SEED_AS_NUMBER, Found, Trace, units_checked
@@ -54,7 +55,7 @@ def choose(
         sample: Rows on which rules that somebody has registered are compared with
             gradients taken one by one; by default `data`, if these are arrays.
         passes: Where to put what was traced whole, for as many rows as layers will see
-            in a graph, and can be run.
+            in a graph (mostly any number), and can be run.
         moved: Where to put what the model moves on while it is called, such as variables
             that it assigns: the next pass would find it moved.
 
@@ -155,12 +156,11 @@ def _proven(
     traced: list[TracedPass] = []
     problems: list[Problem] = []
     traces = [Trace(objective.model) for _ in sizes]
-    # Derivatives of gradients are of as many rows as layers see.
-    ascent = objective.ascent
-    of_graph = sizes[-1] if ascent is not None and ascent.is_exact else None
+    # In a graph only the exact ascent sees how many rows there are; its pass is kept.
+    rows_that_run = sizes[-1] if is_exact(objective.ascent) else None
     try:
         for trace, rows in zip(traces, sizes, strict=True):
-            whole = traced if passes is not None and rows == of_graph else None
+            whole = traced if passes is not None and rows == rows_that_run else None
             problems += _problems_of_pass(
                 engine, objective, data, rows, whole, trace=trace
             )

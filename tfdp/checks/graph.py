@@ -40,6 +40,7 @@ from tfdp.checks.values import (
     Cause,
     Value,
     causes_of,
+    chance_of,
     have_rows,
     is_open,
     laid_out,
@@ -134,7 +135,7 @@ class Analysis:
             # What happens in a function is told of the operation that calls it.
             is_outermost = self._outer is None
             if is_outermost and name in self._made_of:
-                inputs = [self._made_of_rows(op, self._made_of[name]) or inputs[0]]
+                inputs = [self._value_made_of(op, self._made_of[name]) or inputs[0]]
             if is_outermost:
                 self._outer = op
             outputs = self._outputs(op, inputs)
@@ -150,19 +151,20 @@ class Analysis:
         self._values_here = around
         return [values[tensor.op.name][tensor.value_index] for tensor in wanted]
 
-    def _made_of_rows(
+    def _value_made_of(
         self, op: tf.Operation, tensors: Sequence[Tensor]
     ) -> Value | None:
         """Return what is said of a tensor, None unless its rows are on the first axis."""
         made_of = [*map(self._node(op, []).value_of, tensors)]
-        if {each[:2] for each in made_of if each.axis is not None} != {(0, PLAIN)}:
+        of_rows = [each for each in made_of if each.axis is not None]
+        if {each[:2] for each in of_rows} != {(0, PLAIN)}:
             return None
         lengths = static_lengths(op.outputs[0])
         return Value(
             0,
-            lengths=(made_of[0].shape[0], *lengths[1:]) if lengths else None,
+            lengths=(of_rows[0].shape[0], *lengths[1:]) if lengths else None,
             causes=causes_of(made_of),
-            chance=frozenset().union(*(each.chance for each in made_of)),
+            chance=chance_of(made_of),
         )
 
     def _outputs(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:

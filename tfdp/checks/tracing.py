@@ -228,7 +228,9 @@ class Trace:
         if not is_recorded:
             self._unrecorded.add(where)
 
-    def rows_of(self, outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    def note_made_of_rows(
+        self, outputs: list[Tensor], inputs: list[Tensor]
+    ) -> list[Tensor]:
         """Note that rows of outputs are made of the same rows; see `made_of_rows`."""
         returned = [tf.identity(each) for each in outputs]
         self._made_of += [(output, inputs) for output in returned]

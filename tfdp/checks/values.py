@@ -143,6 +143,11 @@ def causes_of(values: Iterable[Value]) -> frozenset[Cause]:
     return frozenset[Cause]().union(*(each.causes for each in values))
 
 
+def chance_of(values: Iterable[Value]) -> frozenset[str]:
+    """Collect where the random seeds in tensors come from."""
+    return frozenset[str]().union(*(each.chance for each in values))
+
+
 def laid_out(values: Sequence[Value]) -> list[Value]:
     """Lay the rows of what has equal entries as those of the others lie."""
     layouts = {each.layout for each in values if each.axis is not None}

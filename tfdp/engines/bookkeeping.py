@@ -236,6 +236,7 @@ class RecordedForward:
                     splits_losses=splits_losses,
                     **found_out,
                 )
+            # Not `squares_and_terms`: what a trace is to note as read comes after.
             terms = self._here.terms_by_variable()
             bounds = squares_and_joined(terms, self.units, norms, keeps=True)
             self._uphill = Uphill(objective, objective.ascent, self.units, *bounds)

@@ -18,7 +18,7 @@ class TracedPass:
     Attributes:
         engine: Whose pass it is.
         objective: What is differentiated in it.
-        rows: How many it is for; None for any number.
+        rows: How many rows it was traced for; None for any number.
         function: From ``(x, y, sample_weight, is_padding, l2_norm_clip)`` to what
             `Engine.clip_and_sum` returns, each row a unit.
     """
@@ -32,7 +32,7 @@ class TracedPass:
         self,
         engine: Engine,
         objective: Objective,
-        batch: Batch,
+        rows: int | None,
         rows_per_unit: int | Tensor,
     ) -> bool:
         """Tell whether it is what an engine would do.
@@ -40,7 +40,7 @@ class TracedPass:
         Args:
             engine: The engine.
             objective: What is to be differentiated.
-            batch: The rows.
+            rows: How many there are, if that is static.
             rows_per_unit: Consecutive rows that are one unit.
 
         Returns:
@@ -49,7 +49,7 @@ class TracedPass:
         return (
             engine == self.engine
             and objective is self.objective
-            and self.rows in (None, batch.is_padding.shape[0])
+            and self.rows in (None, rows)
             and isinstance(rows_per_unit, int)
             and rows_per_unit == 1
         )

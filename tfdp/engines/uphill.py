@@ -82,7 +82,7 @@ class Uphill:
         ascent = self._ascent
         return Moves(
             self._directions,
-            (1 if ascent.is_exact else ascent.radius) / self._norms,
+            (1 if ascent.is_exact else ascent.read_radius()) / self._norms,
             self._units,
             step=self._step,
         )
@@ -102,7 +102,7 @@ class Uphill:
         """
         ascent = self._ascent
         if ascent.is_exact:
-            rate = ascent.mix * ascent.radius
+            rate = ascent.mix * ascent.read_radius()
             with self.recording_step():
                 terms = [[_checked(term) for term in each] for each in there(weights)]
             jvp = self._jvp(terms)

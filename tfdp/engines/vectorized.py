@@ -151,9 +151,9 @@ def unit_gradients(
         change = tape.gradient(
             connected, values, output_gradients=[v for v in directions if v is not None]
         )
-        weights = 1.0, ascent.mix * ascent.radius
+        weights = 1.0, ascent.mix * ascent.read_radius()
     else:
-        radius = ascent.radius
+        radius = ascent.read_radius()
         moved = [
             value if v is None else value + tf.cast(radius, v.dtype) * v
             for value, v in zip(values, directions, strict=True)

@@ -67,6 +67,7 @@ def filter_gradients(
                 tf.range(tf.shape(inputs)[0]),
                 fn_output_signature=tf.TensorSpec(kernel_shape, inputs.dtype),
             )
+            # That of each unit is made of its own inputs and gradients.
             return made_of_rows([gradients], [inputs, output_gradients])[0]
     return _by_offsets(inputs, output_gradients, kernel_shape, geometry, groups)
 

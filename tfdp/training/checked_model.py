@@ -94,11 +94,11 @@ class CheckedModel:
         if not isinstance(ascent, SAT):
             self.released = ReleasedGradient()
         self._objective: Objective | None = None
-        # With the plain one, and the iterations, that it was made of.
+        # The plain one and the iterations that it was made of, and what was made.
         self._uphill: tuple[Objective, Variable, Objective] | None = None
         # By what rows are like, and how many of them layers see.
         self._engines: dict[tuple[_Rows, int | None], engines.Engine] = {}
-        self._passes: dict[_Rows, TracedPass] = {}
+        self._passes: dict[tuple[_Rows, int | None], TracedPass] = {}
         self.traced: TracedPass | None = None
         self.moved: set[str] = set()
         self._python_state: tuple[Hashable, ...] = ()
@@ -147,10 +147,13 @@ class CheckedModel:
         return known
 
     def objective_uphill(self, iterations: Variable) -> Objective:
-        """Return that with gradients where `BAM` wants them, the same while nothing changes.
+        """Return what is trained: the objective with its gradients where `BAM` wants them.
 
         Args:
             iterations: The optimizer's.
+
+        Returns:
+            The same while nothing changes; `objective()` under other losses.
         """
         plain = self.objective()
         if not isinstance(self.ascent, BAM):
@@ -214,8 +217,7 @@ class CheckedModel:
             clipper: Cuts them.
             is_eager: Whether steps run without a graph.
         """
-        is_exact = isinstance(self.ascent, BAM) and self.ascent.ascent == "exact"
-        if not sees_rows(is_eager=is_eager, ascent_is_exact=is_exact):
+        if not sees_rows(self.ascent, is_eager=is_eager):
             return None
         rows = clipper.physical_batch_size
         if rows is None and batch_size is not None:
@@ -287,7 +289,8 @@ class CheckedModel:
         # Any number of rows was proven as well.
         self._engines |= {(like, rows): chosen for rows in (None, seen)}
         for traced in passes:
-            self._passes[like] = dataclasses.replace(traced, objective=objective)
+            kept = dataclasses.replace(traced, objective=objective)
+            self._passes[like, traced.rows] = kept
         self._take(like, seen)
         if rows is not None:
             self.signature = signature_of(rows[0])
@@ -315,7 +318,7 @@ class CheckedModel:
         if not any(rows == seen or any(_care_of(engine)) for rows, engine in known):
             return False
         self.engine = max((engine for _, engine in known), key=_care_of)
-        self.traced = self._passes.get(like)
+        self.traced = self._passes.get((like, seen), self._passes.get((like, None)))
         return True
 
     def _is_as_checked(self) -> bool:

@@ -237,10 +237,7 @@ def _checked_once(
         The engine to use, and the names of variables that the model assigns.
     """
     model, ascent = objective.model, objective.ascent
-    is_seen = sees_rows(
-        is_eager=tf.executing_eagerly(),
-        ascent_is_exact=ascent is not None and ascent.is_exact,
-    )
+    is_seen = sees_rows(ascent, is_eager=tf.executing_eagerly())
     seen = rows if is_seen else None
     key = (
         engine if isinstance(engine, str) else id(engine),

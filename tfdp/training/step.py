@@ -17,7 +17,7 @@ from absl import logging
 from tfdp import _keras, _seeds, _tree, engines
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.accounting.levels import folded
-from tfdp.ascent.losses import SAT, AscentLoss
+from tfdp.ascent.losses import SAT, Ascent, AscentLoss, is_exact
 from tfdp.ascent.released import ReleasedGradient
 from tfdp.checks.tracing import units_checked
 from tfdp.clipping import ClippedSum, clip_as_tensor
@@ -189,11 +189,7 @@ class BatchClipper:
             run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
-            ascent = objective.ascent
-            if not sees_rows(
-                is_eager=tf.executing_eagerly(),
-                ascent_is_exact=ascent is not None and ascent.is_exact,
-            ):
+            if not sees_rows(objective.ascent, is_eager=tf.executing_eagerly()):
                 batch = _of_any_number(batch)
             if augmentation is None:
                 return run_pass(batch, clip)
@@ -234,7 +230,7 @@ class BatchClipper:
         if self.jit_compile or self.replicas.strategy or tf.executing_eagerly():
             known = None
         if known is not None and known.fits(
-            self.engine, objective, batch, rows_per_unit
+            self.engine, objective, batch.is_padding.shape[0], rows_per_unit
         ):
             return known.clip_and_sum(batch, clip)
         options = {"l2_norm_clip": clip, "rows_per_unit": rows_per_unit}
@@ -255,21 +251,21 @@ class BatchClipper:
             return engines.get("vectorized").clip_and_sum(objective, batch, **options)
 
 
-def sees_rows(*, is_eager: bool, ascent_is_exact: bool) -> bool:
+def sees_rows(ascent: Ascent | AscentLoss | None, *, is_eager: bool) -> bool:
     """Tell whether layers see how many rows a pass has, where that is static.
 
     Graphs forget it, so that one proof and one trace are for all sizes. Two things keep
-    it: eager steps, which have no graph, and gradients that are differentiated again,
-    which would take more operations.
+    it: eager steps, which have no graph, and the exact ascent of `BAM`, whose derivatives
+    of gradients would need more operations to learn shapes.
 
     Args:
+        ascent: The step uphill, or the loss that asks for it, if any.
         is_eager: Whether steps run without a graph.
-        ascent_is_exact: Whether gradients are differentiated, as `BAM` may want it.
 
     Returns:
         False where any number of rows is all there is to prove anything for.
     """
-    return is_eager or ascent_is_exact
+    return is_eager or is_exact(ascent)
 
 
 def _of_any_number(batch: Batch) -> Batch:

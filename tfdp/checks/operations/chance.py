@@ -1,6 +1,6 @@
 """Random numbers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -15,7 +15,7 @@ from tfdp.checks.node import (
     rule,
 )
 from tfdp.checks.sizes import is_fixed
-from tfdp.checks.values import Cause, Value, causes_of
+from tfdp.checks.values import Cause, Value, causes_of, chance_of
 
 _DRAWS = """
     RandomStandardNormal RandomUniform RandomUniformInt StatefulStandardNormalV2
@@ -68,7 +68,7 @@ _NOT_DRAWING = (
 )
 # What takes a seed for no more than to draw.
 _BY_SEEDS = (*_DRAWING, "RandomIndexShuffle", "StatelessSample", "StatelessShuffle")
-# What these inputs are called.
+# Names of the inputs that are seeds; all others are data.
 _SEED_INPUTS = ("counter", "key", "resource", "seed", "seed2")
 _LENGTHS = ("Rank", "Shape", "ShapeN", "Size")
 _STATE = "state"
@@ -91,11 +91,13 @@ def with_chance(node: Node, outputs: Sequence[Value]) -> list[Value]:
     """
     kind, causes = node.op.type, frozenset[Cause]()
     draws = kind.startswith(_BY_SEEDS) and not kind.startswith("StatelessRandomGet")
-    chance, of_others = _chance_of_inputs(node) if draws else (_chance(node.inputs), ())
+    chance, of_others = (
+        _chance_of_inputs(node) if draws else (chance_of(node.inputs), frozenset())
+    )
     if kind in _LENGTHS:
         chance &= {READ}
         return [each._replace(chance=each.chance | chance) for each in outputs]
-    chance |= _chance(outputs)
+    chance |= chance_of(outputs)
     if kind == "ReadVariableOp" and node.inputs[0].variable == SEEDS:
         chance |= {READ}
     if node.op.name.rpartition("/")[2].startswith(SECRET):
@@ -109,13 +111,9 @@ def with_chance(node: Node, outputs: Sequence[Value]) -> list[Value]:
         # known steps.
         chance -= {READ}
     return [
-        each._replace(chance=chance.union(of_others), causes=each.causes | causes)
+        each._replace(chance=chance | of_others, causes=each.causes | causes)
         for each in outputs
     ]
-
-
-def _chance(values: Iterable[Value]) -> frozenset[str]:
-    return frozenset().union(*(each.chance for each in values))
 
 
 def _chance_of_inputs(node: Node) -> tuple[frozenset[str], frozenset[str]]:
@@ -125,7 +123,7 @@ def _chance_of_inputs(node: Node) -> tuple[frozenset[str], frozenset[str]]:
     of_others: list[Value] = []
     for argument, value in named:
         (of_seeds if argument.name in _SEED_INPUTS else of_others).append(value)
-    return _chance(of_seeds), _chance(of_others)
+    return chance_of(of_seeds), chance_of(of_others)
 
 
 def has_known_seed(op: tf.Operation) -> bool:

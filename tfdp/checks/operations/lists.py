@@ -115,7 +115,7 @@ def _with_item(node: Node) -> Value:
     value, index, item, *_ = node.inputs
     causes = value.causes | item.causes | index.causes
     if value.axis == 0:
-        return node.mixed("puts something in the place of a row", causes=causes)
+        return node.mixed("writes an item over one of the rows", causes=causes)
     grown = _grown(node, value, item, causes)
     # There may be others in it that nobody has set.
     return grown._replace(variable=PERHAPS_NEW) if is_open(value) else grown

@@ -51,7 +51,7 @@ def _put_into_zeros(node: Node) -> Value:
     # A shape has no part in what is put.
     causes = causes_of([indices, updates])
     if updates.axis is None:
-        # The same entries at the same places among the rows, or in each of them.
+        # Whose place is among them depends on who else is in the batch.
         if any(isinstance(length, Size) for length in lengths[: depth_of(indices)]):
             causes |= {node.cause(COUNTS, is_certain=False)}
         return node.free(lengths, causes)

@@ -291,4 +291,5 @@ def _added_up(ids: Tensor, g: Tensor) -> list[Tensor]:
         tf.reshape(tf.maximum(names, 0), [units, positions]),
         tf.reshape(rows, [units, positions, g.shape[-1]]),
     ]
+    # A unit's sums have numbers of its own: those from ``u T`` to ``(u + 1) T - 1``.
     return made_of_rows(added_up, [ids, g])
