@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.rules.test_filters import CASES, one_by_one, problem
@@ -53,10 +53,13 @@ def check(term, truth, units, can_gram=True):
     bounds = [term.squares_of_dropped(units)]
     if can_gram:
         bounds.append(term.squares_by_gram(units))
+    # Where large numbers cancel, bounds are above by what rounds of the large ones.
+    lengths = np.max(term.lengths(units), initial=0)
+    atol = 1e-4 * scale**2 + 1e-5 * lengths**2
     for bound in bounds:
         assert bound.dtype == tf.float64
         assert np.all(bound >= squares * (1 - 1e-6))
-        np.testing.assert_allclose(bound, squares, rtol=3e-3, atol=1e-4 * scale**2)
+        np.testing.assert_allclose(bound, squares, rtol=3e-3, atol=atol)
     weights = np.linspace(0, 1, len(truth))
     for part in (term, term.kept(units)):
         total = part.weighted_sum(part.factors(units), tf.constant(weights))
@@ -79,6 +82,7 @@ def check(term, truth, units, can_gram=True):
     st.integers(1, 30),
     st.booleans(),
 )
+@example(seed=15, units=1, positions=15, d=1, p=1, ids=False)
 def test_outer_products(seed, units, positions, d, p, ids):
     rng = np.random.default_rng(seed)
     term, truth = outer(rng, units, positions, d, p, ids)
