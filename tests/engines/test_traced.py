@@ -93,6 +93,7 @@ def test_derivatives_are_traced_once_for_their_number_of_rows():
         return [shape[0] for shape in CALLS]
 
     assert [rows for rows in traced(ROWS) if rows] == [ROWS, ROWS]
+    assert wrapped._checked.traced.rows == ROWS
     # TensorFlow takes a second number for any: that pass was kept as well.
     assert traced(4) == []
     assert traced(ROWS) == traced(4) == []
