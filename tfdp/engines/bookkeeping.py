@@ -192,6 +192,7 @@ class RecordedForward:
         units: How the rows are grouped.
         losses: One for each row.
         y_pred: The model's outputs; see `Objective.forward`.
+        of_rows: See `Recording`.
 
     Raises:
         UnsupportedLayerError: If some layer's gradients are out of reach, or some unit
@@ -236,7 +237,7 @@ class RecordedForward:
                     splits_losses=splits_losses,
                     **found_out,
                 )
-            # Not `squares_and_terms`: what a trace is to note as read comes after.
+            # Not `squares_and_terms`: what a trace notes as read is listed by `read`.
             terms = self._here.terms_by_variable()
             bounds = squares_and_joined(terms, self.units, norms, keeps=True)
             self._uphill = Uphill(objective, objective.ascent, self.units, *bounds)
@@ -257,6 +258,7 @@ class RecordedForward:
                 batch, is_of_one_unit=is_of_one_unit, splits_losses=splits_losses
             )
             self._recording.note_losses(self.losses)
+        self.of_rows = self._recording.of_rows
         if self._here is not None:
             # Metrics are those of the model, not of weights uphill from it.
             self.y_pred = self._here.y_pred
@@ -334,6 +336,9 @@ class RecordedForward:
     def read(self, terms_by_variable: list[list[Term]]) -> list[Tensor]:
         """List the losses, and the factors of gradients, rows on the first axis."""
         found = [self.losses]
+        if self._here is not None:
+            # Factors of the way uphill are units' already: pieces of a row, together.
+            found += self._here.of_rows
         for terms in terms_by_variable:
             for term in terms:
                 with part_of_trace(term.variable.path):

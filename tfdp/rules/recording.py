@@ -103,6 +103,22 @@ def imported(name: str) -> object:
 _WITHOUT_ROWS: weakref.WeakSet[keras.layers.Layer] = weakref.WeakSet()
 
 
+class _Size(NamedTuple):
+    """What a graph has to check of a tensor when it runs.
+
+    Attributes:
+        path: Path of the layer whose call it is of.
+        size: Numbers in the tensor.
+        of_each_row: Numbers that there must be for each row of the batch.
+        of_rows: The tensor, if its first axis must be that of the batch.
+    """
+
+    path: str
+    size: Tensor
+    of_each_row: int | Tensor
+    of_rows: Tensor | None
+
+
 class Watched(NamedTuple):
     """Tensors of a call, and what their gradients say about the variables.
 
@@ -193,9 +209,8 @@ class Recording:
         }
         self._variable_tapes: list[tf.GradientTape] = []
         self._refusals: list[str] = []
-        # Tensors whose leading axes are known only when the graph runs: path, numbers
-        # in the tensor, numbers that there should be for each row of the batch.
-        self._sizes: list[tuple[str, Tensor, int | Tensor]] = []
+        # Of tensors whose leading axes are known only when the graph runs.
+        self._sizes: list[_Size] = []
         self._place = _place()
         # What calls with a rule have read, calls in them first: the variables' ids.
         self._read: list[int] = []
@@ -649,20 +664,32 @@ class Recording:
             shape = tf.shape(tensor, tf.int64)
             numbers = tf.reduce_prod(shape[:axis]) * tf.reduce_prod(shape[axis + 1 :])
         size = tf.size(tensor, tf.int64)
-        self._sizes.append((path, size, of_row * numbers))
+        is_of_rows = axis == 0 and of_row == 1
+        self._sizes.append(
+            _Size(path, size, of_row * numbers, tensor if is_of_rows else None)
+        )
         return tensor
+
+    @property
+    def of_rows(self) -> list[Tensor]:
+        """What is watched and must have the batch's rows on its first axis.
+
+        Where lengths are known they have been compared, and nothing is left to prove.
+        """
+        return [each.of_rows for each in self._sizes if each.of_rows is not None]
 
     def with_rows_checked(self, tensor: Tensor) -> Tensor:
         """Return a tensor, once the leading axis of all that is watched is the batch's."""
         if not self._sizes:
             return tensor
         # One check for all. Its message shows no sizes: each would take operations.
-        paths, sizes, of_each_row = zip(*self._sizes, strict=True)
-        of_each_row = tf.cast(tf.stack(of_each_row), tf.int64)
-        expected = tf.cast(self._rows, tf.int64) * of_each_row
+        sizes = tf.stack([each.size for each in self._sizes])
+        of_each_row = tf.stack([each.of_each_row for each in self._sizes])
+        expected = tf.cast(self._rows, tf.int64) * tf.cast(of_each_row, tf.int64)
+        paths = "`, `".join(each.path for each in self._sizes)
         check = tf.debugging.Assert(
-            tf.reduce_all(tf.equal(tf.stack(sizes), expected)),
-            [f"The leading axes in `{'`, `'.join(paths)}` must be those of the batch."],
+            tf.reduce_all(tf.equal(sizes, expected)),
+            [f"The leading axes in `{paths}` must be those of the batch."],
         )
         with tf.control_dependencies([] if check is None else [check]):
             return tf.identity(tensor)
