@@ -634,6 +634,7 @@ def test_what_is_frozen_inside_of_a_layer_stays():
     np.testing.assert_array_equal(fixed.still.moving_mean, numbers(32))
 
 
+@pytest.mark.slow
 def test_layers_with_code_of_their_own_train_and_keep_their_weights(tmp_path):
     """From a file that only has weights; the class makes batch normalization."""
     model = blocks(batch_norm)

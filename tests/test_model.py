@@ -452,6 +452,7 @@ def test_shuffled_and_declared_data():
     assert segments(model)[1:] == (PoissonSteps(4, 1.0, 20, 10),)
 
 
+@pytest.mark.slow
 def test_the_ledger_only_grows(tmp_path):
     x, y = data(20)
     model = private(run_eagerly=True)

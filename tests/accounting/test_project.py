@@ -33,6 +33,7 @@ def test_it_prints_the_statement(path, capsys):
     assert "- abc net: has ended" in text
 
 
+@pytest.mark.slow
 def test_without_a_delta_there_must_be_a_budget(path, capsys):
     assert main([str(path)]) == 1
     assert "Use `delta=1e-5`" in capsys.readouterr().err
@@ -41,6 +42,7 @@ def test_without_a_delta_there_must_be_a_budget(path, capsys):
     assert "Budget: epsilon 3 at delta = 1e-05." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_it_settles(path, capsys):
     def reserve():

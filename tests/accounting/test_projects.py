@@ -180,6 +180,7 @@ def test_without_room_nothing_is_reserved(project):
     assert project.path.read_text() == before
 
 
+@pytest.mark.slow
 def test_steps_are_reserved_as_far_as_there_is_room(project):
     first = project.reserve_steps("a", {}, (STEPS.with_count(1_000),))
     assert first == 1_000
@@ -336,6 +337,7 @@ def test_many_processes_write_at_once(project):
     assert project.ledger.segments == (UnamplifiedSteps(30, 1000.0),)
 
 
+@pytest.mark.slow
 def test_together_they_never_overspend(project):
     def write(number):
         planned = (STEPS.with_count(4000),)

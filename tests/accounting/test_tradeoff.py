@@ -35,6 +35,7 @@ def test_steps_compose():
     assert several == pytest.approx(true_positive_rate(gaussian(1.0), 0.01), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_deltas_are_those_of_the_epsilons():
     for ledger in (
         gaussian(1.0),

@@ -236,6 +236,7 @@ def test_loops_of_ones_own_refuse_what_they_cannot_know():
 # ----------------------------------------------------------------------------- training
 
 
+@pytest.mark.slow
 def test_without_radius_it_is_dp_sgd_bit_for_bit():
     models = [
         private(loss, compiled={"run_eagerly": True})

@@ -116,6 +116,7 @@ def test_the_gradients_of_the_rows_stay_as_they_are():
     assert np.count_nonzero(total) == audit.inserted.sum()
 
 
+@pytest.mark.slow
 def test_several_fits_go_on_with_the_same_canaries():
     model, audit = private(), GradientCanaries(100)
     for _ in range(2):

@@ -40,6 +40,7 @@ def unchecked(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_found_in_what_is_right():
     report = replayed(small.private(), neighbours=20)
     assert report.nonprivate_passed, report
@@ -162,6 +163,7 @@ def test_a_doubled_clip_norm_is_named(monkeypatch, engine, module):
     assert "NOT as it must be" in str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 def test_halved_noise_is_named_with_its_variables(monkeypatch):
     monkeypatch.setattr(
@@ -199,6 +201,7 @@ def test_noise_that_comes_again_is_named(monkeypatch):
     assert "another step or variable has the same" in str(found)
 
 
+@pytest.mark.slow
 def test_batch_normalization_is_named(unchecked):
     model = keras.Sequential([
         keras.Input((3,)),
@@ -238,6 +241,7 @@ class Centred(keras.losses.Loss):
         return tf.reduce_mean(tf.square(centred), -1)
 
 
+@pytest.mark.slow
 def test_a_loss_that_couples_rows_is_named(unchecked):
     report = replayed(eager(loss=Centred()))
     assert "rows: the loss" in str(report)
@@ -359,6 +363,7 @@ def trained(**options):
     return private
 
 
+@pytest.mark.slow
 def test_everything_is_as_it_was():
     private = trained()
     function, before = private.train_function, values(private)
@@ -371,6 +376,7 @@ def test_everything_is_as_it_was():
     assert private.ledger.steps == 20
 
 
+@pytest.mark.slow
 def test_everything_is_as_it_was_after_an_error(monkeypatch):
     private = trained(run_eagerly=True)
     before, calls = values(private), []
@@ -387,6 +393,7 @@ def test_everything_is_as_it_was_after_an_error(monkeypatch):
     assert_same(before, values(private))
 
 
+@pytest.mark.slow
 def test_a_model_that_never_trained_has_nothing_in_its_ledger():
     private = small.private()
     weights = private.model.get_weights()
@@ -406,6 +413,7 @@ def test_budgets_do_not_see_it():
     replay(private, *data(), neighbours=2)
 
 
+@pytest.mark.slow
 def test_a_report_is_json():
     report = replayed(small.private(), neighbours=3)
     fields = json.loads(json.dumps(report.to_dict()))

@@ -62,6 +62,7 @@ def budget_of(*segments):
     return tfdp.callbacks.PrivacyBudget(DELTA, Ledger(segments).epsilon(DELTA))
 
 
+@pytest.mark.slow
 def test_a_spent_budget_binds_everywhere(rows, tmp_path):
     model = private()
     budget = budget_of(passes(2), UnamplifiedSteps(3, 128.0))
@@ -193,6 +194,7 @@ def poisson(count):
     return PoissonSteps(count, 64.0, ROWS, 4)
 
 
+@pytest.mark.slow
 def test_a_training_reserves_its_steps_and_gives_back_what_it_did_not_use(
     rows, project
 ):
@@ -218,6 +220,7 @@ class Fails(keras.callbacks.Callback):
         raise KeyError
 
 
+@pytest.mark.slow
 def test_all_models_of_a_project_share_its_budget(rows, project):
     first, second = private("poisson", 4.0), private("poisson", 4.0)
     budget = tfdp.callbacks.PrivacyBudget(project=project.path)
@@ -233,6 +236,7 @@ def test_all_models_of_a_project_share_its_budget(rows, project):
     assert project.ledger.segments == (step.with_count(second.ledger.steps + 3),)
 
 
+@pytest.mark.slow
 def test_who_is_stopped_counts_with_what_it_had_reserved(rows, project):
     model = private("poisson", 4.0)
     budget = tfdp.callbacks.PrivacyBudget(project=project)
@@ -289,6 +293,7 @@ def test_a_budget_beside_a_project_has_both_numbers(project, one):
         tfdp.callbacks.PrivacyBudget(**one, project=project)
 
 
+@pytest.mark.slow
 def test_another_model_of_the_project_may_train_the_same_weights(rows, project):
     first = private("poisson")
     fit(first, rows, tfdp.callbacks.PrivacyBudget(project=project), epochs=1)

@@ -180,6 +180,7 @@ def test_rows_are_evaluated_however_batches_are_drawn(sampling):
 # ------------------------------------------------------------------------ other rows
 
 
+@pytest.mark.slow
 def test_other_rows_have_a_ledger_of_their_own():
     x, y = rows(30)
     evaluation = PrivateEvaluation(["accuracy"], noise_multiplier=3.0, x=x, y=y)
@@ -290,6 +291,7 @@ def test_releases_come_out_of_the_budget_of_the_steps():
     assert not ledger.cut_short
 
 
+@pytest.mark.slow
 def test_a_release_without_room_is_not_made(caplog):
     model = private()
     evaluation = PrivateEvaluation(["accuracy"], noise_multiplier=0.01)
@@ -339,6 +341,7 @@ def test_what_is_cut_short_owes_the_releases_too():
 # ------------------------------------------------------------- whom it can be read by
 
 
+@pytest.mark.slow
 def test_a_callback_that_reads_released_values_draws_no_warning(tmp_path):
     model = private(metrics=["accuracy"])
     monitor = {"monitor": "private_accuracy", "mode": "max"}

@@ -587,6 +587,7 @@ def test_one_long_loop_of_nothing_is_no_reason_to_give_up():
     assert engine.places
 
 
+@pytest.mark.slow
 def test_int8_layers_train_their_bias():
     """It is followed to where it meets the rows; the rule of the layer knows no int8."""
     model = sequential((4,), layers.Dense(3, "tanh"), layers.Dense(2))
@@ -1104,6 +1105,7 @@ def calling(function, engine, *, stateful):
     return private
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", "vectorized"])
 def test_python_that_may_remember_rows_is_refused(engine):
     seen = []

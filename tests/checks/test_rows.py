@@ -641,6 +641,7 @@ def rows_reach(function, rows=5):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, len(LINKS) - 1), min_size=1, max_size=3))
 def test_what_is_proven_never_lets_rows_meet(numbers):
@@ -884,6 +885,7 @@ def test_what_is_said_of_rows_holds_where_they_are(rows):
         assert any(each.cause.is_certain for each in meeting)
 
 
+@pytest.mark.slow
 def test_a_loop_over_rows_is_told_of_the_map_that_works():
     data = (np.ones((4, D)), np.ones((4, 1)), None)
     looping = with_lambda(lambda x: tf.map_fn(tf.nn.softmax, x))
@@ -1021,6 +1023,7 @@ def static_model(run_eagerly=False, jit_compile=False, loss="mse", **options):
     return private
 
 
+@pytest.mark.slow
 def test_graphs_forget_how_many_rows_there_are():
     """What is proven for any number of rows is what runs."""
     x, y = np.ones((8, D), "float32"), np.ones((8, 1))
@@ -1047,6 +1050,7 @@ def test_graphs_forget_how_many_rows_there_are():
         assert SEEN == [], name
 
 
+@pytest.mark.slow
 def test_the_sizes_that_layers_will_see_are_looked_at():
     """Eagerly, and where gradients are differentiated, which would take longer."""
     x, y = np.ones((8, D), "float32"), np.ones((8, 1))
@@ -1088,6 +1092,7 @@ def test_the_sizes_that_layers_will_see_are_looked_at():
             train()
 
 
+@pytest.mark.slow
 def test_functions_that_run_eagerly_show_rows_too():
     """TensorFlow's switch for the debugger, which no model knows of."""
     x, y = np.ones((8, D), "float32"), np.ones((8, 1))

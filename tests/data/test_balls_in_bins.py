@@ -144,6 +144,7 @@ def test_all_trainings_on_the_same_files_are_one_allocation(tmp_path):
     assert "the same batch of every pass" in statement
 
 
+@pytest.mark.slow
 def test_files_that_are_written_again_are_other_bins(tmp_path):
     one, other = write(tmp_path / "one"), write(tmp_path / "other")
     assert one.scheme != other.scheme

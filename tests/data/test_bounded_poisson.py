@@ -31,11 +31,11 @@ def trained(bound, *, wrap=None, **options):
 @pytest.mark.parametrize(
     ("wrap", "options"),
     [
-        ({"engine": "bookkeeping"}, {}),
+        pytest.param({"engine": "bookkeeping"}, {}, marks=pytest.mark.slow),
         pytest.param({"engine": "ghost"}, {}, marks=pytest.mark.slow),
         pytest.param({"engine": "vectorized"}, {}, marks=pytest.mark.slow),
         ({"physical_batch_size": 4}, {}),
-        ({}, {"run_eagerly": True}),
+        pytest.param({}, {"run_eagerly": True}, marks=pytest.mark.slow),
         pytest.param({}, {"jit_compile": True}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -294,6 +294,7 @@ def test_in_every_mode_with_units_of_two(name, mode):
     check(problem, runner(problem, ENGINES, mode, unit_size=2), OUTLIER, unit_size=2)
 
 
+@pytest.mark.slow
 def test_axes_from_the_end_are_no_axis_of_the_examples():
     """TensorFlow's vectorized map rolls such axes along the examples."""
     problem = Problem(
@@ -346,6 +347,7 @@ def test_every_tag_with_xla(problem):
     check(problem, runner(problem, ENGINES, "xla"), OUTLIER)
 
 
+@pytest.mark.slow
 def test_random_layers_draw_for_each_example_and_each_call():
     model = keras.Sequential([keras.Input((3,)), Noisy(), layers.Dense(1)])
     x = np.ones((6, 3), "float32")
@@ -367,6 +369,7 @@ class NoisyLoop(Noisy):
         return ops.fori_loop(0, 65, lambda _, h: h + super(NoisyLoop, self).call(h), x)
 
 
+@pytest.mark.slow
 def test_where_no_rule_reaches_anything_whole_gradients_are_taken(caplog):
     model = keras.Sequential([keras.Input((3,)), NoisyLoop()])
     x = np.ones((4, 3), "float32")
@@ -376,6 +379,7 @@ def test_where_no_rule_reaches_anything_whole_gradients_are_taken(caplog):
     assert "whole gradients" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_model_trains_with_it_and_is_explained():
     problem = MODELS["class_token"]
     private = tfdp.DPModel(problem.build(), engine="apart")

@@ -53,6 +53,7 @@ def test_its_sums_and_norms_count():
     check(PROBLEM, runner(PROBLEM, [OneByOne()]), OUTLIER)
 
 
+@pytest.mark.slow
 def test_a_model_trains_with_it():
     private = tfdp.DPModel(PROBLEM.build(), engine=OneByOne())
     optimizer = tfdp.optimizers.DPSGD(

@@ -132,6 +132,7 @@ class Critic(keras.Model):
         return ops.mean(difference[:, 0] + 10.0 * (lengths - 1.0) ** 2)
 
 
+@pytest.mark.slow
 def test_a_penalty_of_gradients_in_the_loss():
     rng = np.random.default_rng(0)
     with precision("float64"):

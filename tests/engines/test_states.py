@@ -106,6 +106,7 @@ def test_examples_in_turn_do_not_see_what_others_left(rng):
         tfdp.clipped_gradients(model(at_once), "mse", x, y, l2_norm_clip=1e-3)
 
 
+@pytest.mark.slow
 def test_dropout_is_no_such_layer(rng):
     """Generators of random numbers move on, which nobody sees."""
     x, y = data(rng)
@@ -283,6 +284,7 @@ def test_examples_by_themselves_do_not_see_it_either(name, rng):
         clipped(tf.constant(x), tf.constant(y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", "vectorized"])
 def test_a_backward_pass_that_keeps_data_is_refused(engine, rng):
     def keeping(layer, x):

@@ -123,6 +123,7 @@ def test_units_that_are_taken_apart_run_in_the_graph_that_was_tried():
     assert wrapped.optimizer.iterations.numpy() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"physical_batch_size": 5}])
 def test_losses_that_change_are_traced_anew(options):
     """Each of them is the one that is clipped, also after `compile`."""

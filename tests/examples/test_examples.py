@@ -420,9 +420,14 @@ class TestFinetuneLlm:
         [
             ("surplus", "everything is a flag"),
             ("--target_epsilon=0", "`target_epsilon` must be positive"),
-            ("--l2_norm_clip=0", "`l2_norm_clip` must be"),
-            ("--rank=0", "rank"),
-            ("--length=1", "length"),
+            *(
+                pytest.param(flag, message, marks=pytest.mark.slow)
+                for flag, message in (
+                    ("--l2_norm_clip=0", "`l2_norm_clip` must be"),
+                    ("--rank=0", "rank"),
+                    ("--length=1", "length"),
+                )
+            ),
         ],
     )
     def test_wrong_flag_is_explained(self, flag, message, tmp_path):

@@ -104,6 +104,7 @@ def test_only_weights_of_the_model_are_stored(digits):
         assert word not in text, word
 
 
+@pytest.mark.slow
 def test_no_number_of_the_training_data_is_in_any_file(tmp_path):
     marker = np.float32(1234.5678)
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])

@@ -88,6 +88,7 @@ def test_equals_users_one_by_one(options):
     np.testing.assert_allclose(sorted(simulation.nonprivate_norms), sorted(norms))
 
 
+@pytest.mark.slow
 def test_a_user_with_a_thousand_rows_moves_a_round_by_at_most_2_c():
     rows = data(1010)
     rows[0][10:] *= 100

@@ -224,6 +224,7 @@ def test_rows_of_several_entries_have_their_mean(trainable):
     check(problem, runner(problem, [engine]), OUTLIER)
 
 
+@pytest.mark.slow
 def test_a_static_number_of_rows_passes_for_no_other_number():
     """Divided by 4, a loss of 4 rows looks like a quarter of a sum."""
     assert chosen(adding(lambda _, x: ops.sum(x) / 4), 4) == BookkeepingEngine()
@@ -237,6 +238,7 @@ def test_another_axis_of_as_many_entries_is_none_of_rows():
         chosen(columns, 4)
 
 
+@pytest.mark.slow
 def test_rows_that_are_constants_of_a_graph_are_no_weights():
     problem = PROBLEMS["activity"]
     batch = problem.batch(4)
@@ -257,6 +259,7 @@ def test_rows_that_are_constants_of_a_graph_are_no_weights():
         assert_all_close(result.gradients, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_loss_inside_a_rule_is_seen_by_no_rule():
     """What a layer returns says nothing of what it adds: its weights are followed."""
     problem = Problem("own", lambda: model_with(AddingOfItsOwn()), floats(3, 2), "mse")

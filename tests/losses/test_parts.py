@@ -212,6 +212,7 @@ def test_rows_that_meet_in_a_loss_are_not_taken_apart():
         choose("auto", objective, (*data(), None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["traced", "run"])
 def test_a_loss_that_cannot_take_several_rows_is_asked_for_one(when):
     def compute(_, x, y, y_pred):

@@ -155,6 +155,7 @@ def test_a_compute_loss_with_the_divergence_in_it_is_refused(rows):
         private(model, None).fit(*rows, batch_size=10, verbose=0)
 
 
+@pytest.mark.slow
 def test_losses_of_other_variables_are_not_refused(rows):
     """What has no posterior may be in a loss."""
     inputs = keras.Input((3,))

@@ -53,6 +53,7 @@ def plain(report):
     return report
 
 
+@pytest.mark.slow
 def test_it_has_all_of_the_ledgers_report(private):
     report = plain(private.privacy_report(DELTA))
     of_ledger = tfdp.accounting.privacy_report(private.ledger, DELTA)
@@ -152,6 +153,7 @@ def test_without_noise_nothing_is_proven_and_it_stays_json():
     assert "Guarantee: None: steps ran without noise." in card
 
 
+@pytest.mark.slow
 def test_nothing_is_proven_of_what_plain_keras_trained_afterwards():
     private = fitted(small())
     private.model.compile("sgd", "mse", run_eagerly=True)

@@ -84,6 +84,7 @@ def test_it_is_that_of_what_is_served_without_keras(name, tmp_path):
     assert report["weights"]["sha256"] == reference(map(reader.get_tensor, names))
 
 
+@pytest.mark.slow
 def test_averages_that_wait_are_what_is_reported(tmp_path):
     private = tfdp.DPModel(small())
     private.compile(

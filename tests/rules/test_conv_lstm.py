@@ -16,6 +16,7 @@ from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Objective
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["conv_lstm_masked", "rnn_own_cells"])
 def test_clipped_as_single_rows(name):
     problem = PROBLEMS[name]

@@ -265,7 +265,7 @@ def chosen(problem, engine="auto", seen=None):
 
 
 # The others take seconds as well, and differ in no more than an operation.
-QUICK = {"cancelling", "part", "places", "rolled", "tied", "tiled"}
+QUICK = {"part", "places", "tied"}
 CASES = [
     pytest.param(problem, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name, problem in PROBLEMS.items()
@@ -298,6 +298,7 @@ def test_an_outlier_is_clipped(name):
     check_clipped(problem, runner(problem, ENGINES), [1e-3, 1e6])
 
 
+@pytest.mark.slow
 def test_as_many_rows_as_places_are_no_places():
     """Eagerly, where shapes are all that can be seen, and the first batch is longer."""
     problem = PROBLEMS["places"]
@@ -421,6 +422,7 @@ def test_what_is_not_followed_is_taken_apart(name, monkeypatch):
     check(problem, runner(problem, [ApartEngine()]), OUTLIER)
 
 
+@pytest.mark.slow
 def test_a_use_that_no_loss_depends_on_has_no_gradient(monkeypatch):
     monkeypatch.setitem(USES, "unused", lambda x, own: (x * own, x)[1])
     monkeypatch.setitem(SHAPES, "unused", (WIDTH,))
@@ -453,6 +455,7 @@ def test_gradients_come_back_through_complex_numbers():
         np.testing.assert_allclose(mine, whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_no_tape_knows_has_no_part_of_a_gradient():
     """A matrix that a layer with a rule has, looked up by whole numbers."""
 
@@ -527,6 +530,7 @@ class Noisy(layers.Layer):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer", [lambda: InTime(SHAPES["scaled"], "scaled"), Noisy], ids=["own", "noisy"]
 )

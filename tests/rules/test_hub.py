@@ -241,6 +241,7 @@ def test_users_rules_come_first(monkeypatch):
     assert rules.find(PositionEmbedding(LENGTH)) is generic
 
 
+@pytest.mark.slow
 def test_a_head_with_a_matrix_of_its_own_is_followed():
     """The rule gives it up; what is made of its matrix is on the graph."""
     x, at = keras.Input((LENGTH, WIDTH)), keras.Input((2,), dtype="int32")

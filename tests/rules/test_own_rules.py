@@ -82,6 +82,7 @@ def test_norms_and_sums_are_those_of_single_examples(rows):
     check(PROBLEM, runner(PROBLEM, ENGINES), rows)
 
 
+@pytest.mark.slow
 def test_a_model_trains_by_it():
     private = tfdp.DPModel(PROBLEM.build(), engine="bookkeeping")
     optimizer = tfdp.optimizers.DPSGD(
@@ -94,6 +95,7 @@ def test_a_model_trains_by_it():
     assert "scaled" in private.explain()
 
 
+@pytest.mark.slow
 def test_units_go_uphill_along_it():
     check(PROBLEM, runner(PROBLEM, ENGINES[:1], ascent=SAM), BATCHES[0], ascent=SAM)
 

@@ -207,7 +207,7 @@ def names(*quick):
     )
 
 
-@names("attention_in_windows", "nodes_of_sequences", "nodes_first", "twice")
+@names("attention_in_windows", "nodes_first")
 def test_gradients_equal_one_example_at_a_time(name):
     engine = engine_of(name)
     assert isinstance(engine, BookkeepingEngine)
@@ -225,6 +225,7 @@ def test_gradients_are_the_same_eagerly_and_compiled(name, mode):
     check(problem_of(name), run, OUTLIER)
 
 
+@pytest.mark.slow
 @names("nodes_between")
 def test_units_have_several_rows(name):
     run = runner(problem_of(name), [engine_of(name)], unit_size=2)
@@ -286,6 +287,7 @@ class InTurn(layers.Layer):
         return one + 2 * other if not tf.executing_eagerly() else 2 * one + other
 
 
+@pytest.mark.slow
 def test_eagerly_calls_may_come_in_another_order():
     """They are told apart by their number, which is that of a graph."""
     in_turn = problem(

@@ -98,13 +98,13 @@ MODELS = {
     "masked_bidirectional": masked,
     "called_twice": called_twice,
 }
-SLOW = {"masked_bidirectional", "stacked_cells"}
+QUICK = {"lstm", "gru_reset_before"}
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
         for name in MODELS
     ],
 )

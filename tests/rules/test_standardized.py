@@ -151,6 +151,7 @@ def test_moving_a_term_moves_its_gradients(rng):
     )
 
 
+@pytest.mark.slow
 def test_lora_is_followed_to_where_its_kernel_meets_the_rows(rng):
     with precision("float64"):
         model = keras.Sequential([keras.Input((4, 4, 2)), WSConv2D(3, 3)])

@@ -139,7 +139,7 @@ def chosen(problem, engine="auto"):
     return choose(engine, objective, tuple(problem.batch(3)))
 
 
-QUICK = {"counted", "over_time", "cell"}
+QUICK = {"cell"}
 NAMES = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in PROBLEMS
@@ -157,6 +157,7 @@ def test_a_loop_equals_one_example_at_a_time(name):
     check_clipped(problem, run, [1e6])
 
 
+@pytest.mark.slow
 def test_what_is_too_long_or_ended_by_data_stays_a_loop():
     def long(layer, x):
         step = lambda _, h: layer.inner(h)  # noqa: E731
@@ -217,6 +218,7 @@ def test_it_counts_as_a_loop_does(cond, body, start, most, end):
     assert [float(each[0]) for each in both()] == [end, end]
 
 
+@pytest.mark.slow
 def test_a_model_with_a_loop_trains_and_is_explained(rng):
     problem = PROBLEMS["counted"]
     private = tfdp.DPModel(problem.build())

@@ -54,6 +54,7 @@ def test_a_model_of_two_has_what_its_parts_run_later():
         assert model.epsilon(DELTA) == both.epsilon(DELTA)
 
 
+@pytest.mark.slow
 def test_values_that_a_model_began_with_are_no_copies():
     one, other = part("one"), part("other")
     other.set_weights(one.get_weights())
@@ -89,6 +90,7 @@ def test_steps_of_a_loop_count_in_every_model_of_its_variables(traced):
     assert first.ledger.steps == both.ledger.steps == opt.ledger.steps == 9
 
 
+@pytest.mark.slow
 def test_what_was_trained_on_top_of_private_weights_depends_on_them():
     """Also where those do not train any more, and when they are gone."""
     base, head = part("base", units=3), part("head")
@@ -168,6 +170,7 @@ def test_a_copy_of_trained_weights_continues_their_runs(way):
     assert original.ledger.steps == 8
 
 
+@pytest.mark.slow
 def test_a_copy_is_recognised_when_the_original_is_gone():
     model = part("model")
     original = private(model)

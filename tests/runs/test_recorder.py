@@ -177,6 +177,7 @@ def test_restoring_a_run_that_is_longer_here_and_shorter_there_adds_both():
 noise_lists = st.lists(st.sampled_from([1.0, 2.0]), max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.sampled_from(KINDS), noise_lists, st.sampled_from(KINDS), noise_lists, st.data()

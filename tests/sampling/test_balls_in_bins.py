@@ -106,7 +106,16 @@ def test_events():
     assert FIXED.event(4, 2.0) == RandomAllocationDpEvent(BINS, 1.0)
 
 
-@pytest.mark.parametrize("scheme", [SCHEME, FIXED, BallsInBins(N, B, 19)])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        SCHEME,
+        *(
+            pytest.param(s, marks=pytest.mark.slow)
+            for s in (FIXED, BallsInBins(N, B, 19))
+        ),
+    ],
+)
 def test_segments_are_saved_and_told(scheme):
     segment = Segment(scheme, 3, 2.0)
     assert segment_from_dict(segment_to_dict(segment)) == segment
@@ -168,6 +177,7 @@ def test_other_bins_add_up():
     assert two > max(apart)
 
 
+@pytest.mark.slow
 def test_trainings_on_the_same_bins_are_one_for_users_too():
     parts = (Segment(FIXED, 4, 4.0), Segment(FIXED, 5, 3.0))
     text = privacy_statement(Ledger(parts), 1e-5, max_examples_per_user=1)

@@ -78,6 +78,7 @@ def fit(model, **options):
     return model.fit(x, x[:, :1], batch_size=BATCH, verbose=0, **options)
 
 
+@pytest.mark.slow
 def test_a_new_scheme_trains_is_counted_saved_told_and_bounded(tmp_path):
     model = private()
     fit(model, epochs=2)
@@ -121,6 +122,7 @@ def test_its_draws_are_those_of_its_scheme():
     assert np.mean([len(batch) for batch in batches]) == pytest.approx(BATCH, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_composed_event_costs_what_its_parts_cost():
     class InTwoHalves(InTurn):
         kind = "two_halves"

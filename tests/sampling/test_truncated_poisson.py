@@ -71,6 +71,7 @@ def test_six_standard_deviations_above_the_mean_are_enough(n, batch_size, is_nea
     assert TruncatedPoisson(n, batch_size, bound).cuts_often == is_near
 
 
+@pytest.mark.slow
 def test_rdp_has_an_upper_bound():
     run = Segment(CUT, 128, 1.0)
     twice = dp_accounting.PoissonSampledDpEvent(

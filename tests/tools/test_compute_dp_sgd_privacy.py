@@ -80,6 +80,7 @@ def test_cyclic_draws_from_as_many_parts_as_asked_for(run):
     assert "from 5 parts in turn, with chance 0.5" in output
 
 
+@pytest.mark.slow
 def test_some_ways_over_the_epochs(run, tmp_path):
     path = tmp_path / "new" / "plot.png"
     sampling = "--sampling=shuffle,poisson"

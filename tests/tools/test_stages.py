@@ -67,6 +67,7 @@ def has(held, expected):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_stages_end_with_what_the_engine_computes(peer, problem, held_by, engine):
     model, x, y = problem

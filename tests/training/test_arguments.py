@@ -137,6 +137,7 @@ class VAE(Halves, keras.Model):
         return {"loss": self.total_loss_tracker.result()}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Training without noise")
 def test_the_advice_for_a_step_of_its_own_trains():
     keras.utils.set_random_seed(0)

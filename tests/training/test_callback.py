@@ -210,6 +210,7 @@ def test_a_clip_norm_that_is_set_acts_from_the_next_step_on():
     assert z_of(model) == 2.0
 
 
+@pytest.mark.slow
 def test_fits_with_the_same_callbacks_are_traced_once():
     counts = Counts()
     model = trained(counts)
@@ -336,6 +337,7 @@ def test_an_answer_cannot_be_had_for_another_steps_price():
     assert np.isnan(rewinds.answers.numpy()).sum() == 2
 
 
+@pytest.mark.slow
 def test_callbacks_go_on_where_another_takes_single_steps():
     class Single(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

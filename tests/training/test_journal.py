@@ -170,6 +170,7 @@ def test_a_run_that_goes_on_and_is_killed_again_counts_in_all(tmp_path):
     assert killed.steps == again.recorder.steps == 5
 
 
+@pytest.mark.slow
 def test_a_fit_that_was_interrupted_counts_what_it_took_from_there_on(tmp_path):
     """What might have run does not stand for what runs later, with less noise."""
     model = private(noise_multiplier=4.0, steps_per_execution=5)
@@ -262,6 +263,7 @@ class Stop(keras.callbacks.Callback):
             raise RuntimeError("stop")
 
 
+@pytest.mark.slow
 def test_a_fit_that_stops_goes_on_with_all_that_ran(tmp_path):
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
     model = private(run_eagerly=True)

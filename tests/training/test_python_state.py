@@ -20,6 +20,7 @@ class Centred(layers.Layer):
         return x - keras.ops.mean(x, 0, keepdims=True) if self.is_on else x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_eager", [True, False])
 def test_a_layer_with_another_attribute_is_checked_again(is_eager):
     x, y = data(20)

@@ -254,6 +254,7 @@ def test_a_statement_of_both_units_says_for_whom_it_holds():
     assert "Public are the number of examples and that of users," in statement
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_real_rows():
     model = private(opt=noiseless(), wrap={"unit": "user"}, metrics=["accuracy"])
     before = model.evaluate(*data(), verbose=0, return_dict=True)

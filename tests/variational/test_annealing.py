@@ -91,6 +91,7 @@ def test_each_step_has_the_pull_of_the_prior_times_its_weight(wrap, name):
     assert layer.kl_weight.numpy() == 1
 
 
+@pytest.mark.slow
 def test_divergences_that_are_clipped_rise_too():
     """Alone in an example's loss, each counts in full, or what is clipped of it."""
     model = network(kl="inside", draws="shared")
@@ -182,6 +183,7 @@ def test_a_model_that_is_built_by_its_first_batch(wrap):
     assert history["kl_weight"] == pytest.approx([3 / 8, 7 / 8])
 
 
+@pytest.mark.slow
 def test_several_steps_at_once_have_the_weight_of_the_first():
     history = fit(private(network(), steps_per_execution=2), KLAnnealing(8)).history
     assert history["kl_weight"] == pytest.approx([2 / 8, 6 / 8])

@@ -45,8 +45,16 @@ def fitted(rng, *callbacks, wrap=tfdp.DPModel, steps_per_execution=1, **options)
     return trained
 
 
-@pytest.mark.parametrize("wrap", [tfdp.DPModel, lambda model: model])
-@pytest.mark.parametrize(("share", "first"), [(0.5, 5), (1, 0), (0.2, 8)])
+@pytest.mark.parametrize(
+    "wrap", [tfdp.DPModel, pytest.param(lambda model: model, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    ("share", "first"),
+    [
+        (0.5, 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 0), (0.2, 8)]),
+    ],
+)
 def test_moments_are_those_of_the_mixture_of_the_last_steps(rng, share, first, wrap):
     seen = Seen("logit/kernel")
     trained = fitted(rng, seen, AveragedPosterior(share), wrap=wrap)
@@ -61,6 +69,7 @@ def test_moments_are_those_of_the_mixture_of_the_last_steps(rng, share, first, w
     np.testing.assert_allclose(found.scale, np.sqrt(variance), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_fit_begins_anew(rng):
     averaged, seen = AveragedPosterior(), Seen("logit/bias")
     trained = fitted(rng, averaged)
@@ -78,7 +87,9 @@ def test_each_fit_begins_anew(rng):
 
 
 @pytest.mark.parametrize("options", [{"initial_epoch": 1, "epochs": 3}, {}])
-@pytest.mark.parametrize("steps_per_execution", [1, 5])
+@pytest.mark.parametrize(
+    "steps_per_execution", [pytest.param(1, marks=pytest.mark.slow), 5]
+)
 def test_steps_are_those_that_are_trained(rng, options, steps_per_execution):
     seen = Seen("logit/kernel")
     trained = fitted(
@@ -92,6 +103,7 @@ def test_steps_are_those_that_are_trained(rng, options, steps_per_execution):
     np.testing.assert_allclose(found.mean, counted.mean(0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_training_that_ends_early_keeps_its_last_posterior(rng, caplog):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

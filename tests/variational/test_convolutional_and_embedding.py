@@ -164,6 +164,7 @@ def test_a_convolution_at_inference_is_that_of_its_means(padding, rng):
     assert layer.compute_output_shape(x.shape) == found.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [convolution, embedding])
 def test_models_train_predict_and_are_loaded(network, tmp_path, rng):
     model = network("shared", dtype="float32")

@@ -239,7 +239,7 @@ ENTRIES = [
     Entry("cepstrum", cepstrum, images(64), CLASSES, "bookkeeping", dtype="float32"),
     Entry("vectors_of_time", vectors_of_time, numbers(6, 1), "mse", "bookkeeping"),
     Entry("state_space", state_space, numbers(7, 3), "mse", "bookkeeping"),
-    Entry("own_cell", own_cell, numbers(6, 3), "mse", "bookkeeping", True),
+    Entry("own_cell", own_cell, numbers(6, 3), "mse", "bookkeeping"),
     Entry("neural_ode", neural_ode, images(3), CLASSES, "bookkeeping"),
     Entry("transformer_of_time", transformer, images(10, 1), CLASSES, "bookkeeping"),
     Entry("lstm_of_time", lstm, numbers(8, 3), "mse", "bookkeeping"),

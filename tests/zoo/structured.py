@@ -315,7 +315,7 @@ ENTRIES = [
     Entry("tab_transformer", tab_transformer, table, YES_OR_NO, "bookkeeping"),
     Entry("gated_residual", gated_residual, table, YES_OR_NO, "bookkeeping"),
     Entry("decision_forest", decision_forest, features, CLASSES, "bookkeeping"),
-    Entry("preprocessing", preprocessing, table, YES_OR_NO, "bookkeeping", True),
+    Entry("preprocessing", preprocessing, table, YES_OR_NO, "bookkeeping"),
     Entry("crossed_features", crossed_features, table, YES_OR_NO, "bookkeeping"),
     Entry("multi_hot", multi_hot, answers, CLASSES, "bookkeeping"),
     Entry("recommender", recommender, ratings, "mse", "bookkeeping"),

@@ -1,6 +1,7 @@
 """Blocks of columns that see inputs of their own make the gradient of one matrix."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ def columns(rng, units, positions, d, widths):
     return term, np.concatenate(truth, 2).reshape(units, -1)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), WIDTHS)
 def test_blocks_are_one_matrix(seed, units, positions, d, widths):
