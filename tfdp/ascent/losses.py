@@ -29,11 +29,6 @@ class Ascent(NamedTuple):
     is_exact: bool
 
 
-def is_exact(ascent: "Ascent | AscentLoss | None") -> bool:
-    """Tell whether gradients are differentiated: then layers see how many rows there are."""
-    return isinstance(ascent, (Ascent, BAM)) and ascent.is_exact
-
-
 class AscentLoss(keras.losses.Loss):
     """A Keras loss, and how far `DPModel` goes uphill for its gradient.
 
@@ -56,6 +51,11 @@ class AscentLoss(keras.losses.Loss):
         super().__init__(name=getattr(loss, "name", None))
         self.loss = loss
         self.radius = radius
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether gradients are differentiated."""
+        return False
 
     def __call__(
         self, y_true: Nest, y_pred: Nest, sample_weight: Nest = None

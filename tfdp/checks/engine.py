@@ -11,7 +11,6 @@ from absl import logging
 from tfdp import _keras, _seeds, _tree, engines, rules
 from tfdp._tree import signature_of
 from tfdp._types import Nest, Tensor
-from tfdp.ascent.losses import is_exact
 from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
 from tfdp.checks.registered_rules import compare_on_rows
 from tfdp.checks.tracing import LOSS, SEED_AS_NUMBER, Found, Trace, units_checked
@@ -157,7 +156,8 @@ def _proven(
     problems: list[Problem] = []
     traces = [Trace(objective.model) for _ in sizes]
     # In a graph only the exact ascent sees how many rows there are; its pass is kept.
-    rows_that_run = sizes[-1] if is_exact(objective.ascent) else None
+    sees_rows = objective.ascent is not None and objective.ascent.is_exact
+    rows_that_run = sizes[-1] if sees_rows else None
     try:
         for trace, rows in zip(traces, sizes, strict=True):
             whole = traced if passes is not None and rows == rows_that_run else None

@@ -17,7 +17,7 @@ from absl import logging
 from tfdp import _keras, _seeds, _tree, engines
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.accounting.levels import folded
-from tfdp.ascent.losses import SAT, Ascent, AscentLoss, is_exact
+from tfdp.ascent.losses import SAT, Ascent, AscentLoss
 from tfdp.ascent.released import ReleasedGradient
 from tfdp.checks.tracing import units_checked
 from tfdp.clipping import ClippedSum, clip_as_tensor
@@ -265,7 +265,7 @@ def sees_rows(ascent: Ascent | AscentLoss | None, *, is_eager: bool) -> bool:
     Returns:
         False where any number of rows is all there is to prove anything for.
     """
-    return is_eager or is_exact(ascent)
+    return is_eager or (ascent is not None and ascent.is_exact)
 
 
 def _of_any_number(batch: Batch) -> Batch:
