@@ -117,7 +117,6 @@ def test_the_best_weights_are_put_back(releases):
     assert model.ledger.steps == 8
 
 
-@pytest.mark.slow
 def test_what_ends_a_run_otherwise_is_owed_as_before(releases):
     def by_exact_values():
         stop = keras.callbacks.LambdaCallback(

@@ -374,7 +374,48 @@ def mean_along_a_narrow_axis(x):
     return (x + tf.reduce_mean(x, tf.cast(axis, tf.int32), keepdims=True))[..., 0]
 
 
+def reversed_by_truths(x):
+    """The first version has a truth for each axis, and no numbers of axes."""
+    return RAW.Reverse(tensor=x, dims=[True, True])
+
+
+def mean_handed_on(x):
+    mean = RAW.FusedBatchNormV3(
+        x=tf.cast(x[:, None, None], tf.float32),
+        scale=tf.ones([D]),
+        offset=tf.zeros([D]),
+        mean=tf.cast(tf.reduce_mean(x, 0), tf.float32),
+        variance=tf.ones([D]),
+        is_training=False,
+    ).batch_mean
+    return x - tf.cast(mean, x.dtype)
+
+
+def batch_for_a_space(x):
+    kernel = tf.ones([3, 1, 1, D, D], x.dtype)
+    found = RAW.Conv(
+        input=x[:, None, None],
+        filter=kernel,
+        strides=[1] * 5,
+        padding="SAME",
+        batch_dims=0,
+    )
+    return found[:, 0, 0]
+
+
+def mean_along_a_chosen_axis(x):
+    """Of the first version, a vector says which rows to take."""
+    axes = RAW.Select(
+        condition=[True, False], x=[[1, 1], [1, 1]], y=tf.zeros([2, 2], tf.int32)
+    )
+    return x - tf.reduce_mean(x, axes[1, 0], keepdims=True)
+
+
 HIDDEN = [
+    reversed_by_truths,
+    mean_handed_on,
+    batch_for_a_space,
+    mean_along_a_chosen_axis,
     mean_along_a_narrow_axis,
     reversed_by_rows,
     split_by_rows,

@@ -252,8 +252,28 @@ def filled_list(size, x):
     return tf.TensorArray(x.dtype, size, element_shape=[]).write(0, 1.0).stack()
 
 
+EIGHT = np.arange(8.0)
+
+
+def at_own_place_of_both(x):
+    """Row r takes entry r of itself."""
+    numbers = tf.repeat(tf.range(number_of(x))[:, None], 2, axis=1)
+    return tf.gather_nd(x, numbers)[:, None]
+
+
+def put_at_own_place(x):
+    numbers = tf.tile(tf.range(number_of(x))[:, None], [1, 2])
+    return tf.scatter_nd(numbers, x[:, 0], [number_of(x), 20])
+
+
 # Found by people who tried to get past.
 HIDDEN = {
+    # One truth, but where there are eight rows.
+    "as many as codes": lambda x: x * tf.cast(x[:, 0] == EIGHT, x.dtype)[:, None],
+    "not as many as codes": lambda x: x * tf.cast(x[:, 0] != EIGHT, x.dtype)[:, None],
+    "axes of what is compared": lambda x: times(x, tf.rank(x[:, 0] == EIGHT)),
+    "entry by own place": at_own_place_of_both,
+    "into entry by own place": put_at_own_place,
     "all are kept": lambda x: tf.cond(
         tf.equal(number_of(kept(x)), number_of(x)), lambda: x, lambda: -100.0 * x
     ),
@@ -309,6 +329,34 @@ HIDDEN = {
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_hides_is_found(name):
     assert found(HIDDEN[name], (D,))
+
+
+def in_chunks(x):
+    """One chunk of each row, if it is short."""
+    rows, length = tf.unstack(tf.shape(x)[:2])
+    chunks = (length + 15) // 16
+    x = tf.pad(x, [[0, 0], [0, 16 * chunks - length], [0, 0]])
+    return tf.reduce_mean(tf.reshape(x, [chunks, rows, 16, D]), [0, 2])
+
+
+def turned_images(x):
+    """As many columns as lines, if an image is a square."""
+    return tf.reshape(x, [-1, tf.shape(x)[1], tf.shape(x)[1]])[: number_of(x)]
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"), [(in_chunks, (None, D)), (turned_images, (None, None))]
+)
+def test_what_holds_for_some_lengths_is_not_proven_for_all(function, shape):
+    assert found(function, shape)
+
+
+def test_what_holds_for_all_lengths_is_proven():
+    def middle(x):
+        flat = tf.reshape(x, [number_of(x) * tf.shape(x)[1], D])
+        return tf.reshape(tf.tanh(flat), tf.shape(x))[:, tf.shape(x)[1] // 2]
+
+    assert is_proven(middle, (None, D))
 
 
 def test_negative_batch_dims_and_tables_of_defaults():

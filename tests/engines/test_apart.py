@@ -234,7 +234,7 @@ MODELS = {
         pytest.param(
             name,
             id=name,
-            marks=[pytest.mark.slow] if name not in {"class_token", "each_row"} else [],
+            marks=[pytest.mark.slow] if name not in {"tied", "each_row"} else [],
         )
         for name in MODELS
     ],

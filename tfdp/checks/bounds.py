@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._types import Array, Tensor
-from tfdp.checks.node import COUNTS, Node
+from tfdp.checks.node import COUNTS, Node, depth_of
 from tfdp.checks.sizes import Length, is_fixed
 from tfdp.checks.values import Cause, Layout, Value, causes_of, known
 
@@ -121,7 +121,12 @@ def own_row_bounds(node: Node, number: int) -> Bounds | None:
     bounds = _bounds_of_rows(node, number)
     if bounds is None or bounds.largest_compared > 1:
         return None
-    stride, low, high = np.broadcast_arrays(*bounds[:3])
+    # What holds all along the last axis holds for the numbers of all axes.
+    depth = depth_of(node.inputs[number])
+    stride, low, high = (
+        np.broadcast_to(each, (*each.shape[:-1], depth))
+        for each in np.broadcast_arrays(*bounds[:3])
+    )
     ends = np.stack([low, high])[..., 0]
     is_own = np.all(stride[..., 0] == 1) and not np.any(ends)
     return bounds if is_own and not np.any(stride[..., 1:]) else None

@@ -232,6 +232,15 @@ def _chosen(condition: Length, a: Length, b: Length) -> Length:
 # ------------------------------------------------------- whole arrays
 
 
+def _selected(
+    op: tf.Operation, condition: Array, *arrays: Array
+) -> Array | Length | None:
+    # A vector has one condition for each entry of the first axis.
+    if condition.shape not in {(), arrays[0].shape}:
+        return None
+    return _elementwise(_chosen)(op, condition, *arrays)
+
+
 def _axes(axes: Array, rank: int) -> tuple[int, ...]:
     return tuple(int(axis) % max(rank, 1) for axis in np.ravel(axes))
 
@@ -374,7 +383,7 @@ CONSTANTS: dict[str, Evaluate] = {
     "LogicalAnd": _of_numbers(lambda a, b: a and b),
     "LogicalOr": _of_numbers(lambda a, b: a or b),
     "LogicalNot": _of_numbers(operator.not_),
-    "Select": _elementwise(_chosen),
+    "Select": _selected,
     "SelectV2": _elementwise(_chosen),
     "Identity": lambda op, values: values,
     "StopGradient": lambda op, values: values,

@@ -27,8 +27,10 @@ from tfdp.rules.places import ROWS_FIRST, Place, Where
 # for all.
 _ROWS = {(0, PLAIN), (None, PLAIN)}
 
-# Lengths for axes other than that of the rows whose length is open.
-_LENGTHS = (11, 13)
+# Lengths for axes other than that of the rows whose length is open, one after the other:
+# short ones, the same for all axes; and long ones, which are not. Code may do something
+# else from some length on, or where two are equal.
+_LENGTHS = ((11, 11, 11), (13, 13, 13), (1031, 2053, 37))
 
 # A number of rows, where one must be known: no likely length of another axis.
 _MANY = 97
@@ -637,8 +639,8 @@ def _all_given(
     """Say of the arguments of a function what is known, for some lengths that are open."""
     # They must not be mistaken for that of the batch, and what holds for two of them by
     # chance is not counted on.
-    for length in _LENGTHS if _are_open(signature) else _LENGTHS[:1]:
-        yield [_given(spec, rows, views, length) for spec in _specs(signature)]
+    for lengths in _LENGTHS if _are_open(signature) else _LENGTHS[:1]:
+        yield [_given(spec, rows, views, lengths) for spec in _specs(signature)]
 
 
 def _are_open(signature: Sequence[Nest]) -> bool:
@@ -666,9 +668,12 @@ def _common_place(values: list[Value]) -> Place | None:
     return place if is_known else None
 
 
-def _given(spec: tf.TensorSpec, rows: int | None, views: int, length: int) -> Value:
+def _given(
+    spec: tf.TensorSpec, rows: int | None, views: int, open_lengths: Sequence[int]
+) -> Value:
     lengths: list[Length | None] = [
-        length if n is None else n for n in spec.shape.as_list()
+        open_lengths[(axis - 1) % len(open_lengths)] if n is None else n
+        for axis, n in enumerate(spec.shape.as_list())
     ]
     lengths[0] = Size(views) if rows is None else rows * views
     if lengths[0] == 1:

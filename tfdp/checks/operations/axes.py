@@ -2,7 +2,7 @@
 
 from tfdp.checks.node import ANY, Node, axis_from, rule
 from tfdp.checks.sizes import is_fixed
-from tfdp.checks.values import Value, have_rows, known
+from tfdp.checks.values import Value, causes_of, have_rows, known
 
 
 def _axes_of(value: Value, axes: Value) -> list[int] | None:
@@ -32,7 +32,7 @@ def _reduction(node: Node) -> Value:
     return node.like(value.with_lengths(lengths), causes)
 
 
-@rule("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Reverse", "Roll")
+@rule("Cumsum", "Cumprod", "CumulativeLogsumexp", "ReverseV2", "Roll")
 def _along_axes(node: Node) -> Value:
     value, *_, along = node.inputs
     axes = _axes_of(value, along)
@@ -166,4 +166,5 @@ def _batch_norm(node: Node) -> Value:
         return node.like(value)
     if is_gradient:
         return node.mixed("adds up over the rows")
-    return node.free(causes=frozenset())
+    # Means and variances are handed on.
+    return node.free(causes=causes_of(others))

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._types import Tensor
-from tfdp.checks.node import ANY, Node, broadcast, of_numbers, rule
+from tfdp.checks.node import (
+    ANY,
+    Node,
+    broadcast,
+    is_same_length,
+    of_numbers,
+    rule,
+)
 from tfdp.checks.sizes import constant, is_fixed
 from tfdp.checks.values import Value, causes_of, have_rows
 
@@ -52,7 +59,7 @@ _ELEMENTWISE = """
     Erfc Erfcinv Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater GreaterEqual
     Igamma Igammac Imag Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift Less
     LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr Mod
-    Mul MulNoNan Ndtri Neg NextAfter NotEqual Polygamma PopulationCount Pow Real
+    Mul MulNoNan Ndtri Neg NextAfter Polygamma PopulationCount Pow Real
     RealDiv Reciprocal Relu Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign
     Sin Sinh Softplus Softsign Sqrt Square SquaredDifference Sub Tan Tanh
     TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
@@ -106,13 +113,29 @@ def _whole_number(tensor: Tensor) -> int | None:
     return None if number is None else int(number)
 
 
-@rule("Equal", rows_in=ANY)
+@rule("Equal", "NotEqual", rows_in=ANY)
 def _equal(node: Node) -> Value:
     first, second = node.op.inputs
-    if first is second and first.dtype == tf.bool and first.shape.rank == 0:
+    is_one = first is second and first.dtype == tf.bool and first.shape.rank == 0
+    if is_one and node.op.type == "Equal":
         # So TensorFlow makes one tensor wait for another.
         return of_numbers(node, constant(1))
+    # Python's `==` is one truth where shapes do not go together: for one number of rows
+    # a vector, and for all others that.
+    may_collapse = not node.attr("incompatible_shape_error")
+    if may_collapse and have_rows(node.inputs) and not _go_together(node.inputs):
+        return node.unknown()
     return joined(node, node.inputs)
+
+
+def _go_together(values: Sequence[Value]) -> bool:
+    """Tell whether two shapes can be broadcast, however many rows there are."""
+    first, second = (each.lengths for each in values)
+    if first is None or second is None:
+        return False
+    # Where one shape is longer, anything goes with nothing.
+    pairs = zip(first[::-1], second[::-1], strict=False)
+    return all(a == 1 or b == 1 or is_same_length(a, b) for a, b in pairs)
 
 
 @rule("Select", "SelectV2", rows_in=ANY)

@@ -25,6 +25,8 @@ _OF_SEVERAL = """
 @rule(*_SPATIAL.split(), otherwise="takes rows for a kernel")
 def _spatial(node: Node) -> Value:
     value = node.inputs[0]
+    if node.op.type == "Conv" and node.attr("batch_dims") != 1:
+        return node.unknown()
     # Of tensors of other ranks nobody knows which axis is that of the batch.
     has_batch = value.axis == 0 and node.op.inputs[0].shape.rank in (4, 5)
     if value.axis is not None and not has_batch:
