@@ -1,11 +1,12 @@
 """What was proven of layers holds while they decide by the same attributes."""
 
 import keras
+import numpy as np
 import pytest
 from keras import layers
 
 import tfdp
-from tests.small import data, logits_loss, private
+from tests.small import data, logits_loss, optimizer, private
 from tfdp.training.python_state import python_state
 
 pytestmark = pytest.mark.keras_private
@@ -49,12 +50,78 @@ def test_loops_check_such_a_layer_again():
         tfdp.clipped_gradients(model, logits_loss(), x, y, **options)
 
 
+class OverTheBatch(keras.losses.Loss):
+    """Compares examples if an attribute says so."""
+
+    is_on = False
+
+    def call(self, y_true, y_pred):
+        losses = keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
+        return losses * keras.ops.sign(keras.ops.sum(y_true)) if self.is_on else losses
+
+
+def of_two():
+    return keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+
+
+def test_a_loss_with_another_attribute_is_checked_again():
+    x, _ = data(20)
+    y, loss = x[:, :2], OverTheBatch()
+    opt, model = optimizer(expected_batch_size=5), of_two()
+    wrapped = private(of_two(), opt, loss, jit_compile=True)
+    wrapped.train_on_batch(x[:5], y[:5])
+    tfdp.clipped_gradients(model, loss, x, y, l2_norm_clip=1.0)
+    loss.is_on = True
+    with pytest.raises(tfdp.errors.UnsupportedLossError):
+        # Another number of rows: another graph.
+        wrapped.train_on_batch(x[:6], y[:6])
+    with pytest.raises(tfdp.errors.UnsupportedLossError):
+        tfdp.clipped_gradients(model, loss, x, y, l2_norm_clip=1.0)
+
+
+def test_an_augmentation_with_another_attribute_is_checked_again():
+    x, y = data(20)
+    centred = Centred()
+    wrapped = private(
+        opt=optimizer(expected_batch_size=5),
+        wrap={"augmentation": centred, "augmentation_multiplicity": 2},
+    )
+    wrapped.train_on_batch(x[:5], y[:5])
+    centred.is_on = True
+    with pytest.raises(tfdp.errors.UnsupportedLayerError):
+        wrapped.train_on_batch(x[:6], y[:6])
+
+
+class ByNames(layers.Layer):
+    """Lets rows meet that come by names."""
+
+    def call(self, inputs):
+        if isinstance(inputs, dict):
+            inputs = [each - keras.ops.mean(each, 0) for each in inputs.values()]
+        return keras.ops.concatenate(inputs, axis=1)
+
+
+def test_loops_check_inputs_in_another_nest_again():
+    x, y = data(20)
+    model = keras.Sequential([ByNames(), layers.Dense(2)])
+    model((x, x))
+
+    def clip(x):
+        tfdp.clipped_gradients(model, logits_loss(), x, y, l2_norm_clip=1.0)
+
+    clip((x, x))
+    with pytest.raises(tfdp.errors.UnsupportedLayerError):
+        clip({"a": x, "b": x})
+
+
 class Many(layers.Layer):
     """Has attributes of many kinds."""
 
     def __init__(self):
         super().__init__()
         self.rate, self.axes, self.function = 0.5, [1, 2], keras.ops.tanh
+        self.settings, self.table = {"rate": 0.5}, np.arange(3)
+        self.regularizer, self.loss = keras.regularizers.L2(0.1), "own"
 
     def call(self, x):
         return x
@@ -62,7 +129,16 @@ class Many(layers.Layer):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("rate", 0.25), ("axes", [1, 3]), ("function", keras.ops.exp), ("new", "text")],
+    [
+        ("rate", 0.25),
+        ("axes", [1, 3]),
+        ("function", keras.ops.exp),
+        ("new", "text"),
+        ("settings", {"rate": 0.25}),
+        ("table", np.arange(3) * 2),
+        ("loss", "another"),
+        ("activity_regularizer", keras.regularizers.L2(0.1)),
+    ],
 )
 def test_another_attribute_is_seen(name, value):
     model = keras.Sequential([keras.Input((3,)), Many()])
@@ -71,6 +147,19 @@ def test_another_attribute_is_seen(name, value):
     assert python_state(model) == before
     setattr(model.layers[0], name, value)
     assert python_state(model) != before
+
+
+def test_changes_inside_of_attributes_are_seen():
+    model = keras.Sequential([keras.Input((3,)), Many()])
+    (layer,) = model.layers
+    found = [python_state(model)]
+    layer.settings["rate"] = 0.25
+    found.append(python_state(model))
+    layer.table[0] = 7
+    found.append(python_state(model))
+    layer.regularizer.l2 = 0.2
+    found.append(python_state(model))
+    assert len(set(found)) == 4
 
 
 def test_a_layer_in_place_of_another_is_seen():

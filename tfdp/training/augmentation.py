@@ -26,6 +26,9 @@ class Augmentation:
             row by itself and keeps its shape.
         multiplicity: Views of each example.
 
+    Attributes:
+        model: Runs the function as `fit` runs layers.
+
     Raises:
         TypeError: If `function` cannot be called, or `multiplicity` is no number.
         ValueError: If `multiplicity` is no whole number of at least 1, or `function`
@@ -54,7 +57,7 @@ class Augmentation:
             "augmentation_multiplicity", multiplicity
         )
         # A model runs layers as `fit` does. Keras tracks no attribute of this class.
-        self._model = _Augmenting(function)
+        self.model = _Augmenting(function)
 
     @classmethod
     def of(
@@ -93,7 +96,7 @@ class Augmentation:
             return tf.repeat(tensor, self.multiplicity, axis=0)
 
         x, *others = _tree.map_tensors(repeated, batch)
-        views = self._model(x, training=True)
+        views = self.model(x, training=True)
 
         def with_shape_of(view: Nest, row: Tensor) -> Tensor:
             return tf.ensure_shape(tf.cast(view, row.dtype), row.shape)
@@ -117,9 +120,9 @@ class Augmentation:
             UnsupportedLayerError: If it is not.
             ValueError: If views have other shapes than their rows.
         """
-        moved = check_model(self._model, x, views=self.multiplicity)
+        moved = check_model(self.model, x, views=self.multiplicity)
         x = _tree.map_tensors(lambda rows: tf.repeat(rows, self.multiplicity, 0), x)
-        views = self._model(x, training=True)
+        views = self.model(x, training=True)
         shapes, wanted = (
             [tuple(tensor.shape) for tensor in _tree.tensors(nest)]
             for nest in (views, x)
@@ -134,7 +137,7 @@ class Augmentation:
 
     def seed_states(self) -> list[keras.Variable]:
         """List the states of all seed generators that the function may use."""
-        return _keras.seed_states(self._model)
+        return _keras.seed_states(self.model)
 
 
 class _Augmenting(keras.Model):

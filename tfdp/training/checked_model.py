@@ -285,7 +285,7 @@ class CheckedModel:
                 passes=passes,
                 moved=self.moved,
             )
-        self._python_state = python_state(self._model)
+        self._python_state = self._python_state_now()
         # Any number of rows was proven as well.
         self._engines |= {(like, rows): chosen for rows in (None, seen)}
         for traced in passes:
@@ -322,7 +322,11 @@ class CheckedModel:
         return True
 
     def _is_as_checked(self) -> bool:
-        return self._python_state == python_state(self._model)
+        return self._python_state == self._python_state_now()
+
+    def _python_state_now(self) -> tuple[Hashable, ...]:
+        of_views = () if self._augmentation is None else (self._augmentation.model,)
+        return python_state(self._model, self._loss, *of_views)
 
 
 def _care_of(engine: engines.Engine) -> tuple[bool, bool]:

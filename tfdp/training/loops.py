@@ -244,11 +244,15 @@ def _checked_once(
         None if ascent is None else ascent.is_exact,
         _names_of_leaves(loss),
         tuple(map(id, objective.variables)),
-        python_state(model),
+        python_state(model, loss),
         # Shapes of unknown rank are all alike.
         tuple(
-            (leaf.dtype, tuple(leaf.shape[1:].as_list()) if leaf.shape.rank else ())
-            for leaf in _tree.tensors(data)
+            (
+                *(path, leaf.dtype),
+                tuple(leaf.shape[1:].as_list()) if leaf.shape.rank else (),
+            )
+            for path, leaf in keras.tree.flatten_with_path(data)
+            if leaf is not None
         ),
         seen,
     )
