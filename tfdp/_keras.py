@@ -797,3 +797,10 @@ def metrics_handles(model: keras.Model) -> list[Tensor]:
         for variable in metric.variables
         for known in tensorflow_variables(variable)
     ]
+
+
+def reset_metrics(model: keras.Model) -> None:
+    """Reset the metrics that a model and its layers keep, of whatever they have seen."""
+    for layer in flatten_layers(model):
+        for metric in layer._metrics:
+            metric.reset_state()

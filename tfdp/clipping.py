@@ -57,6 +57,14 @@ class ClippedSum(NamedTuple):
         return clip * tf.cast(self.sensitivity_in_clips, clip.dtype)
 
 
+class ClippedSumOfUsers(ClippedSum):
+    """A clipped sum each unit of which has all rows of a user.
+
+    Its sensitivity is that of a user who goes with all rows; one row alone can move the
+    mean gradient of its user by twice as much.
+    """
+
+
 def clip_as_tensor(l2_norm_clip: Tensor, variables: list[Variable]) -> tf.Tensor:
     """Return the clip norm in the widest dtype of the variables' gradients.
 

@@ -38,6 +38,7 @@ from tfdp.losses.objective import Batch, number_of_rows
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.checkpoints import LedgerState
 from tfdp.runs.counter import UNDECLARED
+from tfdp.runs.histories import was_trained
 from tfdp.runs.recorder import LedgerRecorder
 from tfdp.sampling import Scheme, samplings
 from tfdp.training.arguments import (
@@ -60,7 +61,11 @@ from tfdp.training.checked_model import CheckedModel
 from tfdp.training.fit_callbacks import LedgerCallback, sorted_callbacks
 from tfdp.training.functions import TrainingFunctions
 from tfdp.training.journal import restored_journals
-from tfdp.training.model_ledger import ModelLedger, steps_of_plain_keras
+from tfdp.training.model_ledger import (
+    ModelLedger,
+    keep_plain_steps,
+    steps_of_plain_keras,
+)
 from tfdp.training.releases import ReleasingCallback, Trained, WatchingCallback
 from tfdp.training.step import BatchClipper, Session, private_step
 from tfdp.training.units import with_sizes
@@ -191,6 +196,8 @@ class DPModel(TrainingFunctions):
         self._augmentation = views
         self._checked = CheckedModel(model, engine, views, replicas)
         if getattr(model, "optimizer", None) is not None:
+            if any(map(was_trained, model.trainable_variables)):
+                keep_plain_steps(model)
             # Its slots would be saved with the private model.
             model.optimizer = None
         self.built = model.built
@@ -480,6 +487,7 @@ class DPModel(TrainingFunctions):
             loss, loss_weights, ascent if ascent and ascent.has_ascent() else None
         )
         if has_own_loss:
+            keep_plain_steps(self.model)
             self.model.compile(
                 optimizer=None, loss=loss, loss_weights=loss_weights, jit_compile=False
             )
@@ -685,6 +693,8 @@ class DPModel(TrainingFunctions):
                 finally:
                     session.released.put_back()
                     self.__dict__["_acting"] = ()
+                    # Keras would export what layers have measured of the rows.
+                    _keras.reset_metrics(self.model)
 
     def _prepare_releases(
         self,

@@ -121,6 +121,41 @@ def test_no_number_of_the_training_data_is_in_any_file(tmp_path):
 
 
 @pytest.mark.slow
+class Measuring(layers.Layer):
+    """Keeps a sum over all that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = keras.metrics.Sum()
+
+    def call(self, x):
+        self.total.update_state(x)
+        return x
+
+
+def numbers_of_one(path):
+    """All floats in a SavedModel that stand alone."""
+    checkpoint = tf.train.load_checkpoint(str(path / "variables" / "variables"))
+    names = checkpoint.get_variable_to_shape_map()
+    values = [np.asarray(checkpoint.get_tensor(name)) for name in names]
+    return [
+        float(value) for value in values if value.ndim == 0 and value.dtype.kind == "f"
+    ]
+
+
+def test_what_layers_have_measured_is_not_exported(tmp_path):
+    inner = keras.Sequential([keras.Input((3,)), Measuring(), layers.Dense(1)])
+    private = untrained(inner, expected_batch_size=8)
+    x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+    private.fit(x, y, batch_size=8, verbose=0)
+    inner.export(str(tmp_path / "by_keras"), verbose=False)
+    private.train_on_batch(x, y)
+    assert float(inner.layers[0].total.result()) > 0
+    export_private_model(private, tmp_path / "measuring" / "1", delta=DELTA)
+    for folder in (tmp_path / "by_keras", tmp_path / "measuring" / "1"):
+        assert numbers_of_one(folder) == [0.0]
+
+
 def test_moving_averages_are_exported_and_the_model_keeps_its_weights(tmp_path):
     model = keras.Sequential([
         keras.Input((3,), name="x"),

@@ -157,3 +157,22 @@ def test_the_statement_begins_with_what_plain_keras_has_trained():
     text = model.privacy_statement(1e-3)
     assert text.startswith("Warning: plain Keras has taken 3 steps")
     assert "\n\nThis training is" in text
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")
+def test_what_plain_keras_has_trained_is_remembered(tmp_path):
+    x, y = data()
+    model = private()
+    model.fit(x, y, batch_size=4, verbose=0)
+    model.model.compile("sgd", "mse")
+    model.model.fit(x, np.zeros((len(x), 2)), batch_size=len(x), epochs=3, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    again = tfdp.DPModel(model.model)
+    for each in (model, loaded, again):
+        assert each.privacy_report(1e-3)["plain_keras_steps"] == 3
+    # What was trained before it became private is another matter.
+    public = network()
+    public.compile("sgd", "mse")
+    public.fit(x, np.zeros((len(x), 2)), verbose=0)
+    assert tfdp.DPModel(public).privacy_report(1e-3)["plain_keras_steps"] == 0

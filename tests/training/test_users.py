@@ -10,9 +10,10 @@ import tensorflow as tf
 
 import tfdp
 from tests.small import CLIP, data, logits_loss, network, noiseless, optimizer, private
+from tfdp.accounting import Ledger
 from tfdp.data import PoissonDataset
 from tfdp.losses.objective import Batch, Objective
-from tfdp.sampling import Poisson, PoissonUsers
+from tfdp.sampling import Poisson, PoissonUsers, UnknownUsers
 from tfdp.sampling import scheme as scheme_module
 
 pytestmark = pytest.mark.filterwarnings(
@@ -385,3 +386,36 @@ def test_passes_and_microbatches_that_cut_users_are_refused():
             examples_per_user=3,
             max_batch_size=4,
         )
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_the_ledger_of_a_loop_speaks_of_users(is_traced):
+    """A row of a user with others can move the sum by two clip norms."""
+    x, y = data(8)
+    model, opt = network(), optimizer(2.0, expected_batch_size=4)
+    opt.build(model.trainable_variables)
+
+    def clip(**of_users):
+        return tfdp.clipped_gradients(
+            model, logits_loss(), x, y, l2_norm_clip=CLIP, **of_users
+        )
+
+    def step():
+        opt.apply_clipped_sum(clip(examples_per_user=2), model.trainable_variables)
+
+    step = tf.function(step, autograph=False) if is_traced else step
+    step()
+    step()
+    (segment,) = opt.ledger.segments
+    assert (segment.scheme, segment.count) == (UnknownUsers(), 2)
+    wrapped = private(model)
+    assert "Protected is one user" in wrapped.privacy_statement(1e-5)
+    with pytest.raises(ValueError, match="sum of examples after sums of users"):
+        opt.apply_clipped_sum(clip(), model.trainable_variables)
+    another = optimizer(2.0, expected_batch_size=4)
+    another.apply_clipped_sum(clip(), model.trainable_variables)
+    assert "had users as units" in wrapped.privacy_statement(1e-5)
+    with pytest.raises(ValueError, match="sum of users after sums of examples"):
+        another.apply_clipped_sum(clip(examples_per_user=2), model.trainable_variables)
+    restored = Ledger.from_json(opt.ledger.to_json())
+    assert restored == opt.ledger

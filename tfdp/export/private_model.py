@@ -120,6 +120,8 @@ def export_private_model(
     rows = (
         made_up_rows(inputs, fitted) if warmup is None else given_rows(inputs, warmup)
     )
+    # What layers have measured of rows is exact, and part of the model.
+    _keras.reset_metrics(private.model)
     try:
         with appearing(path) as folder:
             with _averaged_weights(private), _quiet():

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdp import _keras, _validate
 from tfdp._types import Config, Nest, Tensor, Variable
 from tfdp.accounting import Ledger
-from tfdp.clipping import ClippedSum
+from tfdp.clipping import ClippedSum, ClippedSumOfUsers
 from tfdp.errors import NotPrivateError
 from tfdp.losses.regularizers import gradient_of
 from tfdp.mechanisms import Gaussian, Mechanism
@@ -25,6 +25,7 @@ from tfdp.optimizers.arguments import (
 from tfdp.runs.budgets import enforce_budget_of_step, room_in_graph
 from tfdp.runs.checkpoints import LedgerState
 from tfdp.runs.recorder import LedgerRecorder
+from tfdp.sampling import UnknownUsers
 
 # Runs a function of the clipped sum on each replica.
 OnReplicas: TypeAlias = Callable[[Callable[[ClippedSum], list[Tensor]]], list[Tensor]]
@@ -135,6 +136,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         self.mechanism = checked_mechanism(mechanism, noise_seed)
         self.recorder = self.recorder_of_loops = LedgerRecorder()
         # So `tf.train.Checkpoint` has the ledger.
+        self._of_users: bool | None = None
         self._ledger_state = LedgerState(self._saved_ledger, self._restore_ledger)
         self.recorder.note_seeds(noise=self.noise_is_seeded, sampling=False)
         with tf.init_scope(), _keras.unmirrored_variables():
@@ -291,7 +293,8 @@ class DPOptimizer(keras.optimizers.Optimizer):
                 .InvalidArgumentError`. Compiled by XLA the step does nothing then.
             TypeError: If `clipped_sum` is no `tfdp.ClippedSum`.
             ValueError: If the number of variables differs from the number of
-                gradients, or the expected batch size is not known.
+                gradients, the expected batch size is not known, or the sum is one of
+                users and others before were not, or the other way around.
         """
         replicas = tf.distribute.get_strategy().num_replicas_in_sync
         if replicas > 1:
@@ -308,6 +311,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         recorder, mechanism = self.recorder_of_loops, self.mechanism
         with tf.init_scope():
             # Private models of these variables, also later ones, count these steps.
+            self._begin_units(recorder, isinstance(clipped_sum, ClippedSumOfUsers))
             self.begin_single_step(recorder, trainable_variables, trainable_variables)
             per_unit = clipped_sum.examples_per_unit
             # How many examples share a gradient may be known later only. Where there
@@ -341,6 +345,20 @@ class DPOptimizer(keras.optimizers.Optimizer):
         # XLA leaves the error out; the step is not taken there, either.
         has_room = room_in_graph(recorder, counted / clipped_sum.sensitivity_in_clips)
         tf.cond(has_room, apply, _refuse)
+
+    def _begin_units(self, recorder: LedgerRecorder, of_users: bool) -> None:
+        """Let the ledger of loops say who is protected."""
+        if self._of_users is None and of_users:
+            recorder.begin(UnknownUsers())
+        # A graph that was traced before would go on to count the others.
+        if self._of_users not in (None, of_users):
+            one, other = ("users", "examples") if of_users else ("examples", "users")
+            raise ValueError(
+                "`apply_clipped_sum` takes sums of one kind of unit: its ledger says who "
+                f"is protected. Received: a sum of {one} after sums of {other}. Use "
+                "another optimizer, such as `tfdp.optimizers.DPSGD(...)`, for these."
+            )
+        self._of_users = of_users
 
     def begin_single_step(
         self, recorder: LedgerRecorder, trained: list[Variable], read: list[Variable]

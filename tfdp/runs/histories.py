@@ -62,12 +62,15 @@ class History:
         counter: As given.
         sources: Histories that this one depends on.
         number: Histories of a process are numbered in their order.
+        plain_steps: Steps without privacy that have changed the values, by optimizers that
+            are gone.
     """
 
     def __init__(self, counter: Counter | None = None) -> None:
         """Begin without sources."""
         self.counter = counter
         self.number = next(_numbers)
+        self.plain_steps = 0
         # A dict in place of a set: the order of a ledger is that of the calls.
         self.sources: dict[History, None] = {}
 
@@ -115,6 +118,23 @@ def history_of(variable: Variable) -> History:
         setattr(variable, _HISTORY, history)
         _variables[id(variable)] = variable
     return history
+
+
+def note_plain_steps(variables: Iterable[Variable], steps: int) -> None:
+    """Remember steps without privacy when the optimizer that took them goes.
+
+    Args:
+        variables: Keras variables, which it has trained.
+        steps: How many there were in all.
+    """
+    for variable in variables:
+        history = history_of(variable)
+        history.plain_steps = max(history.plain_steps, steps)
+
+
+def noted_plain_steps(variables: Iterable[Variable]) -> int:
+    """Return what `note_plain_steps` was told last."""
+    return max((history_of(variable).plain_steps for variable in variables), default=0)
 
 
 def was_trained(variable: Variable) -> bool:

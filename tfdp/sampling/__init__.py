@@ -18,3 +18,4 @@ from tfdp.sampling.scheme import scheme_of_kind as scheme_of_kind
 from tfdp.sampling.shuffled import Shuffled as Shuffled
 from tfdp.sampling.truncated_poisson import TruncatedPoisson as TruncatedPoisson
 from tfdp.sampling.unknown import Unknown as Unknown
+from tfdp.sampling.unknown import UnknownUsers as UnknownUsers

@@ -34,3 +34,27 @@ class Unknown(Scheme):
     def assumption(self) -> str:
         """Say that no record may be twice in a batch."""
         return "It is assumed that a batch holds a row at most once."
+
+
+@dataclasses.dataclass(frozen=True)
+class UnknownUsers(Unknown):
+    """Nothing is known of batches of users: every step counts in full.
+
+    Assumes that a batch has the rows of a user all together, and once.
+
+    Example:
+        >>> UnknownUsers().unit
+        'user'
+    """
+
+    kind: ClassVar[str] = "unamplified_user_steps"
+    unit: ClassVar[str] = "user"
+    allows_units: ClassVar[bool] = False
+
+    def words(self, count: int, noise: str) -> str:
+        """Say how many steps there were."""
+        return f"{count} steps, {noise}, unknown batches of users: each counts in full"
+
+    def assumption(self) -> str:
+        """Say that all rows of a user are one unit of a batch."""
+        return "It is assumed that a batch holds a user's rows together, and once."

@@ -12,7 +12,7 @@ from tfdp import _keras, _seeds, _tree, _validate, engines
 from tfdp._types import Loss, Nest, Tensor
 from tfdp.ascent.losses import BAM, SAT, check_plain
 from tfdp.checks.engine import check_objective, choose
-from tfdp.clipping import ClippedSum, clip_as_tensor
+from tfdp.clipping import ClippedSum, ClippedSumOfUsers, clip_as_tensor
 from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.runs.histories import note_reads, recognise_copies
 from tfdp.runs.recorder import revoke_all
@@ -68,7 +68,8 @@ def clipped_gradients(
             bound or are of users.
         examples_per_user: None to clip each example's gradient; k to clip the mean
             gradient of each user, whose rows are k consecutive ones, padding too: that
-            of the `PoissonDataset` which drew the batch.
+            of the `PoissonDataset` which drew the batch. The optimizer's ledger is then
+            that of users.
 
     Returns:
         The clipped sums in the order of ``model.trainable_variables``, with the
@@ -144,7 +145,8 @@ def clipped_gradients(
         moved=moved,
     )
     batch = Batch(*data)._replace(is_padding=is_padding)
-    return clipper.clip(batch, clip, objective)
+    clipped_sum = clipper.clip(batch, clip, objective)
+    return clipped_sum if examples_per_user is None else ClippedSumOfUsers(*clipped_sum)
 
 
 def _check_lengths(data: Nest) -> None:

@@ -30,7 +30,13 @@ from tfdp.runs.budgets import (
     set_budget,
 )
 from tfdp.runs.counter import UNDECLARED
-from tfdp.runs.histories import note_makers, remember_values, was_trained
+from tfdp.runs.histories import (
+    note_makers,
+    note_plain_steps,
+    noted_plain_steps,
+    remember_values,
+    was_trained,
+)
 from tfdp.runs.recorder import LedgerRecorder, Reservation
 from tfdp.training.noise_plan import NoisePlan
 from tfdp.training.step import Session
@@ -40,16 +46,25 @@ if TYPE_CHECKING:
 
 
 def steps_of_plain_keras(model: keras.Model) -> int:
-    """Count the steps of a wrapped model's own optimizer, which has no privacy.
+    """Count the steps of a wrapped model's own optimizers, which have no privacy.
 
     Args:
         model: The wrapped model, which has no optimizer when it is wrapped.
 
     Returns:
-        Steps since then.
+        Steps since then, as far as they are known: of an optimizer that `model.compile`
+        has replaced nobody tells.
     """
     optimizer = getattr(model, "optimizer", None)
-    return 0 if optimizer is None else int(optimizer.iterations.numpy())
+    now = 0 if optimizer is None else int(optimizer.iterations.numpy())
+    return noted_plain_steps(model.weights) + now
+
+
+def keep_plain_steps(model: keras.Model) -> None:
+    """Remember these steps before the optimizer that has counted them goes."""
+    steps = steps_of_plain_keras(model)
+    if steps:
+        note_plain_steps(model.weights, steps)
 
 
 class ModelLedger:
@@ -79,7 +94,7 @@ class ModelLedger:
 
         self.recorder = LedgerRecorder(weights)
         # Of a ledger that was loaded, which weights have been trained.
-        self._loaded_as_trained = b""
+        self._loaded_as_trained, self._loaded_plain_steps = b"", 0
         self.journals: list[Journal] = []
 
     def bind(self, optimizer: DPOptimizer) -> None:
@@ -394,6 +409,9 @@ class ModelLedger:
             pairs = zip(weights, self._loaded_as_trained, strict=True)
             note_makers((each for each, was in pairs if was), self.recorder.loaded)
             self._loaded_as_trained = b""
+        if weights:
+            note_plain_steps(weights, self._loaded_plain_steps)
+            self._loaded_plain_steps = 0
 
     def state(self) -> str:
         """Return all that a saved model must remember, as JSON."""
@@ -401,7 +419,10 @@ class ModelLedger:
         weights = self._weights()
         remember_values(weights)
         trained = [was_trained(weight) for weight in weights]
-        return json.dumps({**json.loads(self.recorder.state()), "trained": trained})
+        private = self._private()
+        plain_steps = 0 if private is None else steps_of_plain_keras(private.model)
+        found = {"trained": trained, "plain_steps": plain_steps}
+        return json.dumps({**json.loads(self.recorder.state()), **found})
 
     def restore(self, state: str) -> None:
         """Take over what a saved model had run; nothing counted here is lost.
@@ -410,7 +431,9 @@ class ModelLedger:
             state: What `state` returned.
         """
         self.recorder.restore(state)
-        self.note_trained(bytes(json.loads(state).get("trained", [])))
+        found = json.loads(state)
+        self._loaded_plain_steps = int(found.get("plain_steps", 0))
+        self.note_trained(bytes(found.get("trained", [])))
 
     def note_trained(self, flags: bytes) -> None:
         """Remember which weights the loaded ledger is about.
