@@ -136,7 +136,6 @@ def test_schedules_and_what_clipping_does(options):
         )
 
 
-@pytest.mark.slow
 @every_way
 def test_a_quantile_of_the_norms(options):
     """In float64, in which nothing is cast: a reference to C would see the next one."""

@@ -1105,7 +1105,6 @@ def calling(function, engine, *, stateful):
     return private
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", "vectorized"])
 def test_python_that_may_remember_rows_is_refused(engine):
     seen = []

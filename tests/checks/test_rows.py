@@ -1140,7 +1140,6 @@ def test_the_sizes_that_layers_will_see_are_looked_at():
             train()
 
 
-@pytest.mark.slow
 def test_functions_that_run_eagerly_show_rows_too():
     """TensorFlow's switch for the debugger, which no model knows of."""
     x, y = np.ones((8, D), "float32"), np.ones((8, 1))

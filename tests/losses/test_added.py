@@ -238,7 +238,6 @@ def test_another_axis_of_as_many_entries_is_none_of_rows():
         chosen(columns, 4)
 
 
-@pytest.mark.slow
 def test_rows_that_are_constants_of_a_graph_are_no_weights():
     problem = PROBLEMS["activity"]
     batch = problem.batch(4)

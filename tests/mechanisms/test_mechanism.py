@@ -202,7 +202,6 @@ def test_wrong_arguments_are_refused(arguments, error, message):
         tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0, **arguments)
 
 
-@pytest.mark.slow
 def test_shared_noise_needs_one_clip_norm_in_a_pass():
     model = private(Banded())
     halved = tfdp.callbacks.ClipNormScheduler(lambda step: 1.0 if step < 2 else 0.1)

@@ -298,7 +298,6 @@ def test_an_outlier_is_clipped(name):
     check_clipped(problem, runner(problem, ENGINES), [1e-3, 1e6])
 
 
-@pytest.mark.slow
 def test_as_many_rows_as_places_are_no_places():
     """Eagerly, where shapes are all that can be seen, and the first batch is longer."""
     problem = PROBLEMS["places"]
@@ -530,7 +529,6 @@ class Noisy(layers.Layer):
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer", [lambda: InTime(SHAPES["scaled"], "scaled"), Noisy], ids=["own", "noisy"]
 )

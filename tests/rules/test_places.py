@@ -287,7 +287,6 @@ class InTurn(layers.Layer):
         return one + 2 * other if not tf.executing_eagerly() else 2 * one + other
 
 
-@pytest.mark.slow
 def test_eagerly_calls_may_come_in_another_order():
     """They are told apart by their number, which is that of a graph."""
     in_turn = problem(

@@ -54,7 +54,6 @@ def test_a_model_of_two_has_what_its_parts_run_later():
         assert model.epsilon(DELTA) == both.epsilon(DELTA)
 
 
-@pytest.mark.slow
 def test_values_that_a_model_began_with_are_no_copies():
     one, other = part("one"), part("other")
     other.set_weights(one.get_weights())
@@ -170,7 +169,6 @@ def test_a_copy_of_trained_weights_continues_their_runs(way):
     assert original.ledger.steps == 8
 
 
-@pytest.mark.slow
 def test_a_copy_is_recognised_when_the_original_is_gone():
     model = part("model")
     original = private(model)

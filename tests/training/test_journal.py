@@ -263,7 +263,6 @@ class Stop(keras.callbacks.Callback):
             raise RuntimeError("stop")
 
 
-@pytest.mark.slow
 def test_a_fit_that_stops_goes_on_with_all_that_ran(tmp_path):
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
     model = private(run_eagerly=True)

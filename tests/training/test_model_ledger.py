@@ -37,7 +37,6 @@ def test_a_replaced_optimizer_counts_in_the_models_ledger():
     assert model.ledger.steps == 13
 
 
-@pytest.mark.slow
 def test_a_file_has_the_ledger(tmp_path):
     model = private(run_eagerly=True)
     x, y = data(20)
@@ -130,7 +129,6 @@ def test_epochs_of_secret_draws_are_not_remembered():
     assert model.recorder.all_sampled_epochs == 0
 
 
-@pytest.mark.slow
 def test_a_step_of_ones_own_inside_of_fit_is_no_draw():
     x, y = data()
 
