@@ -149,6 +149,17 @@ def test_another_attribute_is_seen(name, value):
     assert python_state(model) != before
 
 
+def test_odd_attributes_stay_equal():
+    model = keras.Sequential([keras.Input((3,)), Many()])
+    (layer,) = model.layers
+    layer.settings = {1: float("nan"), "itself": {}, "many": list(range(5000))}
+    layer.settings["itself"]["again"] = layer.settings
+    layer.table = np.array([None, "text"], object)
+    layer.kind, layer.names = Many, {"b", "a"}
+    assert python_state(model) == python_state(model)
+    hash(python_state(model))
+
+
 def test_changes_inside_of_attributes_are_seen():
     model = keras.Sequential([keras.Input((3,)), Many()])
     (layer,) = model.layers

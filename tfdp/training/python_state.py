@@ -9,13 +9,12 @@ import numpy as np
 from tfdp import _keras
 from tfdp._types import Nest
 
-_PLAIN = (bool, int, float, str, bytes, type(None))
+_PLAIN = (bool, int, str, bytes, type(None))
 
-# Larger arrays are told apart as objects alone.
-_MOST_NUMBERS = 1024
-
-# How far down: what a layer has, and what a regularizer or a loss in it has.
-_DEEPEST = 2
+# What has more entries is told apart as an object alone, and so is what is deeper inside
+# of others.
+_MOST_ENTRIES = 1024
+_DEEPEST = 6
 
 # Public attributes that Keras changes by itself.
 _CHANGED_BY_KERAS = {
@@ -67,19 +66,23 @@ def _described(value: object, depth: int) -> Hashable:
     """Return what tells a value from others; None if nothing does."""
     if isinstance(value, _PLAIN):
         return type(value).__name__, value
-    if isinstance(value, list | tuple):
-        return tuple(_described(each, depth) for each in value)
-    if isinstance(value, dict):
-        items = sorted(value.items(), key=lambda item: repr(item[0]))
-        return tuple((repr(key), _described(each, depth)) for key, each in items)
-    if isinstance(value, np.ndarray):
-        is_small = value.size <= _MOST_NUMBERS and not value.dtype.hasobject
-        return (
-            (value.dtype.str, value.shape, value.tobytes()) if is_small else id(value)
-        )
+    if isinstance(value, float):
+        return repr(value)  # NaN equals nothing, itself included.
+    if isinstance(value, list | tuple | set | dict):
+        if len(value) > _MOST_ENTRIES or depth == _DEEPEST:
+            return id(value)
+        if isinstance(value, set):
+            return tuple(sorted(map(repr, value)))
+        if isinstance(value, dict):
+            value = sorted(value.items(), key=lambda item: repr(item[0]))
+        return tuple(_described(each, depth + 1) for each in value)
+    if isinstance(value, np.ndarray | np.generic):
+        is_known = value.size <= _MOST_ENTRIES and not value.dtype.hasobject
+        numbers = value.tobytes() if is_known else id(value)
+        return value.dtype.str, value.shape, numbers
     if not callable(value):
         return None
-    if isinstance(value, keras.layers.Layer) or depth == _DEEPEST:
+    if isinstance(value, keras.layers.Layer | type) or depth == _DEEPEST:
         return id(value)
     return id(value), _attributes(value, depth + 1)
 
