@@ -788,12 +788,17 @@ def is_function(graph: tf.Graph, name: str) -> bool:
     return False
 
 
+def _metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
+    """Yield the metrics that a model and its layers keep."""
+    for layer in flatten_layers(model):
+        yield from layer._metrics
+
+
 def metrics_handles(model: keras.Model) -> list[Tensor]:
     """List the handles of the variables of all metrics in a model and its layers."""
     return [
         known.handle
-        for layer in flatten_layers(model)
-        for metric in layer._metrics
+        for metric in _metrics(model)
         for variable in metric.variables
         for known in tensorflow_variables(variable)
     ]
@@ -801,6 +806,5 @@ def metrics_handles(model: keras.Model) -> list[Tensor]:
 
 def reset_metrics(model: keras.Model) -> None:
     """Reset the metrics that a model and its layers keep, of whatever they have seen."""
-    for layer in flatten_layers(model):
-        for metric in layer._metrics:
-            metric.reset_state()
+    for metric in _metrics(model):
+        metric.reset_state()

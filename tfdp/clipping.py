@@ -61,7 +61,8 @@ class ClippedSumOfUsers(ClippedSum):
     """A clipped sum each unit of which has all rows of a user.
 
     Its sensitivity is that of a user who goes with all rows; one row alone can move the
-    mean gradient of its user by twice as much.
+    mean gradient of its user by twice as much. It is a type, and no field, as a
+    `tf.function` makes tensors of fields; `_replace` keeps it.
     """
 
 

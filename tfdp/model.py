@@ -196,6 +196,7 @@ class DPModel(TrainingFunctions):
         self._augmentation = views
         self._checked = CheckedModel(model, engine, views, replicas)
         if getattr(model, "optimizer", None) is not None:
+            # Steps before any private one are a pre-training.
             if any(map(was_trained, model.trainable_variables)):
                 keep_plain_steps(model)
             # Its slots would be saved with the private model.
@@ -232,7 +233,11 @@ class DPModel(TrainingFunctions):
         self.model.summary(*args, **kwargs)
 
     def export(self, *args: object, **kwargs: object) -> None:
-        """Export the wrapped model, which has nothing of tfdp in it."""
+        """Export the wrapped model, which has nothing of tfdp in it.
+
+        What its layers have measured of rows (`keras.metrics`) is reset before.
+        """
+        _keras.reset_metrics(self.model)
         self.model.export(*args, **kwargs)
 
     def explain(self) -> str:

@@ -376,7 +376,6 @@ def test_everything_is_as_it_was():
     assert private.ledger.steps == 20
 
 
-@pytest.mark.slow
 def test_everything_is_as_it_was_after_an_error(monkeypatch):
     private = trained(run_eagerly=True)
     before, calls = values(private), []

@@ -133,7 +133,7 @@ class Measuring(layers.Layer):
         return x
 
 
-def numbers_of_one(path):
+def scalars_of(path):
     """All floats in a SavedModel that stand alone."""
     checkpoint = tf.train.load_checkpoint(str(path / "variables" / "variables"))
     names = checkpoint.get_variable_to_shape_map()
@@ -143,17 +143,23 @@ def numbers_of_one(path):
     ]
 
 
+def of_a_step(private):
+    private.train_on_batch(np.ones((8, 3), "float32"), np.ones((8, 1), "float32"))
+    assert float(private.model.layers[0].total.result()) > 0
+
+
 def test_what_layers_have_measured_is_not_exported(tmp_path):
     inner = keras.Sequential([keras.Input((3,)), Measuring(), layers.Dense(1)])
     private = untrained(inner, expected_batch_size=8)
     x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
     private.fit(x, y, batch_size=8, verbose=0)
-    inner.export(str(tmp_path / "by_keras"), verbose=False)
-    private.train_on_batch(x, y)
-    assert float(inner.layers[0].total.result()) > 0
-    export_private_model(private, tmp_path / "measuring" / "1", delta=DELTA)
-    for folder in (tmp_path / "by_keras", tmp_path / "measuring" / "1"):
-        assert numbers_of_one(folder) == [0.0]
+    inner.export(str(tmp_path / "keras"), verbose=False)
+    of_a_step(private)
+    private.export(str(tmp_path / "private"), verbose=False)
+    of_a_step(private)
+    export_private_model(private, tmp_path / "serving" / "1", delta=DELTA)
+    for folder in ("keras", "private", "serving/1"):
+        assert scalars_of(tmp_path / folder) == [0.0]
 
 
 def test_moving_averages_are_exported_and_the_model_keeps_its_weights(tmp_path):

@@ -232,9 +232,19 @@ def test_units_have_several_rows(name):
     check(problem_of(name), run, (0, 5, 3, 4), unit_size=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["windows", "windows_of_images", "nodes", "twice"])
-@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "windows",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("windows_of_images", "nodes", "twice")
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "is_exact", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_units_go_uphill(name, is_exact):
     ascent = Uphill(0.1, 0.7, is_exact)
     engine = engine_of(name, ascent)

@@ -157,20 +157,55 @@ def test_the_statement_begins_with_what_plain_keras_has_trained():
     assert "\n\nThis training is" in text
 
 
-@pytest.mark.filterwarnings("ignore:Skipping variable loading")
-def test_what_plain_keras_has_trained_is_remembered(tmp_path):
+def trained_by_plain_keras(model=None):
+    """A private model, and three plain steps on top."""
     x, y = data()
-    model = private()
+    model = model or private()
     model.fit(x, y, batch_size=4, verbose=0)
     model.model.compile("sgd", "mse")
     model.model.fit(x, np.zeros((len(x), 2)), batch_size=len(x), epochs=3, verbose=0)
+    return model
+
+
+def plain_steps(model):
+    return model.privacy_report(1e-3)["plain_keras_steps"]
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")
+def test_plain_steps_are_saved(tmp_path):
+    model = trained_by_plain_keras()
     model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert plain_steps(keras.saving.load_model(tmp_path / "model.keras")) == 3
+    model.save_weights(tmp_path / "model.weights.h5")
+    model.load_weights(tmp_path / "model.weights.h5")
+    assert plain_steps(model) == 3
+
+
+def test_plain_steps_are_known_to_another_private_model():
+    model = trained_by_plain_keras()
     again = tfdp.DPModel(model.model)
-    for each in (model, loaded, again):
-        assert each.privacy_report(1e-3)["plain_keras_steps"] == 3
-    # What was trained before it became private is another matter.
+    assert plain_steps(model) == plain_steps(again) == 3
+
+
+class WithOwnLoss(keras.Sequential):
+    """Has a loss of its own, which Keras asks a compiled model for."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        return keras.ops.mean(y_pred**2)
+
+
+def test_compile_remembers_plain_steps():
+    inner = WithOwnLoss([keras.Input((3,)), keras.layers.Dense(2)])
+    model = tfdp.DPModel(inner)
+    model.compile(optimizer())
+    trained_by_plain_keras(model)
+    model.compile(optimizer())
+    assert plain_steps(model) == 3
+
+
+def test_plain_steps_before_private_ones_are_a_pre_training():
+    x, _ = data()
     public = network()
     public.compile("sgd", "mse")
     public.fit(x, np.zeros((len(x), 2)), verbose=0)
-    assert tfdp.DPModel(public).privacy_report(1e-3)["plain_keras_steps"] == 0
+    assert plain_steps(tfdp.DPModel(public)) == 0

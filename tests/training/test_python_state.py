@@ -39,6 +39,17 @@ def test_a_layer_with_another_attribute_is_checked_again(is_eager):
         wrapped.fit(x, y, batch_size=5, verbose=0, callbacks=[logger])
 
 
+def test_such_a_layer_is_checked_again_for_other_rows():
+    x, y = data(20)
+    centred = Centred()
+    model = keras.Sequential([keras.Input((3,)), centred, layers.Dense(2)])
+    wrapped = private(model, optimizer(expected_batch_size=5))
+    wrapped.train_on_batch(x[:5], y[:5])
+    centred.is_on = True
+    with pytest.raises(tfdp.errors.UnsupportedLayerError):
+        wrapped.train_on_batch(x[:6], y[:6])
+
+
 def test_loops_check_such_a_layer_again():
     x, y = data(20)
     centred = Centred()

@@ -54,7 +54,7 @@ class AscentLoss(keras.losses.Loss):
 
     @property
     def is_exact(self) -> bool:
-        """Whether gradients are differentiated."""
+        """Whether gradients are differentiated: then layers see how many rows there are."""
         return False
 
     def __call__(

@@ -232,7 +232,7 @@ def _chosen(condition: Length, a: Length, b: Length) -> Length:
 # ------------------------------------------------------- whole arrays
 
 
-def _selected(
+def _select_of_version_1(
     op: tf.Operation, condition: Array, *arrays: Array
 ) -> Array | Length | None:
     # A vector has one condition for each entry of the first axis.
@@ -383,7 +383,7 @@ CONSTANTS: dict[str, Evaluate] = {
     "LogicalAnd": _of_numbers(lambda a, b: a and b),
     "LogicalOr": _of_numbers(lambda a, b: a or b),
     "LogicalNot": _of_numbers(operator.not_),
-    "Select": _selected,
+    "Select": _select_of_version_1,
     "SelectV2": _elementwise(_chosen),
     "Identity": lambda op, values: values,
     "StopGradient": lambda op, values: values,

@@ -27,9 +27,9 @@ from tfdp.rules.places import ROWS_FIRST, Place, Where
 # for all.
 _ROWS = {(0, PLAIN), (None, PLAIN)}
 
-# Lengths for axes other than that of the rows whose length is open, one after the other:
-# short ones, the same for all axes; and long ones, which are not. Code may do something
-# else from some length on, or where two are equal.
+# Lengths for axes 1, 2 and 3 where they are open, the same in all inputs: short ones that
+# are equal, and longer ones that are not. Code may do something else from some length on,
+# or where two are equal.
 _LENGTHS = ((11, 11, 11), (13, 13, 13), (1031, 2053, 37))
 
 # A number of rows, where one must be known: no likely length of another axis.

@@ -192,7 +192,7 @@ class RecordedForward:
         units: How the rows are grouped.
         losses: One for each row.
         y_pred: The model's outputs; see `Objective.forward`.
-        of_rows: See `Recording`.
+        rows_first: See `Recording`.
 
     Raises:
         UnsupportedLayerError: If some layer's gradients are out of reach, or some unit
@@ -258,7 +258,7 @@ class RecordedForward:
                 batch, is_of_one_unit=is_of_one_unit, splits_losses=splits_losses
             )
             self._recording.note_losses(self.losses)
-        self.of_rows = self._recording.of_rows
+        self.rows_first = self._recording.rows_first
         if self._here is not None:
             # Metrics are those of the model, not of weights uphill from it.
             self.y_pred = self._here.y_pred
@@ -337,8 +337,9 @@ class RecordedForward:
         """List the losses, and the factors of gradients, rows on the first axis."""
         found = [self.losses]
         if self._here is not None:
-            # Factors of the way uphill are units' already: pieces of a row, together.
-            found += self._here.of_rows
+            # Factors of the way uphill are joined for each unit, where pieces of a row
+            # would pass for rows.
+            found += self._here.rows_first
         for terms in terms_by_variable:
             for term in terms:
                 with part_of_trace(term.variable.path):

@@ -135,8 +135,9 @@ class DPOptimizer(keras.optimizers.Optimizer):
         self._configured_batch_size = expected_batch_size
         self.mechanism = checked_mechanism(mechanism, noise_seed)
         self.recorder = self.recorder_of_loops = LedgerRecorder()
-        # So `tf.train.Checkpoint` has the ledger.
+        # Whether the sums of loops are of users; None before the first one.
         self._of_users: bool | None = None
+        # So `tf.train.Checkpoint` has the ledger.
         self._ledger_state = LedgerState(self._saved_ledger, self._restore_ledger)
         self.recorder.note_seeds(noise=self.noise_is_seeded, sampling=False)
         with tf.init_scope(), _keras.unmirrored_variables():

@@ -103,20 +103,20 @@ def imported(name: str) -> object:
 _WITHOUT_ROWS: weakref.WeakSet[keras.layers.Layer] = weakref.WeakSet()
 
 
-class _Size(NamedTuple):
+class _SizeToCheck(NamedTuple):
     """What a graph has to check of a tensor when it runs.
 
     Attributes:
         path: Path of the layer whose call it is of.
         size: Numbers in the tensor.
         of_each_row: Numbers that there must be for each row of the batch.
-        of_rows: The tensor, if its first axis must be that of the batch.
+        rows_first: The tensor, if its first axis must be that of the batch.
     """
 
     path: str
     size: Tensor
     of_each_row: int | Tensor
-    of_rows: Tensor | None
+    rows_first: Tensor | None
 
 
 class Watched(NamedTuple):
@@ -210,7 +210,7 @@ class Recording:
         self._variable_tapes: list[tf.GradientTape] = []
         self._refusals: list[str] = []
         # Of tensors whose leading axes are known only when the graph runs.
-        self._sizes: list[_Size] = []
+        self._sizes: list[_SizeToCheck] = []
         self._place = _place()
         # What calls with a rule have read, calls in them first: the variables' ids.
         self._read: list[int] = []
@@ -666,17 +666,17 @@ class Recording:
         size = tf.size(tensor, tf.int64)
         is_of_rows = axis == 0 and of_row == 1
         self._sizes.append(
-            _Size(path, size, of_row * numbers, tensor if is_of_rows else None)
+            _SizeToCheck(path, size, of_row * numbers, tensor if is_of_rows else None)
         )
         return tensor
 
     @property
-    def of_rows(self) -> list[Tensor]:
+    def rows_first(self) -> list[Tensor]:
         """What is watched and must have the batch's rows on its first axis.
 
         Where lengths are known they have been compared, and nothing is left to prove.
         """
-        return [each.of_rows for each in self._sizes if each.of_rows is not None]
+        return [each.rows_first for each in self._sizes if each.rows_first is not None]
 
     def with_rows_checked(self, tensor: Tensor) -> Tensor:
         """Return a tensor, once the leading axis of all that is watched is the batch's."""

@@ -133,7 +133,7 @@ def note_plain_steps(variables: Iterable[Variable], steps: int) -> None:
 
 
 def noted_plain_steps(variables: Iterable[Variable]) -> int:
-    """Return what `note_plain_steps` was told last."""
+    """Return the most that `note_plain_steps` was told of any of them."""
     return max((history_of(variable).plain_steps for variable in variables), default=0)
 
 

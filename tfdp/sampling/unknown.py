@@ -37,7 +37,7 @@ class Unknown(Scheme):
 
 
 @dataclasses.dataclass(frozen=True)
-class UnknownUsers(Unknown):
+class UnknownUsers(Scheme):
     """Nothing is known of batches of users: every step counts in full.
 
     Assumes that a batch has the rows of a user all together, and once.
@@ -49,7 +49,9 @@ class UnknownUsers(Unknown):
 
     kind: ClassVar[str] = "unamplified_user_steps"
     unit: ClassVar[str] = "user"
-    allows_units: ClassVar[bool] = False
+
+    number_of_examples = None
+    expected_batch_size = None
 
     def words(self, count: int, noise: str) -> str:
         """Say how many steps there were."""

@@ -250,7 +250,8 @@ def _checked_once(
         # Shapes of unknown rank are all alike.
         tuple(
             (
-                *(path, leaf.dtype),
+                path,
+                leaf.dtype,
                 tuple(leaf.shape[1:].as_list()) if leaf.shape.rank else (),
             )
             for path, leaf in keras.tree.flatten_with_path(data)

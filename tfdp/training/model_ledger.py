@@ -52,16 +52,19 @@ def steps_of_plain_keras(model: keras.Model) -> int:
         model: The wrapped model, which has no optimizer when it is wrapped.
 
     Returns:
-        Steps since then, as far as they are known: of an optimizer that `model.compile`
-        has replaced nobody tells.
+        Steps since then that are known; those of an optimizer that a `compile` of the
+        wrapped model has replaced are lost.
     """
+    return noted_plain_steps(model.weights) + _steps_of_own_optimizer(model)
+
+
+def _steps_of_own_optimizer(model: keras.Model) -> int:
     optimizer = getattr(model, "optimizer", None)
-    now = 0 if optimizer is None else int(optimizer.iterations.numpy())
-    return noted_plain_steps(model.weights) + now
+    return 0 if optimizer is None else int(optimizer.iterations.numpy())
 
 
 def keep_plain_steps(model: keras.Model) -> None:
-    """Remember these steps before the optimizer that has counted them goes."""
+    """Note the steps of a wrapped model's own optimizer before that optimizer goes."""
     steps = steps_of_plain_keras(model)
     if steps:
         note_plain_steps(model.weights, steps)
@@ -409,8 +412,11 @@ class ModelLedger:
             pairs = zip(weights, self._loaded_as_trained, strict=True)
             note_makers((each for each, was in pairs if was), self.recorder.loaded)
             self._loaded_as_trained = b""
-        if weights:
-            note_plain_steps(weights, self._loaded_plain_steps)
+        private = self._private()
+        if weights and self._loaded_plain_steps and private is not None:
+            # Among them may be those that the model's own optimizer still counts.
+            counted = _steps_of_own_optimizer(private.model)
+            note_plain_steps(weights, self._loaded_plain_steps - counted)
             self._loaded_plain_steps = 0
 
     def state(self) -> str:

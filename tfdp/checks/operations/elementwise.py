@@ -116,12 +116,12 @@ def _whole_number(tensor: Tensor) -> int | None:
 @rule("Equal", "NotEqual", rows_in=ANY)
 def _equal(node: Node) -> Value:
     first, second = node.op.inputs
-    is_one = first is second and first.dtype == tf.bool and first.shape.rank == 0
-    if is_one and node.op.type == "Equal":
+    is_same = first is second and first.dtype == tf.bool and first.shape.rank == 0
+    if is_same and node.op.type == "Equal":
         # So TensorFlow makes one tensor wait for another.
         return of_numbers(node, constant(1))
-    # Python's `==` is one truth where shapes do not go together: for one number of rows
-    # a vector, and for all others that.
+    # Python's `==` is one truth where shapes do not go together: a vector for one number
+    # of rows, a single truth for all others.
     may_collapse = not node.attr("incompatible_shape_error")
     if may_collapse and have_rows(node.inputs) and not _go_together(node.inputs):
         return node.unknown()
@@ -133,7 +133,7 @@ def _go_together(values: Sequence[Value]) -> bool:
     first, second = (each.lengths for each in values)
     if first is None or second is None:
         return False
-    # Where one shape is longer, anything goes with nothing.
+    # Axes that only one of them has go with anything.
     pairs = zip(first[::-1], second[::-1], strict=False)
     return all(a == 1 or b == 1 or is_same_length(a, b) for a, b in pairs)
 

@@ -25,6 +25,7 @@ _OF_SEVERAL = """
 @rule(*_SPATIAL.split(), otherwise="takes rows for a kernel")
 def _spatial(node: Node) -> Value:
     value = node.inputs[0]
+    # How many of its leading axes are the batch is an attribute.
     if node.op.type == "Conv" and node.attr("batch_dims") != 1:
         return node.unknown()
     # Of tensors of other ranks nobody knows which axis is that of the batch.
