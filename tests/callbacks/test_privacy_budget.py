@@ -62,7 +62,6 @@ def budget_of(*segments):
     return tfdp.callbacks.PrivacyBudget(DELTA, Ledger(segments).epsilon(DELTA))
 
 
-@pytest.mark.slow
 def test_a_spent_budget_binds_everywhere(rows, tmp_path):
     model = private()
     budget = budget_of(passes(2), UnamplifiedSteps(3, 128.0))

@@ -271,6 +271,9 @@ HIDDEN = {
     # One truth, but where there are eight rows.
     "as many as codes": lambda x: x * tf.cast(x[:, 0] == EIGHT, x.dtype)[:, None],
     "not as many as codes": lambda x: x * tf.cast(x[:, 0] != EIGHT, x.dtype)[:, None],
+    "number of what is compared": lambda x: times(
+        x, tf.size(tf.range(number_of(x))[::-1] == tf.range(8))
+    ),
     "axes of what is compared": lambda x: times(x, tf.rank(x[:, 0] == EIGHT)),
     "entry by own place": at_own_place_of_both,
     "into entry by own place": put_at_own_place,
@@ -339,13 +342,31 @@ def in_chunks(x):
     return tf.reduce_mean(tf.reshape(x, [chunks, rows, 16, D]), [0, 2])
 
 
+def along_an_axis_by_length(x):
+    return x - tf.reduce_mean(x, tf.shape(x)[1] % 2, keepdims=True)
+
+
+def in_seconds(x):
+    """Of sounds longer than a second."""
+    rows, length = tf.unstack(tf.shape(x)[:2])
+    parts = tf.maximum(length // 16000, 1)
+    x = tf.reshape(x[:, : parts * (length // parts)], [parts, rows, -1, D])
+    return tf.reduce_mean(x, [0, 2])
+
+
 def turned_images(x):
     """As many columns as lines, if an image is a square."""
     return tf.reshape(x, [-1, tf.shape(x)[1], tf.shape(x)[1]])[: number_of(x)]
 
 
 @pytest.mark.parametrize(
-    ("function", "shape"), [(in_chunks, (None, D)), (turned_images, (None, None))]
+    ("function", "shape"),
+    [
+        (in_chunks, (None, D)),
+        (along_an_axis_by_length, (None, D)),
+        (in_seconds, (None, D)),
+        (turned_images, (None, None)),
+    ],
 )
 def test_what_holds_for_some_lengths_is_not_proven_for_all(function, shape):
     assert found(function, shape)
@@ -1071,7 +1092,6 @@ def static_model(run_eagerly=False, jit_compile=False, loss="mse", **options):
     return private
 
 
-@pytest.mark.slow
 def test_graphs_forget_how_many_rows_there_are():
     """What is proven for any number of rows is what runs."""
     x, y = np.ones((8, D), "float32"), np.ones((8, 1))

@@ -293,6 +293,19 @@ def test_steps_and_variables_have_streams_of_their_own(together, monkeypatch):
     ])
 
 
+def test_queries_have_streams_of_their_own(monkeypatch):
+    monkeypatch.setattr(mechanism, "_MOST_DRAWN_TOGETHER", 1)
+    noise = source()
+    stream = noise.stream(tf.constant(3, tf.int64))
+    assert_unrelated([
+        *draw(noise, zeros([20_000], [20_000]), 3),
+        *(
+            noise_of_query((20_000,), stream=stream, number=number).numpy()
+            for number in range(2)
+        ),
+    ])
+
+
 def test_variables_of_different_sizes_share_no_numbers():
     small, large = draw(source(), zeros([5_001], [20_000]))
     padded = np.tile(small, 4)[:20_000]

@@ -265,7 +265,7 @@ def chosen(problem, engine="auto", seen=None):
 
 
 # The others take seconds as well, and differ in no more than an operation.
-QUICK = {"part", "places", "tied"}
+QUICK = {"part", "places", "rolled", "tied"}
 CASES = [
     pytest.param(problem, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name, problem in PROBLEMS.items()
@@ -454,7 +454,6 @@ def test_gradients_come_back_through_complex_numbers():
         np.testing.assert_allclose(mine, whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_what_no_tape_knows_has_no_part_of_a_gradient():
     """A matrix that a layer with a rule has, looked up by whole numbers."""
 

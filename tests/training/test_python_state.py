@@ -1,5 +1,8 @@
 """What was proven of layers holds while they decide by the same attributes."""
 
+import enum
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -167,8 +170,52 @@ def test_odd_attributes_stay_equal():
     layer.settings["itself"]["again"] = layer.settings
     layer.table = np.array([None, "text"], object)
     layer.kind, layer.names = Many, {"b", "a"}
-    assert python_state(model) == python_state(model)
-    hash(python_state(model))
+    loss = OverTheBatch()
+    loss.shared = functools.reduce(lambda inner, _: [inner, inner], range(99), [1])
+    loss.cycle = [loss]
+    loss.__dict__[1] = "no text"
+    assert python_state(model, loss) == python_state(model, loss)
+    hash(python_state(model, loss))
+
+
+class Kind(enum.Enum):
+    """One of two."""
+
+    PLAIN, MIXED = range(2)
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (np.bool_(0), np.bool_(1)),
+        (Kind.PLAIN, Kind.MIXED),
+        (frozenset({1}), frozenset({2})),
+        (1j, 2j),
+    ],
+)
+def test_other_kinds_of_values_are_seen(value, other):
+    model = keras.Sequential([keras.Input((3,)), Many()])
+    (layer,) = model.layers
+    layer.flag = None
+    found = {python_state(model)}
+    layer.flag = value
+    found.add(python_state(model))
+    layer.flag = other
+    found.add(python_state(model))
+    assert len(found) == 3
+
+
+def test_what_losses_are_made_of_is_seen():
+    model, loss, layer = of_two(), OverTheBatch(), Many()
+    loss.inner = OverTheBatch()
+    loss.inner.inner = OverTheBatch()
+    loss.layer = layer
+    others = [loss, loss.inner.inner.call, layer]
+    before = [python_state(model, each) for each in others]
+    loss.inner.inner.is_on = True
+    layer.rate = 0.125
+    after = [python_state(model, each) for each in others]
+    assert all(a != b for a, b in zip(after, before, strict=True))
 
 
 def test_changes_inside_of_attributes_are_seen():

@@ -28,9 +28,9 @@ from tfdp.rules.places import ROWS_FIRST, Place, Where
 _ROWS = {(0, PLAIN), (None, PLAIN)}
 
 # Lengths for axes 1, 2 and 3 where they are open, the same in all inputs: short ones that
-# are equal, and longer ones that are not. Code may do something else from some length on,
-# or where two are equal.
-_LENGTHS = ((11, 11, 11), (13, 13, 13), (1031, 2053, 37))
+# are equal, and longer ones that are not, odd and even. Code may do something else from some
+# length on, or where two are equal.
+_LENGTHS = ((11, 11, 11), (13, 13, 13), (1031, 2053, 37), (131_072, 96, 20))
 
 # A number of rows, where one must be known: no likely length of another axis.
 _MANY = 97

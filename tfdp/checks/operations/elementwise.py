@@ -123,7 +123,14 @@ def _equal(node: Node) -> Value:
     # Python's `==` is one truth where shapes do not go together: a vector for one number
     # of rows, a single truth for all others.
     may_collapse = not node.attr("incompatible_shape_error")
-    if may_collapse and have_rows(node.inputs) and not _go_together(node.inputs):
+    are_known = all(
+        each.axis is None
+        and each.lengths is not None
+        and None not in each.lengths
+        and is_fixed(each.lengths)
+        for each in node.inputs
+    )
+    if may_collapse and not (are_known or _go_together(node.inputs)):
         return node.unknown()
     return joined(node, node.inputs)
 
