@@ -57,11 +57,11 @@ def test_loops_check_such_a_layer_again():
     x, y = data(20)
     centred = Centred()
     model = keras.Sequential([keras.Input((3,)), centred, layers.Dense(2)])
-    options = {"l2_norm_clip": 1.0}
-    tfdp.clipped_gradients(model, logits_loss(), x, y, **options)
+    loss, options = logits_loss(), {"l2_norm_clip": 1.0}
+    tfdp.clipped_gradients(model, loss, x, y, **options)
     centred.is_on = True
     with pytest.raises(tfdp.errors.UnsupportedLayerError):
-        tfdp.clipped_gradients(model, logits_loss(), x, y, **options)
+        tfdp.clipped_gradients(model, loss, x, y, **options)
 
 
 class OverTheBatch(keras.losses.Loss):
