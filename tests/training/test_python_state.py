@@ -209,6 +209,13 @@ def test_other_kinds_of_values_are_seen(value, other):
     assert len(found) == 3
 
 
+def test_methods_of_one_object_differ():
+    model, loss = of_two(), OverTheBatch()
+    methods = loss.call, loss.get_config
+    assert len({python_state(model, each) for each in methods}) == 2
+    assert python_state(model, loss.call) == python_state(model, loss.call)
+
+
 def test_what_losses_are_made_of_is_seen():
     model, loss, layer = of_two(), OverTheBatch(), Many()
     loss.inner = OverTheBatch()

@@ -94,15 +94,24 @@ def _described(value: object, seen: set[int], depth: int) -> Hashable:
         numbers = value.tobytes() if is_known else id(value)
         return value.dtype.str, value.shape, numbers
     if isinstance(value, types.MethodType):
-        value = value.__self__  # Its attributes decide, too.
-    elif not (isinstance(value, _NESTS) or callable(value)):
+        owner = value.__self__
+        # A new object each time that it is asked for.
+        return id(value.__func__), id(owner), _attributes_once(owner, seen, depth)
+    if not (isinstance(value, _NESTS) or callable(value)):
         return None
     if id(value) in seen or isinstance(value, type) or depth == _DEEPEST:
         return id(value)
-    seen.add(id(value))
     if not isinstance(value, _NESTS):
-        return id(value), _attributes(value, seen, depth + 1)
+        return id(value), _attributes_once(value, seen, depth)
+    seen.add(id(value))
     return _entries(value, seen, depth)
+
+
+def _attributes_once(owner: object, seen: set[int], depth: int) -> Hashable:
+    if id(owner) in seen or depth == _DEEPEST:
+        return None
+    seen.add(id(owner))
+    return _attributes(owner, seen, depth + 1)
 
 
 def _entries(nest: Collection[Any], seen: set[int], depth: int) -> Hashable:
