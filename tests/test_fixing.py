@@ -777,17 +777,6 @@ def test_small_network_trains_privately(caplog):
     assert not [record for record in caplog.records if record.name == "absl"]
 
 
-@pytest.mark.slow
-def test_an_application_is_clipped_as_one_example_at_a_time():
-    check_clipping(
-        lambda: keras.applications.MobileNetV2((32, 32, 3), weights=None, classes=10),
-        numbers(3, 32, 32, 3),
-        np.arange(3),
-        1e-8,
-        ["bookkeeping"],
-    )
-
-
 class BatchNormalizationAndRelu(layers.BatchNormalization):
     def call(self, inputs, training=None, mask=None):
         return ops.relu(super().call(inputs, training=training, mask=mask))

@@ -61,15 +61,6 @@ def classifier(backbone, dropout=0.0):
     )
 
 
-def own_head(backbone):
-    outputs = keras.layers.Dense(2)(backbone.output["pooled_output"])
-    return keras.Model(backbone.input, outputs)
-
-
-def token_head(backbone):
-    return keras.Model(backbone.input, keras.layers.Dense(3)(backbone.output))
-
-
 def language_model(backbone):
     return keras_hub().models.GPT2CausalLM(backbone, preprocessor=None)
 
@@ -90,7 +81,6 @@ def trained_in(model, *names):
 
 
 MODELS = {
-    "bert_own_head": lambda: own_head(bert()),
     "bert_lora_everywhere": lambda: classifier(
         adapted(
             bert(),
@@ -110,12 +100,8 @@ MODELS = {
     ),
     "bert_head": lambda: trained_in(classifier(bert())),
     "bert_positions": lambda: trained_in(classifier(bert()), "position_embedding"),
-    "gpt2_token_head": lambda: token_head(gpt2()),
     "gpt2_lora_embedding": lambda: language_model(
         adapted(gpt2(), "query", "value", "token_embedding")
-    ),
-    "gpt2_last_layer": lambda: trained_in(
-        language_model(gpt2()), "transformer_layer_1", "layer_norm"
     ),
 }
 
@@ -217,7 +203,9 @@ def test_the_guide_has_the_table():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in HUB if not name.endswith("_lora")])
+@pytest.mark.parametrize(
+    "name", ["deberta_v3", "gemma3", "mit", "t5", "vit", "whisper"]
+)
 def test_families_with_chance(name):
     """What a family draws does not change which engine clips it."""
     keras_hub()

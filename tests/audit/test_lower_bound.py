@@ -40,8 +40,8 @@ def test_a_gaussian_release_is_bounded_from_below(noise_multiplier, at_least):
 @pytest.mark.slow
 @pytest.mark.statistical
 @pytest.mark.parametrize("curve", ["gaussian", "any"])
-@pytest.mark.parametrize("noise_multiplier", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("guesses", [20, 200, 1000])
+@pytest.mark.parametrize("noise_multiplier", [0.5, 3.0])
+@pytest.mark.parametrize("guesses", [20, 1000])
 def test_at_most_one_run_in_twenty_is_above_epsilon(curve, noise_multiplier, guesses):
     rng, epsilon = np.random.default_rng(6), true_epsilon(noise_multiplier)
     above = [

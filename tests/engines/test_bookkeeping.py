@@ -61,12 +61,6 @@ def those(names, slow=SLOW):
 
 few = those(FEW)
 
-IN_GRAPHS = [
-    name
-    for name, problem in PROBLEMS.items()
-    if problem.tags.isdisjoint({"random", "tied"})
-]
-
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("engine", [BookkeepingEngine(), GhostEngine()], ids=repr)
@@ -78,20 +72,24 @@ def test_a_graph_equals_one_example_at_a_time(engine):
 
 
 @pytest.mark.slow
-@those(IN_GRAPHS)
+@pytest.mark.parametrize(
+    "problem",
+    cases(lacking={"random", "tied"}, is_few=True) + cases(having={"compiled"}),
+)
 def test_graphs_equal_one_example_at_a_time(problem):
-    # Dice is no sum over rows.
-    run = runner(problem, [BookkeepingEngine(splits_losses=problem.name != "dice")])
+    run = runner(problem, [BookkeepingEngine()])
     for rows in BATCHES:
         check(problem, run, rows)
 
 
 # Rules do not tell graphs from eager calls, which take a tenth of the time.
 @pytest.mark.parametrize(
-    "problem", cases(lacking={"compiled", "random", "tied"}, is_few=True)
+    "problem", cases(lacking={"compiled", "random", "tied"}, is_slow=True)
 )
 def test_eager_calls_equal_one_example_at_a_time(problem):
-    run = runner(problem, [BookkeepingEngine()], "eager")
+    # Dice is no sum over rows.
+    engine = BookkeepingEngine(splits_losses=problem.name != "dice")
+    run = runner(problem, [engine], "eager")
     check(problem, run, OUTLIER)
     check(problem, run, NAN)
 

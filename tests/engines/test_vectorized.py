@@ -19,11 +19,17 @@ pytestmark = pytest.mark.keras_private
 
 ENGINES = [VectorizedEngine()]
 
-# What is vectorized in ways of its own. Loops over time run one example after the
-# other where they cannot be vectorized.
-KINDS = {"conv", "structure"}
+# Loops over time run one example after the other where they cannot be vectorized.
 LOOPS = {"embedding_lstm", "lstm_unrolled_masked"}
-OF_ALL_TAGS = [case.values[0] for case in cases(lacking={"random", "rnn"}, is_few=True)]
+# Grouped and dilated kernels are vectorized in ways of their own.
+CONVOLUTIONS = {
+    "conv1d_grouped",
+    "conv3d_grouped",
+    "depthwise_conv_dilated",
+    "separable_conv1d_dilated",
+    "ws_conv_grouped",
+}
+OF_ALL_TAGS = {case.id for case in cases(lacking={"random", "rnn"}, is_few=True)}
 QUICK = {
     "called_twice": [pytest.mark.smoke],
     "cnn": [],
@@ -36,11 +42,8 @@ QUICK = {
 @pytest.mark.parametrize(
     "problem",
     [
-        pytest.param(problem, id=name, marks=QUICK.get(name, [pytest.mark.slow]))
-        for name, problem in PROBLEMS.items()
-        if name in QUICK.keys() | LOOPS
-        or problem in OF_ALL_TAGS
-        or (problem.tags & KINDS and problem.tags.isdisjoint({"random", "rnn"}))
+        pytest.param(PROBLEMS[name], id=name, marks=QUICK.get(name, [pytest.mark.slow]))
+        for name in sorted(QUICK.keys() | LOOPS | CONVOLUTIONS | OF_ALL_TAGS)
     ],
 )
 def test_graph_equals_one_example_at_a_time(problem):

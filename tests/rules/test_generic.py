@@ -153,7 +153,8 @@ def test_other_leaves_are_refused_by_name_or_vectorized(caplog):
     with pytest.raises(UnsupportedLayerError, match=r"that can be vectorized.*`scan`"):
         choose("bookkeeping", objective, tuple(problem.batch(ROWS)))
     with caplog.at_level(logging.INFO, "absl"):
-        check(problem, "auto")
+        engine = choose("auto", objective, tuple(problem.batch(ROWS)))
+    assert engine.name == "apart"
     assert "tfdp takes" in caplog.text
 
 

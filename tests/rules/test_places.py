@@ -218,7 +218,8 @@ def test_gradients_equal_one_example_at_a_time(name):
         check(problem_of(name), run, rows)
 
 
-@names()
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["attention_in_windows", "nodes_first", "windows"])
 @pytest.mark.parametrize("mode", ["eager", "xla"])
 def test_gradients_are_the_same_eagerly_and_compiled(name, mode):
     run = runner(problem_of(name), [engine_of(name)], mode)
