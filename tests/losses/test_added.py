@@ -49,6 +49,14 @@ class AddingOfItsOwn(layers.Layer):
         return x + ops.sin(self.scale)
 
 
+class DenseAdding(layers.Dense):
+    """Adds a loss of its kernel and rows, of which the rule that it is given knows nothing."""
+
+    def call(self, x):
+        self.add_loss(ops.mean(ops.square(x @ self.kernel)))
+        return super().call(x)
+
+
 class OfPositions(layers.Layer):
     """A layer inside sees rows times positions, and regularizes what it makes of them."""
 
@@ -265,6 +273,13 @@ def test_a_loss_inside_a_rule_is_seen_by_no_rule():
     engine = chosen(problem)
     assert engine == BookkeepingEngine(follows_leaves=True)
     check(problem, runner(problem, [engine, ApartEngine()], "graph"), OUTLIER)
+
+
+def test_a_loss_inside_a_registered_rule_is_not_lost(monkeypatch):
+    monkeypatch.setattr(tfdp.rules.recording, "RULES", dict(tfdp.rules.recording.RULES))
+    tfdp.rules.register(DenseAdding, tfdp.rules.dense.dense)
+    problem = Problem("own", lambda: model_with(DenseAdding(4)), floats(3, 2), "mse")
+    check(problem, runner(problem, [BookkeepingEngine()], "eager"), OUTLIER)
 
 
 def test_rows_of_a_number_that_is_not_known_are_in_no_unit():

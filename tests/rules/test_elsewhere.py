@@ -398,6 +398,10 @@ REFUSED = {
         "Igamma",
     ),
     "complex": (of_waves, "Complex"),
+    "without_a_gradient": (
+        lambda x, own: x + ops.floor(x * own),
+        "must have a gradient",
+    ),
 }
 
 
@@ -405,7 +409,7 @@ REFUSED = {
     "name",
     [
         name
-        if name in {"through_a_gradient", "complex"}
+        if name in {"through_a_gradient", "complex", "without_a_gradient"}
         else pytest.param(name, marks=pytest.mark.slow)
         for name in REFUSED
     ],
