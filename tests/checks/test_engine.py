@@ -380,7 +380,7 @@ def doubling_rule(factor, bias):
 @pytest.fixture
 def table(monkeypatch):
     """Forget what a test registers."""
-    monkeypatch.setattr(rules.recording, "RULES", dict(rules.recording.RULES))
+    monkeypatch.setattr(rules.registry, "RULES", dict(rules.registry.RULES))
 
 
 @pytest.mark.parametrize(

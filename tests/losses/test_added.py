@@ -276,7 +276,7 @@ def test_a_loss_inside_a_rule_is_seen_by_no_rule():
 
 
 def test_a_loss_inside_a_registered_rule_is_not_lost(monkeypatch):
-    monkeypatch.setattr(tfdp.rules.recording, "RULES", dict(tfdp.rules.recording.RULES))
+    monkeypatch.setattr(tfdp.rules.registry, "RULES", dict(tfdp.rules.registry.RULES))
     tfdp.rules.register(DenseAdding, tfdp.rules.dense.dense)
     problem = Problem("own", lambda: model_with(DenseAdding(4)), floats(3, 2), "mse")
     check(problem, runner(problem, [BookkeepingEngine()], "eager"), OUTLIER)

@@ -236,7 +236,7 @@ def test_a_library_that_is_not_yet_imported_whole(monkeypatch):
 
 
 def test_users_rules_come_first(monkeypatch):
-    monkeypatch.setattr(rules.recording, "RULES", dict(rules.recording.RULES))
+    monkeypatch.setattr(rules.registry, "RULES", dict(rules.registry.RULES))
     rules.register(PositionEmbedding, generic)
     assert rules.find(PositionEmbedding(LENGTH)) is generic
 

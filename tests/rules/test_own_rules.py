@@ -68,8 +68,8 @@ SAM = Uphill(0.3, 0.7, is_exact=False)
 @pytest.fixture(autouse=True)
 def table(monkeypatch):
     """Register the rule, and forget it again."""
-    recording = tfdp.rules.recording
-    monkeypatch.setattr(recording, "RULES", dict(recording.RULES))
+    registry = tfdp.rules.registry
+    monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
     tfdp.rules.register(Scaled, scaled)
 
 

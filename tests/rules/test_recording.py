@@ -237,7 +237,7 @@ def names_a_tensor(call):
 
 
 def test_a_rule_that_names_a_tensor_instead_of_its_variables_is_refused(monkeypatch):
-    monkeypatch.setitem(rules.recording.RULES, Adapted, names_a_tensor)
+    monkeypatch.setitem(rules.registry.RULES, Adapted, names_a_tensor)
     model = sequential((3,), Adapted(name="adapted"))
     data = (np.ones((4, 3)), np.ones((4, 2)))
     options = {"l2_norm_clip": 1.0, "engine": "bookkeeping"}

@@ -22,7 +22,7 @@ ROWS = 4
 @pytest.fixture(autouse=True)
 def table(monkeypatch):
     """Forget what a test registers."""
-    monkeypatch.setattr(rules.recording, "RULES", dict(rules.recording.RULES))
+    monkeypatch.setattr(rules.registry, "RULES", dict(rules.registry.RULES))
 
 
 @register
@@ -174,18 +174,18 @@ def test_only_classes_of_layers_have_rules(wrong):
 
 @pytest.mark.parametrize("wrong", [None, "generic", 3])
 def test_only_functions_are_rules(wrong):
-    before = dict(rules.recording.RULES)
+    before = dict(rules.registry.RULES)
     with pytest.raises(TypeError, match=r"`rule` must .* Received: .* Use "):
         rules.register(Squared, wrong)
-    assert before == rules.recording.RULES
+    assert before == rules.registry.RULES
 
 
 @pytest.mark.slow
 def test_every_rule_has_a_problem():
     # Examples in the documentation may have registered others.
     classes = {
-        rules.recording.imported(known) if isinstance(known, str) else known
-        for known in rules.recording.RULES
+        rules.registry.imported(known) if isinstance(known, str) else known
+        for known in rules.registry.RULES
     }
     untried = {
         kind for kind in classes if kind and kind.__module__.startswith("keras.")

@@ -22,7 +22,7 @@ from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses import regularizers
 from tfdp.losses.objective import Batch, Objective
 from tfdp.rules.generic import generic
-from tfdp.rules.recording import has_leaves
+from tfdp.rules.registry import has_leaves
 from tfdp.rules.unrolling import NotUnrolledError
 
 

@@ -37,8 +37,8 @@ from tfdp.rules import normalization as normalization
 from tfdp.rules import recurrent as recurrent
 from tfdp.rules import standardized as standardized
 from tfdp.rules import time_distributed as time_distributed
-from tfdp.rules.recording import Call as Call
-from tfdp.rules.recording import find as find
+from tfdp.rules.call import Call as Call
+from tfdp.rules.registry import find as find
 from tfdp.rules.registry import is_own as is_own
 from tfdp.rules.registry import register as register
 from tfdp.rules.terms import Convolution as Convolution

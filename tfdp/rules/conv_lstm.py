@@ -13,11 +13,12 @@ import tensorflow as tf
 
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
+from tfdp.rules.call import Call
 from tfdp.rules.convolutional import channels_last, geometry_of
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.kernels import kernel_term
-from tfdp.rules.recording import Call, rule
 from tfdp.rules.recurrent import dropout_masks, outputs_where_unmasked, swapped
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import Columns, PerRow, Term
 from tfdp.rules.time_distributed import joined
 

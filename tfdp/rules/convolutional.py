@@ -7,10 +7,11 @@ import tensorflow as tf
 
 from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
+from tfdp.rules.call import Call
 from tfdp.rules.dense import lora_factors, watch_preactivation
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.kernels import depthwise_term, kernel_term
-from tfdp.rules.recording import Call, rule
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import Convolution, OuterProducts, PerRow, Term
 
 

@@ -5,7 +5,8 @@ import tensorflow as tf
 
 from tfdp._types import Nest, Tensor
 from tfdp.clipping import at_least_float32
-from tfdp.rules.recording import Call, rule
+from tfdp.rules.call import Call
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import OuterProducts, Term
 
 

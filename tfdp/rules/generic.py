@@ -14,7 +14,8 @@ from tfdp._mapping import vectorized_map
 from tfdp._tracing import tracing
 from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.recording import RULES, Call, Leaves, rule
+from tfdp.rules.call import Call
+from tfdp.rules.registry import RULES, Leaves, rule
 from tfdp.rules.terms import PerRow, Term
 
 

@@ -7,9 +7,10 @@ import tensorflow as tf
 
 from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
+from tfdp.rules.call import Call
 from tfdp.rules.dense import watch_preactivation
 from tfdp.rules.embedding import row_numbers
-from tfdp.rules.recording import Call, own_variables, rule
+from tfdp.rules.registry import own_variables, rule
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 
 

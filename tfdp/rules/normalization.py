@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from tfdp._types import Nest
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.recording import Call, rule
+from tfdp.rules.call import Call
+from tfdp.rules.registry import rule
 
 
 @rule(keras.layers.LayerNormalization)

@@ -1,21 +1,13 @@
-"""Records what each layer's call computes, as its rule says, during a forward pass.
-
-Which class of layers has which rule is here too, and what a rule is given: a `Call`.
-"""
+"""Records what each layer's call computes, as its rule says, during a forward pass."""
 
 import collections
 import contextlib
 import dataclasses
-import enum
 import functools
-import inspect
-import itertools
-import operator
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -24,79 +16,14 @@ from tfdp import _keras
 from tfdp._tracing import NotInGraphError, tracing
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
+from tfdp.rules.call import Call, Terms
 from tfdp.rules.elsewhere import Met, has_recorded, met
-from tfdp.rules.moves import Move, Moves
+from tfdp.rules.moves import Moves
 from tfdp.rules.places import Place, Places
-from tfdp.rules.terms import PerRow, Term
+from tfdp.rules.registry import RULES, Leaves, Rule, find, is_leaf, own_variables
+from tfdp.rules.terms import Term
 from tfdp.rules.unrolling import loops_run_by, unrolled, while_loop
 from tfdp.rules.uses import Followed, Free, NotFollowedError, Pass, Use, named
-
-# A rule runs a call of a layer and watches what the terms need the gradients of.
-Rule: TypeAlias = Callable[["Call"], Nest]
-
-# From the gradients of what is watched to the terms of the variables' gradients.
-Terms: TypeAlias = Callable[..., list[Term]]
-
-
-class Leaves(enum.Enum):
-    """Layers whose class has no rule, with variables and no layers in them."""
-
-    VECTORS = "each variable has one axis at most that is longer than 1"
-    OTHERS = "some have several"
-
-
-# By the class; by its name, where the installed packages may lack it; and two for all
-# others without layers in them.
-RULES: dict[type[keras.layers.Layer] | str | Leaves, Rule] = {}
-
-
-def rule(
-    *layer_classes: type[keras.layers.Layer] | str | Leaves,
-) -> Callable[[Rule], Rule]:
-    """Make a function the rule of classes of layers, of no others.
-
-    Args:
-        *layer_classes: See `RULES`; a name is ``"keras_hub.layers.MaskedLMHead"``.
-
-    Returns:
-        A decorator that returns the function as it is.
-    """
-
-    def add(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(layer_classes, function))
-        return function
-
-    return add
-
-
-def find(layer: keras.layers.Layer) -> Rule | None:
-    """Return the rule of a layer; None if it is only looked into.
-
-    A layer without a rule that has variables of its own, and no layers in it, gets
-    one of those for `Leaves`.
-    """
-    layer_class = type(layer)
-    if layer_class in RULES:
-        return RULES[layer_class]
-    for name, function in RULES.items():
-        if isinstance(name, str) and imported(name) is layer_class:
-            return function
-    if len(_keras.flatten_layers(layer)) > 1:
-        return None
-    shapes = [variable.shape for variable in layer.trainable_variables]
-    are_vectors = all(sum(length > 1 for length in shape) <= 1 for shape in shapes)
-    return RULES[Leaves.VECTORS if are_vectors else Leaves.OTHERS]
-
-
-def imported(name: str) -> object:
-    """Return what a name stands for, if its package was imported and has it."""
-    package, _, path = name.partition(".")
-    # Importing it here would take seconds, for layers that nobody uses.
-    try:
-        return operator.attrgetter(path)(sys.modules.get(package))
-    except AttributeError:
-        return None
-
 
 # Layers that were called on what is the same for all rows. There may be as many numbers
 # in it as there are rows, and eagerly nobody could tell.
@@ -292,7 +219,7 @@ class Recording:
         *args: Nest,
         **kwargs: Nest,
     ) -> Nest:
-        if self._follows_leaves and not self._is_by_rule and _is_leaf(layer):
+        if self._follows_leaves and not self._is_by_rule and is_leaf(layer):
             return function(*args, **kwargs)
         call = Call(layer, args, kwargs, path, self, rule, function)
         first, before = self._made(), (len(self.watched), len(self._sizes))
@@ -346,7 +273,7 @@ class Recording:
         if trace is not None:
             trace.note_loop()
 
-    def _by_rule(self, call: "Call", rule: Rule) -> Nest:
+    def _by_rule(self, call: Call, rule: Rule) -> Nest:
         """Call a layer by its rule, its rows brought into order where they are not."""
         place = None
         if not (self._is_by_rule or self._is_of_one_unit):
@@ -415,7 +342,7 @@ class Recording:
                     f"`{variable.name}`."
                 )
 
-    def _is_without_rows(self, call: "Call") -> bool:
+    def _is_without_rows(self, call: Call) -> bool:
         """Tell whether a layer is called on what is the same for all rows."""
         if self._place[0]:
             return call.layer in _WITHOUT_ROWS
@@ -465,7 +392,7 @@ class Recording:
             id(variable)
             for layer in _keras.flatten_layers(self._model)
             if layer.trainable_variables and find(layer) is not None
-            if not (self._follows_leaves and _is_leaf(layer))
+            if not (self._follows_leaves and is_leaf(layer))
             for variable in own_variables(layer)
         }
         # And those that an earlier trace found used elsewhere than in a call of their layer.
@@ -740,21 +667,6 @@ def _takes_entries_alone(layer: keras.layers.Layer) -> bool:
     )
 
 
-def has_leaves(model: keras.Model) -> bool:
-    """Tell whether the rule of some layer, or of its cell, is one of `Leaves`."""
-    return any(
-        _is_leaf(layer)
-        for layer in _keras.flatten_layers(model)
-        if layer.trainable_variables
-    )
-
-
-def _is_leaf(layer: keras.layers.Layer) -> bool:
-    """Tell whether the rule of a layer, or of its cell, is one for `Leaves`."""
-    of = layer.cell if type(layer) is keras.layers.RNN else layer
-    return any(find(of) is RULES[leaves] for leaves in Leaves)
-
-
 def _place() -> tuple[bool, tf.Graph]:
     """Return where operations are made: eagerly or not, and in which graph."""
     return tf.executing_eagerly(), tf.compat.v1.get_default_graph()
@@ -765,175 +677,3 @@ def _used_elsewhere(variable: Variable) -> str:
         "No rule answers for a variable that is used elsewhere than in a call of its own "
         f"layer. Received: `{variable.path}`, used elsewhere."
     )
-
-
-def own_variables(layer: keras.layers.Layer) -> list[Variable]:
-    """List the variables that a layer's rule covers, not those of layers in it."""
-    cell = layer.cell if isinstance(layer, keras.layers.RNN) else layer
-    inner = {
-        id(variable)
-        for sublayer in _keras.flatten_layers(cell)
-        if sublayer is not cell
-        for variable in sublayer.trainable_variables
-    }
-    return [v for v in layer.trainable_variables if id(v) not in inner]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
-    """A call of a layer, as its rule sees it.
-
-    Attributes:
-        layer: The layer.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments.
-        path: Names of the layers that lead to it, joined by ``/``.
-    """
-
-    layer: keras.layers.Layer
-    args: tuple[Nest, ...]
-    kwargs: dict[str, Nest]
-    path: str
-    _recording: Recording
-    _rule: Rule
-    _function: Callable[..., Nest]
-
-    @property
-    def inputs(self) -> Nest:
-        """The first argument of the call."""
-        return next(iter(self.bound().values()))
-
-    def bound(self) -> dict[str, Nest]:
-        """Return all arguments by their names, defaults included."""
-        signature = inspect.signature(inspect.unwrap(self._function))
-        bound = signature.bind(*self.args, **self.kwargs)
-        bound.apply_defaults()
-        return dict(bound.arguments)
-
-    def run(self, *args: Nest, **kwargs: Nest) -> Nest:
-        """Run the layer's own code with these arguments."""
-        return self._function(*args, **kwargs)
-
-    def run_with(self, **attributes: object) -> Nest:
-        """Run the layer's own code with other attributes of the layer.
-
-        Args:
-            **attributes: What to replace while it runs.
-
-        Returns:
-            The outputs for the arguments of the call.
-        """
-        with _keras.attributes_replaced(self.layer, **attributes):
-            return self._function(*self.args, **self.kwargs)
-
-    def watch(
-        self,
-        tensor: Tensor,
-        terms: Terms,
-        *,
-        is_linear: bool = False,
-    ) -> Tensor:
-        """Ask for the gradient of a tensor that the call computes.
-
-        Args:
-            tensor: Shape ``(R, ...)`` for the R rows of the call.
-            terms: From the gradient, of the same shape, to what it adds to the
-                gradients of variables.
-            is_linear: Whether the tensor is a linear function of the variables, a
-                product with them or a sum. Only then can `tfdp.losses.BAM` move them
-                for each unit; otherwise it takes the vectorized engine.
-
-        Returns:
-            The tensor; all that follows must be computed from this one.
-        """
-        linear_terms = terms if is_linear else None
-        return self.watch_all([tensor], terms, linear_terms=linear_terms)[0]
-
-    def watch_all(
-        self,
-        tensors: list[Tensor],
-        terms: Terms,
-        *,
-        linear_terms: Terms | None,
-    ) -> list[Tensor]:
-        """As `watch`, for several tensors whose gradients belong together.
-
-        Args:
-            tensors: See `watch`.
-            terms: See `watch`.
-            linear_terms: Those of the variables that the tensors are linear in; the
-                rule must move the others by `move`. None if it does not.
-
-        Returns:
-            The tensors.
-        """
-        return self._recording.watch(
-            self.path, self._rule, tensors, terms, linear_terms
-        )
-
-    def move(self, variable: Variable) -> Move | None:
-        """Return how the units move a variable; None if it stays."""
-        moves = self._recording.moves
-        return None if moves is None else moves.of(variable)
-
-    def hide(self, variable: Variable) -> None:
-        """Say that nothing but terms of this call tells a variable's gradient in it.
-
-        Args:
-            variable: That the rule uses where the ordinary backward pass does not see
-                it.
-        """
-        self._recording.hide(self.path, variable)
-
-    @property
-    def differentiates_twice(self) -> bool:
-        """Whether gradients of the call's gradients will be taken."""
-        moves = self._recording.moves
-        return moves is not None and moves.are_differentiated
-
-    def per_row(self, variable: Variable, shape: Sequence[int] | None = None) -> Tensor:
-        """Copy a variable for each row, so that each row has a gradient of its own.
-
-        For variables with few numbers: scales, offsets, slopes.
-
-        Args:
-            variable: The Keras variable.
-            shape: What to reshape it to; default its own shape.
-
-        Returns:
-            Shape ``(R, *shape)``.
-
-        Raises:
-            UnsupportedLayerError: If the inputs have no axis of rows.
-        """
-        of_rows = keras.tree.flatten(self.inputs)[0]
-        own_axes = list(itertools.dropwhile(lambda n: n == 1, variable.shape))
-        if of_rows.shape.rank <= len(own_axes):
-            # The first of them would be taken for rows.
-            raise UnsupportedLayerError(
-                "A layer must be called on rows, which have the axes of its variables "
-                f"and one before these. Received: `{self.path}` with inputs of shape "
-                f"{of_rows.shape} and `{variable.path}` of shape "
-                f"{tuple(variable.shape)}."
-            )
-        shape = list(variable.shape if shape is None else shape)
-        value = tf.convert_to_tensor(variable)
-        if shape != list(variable.shape):
-            value = tf.reshape(value, shape)
-        rows = of_rows.shape[0]
-        rows = tf.shape(of_rows)[0] if rows is None else rows
-        copies = tf.broadcast_to(value, [rows, *shape])
-
-        def terms(g: Tensor) -> list[Term]:
-            return [PerRow(variable, tf.reshape(g, [-1, *variable.shape]))]
-
-        return self.watch(copies, terms, is_linear=True)
-
-    @contextlib.contextmanager
-    def repeated(self, times: int) -> Iterator[None]:
-        """Let layers inside see `times` consecutive rows for each row of this call."""
-        self._recording.repeats *= times
-        try:
-            yield
-        finally:
-            self._recording.repeats //= times

@@ -13,7 +13,8 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.recording import Call, find, own_variables, rule
+from tfdp.rules.call import Call
+from tfdp.rules.registry import find, own_variables, rule
 from tfdp.rules.scan import Cell, Matrices, Scan
 from tfdp.rules.terms import Columns, PerRow, Term
 

@@ -8,9 +8,10 @@ from tfdp.clipping import at_least_float32
 from tfdp.errors import UnsupportedLayerError
 from tfdp.layers import WSConv2D, centred
 from tfdp.rules import convolutional
+from tfdp.rules.call import Call
 from tfdp.rules.kernels import kernel_term
 from tfdp.rules.moves import Move
-from tfdp.rules.recording import Call, rule
+from tfdp.rules.registry import rule
 from tfdp.rules.terms import Standardized, Term
 
 
