@@ -354,6 +354,23 @@ def in_seconds(x):
     return tf.reduce_mean(x, [0, 2])
 
 
+def along_the_axis_of_a_truth(x):
+    """Numbers of two lengths are compared: the result has no axis, but for length 7."""
+    is_equal = tf.zeros([tf.shape(x)[1]]) == tf.ones([7])
+    return x - tf.reduce_mean(x, tf.rank(is_equal), keepdims=True)
+
+
+def turned_far(x):
+    """An axis that is far from the rows, and as long as another at most by chance."""
+    length = tf.shape(x)[4]
+    return tf.reshape(x, [-1, length, 1, 1, length])[: number_of(x)]
+
+
+def turned_farther(x):
+    length = tf.shape(x)[6]
+    return tf.reshape(x, [-1, length, 1, 1, 1, 1, length])[: number_of(x)]
+
+
 def turned_images(x):
     """As many columns as lines, if an image is a square."""
     return tf.reshape(x, [-1, tf.shape(x)[1], tf.shape(x)[1]])[: number_of(x)]
@@ -366,6 +383,9 @@ def turned_images(x):
         (along_an_axis_by_length, (None, D)),
         (in_seconds, (None, D)),
         (turned_images, (None, None)),
+        (along_the_axis_of_a_truth, (None, D)),
+        (turned_far, (None, 1, 1, None)),
+        (turned_farther, (None, 1, 1, 1, 1, None)),
     ],
 )
 def test_what_holds_for_some_lengths_is_not_proven_for_all(function, shape):

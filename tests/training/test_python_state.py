@@ -1,11 +1,18 @@
 """What was proven of layers holds while they decide by the same attributes."""
 
+import collections
+import dataclasses
+import decimal
 import enum
 import functools
+import threading
+import types
+import weakref
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfdp
@@ -188,6 +195,28 @@ class Kind(enum.Enum):
     PLAIN, MIXED = range(2)
 
 
+@dataclasses.dataclass
+class Settings:
+    """An object of a user's own."""
+
+    is_on: bool = False
+
+
+class Name(str):
+    """A text of a user's own."""
+
+    __slots__ = ()
+
+
+class Slots:
+    """Keeps what it has without a dictionary."""
+
+    __slots__ = ("is_on",)
+
+    def __init__(self, is_on):
+        self.is_on = is_on
+
+
 @pytest.mark.parametrize(
     ("value", "other"),
     [
@@ -195,7 +224,24 @@ class Kind(enum.Enum):
         (Kind.PLAIN, Kind.MIXED),
         (frozenset({1}), frozenset({2})),
         (1j, 2j),
+        (range(1), range(2)),
+        (tf.constant([0]), tf.constant([1])),
+        (tf.constant("a"), tf.constant("b")),
+        (np.array(["a", None], object), np.array(["b", None], object)),
+        (collections.deque([1]), collections.deque([2])),
+        (types.MappingProxyType({1: 1}), types.MappingProxyType({1: 2})),
+        (types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)),
+        (tf.TensorShape([1]), tf.TensorShape([2])),
+        (np.dtype("int32"), np.dtype("int64")),
+        (decimal.Decimal(1), decimal.Decimal(2)),
+        (bytearray(b"a"), bytearray(b"b")),
+        (Settings(), Settings(is_on=True)),
+        (Settings(), Slots(is_on=False)),
+        (Slots(is_on=False), Slots(is_on=True)),
+        (Name("a"), Name("b")),
+        (list(range(2000)), list(range(2001))),
     ],
+    ids=repr,
 )
 def test_other_kinds_of_values_are_seen(value, other):
     model = keras.Sequential([keras.Input((3,)), Many()])
@@ -240,6 +286,123 @@ def test_changes_inside_of_attributes_are_seen():
     layer.regularizer.l2 = 0.2
     found.append(python_state(model))
     assert len(set(found)) == 4
+
+
+def function(x, is_on=False, *, settings=None):
+    """Depends on what it is not called with."""
+    return x if is_on or settings or MODULE["is_on"] else -x
+
+
+MODULE = {"is_on": False}
+CLOSED_OVER = Settings()
+PARTIAL = functools.partial(function, settings={})
+
+
+def closing(own):
+    return lambda x: x if own.is_on else -x
+
+
+def calling(x):
+    return function(x)
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (closing(CLOSED_OVER), lambda: setattr(CLOSED_OVER, "is_on", True)),
+        (PARTIAL, lambda: PARTIAL.keywords["settings"].update(is_on=True)),
+        (function, lambda: setattr(function, "__defaults__", (True,))),
+        (function, lambda: function.__kwdefaults__.update(settings=1)),
+        (function, lambda: MODULE.update(is_on=True)),
+        (calling, lambda: setattr(function, "__code__", calling.__code__)),
+        (OverTheBatch(), lambda: setattr(OverTheBatch, "is_on", True)),
+        (OverTheBatch(), lambda: setattr(OverTheBatch, "call", function)),
+    ],
+    ids=[
+        "closed over",
+        "of a partial",
+        "defaults",
+        "defaults by name",
+        "of the module",
+        "called by others",
+        "of a class",
+        "method of a class",
+    ],
+)
+def test_what_functions_and_classes_rest_on_is_seen(value, change, monkeypatch):
+    for owner, name in [
+        (function, "__defaults__"),
+        (function, "__code__"),
+        (OverTheBatch, "call"),
+        (OverTheBatch, "is_on"),
+        (CLOSED_OVER, "is_on"),
+    ]:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setitem(function.__kwdefaults__, "settings", None)
+    monkeypatch.setitem(PARTIAL.keywords["settings"], "is_on", False)
+    monkeypatch.setitem(MODULE, "is_on", False)
+    model = of_two()
+    before = python_state(model, value)
+    assert python_state(model, value) == before
+    change()
+    assert python_state(model, value) != before
+
+
+def test_what_is_found_far_inside_is_looked_at_where_it_is_near():
+    loss, inner = OverTheBatch(), Settings()
+    loss.a, loss.b = [[[[inner]]]], inner
+    before = python_state(of_two(), loss)
+    inner.is_on = True
+    assert before[-1] != python_state(of_two(), loss)[-1]
+
+
+def test_a_variable_that_trains_from_now_on_is_seen():
+    model = of_two()
+    kernel = model.layers[0].kernel
+    kernel.trainable = False
+    before = python_state(model)
+    kernel.trainable = True
+    assert python_state(model) != before
+
+
+class Raising:
+    """Answers nothing."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+    def __repr__(self):
+        raise RuntimeError
+
+    def __call__(self):
+        raise RuntimeError
+
+
+def test_objects_are_not_asked():
+    loss = OverTheBatch()
+    gone = Settings()
+    loss.a, loss.b, loss.c = Raising(), weakref.proxy(gone), weakref.ref(gone)
+    loss.d, loss.e = threading.Lock(), (number for number in range(3))
+    loss.f = {Name("a"), 1}
+    loss.g = tf.function(lambda x: x)
+    del gone
+    model = of_two()
+    before = python_state(model, loss)
+    hash(before)
+    loss.g(1)
+    assert python_state(model, loss) == before
+
+
+def test_what_is_made_anew_with_each_graph_is_the_same():
+    model = keras.Sequential([keras.Input((3,)), Many()])
+    (layer,) = model.layers
+    found = set()
+    for _ in range(2):
+        x = keras.ops.ones((2, 3))
+        layer.rate = tf.function(lambda x: x).get_concrete_function(x).outputs[0]
+        layer.settings = {"made": Settings(), "by": closing(CLOSED_OVER)}
+        found.add(python_state(model))
+    assert len(found) == 1
 
 
 def test_a_layer_in_place_of_another_is_seen():

@@ -27,10 +27,15 @@ from tfdp.rules.places import ROWS_FIRST, Place, Where
 # for all.
 _ROWS = {(0, PLAIN), (None, PLAIN)}
 
-# Lengths for axes 1, 2 and 3 where they are open, the same in all inputs: short ones that
-# are equal, and longer ones that are not, odd and even. Code may do something else from some
-# length on, or where two are equal.
-_LENGTHS = ((11, 11, 11), (13, 13, 13), (1031, 2053, 37), (131_072, 96, 20))
+# Lengths for axes 1 to 5 where they are open, the same in all inputs: short ones that are
+# equal, and longer ones that are not, odd and even. Code may do something else from some
+# length on, or where two are equal. Of axes behind these nothing is said.
+_LENGTHS = (
+    (11, 11, 11, 11, 11),
+    (13, 13, 13, 13, 13),
+    (1031, 2053, 37, 613, 29),
+    (131_072, 96, 20, 14, 6),
+)
 
 # A number of rows, where one must be known: no likely length of another axis.
 _MANY = 97
@@ -671,10 +676,10 @@ def _common_place(values: list[Value]) -> Place | None:
 def _given(
     spec: tf.TensorSpec, rows: int | None, views: int, open_lengths: Sequence[int]
 ) -> Value:
-    lengths: list[Length | None] = [
-        open_lengths[(axis - 1) % len(open_lengths)] if n is None else n
-        for axis, n in enumerate(spec.shape.as_list())
-    ]
+    lengths: list[Length | None] = [*spec.shape.as_list()]
+    for axis, open_length in enumerate(open_lengths, 1):
+        if axis < len(lengths) and lengths[axis] is None:
+            lengths[axis] = open_length
     lengths[0] = Size(views) if rows is None else rows * views
     if lengths[0] == 1:
         # It meets no other, wherever its entries go.

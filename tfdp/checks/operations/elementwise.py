@@ -130,8 +130,8 @@ def _equal(node: Node) -> Value:
         and is_fixed(each.lengths)
         for each in node.inputs
     )
-    if may_collapse and not (are_known or _go_together(node.inputs)):
-        return node.unknown()
+    if may_collapse and not _go_together(node.inputs):
+        return node.free() if are_known else node.unknown()
     return joined(node, node.inputs)
 
 
