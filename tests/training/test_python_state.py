@@ -349,11 +349,11 @@ def test_what_functions_and_classes_rest_on_is_seen(value, change, monkeypatch):
 
 
 def test_what_is_found_far_inside_is_looked_at_where_it_is_near():
-    loss, inner = OverTheBatch(), Settings()
+    model, loss, inner = of_two(), OverTheBatch(), Settings([False])
     loss.a, loss.b = [[[[inner]]]], inner
-    before = python_state(of_two(), loss)
-    inner.is_on = True
-    assert before[-1] != python_state(of_two(), loss)[-1]
+    before = python_state(model, loss)
+    inner.is_on[0] = True
+    assert python_state(model, loss) != before
 
 
 def test_a_variable_that_trains_from_now_on_is_seen():
