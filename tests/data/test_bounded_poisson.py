@@ -32,7 +32,6 @@ def trained(bound, *, wrap=None, **options):
     ("wrap", "options"),
     [
         pytest.param({"engine": "bookkeeping"}, {}, marks=pytest.mark.slow),
-        pytest.param({"engine": "ghost"}, {}, marks=pytest.mark.slow),
         pytest.param({"engine": "vectorized"}, {}, marks=pytest.mark.slow),
         ({"physical_batch_size": 4}, {}),
         pytest.param({}, {"run_eagerly": True}, marks=pytest.mark.slow),

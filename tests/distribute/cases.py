@@ -93,7 +93,6 @@ CASES = {
         ],
     ),
     "vectorized": Case(
-        loss=lambda loss: losses.BAM(loss, radius=0.05, ascent="exact"),
         model={"engine": "vectorized", "physical_batch_size": 3},
     ),
     "jit": Case(compile={"jit_compile": True}),
