@@ -31,6 +31,14 @@ hypothesis.settings.load_profile("tfdp")
 gc.set_threshold(50_000, 20, 50)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Let no exhaustive test be quick."""
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def pipelines_without_tuner():
     """Turn off the tuner of TensorFlow's input pipelines, which `fit` prefetches from.

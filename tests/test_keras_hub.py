@@ -158,10 +158,20 @@ def assert_engines_agree(model, tolerance, *engines):
             assert np.linalg.norm(one - other) <= tolerance * clip * ROWS
 
 
+def marks_of(entry):
+    if entry.is_quick:
+        return []
+    # One for each kind of backbone.
+    is_one_more = entry.name.endswith("_lora") and entry.name not in {
+        *("bert_lora", "gemma_lora", "t5_lora", "vit_lora"),
+    }
+    return [pytest.mark.exhaustive if is_one_more else pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     "entry",
     [
-        pytest.param(entry, id=name, marks=[] if entry.is_quick else pytest.mark.slow)
+        pytest.param(entry, id=name, marks=marks_of(entry))
         for name, entry in HUB.items()
     ],
 )
@@ -202,10 +212,8 @@ def test_the_guide_has_the_table():
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["deberta_v3", "gemma3", "mit", "t5", "vit", "whisper"]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in HUB if not name.endswith("_lora")])
 def test_families_with_chance(name):
     """What a family draws does not change which engine clips it."""
     keras_hub()
@@ -215,7 +223,7 @@ def test_families_with_chance(name):
     assert all(np.isfinite(v).all() for v in private.model.get_weights())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
 def test_engines_agree(name):
     model = away_from_zero(MODELS[name]())

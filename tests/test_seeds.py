@@ -204,7 +204,7 @@ def trained(name, train, **options):
 
 
 @pytest.mark.parametrize(
-    "train", [pytest.param(one_batch, marks=pytest.mark.slow), one_epoch]
+    "train", [pytest.param(one_batch, marks=pytest.mark.exhaustive), one_epoch]
 )
 @pytest.mark.parametrize(
     "name",

@@ -54,7 +54,17 @@ def check(model, x, y):
         np.testing.assert_allclose(moved, total, rtol=0, atol=1e-8 * clip * ROWS)
 
 
-@pytest.mark.parametrize("name", APPLICATIONS)
+# One for each kind of block.
+FEW = {"MobileNetV2", "MobileNetV3Small", "ResNet50V2", "ConvNeXtTiny"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in FEW else pytest.mark.exhaustive)
+        for name in APPLICATIONS
+    ],
+)
 def test_whole_and_as_a_frozen_trunk(name):
     application = APPLICATIONS[name]
     with precision("float64"):

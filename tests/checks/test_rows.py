@@ -1064,9 +1064,9 @@ NOT_RECORDED = {"tied_embedding"}
         pytest.param(
             *case.values,
             id=case.id,
-            marks=[pytest.mark.slow]
-            if case.values[0] in recurrent.PROBLEMS
-            else case.marks,
+            marks=[pytest.mark.exhaustive]
+            if case.marks or case.values[0] in recurrent.PROBLEMS
+            else [],
         )
         for case in cases(is_slow=True)
         if case.id not in NOT_RECORDED

@@ -341,7 +341,7 @@ def test_units_of_two_examples(name):
     check(problem, run, NAN, unit_size=2)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("problem", cases(lacking={"random", "rnn"}, is_few=True))
 def test_every_tag_with_xla(problem):
     check(problem, runner(problem, ENGINES, "xla"), OUTLIER)

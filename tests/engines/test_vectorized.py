@@ -60,7 +60,7 @@ def test_float32(name, mode):
     check(PROBLEMS[name], run, OUTLIER, 2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("problem", cases(lacking={"random"}, is_few=True))
 def test_every_tag_with_xla(problem):
     check(problem, runner(problem, ENGINES, "xla"), OUTLIER)

@@ -31,7 +31,7 @@ DRAWING = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("entry", DRAWING.values(), ids=DRAWING)
 def test_engine_with_chance(entry):
     """What a model draws does not change which engine clips it."""
