@@ -153,6 +153,7 @@ def test_norm_is_never_too_small_in_any_mode(adversary, mode, rng):
     assert (norms <= expected * (1 + 3e-5) + 1e-16).all()
 
 
+@pytest.mark.slow
 def test_small_squares_do_not_vanish_beside_a_large_one(rng):
     gradients = one_big_and_many_tiny(rng, 1, 2**22).astype("float32")
     assert true_norms([gradients])[0] > 1.03
@@ -283,6 +284,7 @@ def test_a_clip_norm_that_vanishes_in_float32_lets_nothing_through(rng):
 # -------------------------------------------------------------------------- sums
 
 
+@pytest.mark.slow
 @given(units_of_gradients(most_units=8), clips, st.data())
 def test_emptying_one_unit_moves_the_sum_by_at_most_the_sensitivity(
     gradients, clip, data
@@ -296,6 +298,7 @@ def test_emptying_one_unit_moves_the_sum_by_at_most_the_sensitivity(
     np.testing.assert_array_equal(norms, norms_without)
 
 
+@pytest.mark.slow
 @given(units_of_gradients(most_units=8), clips, st.data())
 def test_an_empty_unit_counts_as_one_that_is_not_there(gradients, clip, data):
     units = len(gradients[0])
@@ -306,6 +309,7 @@ def test_an_empty_unit_counts_as_one_that_is_not_there(gradients, clip, data):
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=clip * 1e-5)
 
 
+@pytest.mark.slow
 @given(
     units_of_gradients([ordinary, huge, zero], most_units=8),
     clips,

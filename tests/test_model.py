@@ -162,6 +162,7 @@ def test_one_step_of_xla_is_the_clipped_mean():
     assert_weights(model.model, step_of_reference())
 
 
+@pytest.mark.slow
 def test_class_weight_and_sample_weight_scale_before_clipping():
     x, y = data()
     weights = np.where(y == 1, 0.05, 2.0).astype("float32")
@@ -175,6 +176,7 @@ def test_class_weight_and_sample_weight_scale_before_clipping():
     assert_weights(model.model, expected)
 
 
+@pytest.mark.slow
 def test_microbatches_clip_the_mean_of_consecutive_examples():
     model = private(
         # Hardly any noise.
@@ -302,6 +304,7 @@ def noise_of_fit(wrap=None, steps=1, **compile_options):
     return update * size / (0.5 * clip * z)
 
 
+@pytest.mark.slow
 def test_noise_is_drawn_once_a_logical_batch():
     noise = noise_of_fit({"physical_batch_size": 1})
     assert np.std(noise) == pytest.approx(1, rel=0.01)

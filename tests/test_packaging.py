@@ -157,6 +157,7 @@ def test_ci_tests_the_lowest_versions_that_are_promised():
         assert f"{pinned[name]}.".startswith(f"{version}."), name
 
 
+@pytest.mark.slow
 def test_private_names_of_keras_and_tensorflow_stay_in_one_file():
     found = [
         f"{name}:{line}: {module}"

@@ -119,6 +119,7 @@ def test_rows_have_secret_seeds_too():
     assert len({seed for row in drawn + plain for seed in row}) == 12
 
 
+@pytest.mark.slow
 def test_keys_are_gone_with_their_models():
     model = keras.Sequential()
     renew_key(model, is_known=False)
@@ -222,6 +223,7 @@ def test_who_knows_the_seeds_does_not_know_the_masks(name, train):
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.slow
 def test_the_key_is_that_of_who_trains():
     model = dense()
 

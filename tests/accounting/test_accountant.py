@@ -82,6 +82,7 @@ def test_the_type_of_the_noise_multiplier_changes_nothing(noise, name):
     assert result == epsilon(plain, 1e-5, name)
 
 
+@pytest.mark.slow
 def test_several_segments_are_what_dp_accounting_makes_of_their_events():
     run = [PoissonSteps(500, 4.0, 100, 1), UnamplifiedSteps(2, 9.0), CHEAP]
     by_rdp, by_pld = rdp.RdpAccountant(), pld.PLDAccountant()
@@ -92,6 +93,7 @@ def test_several_segments_are_what_dp_accounting_makes_of_their_events():
     assert epsilon(run, 1e-5, "PLD") == pytest.approx(by_pld.get_epsilon(1e-5))
 
 
+@pytest.mark.slow
 def test_what_is_reported_is_the_smaller_bound():
     rare = PoissonSteps(1_000_000, 30.0, 100_000, 1)
     assert epsilon([rare], 1e-6, "RDP") < epsilon([rare], 1e-6, "PLD")
@@ -157,6 +159,7 @@ def test_the_orders_that_dp_accounting_leaves_out_are_not_announced(caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_more_segments_than_python_recurses():
     run = tuple(UnamplifiedSteps(1, 100.0 + i) for i in range(1200))
     composed = rdp.RdpAccountant()
@@ -214,6 +217,7 @@ def test_an_unknown_accountant_is_refused(name):
         epsilon([], 1e-5, name)
 
 
+@pytest.mark.slow
 @few
 @given(segments, st.integers(1, 500), st.sampled_from(["RDP", "PLD"]))
 def test_more_steps_cost_more(segment, more, name):

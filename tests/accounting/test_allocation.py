@@ -161,6 +161,7 @@ def test_what_is_lost_counts_as_an_unbounded_loss(noise_multiplier, batches):
         assert np.all(found._probs >= 0)
 
 
+@pytest.mark.slow
 def test_it_lies_between_poisson_draws_and_whole_releases():
     """Of one epoch: removing hides as in draws that are as large, about."""
     bins = epsilon([Segment(BallsInBins(60_000, 256), 1, 1.0)], 1e-5)
@@ -194,6 +195,7 @@ def test_little_noise_and_a_fallback_are_bounds():
     assert epsilon([Segment(BallsInBins(1000, 10), 1, 0.0)], 1e-5) == math.inf
 
 
+@pytest.mark.slow
 def test_a_tiny_delta_costs_what_whole_releases_cost_at_most():
     found = epsilon([Segment(BallsInBins(50, 10), 1, 0.9)], 1e-12)
     assert found <= epsilon([Segment(Shuffled(50, 10), 1, 0.9)], 1e-12, "RDP")

@@ -82,6 +82,7 @@ def test_the_steps_are_those_of_fit(target, batch_size):
     assert cost(np.float32(noise)) <= target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["PLD", "RDP"])
 def test_a_target_that_no_noise_reaches_is_refused(accountant, monkeypatch):
     monkeypatch.setattr(calibration, "_MOST_NOISE", 16_000_000)
@@ -189,6 +190,7 @@ NOISE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "accountant"),
     [
@@ -250,6 +252,7 @@ def test_a_training_has_epochs_or_steps(length):
         calibrate_noise_multiplier(1.0, n=100, batch_size=10, delta=1e-3, **length)
 
 
+@pytest.mark.slow
 def test_steps_and_parts_of_epochs():
     by_epochs = calibrate_noise_multiplier(2.0, **SMALL, accountant="RDP")
     options = {key: SMALL[key] for key in ("n", "batch_size", "delta")}

@@ -54,6 +54,7 @@ def test_what_is_known_less_of_costs_more(segments):
         assert figures[less] <= figures[more]
 
 
+@pytest.mark.slow
 def test_one_example_has_no_parts():
     run = RUN | {"n": 1, "batch_size": 1}
     segments = segments_by_sampling(**run)

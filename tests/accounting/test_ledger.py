@@ -179,6 +179,7 @@ def test_a_flag_that_is_no_bool_is_refused(value):
 RELEASES = Segment(Poisson(60_000, 60_000), 3, 20.0, "private_accuracy")
 
 
+@pytest.mark.slow
 def test_releases_are_no_steps_and_cost_as_they_would():
     steps = PoissonSteps(235, 1.1, 60_000, 256)
     ledger = Ledger((RELEASES, steps))

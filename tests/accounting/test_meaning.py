@@ -22,6 +22,7 @@ def test_without_a_bound_it_says_so():
     assert "at most" not in text
 
 
+@pytest.mark.slow
 def test_it_is_the_bound_of_the_ledger():
     ledger = Ledger((UnamplifiedSteps(1, 2.0),))
     assert best_attack(ledger) == true_positive_rate(ledger, 0.01)

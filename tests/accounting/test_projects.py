@@ -127,6 +127,7 @@ def test_damaged_files_are_refused(tmp_path, text):
     assert path.read_text() == text
 
 
+@pytest.mark.slow
 def test_what_models_come_from_counts_once(project):
     project.add(model(base=ran(100), one=ran(50)), "first")
     project.add(model(base=ran(100), two=ran(30)), "second")
@@ -148,6 +149,7 @@ def test_only_private_models_are_added(project):
         project.add(Ledger())
 
 
+@pytest.mark.slow
 def test_a_reservation_counts_and_what_is_not_used_is_given_back(project):
     project.reserve("one", {}, RUN.ledger, "net")
     assert project.ledger == RUN.ledger
@@ -172,6 +174,7 @@ def test_no_run_is_left_of_a_training_that_took_no_step(project):
     assert project.ledger == Ledger()
 
 
+@pytest.mark.slow
 def test_without_room_nothing_is_reserved(project):
     project.add(model(one=ran(1000)))
     before = project.path.read_text()
@@ -323,6 +326,7 @@ def test_a_search_that_is_killed_counts_as_the_tries_that_had_begun(tmp_path):
     assert project.ledger == search.add(STEPS.with_count(200))
 
 
+@pytest.mark.slow
 def test_many_processes_write_at_once(project):
     def write(number):
         for round_ in range(5):

@@ -46,6 +46,7 @@ def test_a_poisson_run():
     assert len(table) == 2
 
 
+@pytest.mark.slow
 def test_a_shuffled_run_is_not_reported_as_poisson():
     ledger = Ledger((SHUFFLED,))
     text = privacy_statement(ledger, 1e-5)
@@ -86,6 +87,7 @@ def test_microbatches_have_no_poisson_row():
     assert "Groups of" not in flat(Ledger((SHUFFLED,)))
 
 
+@pytest.mark.slow
 def test_runs_of_both_kinds_have_both_other_rows():
     table = rows(privacy_statement(Ledger((POISSON, SHUFFLED)), 1e-5))
     some = "not all of this run's were"
@@ -147,6 +149,7 @@ def test_batches_larger_than_the_data():
     assert table["what ran"] == table[f"would hold for shuffled batches; {TRUTH}"]
 
 
+@pytest.mark.slow
 def test_everything_that_is_public_is_printed():
     text = flat(Ledger((POISSON, SHUFFLED, UNKNOWN)))
     for fact in (
@@ -335,6 +338,7 @@ def filled_out(text):
 RELEASES = Segment(Poisson(60_000, 60_000), 3, 20.0, "private_accuracy")
 
 
+@pytest.mark.slow
 def test_releases_are_told_and_stay_what_they_are():
     steps = PoissonSteps(234, 1.1, 60_000, 256)
     ledger = Ledger((RELEASES, steps))

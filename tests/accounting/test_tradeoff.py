@@ -21,6 +21,7 @@ def test_one_gaussian_has_the_power_of_the_best_test(noise_multiplier, rate):
     assert best <= found <= best * 1.01
 
 
+@pytest.mark.slow
 def test_one_poisson_step_has_the_power_of_the_best_test():
     """The mixture against the Gaussian, thresholds on the sum: both are monotone."""
     ledger = Ledger((PoissonSteps(1, 1.0, 10, 2),))
@@ -30,6 +31,7 @@ def test_one_poisson_step_has_the_power_of_the_best_test():
     assert best <= true_positive_rate(ledger, rate) <= best * 1.01
 
 
+@pytest.mark.slow
 def test_steps_compose():
     several = true_positive_rate(gaussian(3.0, count=9), 0.01)
     assert several == pytest.approx(true_positive_rate(gaussian(1.0), 0.01), rel=1e-3)
@@ -57,6 +59,7 @@ def test_nothing_ran_or_ran_without_noise():
     assert true_positive_rate(gaussian(1e-3), 0.01) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_runs_cut_short_count_in_full():
     run = Segment(Unknown(), 1, 2.0)
     whole = true_positive_rate(Ledger((run, run)), 0.01)

@@ -163,6 +163,7 @@ def test_an_unwrapped_model_has_the_plain_loss_and_is_not_trained():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_evaluation_has_the_plain_loss():
     found = [
         private(loss).evaluate(*data(), verbose=0)

@@ -48,6 +48,7 @@ def test_a_single_release_proves_half_of_epsilon_and_no_more():
     assert max(found) < epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 def test_less_noise_than_is_counted_is_found_out(monkeypatch):
     monkeypatch.setattr(
@@ -76,6 +77,7 @@ def test_poisson_steps_prove_less_than_their_epsilon():
     assert report.nonprivate_passed
 
 
+@pytest.mark.slow
 def test_canaries_take_part_as_often_as_rows_do():
     """Without noise and without a gradient of the rows the sums show them."""
     with pytest.warns(UserWarning, match="not private"):
@@ -98,6 +100,7 @@ def test_canaries_take_part_as_often_as_rows_do():
     np.testing.assert_allclose(audit.scores[on_kernel], times[on_kernel], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_gradients_of_the_rows_stay_as_they_are():
     """The sum of a step moves by the canaries alone, each by C."""
     audit, seen = GradientCanaries(50), []
@@ -126,6 +129,7 @@ def test_several_fits_go_on_with_the_same_canaries():
         private(30).fit(*data(30), batch_size=ROWS, callbacks=[audit], verbose=0)
 
 
+@pytest.mark.slow
 def test_a_report_prints_and_is_json():
     report = audited(private(), 100).report(1e-3, confidence=0.9)
     fields = json.loads(json.dumps(report.to_dict()))

@@ -69,6 +69,7 @@ def test_a_private_model_gives_away_no_more_than_its_ledger_allows():
         assert each.most_true_positives < each.most_true_positives_there
 
 
+@pytest.mark.slow
 def test_steps_of_plain_keras_leave_no_bound():
     private, members = trained(2.0)
     private.model.compile("sgd", small.logits_loss())
@@ -77,6 +78,7 @@ def test_steps_of_plain_keras_leave_no_bound():
     assert {each.most_true_positives for each in report.results} == {1.0}
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_each_example():
     private, (x, y) = trained(1.0)
     expected = [private.evaluate(x[n : n + 1], y[n : n + 1], verbose=0) for n in (0, 7)]

@@ -225,6 +225,7 @@ class BySize(tfdp.optimizers.DPSGD):
         return super().take_step(clipped_sum, *args, **options)
 
 
+@pytest.mark.slow
 def test_a_divisor_that_is_the_size_of_the_batch_is_named():
     optimizer = BySize(0.1, l2_norm_clip=small.CLIP, noise_multiplier=1.0)
     private = eager(opt=optimizer)
@@ -376,6 +377,7 @@ def test_everything_is_as_it_was():
     assert private.ledger.steps == 20
 
 
+@pytest.mark.slow
 def test_everything_is_as_it_was_after_an_error(monkeypatch):
     private = trained(run_eagerly=True)
     before, calls = values(private), []

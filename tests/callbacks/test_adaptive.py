@@ -147,6 +147,7 @@ class TestAdaptiveQuantileClip:
             seen[1], seen[0] * math.exp(-(share - 0.5)), rtol=1e-5
         )
 
+    @pytest.mark.slow
     def test_norms_that_are_not_finite_are_above_any_clip_norm(self):
         quantile = AdaptiveQuantileClip(0.5, 1.0, count_noise_multiplier=1e-9)
         norms = [np.nan] * 15 + [np.inf] * 15 + [1.0] * 10
@@ -160,6 +161,7 @@ class TestAdaptiveQuantileClip:
             clip = next_clip(quantile, clip, np.full(ROWS, norm))
             assert 1e-20 <= clip <= 1e20
 
+    @pytest.mark.slow
     def test_groups_of_examples_move_a_count_by_a_whole(self):
         model = private(noise_multiplier=1.5, num_microbatches=5)
         fit(model, AdaptiveQuantileClip(0.5, count_noise_multiplier=3.0), batch_size=10)
@@ -229,6 +231,7 @@ class TestAdaptiveMedianClip:
         found = next_clip(callback, 77.0, norms, noise=[noise, 0.0])
         assert found == expected
 
+    @pytest.mark.slow
     def test_a_pass_with_a_histogram_counts_with_it(self):
         model = private(noise_multiplier=1.5)
         fit(model, median(every=10, noise=3.0), batch_size=10, epochs=3)

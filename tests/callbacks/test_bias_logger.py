@@ -63,6 +63,7 @@ def logged(history, prefix="nonprivate_"):
     return {name: history.history[prefix + name][-1] for name in NAMES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["frozen_kernel", "positions_weighted"])
 def test_is_what_it_is_defined_as(name):
     problem = PROBLEMS[name]

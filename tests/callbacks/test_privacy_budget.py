@@ -112,6 +112,7 @@ def change_noise(model, when, noise_of):
     return keras.callbacks.LambdaCallback(**{when: change})
 
 
+@pytest.mark.slow
 def test_less_noise_in_mid_training_shrinks_what_is_left(rows):
     model = private()
     change = change_noise(

@@ -68,6 +68,7 @@ def test_a_run_that_it_ends_costs_what_it_took(releases):
     assert Ledger.from_json(ledger.to_json()) == ledger
 
 
+@pytest.mark.slow
 def test_epochs_without_a_release_are_not_counted(releases):
     releases(0.5, 0.4, 0.3)
     model = private()
@@ -104,6 +105,7 @@ def test_other_rows_may_end_a_run(releases):
     assert "a ledger of their own" in statement
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_put_back(releases):
     releases(0.5, 0.9, 0.6, 0.6)
     model, weights = private(), []
@@ -153,6 +155,7 @@ def test_a_run_that_was_ended_goes_on_from_its_file(releases, tmp_path):
     assert (loaded.ledger.steps, loaded.ledger.releases) == (6, 3)
 
 
+@pytest.mark.slow
 def test_what_is_not_released_is_refused():
     for monitor in ("loss", "val_accuracy", "accuracy", None):
         with pytest.raises(ValueError, match="PrivateEvaluation"):

@@ -95,6 +95,7 @@ def total(evaluation, x, y):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value",
     [1e30, math.nan, pytest.param(math.inf, marks=SLOW), pytest.param(0.0, marks=SLOW)],
@@ -143,6 +144,7 @@ def test_a_draw_of_some_rows_costs_what_it_costs():
 IDS = np.arange(ROWS) % 8 // np.array([1, 2] * (ROWS // 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "is_own", [False, pytest.param(True, marks=SLOW)], ids=["trained", "others"]
 )
@@ -194,6 +196,7 @@ def test_other_rows_have_a_ledger_of_their_own():
     assert tfdp.accounting.privacy_report(model.ledger, DELTA)["saw_other_rows"]
 
 
+@pytest.mark.slow
 def test_rows_of_the_training_are_no_other_rows():
     x, y = rows()
     evaluation = PrivateEvaluation(["accuracy"], noise_multiplier=3.0, x=x[:9], y=y[:9])
@@ -237,6 +240,7 @@ def test_a_release_counts_before_anybody_sees_it(tmp_path, monkeypatch):
         assert set(own.segments) == set(restored.segments) == expected
 
 
+@pytest.mark.slow
 def test_saved_models_have_their_releases_once(tmp_path):
     model = private()
     evaluation = PrivateEvaluation(["accuracy"], noise_multiplier=3.0)
@@ -301,6 +305,7 @@ def test_a_release_without_room_is_not_made(caplog):
     assert model.ledger.segments == (PoissonSteps(8, 1.0, ROWS, 10),)
 
 
+@pytest.mark.slow
 def test_it_says_by_how_much_epsilon_rises(caplog):
     with caplog.at_level("INFO", "absl"):
         fit(private(), PrivateEvaluation(["accuracy"], noise_multiplier=6.0))

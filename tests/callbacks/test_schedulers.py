@@ -260,6 +260,7 @@ def halving(step):
     return 4.0 * 0.5 ** (step // 4)
 
 
+@pytest.mark.slow
 def test_a_pass_counts_with_the_least_noise_in_it():
     """So does what was planned when somebody stops."""
     model = private(1.0, noise_multiplier=77.0)
@@ -306,6 +307,7 @@ def test_many_noise_multipliers_are_counted_as_few_that_are_less():
     assert exact.epsilon(1e-3, "RDP") <= cost <= 1.05 * exact.epsilon(1e-3, "RDP")
 
 
+@pytest.mark.slow
 def test_a_budget_allows_the_steps_whose_planned_noise_fits():
     def rising(step):
         return 48.0 + 8 * step

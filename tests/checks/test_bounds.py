@@ -324,6 +324,7 @@ def test_a_number_for_each_place_is_looked_at():
     assert not is_proven(by_a_table, SHAPE, rows=6)
 
 
+@pytest.mark.slow
 def test_numbers_may_have_a_long_history():
     def run(x):
         numbers = largest(x)

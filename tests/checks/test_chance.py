@@ -153,6 +153,7 @@ def test_known_draws_that_move_on_are_refused(name, engine):
         private.fit(np.ones((8, D)), np.ones((8, 1)), batch_size=4, verbose=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"physical_batch_size": 4}])
 @pytest.mark.parametrize("name", ["a number", "numbers of TensorFlow"])
 def test_a_number_of_rows_that_is_known_hides_no_draw(name, options):

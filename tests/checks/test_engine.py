@@ -288,6 +288,7 @@ def test_what_rules_do_not_reach_is_refused_by_name(name):
     assert "\n" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", FOLLOWED.values(), ids=FOLLOWED)
 def test_what_is_used_elsewhere_is_followed(problem, caplog):
     batch, clip = problem.batch(ROWS), 0.1
@@ -441,6 +442,7 @@ class ForAllRows(layers.Layer):
         return self.function(x, self.embedding, self.inner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "inner"),
     [
@@ -541,6 +543,7 @@ def test_layers_without_a_rule_are_followed(caplog):
     assert not caplog.messages
 
 
+@pytest.mark.slow
 def test_what_is_not_followed_has_the_rule_of_leaves(caplog):
     @tf.custom_gradient
     def product(x, matrix):
@@ -662,6 +665,7 @@ def looked_up():
     return objective_uphill("exact", model, "mse"), np.arange(3 * ROWS).reshape(-1, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [convolved_in_a_loop, looked_up])
 def test_rows_are_followed_uphill(build):
     objective, x = build()
@@ -669,6 +673,7 @@ def test_rows_are_followed_uphill(build):
     assert chosen == BookkeepingEngine()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ascent", UPHILL)
 @pytest.mark.parametrize("first", [True, False])
 def test_what_lets_rows_meet_is_found_uphill(ascent, first):
@@ -958,6 +963,7 @@ def test_a_layer_that_adds_losses_is_told_of_its_own_loss():
     assert "CTC" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_line_of_a_gradient_is_that_of_its_operation(caplog):
     def picked(x):
         return tf.gather(x, tf.cast(x, "int32"), batch_dims=1)
@@ -977,6 +983,7 @@ def test_the_line_of_a_gradient_is_that_of_its_operation(caplog):
     assert f"({__file__}:{picked.__code__.co_firstlineno + 1})" in line
 
 
+@pytest.mark.slow
 def test_other_variables_are_checked_anew():
     """What a model that is frozen may do, one that trains may not."""
     model = sequential((3,), layers.Dense(2), layers.BatchNormalization())

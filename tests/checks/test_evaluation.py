@@ -78,6 +78,7 @@ def evaluated(model, x, y, metrics, loss="mse", sample_weight=None):
     return evaluation_function(objective, functions, signature)(*batch).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_values_are_what_keras_finds_for_each_row_alone(problem, rng):
     model, x, y = PROBLEMS[problem](rng)
@@ -136,6 +137,7 @@ class Mixed(layers.Layer):
         return inputs - tf.reduce_mean(inputs, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_metric", [False, True])
 def test_rows_that_would_meet_are_evaluated_one_by_one(in_metric, rng, caplog):
     model, x, y = stack(rng, *([] if in_metric else [Mixed()]))

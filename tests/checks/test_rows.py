@@ -918,6 +918,7 @@ def unknown_model():
     ])
 
 
+@pytest.mark.slow
 def test_what_is_not_proven_runs_row_by_row_with_one_line(caplog):
     model = unknown_model()
     data = (np.ones((4, D)), np.ones((4, 1)), None)
@@ -942,6 +943,7 @@ def with_lambda(function):
     ])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["auto", "vectorized"])
 @pytest.mark.parametrize("name", ["number of rows", "own place"])
 def test_what_counts_rows_runs_by_itself_and_is_warned_of(name, engine, caplog):
@@ -984,6 +986,7 @@ def test_a_loop_over_rows_is_told_of_the_map_that_works():
     assert choose("auto", Objective.of(mapped, "mse"), data) == ApartEngine()
 
 
+@pytest.mark.slow
 def test_a_loss_that_counts_rows_is_that_of_a_batch_of_one(caplog):
     def shared(y_true, y_pred):
         losses = tf.reduce_sum(tf.square(y_true - y_pred), -1)
@@ -1337,6 +1340,7 @@ def test_as_many_rows_as_units_are_no_bias():
         tfdp.clipped_gradients(model, "mse", x[:3], y[:3], l2_norm_clip=1.0)
 
 
+@pytest.mark.slow
 def test_a_row_alone_meets_none():
     """Keras takes what is added for a bias where it has one axis with entries."""
     inputs = keras.Input((1, D))
@@ -1366,6 +1370,7 @@ def test_a_row_alone_ends_in_one_entry(name):
     assert not is_proven(ends[name], (D,), rows=1)
 
 
+@pytest.mark.slow
 def test_eager_steps_take_the_engine_that_was_proven_for_their_rows():
     private = mixing_many(
         "mse", is_certain=False, expected_batch_size=4, run_eagerly=True

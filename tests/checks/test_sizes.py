@@ -103,6 +103,7 @@ steps_ = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(steps_, min_size=2, max_size=6))
 def test_several_operations(steps):
     check(steps)

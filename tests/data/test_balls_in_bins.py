@@ -49,6 +49,7 @@ def test_every_row_is_in_one_bin_and_stays_there(tmp_path):
     assert int(data.dataset.cardinality()) == BINS
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 def test_bins_are_uniform_and_of_secret_coins(tmp_path):
     keras.utils.set_random_seed(0)

@@ -360,6 +360,7 @@ def test_bins_of_a_pydataset():
         declare(Binned(stay=True), expected_batch_size=60, **BINNED)
 
 
+@pytest.mark.slow
 def test_examples_may_have_no_target():
     """A pipeline has a None as a part of its own."""
     rows = np.ones((6, 2), "float32")

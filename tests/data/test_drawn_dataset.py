@@ -191,6 +191,7 @@ def test_seeds_give_different_draws():
     assert ids(other[0]) != ids(seeded()[0])
 
 
+@pytest.mark.slow
 def test_advancing_a_remade_dataset_passes_the_draws_of_the_first():
     first, second = seeded(), seeded()
     regression().fit(first, epochs=3, verbose=0)

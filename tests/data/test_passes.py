@@ -111,6 +111,7 @@ def test_fit_takes_every_row_once_an_epoch(trained):
     assert model.ledger.segments == (Segment(BallsInBins(N, B), 3, 4.0),)
 
 
+@pytest.mark.slow
 def test_the_divisor_is_the_mean_size_of_the_bins():
     model = private()
     model.fit(X[:110], X[:110], batch_size=100, verbose=0)

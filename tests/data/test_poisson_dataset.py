@@ -94,6 +94,7 @@ def test_fit_takes_empty_batches():
     assert int(model.optimizer.iterations) == 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tuples", [True, False])
 def test_fit_takes_several_inputs_outputs_and_weights(tuples):
     a, b = keras.Input((1,), name="a"), keras.Input((1,), name="b")

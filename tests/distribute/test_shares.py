@@ -124,6 +124,7 @@ def test_replicas_share_a_poisson_draw(workers, per_worker):
     assert seeded[0].epoch > 2
 
 
+@pytest.mark.slow
 def test_draws_are_secret_and_independent():
     cluster = Cluster(workers=2)
     data = given_data(numbers, numbers, batch_size=10)
@@ -176,6 +177,7 @@ def test_only_endless_pipelines_have_a_known_length():
     assert cardinality(dataset.repeat()) == tf.data.INFINITE_CARDINALITY
 
 
+@pytest.mark.slow
 def test_other_batches_have_other_fingerprints():
     def fingerprints(x, y):
         dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(10)

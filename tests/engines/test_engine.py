@@ -49,6 +49,7 @@ class OneByOne(engines.Engine):
         return [engines.explanation.Explanation("model", self.name, "alone", None)]
 
 
+@pytest.mark.slow
 def test_its_sums_and_norms_count():
     check(PROBLEM, runner(PROBLEM, [OneByOne()]), OUTLIER)
 
@@ -67,6 +68,7 @@ def test_a_model_trains_with_it():
     assert "one_by_one" in private.explain()
 
 
+@pytest.mark.slow
 def test_one_that_takes_other_gradients_is_refused():
     model, (x, y, _) = PROBLEM.build(), PROBLEM.batch(4)
     options = {"l2_norm_clip": 1.0, "engine": OneByOne(1.1)}
@@ -80,6 +82,7 @@ def test_what_is_no_engine_is_refused(wrong):
         engines.get(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [engines.BookkeepingEngine, engines.VectorizedEngine])
 def test_one_that_does_not_clip_is_refused(base):
     class Unclipped(base):

@@ -78,6 +78,7 @@ def test_passes_of_a_batch_do_not_see_what_others_left(turn, rng):
         np.testing.assert_array_equal(abs(old), abs(new))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [of_fixed, of_kernel])
 def test_one_pass_is_that_of_single_rows(turn, rng):
     x, y = data(rng)
@@ -248,6 +249,7 @@ def test_passes_do_not_see_how_far_others_have_moved_it(name, rng):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOVING)
 def test_examples_by_themselves_do_not_see_it_either(name, rng):
     x, y = data(rng)

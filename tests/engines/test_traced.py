@@ -55,6 +55,7 @@ def private(inner, loss="mse", optimizer=None, *, expected_batch_size=None, **op
     return wrapped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -106,6 +107,7 @@ class Counting(layers.Layer):
         return x / keras.ops.cast(keras.ops.shape(x)[0], x.dtype)
 
 
+@pytest.mark.slow
 def test_units_that_are_taken_apart_run_in_the_graph_that_was_tried():
     """Variables of the optimizer are made before: a graph that makes them is another."""
     inner = keras.Sequential([
@@ -159,6 +161,7 @@ def test_a_pass_fits_what_it_was_traced_for():
         assert of_some.fits(BookkeepingEngine(), known, ROWS, 1) == (rows == ROWS)
 
 
+@pytest.mark.slow
 def test_masks_differ_between_steps():
     """What is drawn in the pass goes on from step to step."""
     inner = keras.Sequential([

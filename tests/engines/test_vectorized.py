@@ -52,6 +52,7 @@ def test_graph_equals_one_example_at_a_time(problem):
         check(problem, run, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"), [("dict_losses", "eager"), ("mlp_logits", "xla")]
 )

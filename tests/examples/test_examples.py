@@ -280,6 +280,7 @@ class TestGanDigits:
         )
         subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("flag", "message"),
         [
@@ -497,6 +498,7 @@ class TestFinetuneText:
         )
         percentages("Test accuracy: % private, % without privacy", text)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("flag", "message"),
         [

@@ -74,6 +74,7 @@ def digits(tmp_path_factory):
 # -------------------------------------------------------------------- the SavedModel
 
 
+@pytest.mark.slow
 def test_it_predicts_the_same_for_batches_of_any_size(digits):
     private, path, _ = digits
     for rows in (1, 7):
@@ -148,6 +149,7 @@ def of_a_step(private):
     assert float(private.model.layers[0].total.result()) > 0
 
 
+@pytest.mark.slow
 def test_what_layers_have_measured_is_not_exported(tmp_path):
     inner = keras.Sequential([keras.Input((3,)), Measuring(), layers.Dense(1)])
     private = untrained(inner, expected_batch_size=8)
@@ -162,6 +164,7 @@ def test_what_layers_have_measured_is_not_exported(tmp_path):
         assert scalars_of(tmp_path / folder) == [0.0]
 
 
+@pytest.mark.slow
 def test_moving_averages_are_exported_and_the_model_keeps_its_weights(tmp_path):
     model = keras.Sequential([
         keras.Input((3,), name="x"),
@@ -520,6 +523,7 @@ class KeepsLast(layers.Layer):
         return x
 
 
+@pytest.mark.slow
 def test_a_model_that_keeps_rows_at_inference_is_refused(tmp_path):
     model = keras.Sequential([keras.Input((3,)), KeepsLast(), layers.Dense(3)])
     private = untrained(model)
@@ -744,6 +748,7 @@ def test_only_private_models_are_exported(tmp_path):
         export_private_model(EXPORTS["digits"].model(), tmp_path / "1", delta=DELTA)
 
 
+@pytest.mark.slow
 def test_a_model_that_trained_without_noise_is_refused(tmp_path):
     private = tfdp.DPModel(keras.Sequential([keras.Input((3,)), layers.Dense(1)]))
     with pytest.warns(UserWarning, match="not private"):

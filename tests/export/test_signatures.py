@@ -117,6 +117,7 @@ def signature_of(path):
     )
 
 
+@pytest.mark.slow
 def test_the_second_model_of_a_process_is_served_as_the_first(tmp_path):
     found = []
     for _ in range(2):

@@ -26,6 +26,7 @@ def budget_at(path, epsilon=8.0, **options):
     return LocalBudget(path, epsilon=epsilon, delta=DELTA, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("epsilon", "participations"), [(0.1, 1), (1.0, 3), (8.0, 7), (100.0, 3), (1e12, 1)]
 )
@@ -120,6 +121,7 @@ def test_threads_share_a_ledger(path):
     assert budget_at(path, max_participations=5).participations == 5
 
 
+@pytest.mark.slow
 def test_another_process_is_waited_for(path):
     budget = budget_at(path)
     code = (

@@ -195,6 +195,7 @@ def rounds_of_noise(noise):
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 def test_every_client_s_noise_is_in_the_average_however_it_is_drawn():
     """It follows the schedule of C."""
@@ -293,6 +294,7 @@ def test_nobody_takes_part_more_often_than_allowed():
     assert "(12.009, 1e-07)-locally" in simulation.privacy_statement(1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 def test_a_quantile_s_queries_are_noised_and_counted():
     """Gaussians of multiplier 10, whatever is changed later."""

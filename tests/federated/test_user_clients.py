@@ -104,6 +104,7 @@ def test_a_user_with_a_thousand_rows_moves_a_round_by_at_most_2_c():
     assert CLIP < moved <= 2 * CLIP * (1 + 1e-5)
 
 
+@pytest.mark.slow
 def test_the_statement_says_what_the_unit_is():
     simulation = simulated(data(), IDS, users=2, noise_multiplier=2.0)
     simulation.run(2, verbose=0)

@@ -166,6 +166,7 @@ def test_a_layer_may_ask_its_regularizer_itself(function):
             np.testing.assert_allclose(losses[row], expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_TAKEN_APART)
 def test_other_losses_are_of_each_unit_by_itself(name):
     problem = adding(NOT_TAKEN_APART[name])
@@ -213,6 +214,7 @@ def test_uphill_from_what_is_added_too(name, is_exact):
     check(problem, runner(problem, both, ascent=ascent), OUTLIER, ascent=ascent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainable", [False, True])
 def test_rows_of_several_entries_have_their_mean(trainable):
     """Newer Keras divides by rows times positions."""
@@ -282,6 +284,7 @@ def test_a_loss_inside_a_registered_rule_is_not_lost(monkeypatch):
     check(problem, runner(problem, [BookkeepingEngine()], "eager"), OUTLIER)
 
 
+@pytest.mark.slow
 def test_rows_of_a_number_that_is_not_known_are_in_no_unit():
     model = PROBLEMS["activity"].build()
 

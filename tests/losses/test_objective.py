@@ -48,6 +48,7 @@ def test_losses_and_variables_of_a_keras_loss():
     ]
 
 
+@pytest.mark.slow
 def test_own_losses_come_row_by_row_without_regularizers():
     model = OwnLoss()
     model.compile()

@@ -184,6 +184,7 @@ def test_other_losses_are_asked_for_each_row_alone(name):
     check_single_rows(objective, engine)
 
 
+@pytest.mark.slow
 def test_what_a_loss_counts_it_counts_once_for_each_row():
     """What is not taken apart has left nothing behind that runs."""
     counter = tf.Variable(0)

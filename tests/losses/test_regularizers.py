@@ -48,6 +48,7 @@ def test_scales_of_all_sizes_have_a_finite_slope(rho):
     assert np.isfinite(result)
 
 
+@pytest.mark.slow
 def test_the_logged_loss_is_minus_the_bound_over_n(rng):
     """With a posterior of all but no width: the likelihood's part is known."""
     x = rng.normal(size=(50, 3)).astype("float32")
@@ -91,6 +92,7 @@ def test_another_number_than_that_of_the_data_is_refused(number, kl):
         check_number_of_examples(model.trainable_variables, 40)
 
 
+@pytest.mark.slow
 def test_fit_refuses_another_number_before_the_first_step(rows):
     model = BayesianLogisticRegression(number_of_examples=39)
     model.build((None, 3))

@@ -87,6 +87,7 @@ def test_distribution_is_standard_normal():
     assert stats.chisquare(counts).pvalue > 1e-3
 
 
+@pytest.mark.slow
 def test_moments_are_those_of_a_standard_normal():
     numbers = normals(4_000_000)
     root = math.sqrt(numbers.size)
@@ -245,6 +246,7 @@ def test_noise_is_added_to_the_gradient(rng):
     np.testing.assert_allclose(noised, gradient + noise, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 def test_long_normals_are_standard_normal():
     numbers = long_normal(tf.TensorShape([400_001]), KEY).numpy()
@@ -560,6 +562,7 @@ def test_every_entry_of_every_trainable_variable_gets_noise(problem):
         assert (variable.numpy() != old).all(), variable.path
 
 
+@pytest.mark.slow
 def test_rows_that_were_looked_up_get_no_other_noise_than_the_rest():
     model = keras.Sequential([
         keras.Input((4,), dtype="int32"),

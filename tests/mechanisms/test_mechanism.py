@@ -158,6 +158,7 @@ def test_shared_noise_needs_passes(sampling):
     assert not optimizer.ledger.steps
 
 
+@pytest.mark.slow
 def test_a_mechanism_is_saved_and_loaded(tmp_path):
     model = private(Banded(0.25))
     fit(model, 1)
@@ -170,6 +171,7 @@ def test_a_mechanism_is_saved_and_loaded(tmp_path):
     assert "mechanism" not in plain.optimizer.get_config()
 
 
+@pytest.mark.slow
 def test_what_is_remembered_leaves_in_no_file(tmp_path):
     model = private(Banded())
     fit(model, 1)

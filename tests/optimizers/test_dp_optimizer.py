@@ -122,6 +122,7 @@ def test_clipped_mean_of_examples_and_of_microbatches(
     np.testing.assert_allclose(-model.point.numpy(), mean_gradient, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [0, 1, 3, 7, 100])
 def test_divisor_is_the_expected_batch_size_whatever_the_batch(rows):
     model = Point()
@@ -198,6 +199,7 @@ def test_regularizer_is_added_behind_clipping_and_division(regularizer, gradient
     np.testing.assert_allclose(weight, start - 0.25 * gradient(start), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_regularizer_of_a_model_is_no_part_of_the_clipped_gradient(rng):
     problem = PROBLEMS["regularized"]
     model, plain = problem.build(), problem.build()

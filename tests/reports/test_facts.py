@@ -92,6 +92,7 @@ def test_no_metric_norm_or_batch_is_in_any_form(private):
             assert word not in text
 
 
+@pytest.mark.slow
 def test_it_is_the_same_after_saving_and_loading(private, tmp_path):
     before = private.privacy_report(DELTA)
     private.save(tmp_path / "private.keras")
@@ -134,6 +135,7 @@ def test_bins_are_in_it():
     assert "balls_in_bins" in report["sampling"][0]
 
 
+@pytest.mark.slow
 def test_without_noise_nothing_is_proven_and_it_stays_json():
     private = tfdp.DPModel(small())
     with pytest.warns(UserWarning, match="not private"):

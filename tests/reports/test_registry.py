@@ -1,5 +1,7 @@
 """An entry has the fields of the registry, in its order, and its words."""
 
+import pytest
+
 from tfdp.accounting import PoissonSteps, Segment, UnamplifiedSteps
 from tfdp.reports.registry import registry
 from tfdp.sampling import PoissonUsers
@@ -74,6 +76,7 @@ def test_epsilon_is_that_of_the_report(facts):
     assert "at most" in loss["privacy_parameters_details"]
 
 
+@pytest.mark.slow
 def test_no_number_is_stated_that_is_not_known(facts):
     unknown = loss_of(facts(UnamplifiedSteps(3, 9.0)))
     assert "number_of_privacy_units" not in unknown

@@ -291,6 +291,7 @@ def test_in_every_mode_with_units_of_two(name, mode):
     check(problem, runner(problem, ENGINES, mode, unit_size=2), OUTLIER, unit_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scaled", "tied"])
 def test_an_outlier_is_clipped(name):
     """The clipped sum of one row is as long as it may be, whatever is in the row."""
@@ -320,6 +321,7 @@ def test_the_number_of_rows_may_be_static(name):
     check(problem, runner(problem, ENGINES, "xla"), OUTLIER)
 
 
+@pytest.mark.slow
 def test_what_is_used_in_many_places_has_the_norm_of_the_sum():
     """Two uses that cancel leave nothing, and are not as long as both together."""
     problem = PROBLEMS["cancelling"]

@@ -313,6 +313,7 @@ def test_units_can_have_vectors_of_their_own(is_exact):
     check_engines(OF_VECTORS[0], run, OUTLIER, ascent=ascent)
 
 
+@pytest.mark.slow
 def test_vectors_that_are_followed_instead():
     problem = problem_of(lambda: sequential((3, 2), Hidden(), layers.Dense(2)))
     check(problem, "bookkeeping")

@@ -100,6 +100,7 @@ def test_units_go_uphill_along_it():
     check(PROBLEM, runner(PROBLEM, ENGINES[:1], ascent=SAM), BATCHES[0], ascent=SAM)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_moved_is_not_differentiated_twice():
     with pytest.raises(UnsupportedLayerError, match=r"linear in them.*scale"):
         runner(PROBLEM, ENGINES[:1], ascent=SAM._replace(is_exact=True))(

@@ -267,6 +267,7 @@ class OfEachWindow(layers.Layer):
         return ops.tanh(x * ops.reshape(bias, (-1, x.shape[-1])))
 
 
+@pytest.mark.slow
 def test_windows_that_are_not_alike_are_followed():
     """A layer that nobody knows may treat windows of a row in different ways."""
     of_each = problem(
@@ -312,6 +313,7 @@ def test_eagerly_calls_may_come_in_another_order():
     check(in_turn, runner(in_turn, [engine], "eager"), OUTLIER)
 
 
+@pytest.mark.slow
 def test_pieces_of_unknown_number_are_no_rows():
     """What lies so for one length of a row may lie elsewhere for another."""
     inputs = keras.Input((None, 3))

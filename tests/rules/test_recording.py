@@ -169,6 +169,7 @@ def trunk_and_head():
 BACKWARD = ("Backprop", "Grad", "TensorListPushBack", "While")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [BookkeepingEngine(), GhostEngine()])
 def test_the_backward_pass_ends_above_a_frozen_trunk(engine):
     model = trunk_and_head()

@@ -91,6 +91,7 @@ def test_the_last_rule_that_was_registered_counts():
     assert not first
 
 
+@pytest.mark.slow
 def test_a_rule_is_for_no_subclass():
     rule = Calls()
     rules.register(Squared, rule)
@@ -108,6 +109,7 @@ class Doubled(layers.Dense):
         return super().call(2 * x)
 
 
+@pytest.mark.slow
 def test_rules_of_tfdp_are_compared_where_somebody_registers_them():
     rules.register(Doubled, rules.dense.dense)
     model = sequential((3,), Doubled(2))
@@ -148,6 +150,7 @@ def test_what_is_said_of_subclasses_helps():
     assert choose("bookkeeping", unrolled, data) == BookkeepingEngine()
 
 
+@pytest.mark.slow
 def test_a_subclass_of_a_keras_layer_has_not_its_rule():
     model = sequential((3,), WideDense(4, "tanh"), layers.Dense(2))
     found = [rules.find(layer) for layer in model.layers]

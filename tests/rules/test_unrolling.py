@@ -183,6 +183,7 @@ def test_a_loop_that_no_gradient_comes_through_is_left_alone():
     assert not (type(engine) is BookkeepingEngine and engine.unrolls_loops)
 
 
+@pytest.mark.slow
 def test_a_loop_without_variables_is_left_alone():
     def smooth(layer, x):
         x = ops.matmul(layer.inner(x), layer.own)
@@ -229,6 +230,7 @@ def test_a_model_with_a_loop_trains_and_is_explained(rng):
     assert "own" in private.explain()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_it_but_for_the_thread_that_records():
     chosen(PROBLEMS["counted"])
 

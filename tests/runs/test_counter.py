@@ -137,6 +137,7 @@ def test_more_noise_multipliers_than_the_table_holds_count_on_the_safe_side(
     assert reported.min() == schedule.min()
 
 
+@pytest.mark.slow
 def test_epsilon_is_never_smaller_than_that_of_the_schedule():
     schedule = np.linspace(60.0, 40.0, ROWS + 300)
     recorder = recorded(UNDECLARED)

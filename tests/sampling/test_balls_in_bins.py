@@ -169,6 +169,7 @@ def test_noises_on_the_same_bins_are_one():
     assert epsilon([*parts, Segment(FIXED, 1, 0.0)], 1e-5) == math.inf
 
 
+@pytest.mark.slow
 def test_other_bins_add_up():
     other = FixedBins(N, B, BINS, bins=8)
     two = epsilon([Segment(FIXED, 4, 3.0), Segment(other, 5, 3.0)], 1e-5)
@@ -185,6 +186,7 @@ def test_trainings_on_the_same_bins_are_one_for_users_too():
     assert f"all of them together, it is {figure}" in " ".join(text.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [SCHEME, FIXED])
 def test_users_with_several_rows_cost_at_most_as_if_all_were_in_one_batch(scheme):
     segment, options = Segment(scheme, 2, 9.0), {"max_examples_per_user": 3}

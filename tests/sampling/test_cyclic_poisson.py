@@ -42,6 +42,7 @@ def test_an_epoch_costs_the_draws_from_its_first_part(accountant):
     assert found == pytest.approx(epsilon([draws], 1e-5, accountant))
 
 
+@pytest.mark.slow
 def test_users_may_be_in_all_draws_of_a_part():
     segment = Segment(SCHEME, 2, 9.0)
     found = user_epsilon(segment, 1e-5, max_examples_per_user=3, accountant="PLD")

@@ -43,6 +43,7 @@ def test_indices_are_distinct_sorted_and_in_range():
         assert np.all((indices >= 0) & (indices < 50))
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 @sizes_and_probabilities
 def test_sizes_are_binomial(n, q):
@@ -55,6 +56,7 @@ def test_sizes_are_binomial(n, q):
     assert stats.chisquare(observed, number * np.diff(below)).pvalue > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 @sizes_and_probabilities
 def test_every_example_is_included_equally_often(n, q):
@@ -65,6 +67,7 @@ def test_every_example_is_included_equally_often(n, q):
     assert 1e-3 < stats.chi2(n).cdf(statistic) < 1 - 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.statistical
 def test_every_subset_has_the_probability_that_independent_coins_give_it():
     n, q, number = 4, 0.3, 20_000

@@ -107,6 +107,7 @@ def rest(url, body=None):
         return json.load(response)
 
 
+@pytest.mark.slow
 def test_requests_are_answered_in_this_process(tmp_path, rng):
     """Without sockets, by the newest of two versions."""
     name = "two_heads"

@@ -36,6 +36,7 @@ def test_delta_and_epochs_may_be_left_and_fractional(run):
     assert run(*arguments, "--noise_multiplier=2") == expected + "\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["RDP", "PLD"])
 def test_the_noise_for_an_epsilon(run, accountant):
     noise = accounting.calibrate_noise_multiplier(
@@ -69,6 +70,7 @@ def test_all_ways_of_drawing_stand_beside_each_other(run):
     assert "Poisson-sampled batches:" not in output
 
 
+@pytest.mark.slow
 def test_cyclic_draws_from_as_many_parts_as_asked_for(run):
     planned = accounting.segments_by_sampling(
         n=500, batch_size=50, epochs=2, noise_multiplier=2.0, cyclic_parts=5

@@ -44,6 +44,7 @@ def keras_logs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rows"), [("log.csv", 5), ("log.json", 3)])
 def test_logs_that_keras_wrote(tool, run, keras_logs, name, rows):
     table = tool.read(keras_logs / name)
@@ -138,6 +139,7 @@ def test_the_figure_says_what_is_not_private(tool, private):
     assert fraction.get_label() == prefix + "clipped_fraction"
 
 
+@pytest.mark.slow
 def test_the_axes(tool):
     found = tool.panels(table("loss", "l2_norm_clip", "epsilon"))
     figure = tool.draw(np.array([1, 2]), found, "log.csv")

@@ -87,6 +87,7 @@ def test_stages_end_with_what_the_engine_computes(peer, problem, held_by, engine
         assert found == [False, False, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_gradients_of_examples_are_held_where_they_are_summed(problem, held_by, engine):
     shapes = {each.shape for each in held_by(engine)["backward"]}
@@ -94,6 +95,7 @@ def test_gradients_of_examples_are_held_where_they_are_summed(problem, held_by, 
     assert ({(6, *shape) for shape in kernels} <= shapes) == (engine == "vectorized")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ordinary", "ghost"])
 def test_updates_move_the_weights(peer, problem, engine):
     _, *batch = problem

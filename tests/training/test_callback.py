@@ -100,6 +100,7 @@ def test_several_queries_have_noise_of_their_own_and_cost_together():
     assert z_of(model) == pytest.approx(folded(folded(2.0, 5.0), 4.0), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_queries_now_and_then_cost_now_and_then():
     rare = Query(few, sensitivity=1.0, noise_multiplier=5.0, every=2)
     counts = Counts(rare)
@@ -141,6 +142,7 @@ def test_vectors_are_bounded_as_a_whole():
     np.testing.assert_allclose(answer, [0.5] * 4)
 
 
+@pytest.mark.slow
 def test_units_of_several_examples_pay_twice():
     counts = Counts()
     inner = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -171,6 +173,7 @@ def test_what_was_not_announced_is_not_answered():
         trained(Fickle())
 
 
+@pytest.mark.slow
 def test_a_step_shows_no_norms_and_no_gradients():
     class Looks(StepCallback):
         def during_step(self, step):
@@ -183,6 +186,7 @@ def test_a_step_shows_no_norms_and_no_gradients():
     assert z_of(model) == 2.0
 
 
+@pytest.mark.slow
 def test_without_noise_only_by_its_name():
     class Logs(StepCallback):
         def __init__(self):
@@ -197,6 +201,7 @@ def test_without_noise_only_by_its_name():
     np.testing.assert_allclose(np.sort(logs.nonprivate_norms), NORMS, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_clip_norm_that_is_set_acts_from_the_next_step_on():
     class Halves(StepCallback):
         sets = "l2_norm_clip"
@@ -321,6 +326,7 @@ def test_noise_counts_as_it_is_drawn_whatever_was_announced(hook, counts, monkey
     )
 
 
+@pytest.mark.slow
 def test_an_answer_cannot_be_had_for_another_steps_price():
     rare = Query(few, sensitivity=1.0, noise_multiplier=5.0, every=1000)
 

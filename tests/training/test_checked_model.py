@@ -22,6 +22,7 @@ def segments(model):
     return model.ledger.segments
 
 
+@pytest.mark.slow
 def test_batch_normalization_is_refused_before_training():
     model = keras.Sequential([
         keras.Input((3,)),
@@ -52,6 +53,7 @@ def test_a_layer_unfrozen_after_the_check_is_checked_again():
         model.fit(x, y, batch_size=5, verbose=0)
 
 
+@pytest.mark.slow
 def test_layers_are_checked_though_the_first_batch_is_empty():
     x, y = data(20)
     model = private(
@@ -71,6 +73,7 @@ def test_layers_are_checked_though_the_first_batch_is_empty():
         model.fit(batches(), verbose=0)
 
 
+@pytest.mark.slow
 def test_a_compute_loss_that_keeps_data_is_refused():
     class Keeps(keras.Model):
         def __init__(self):
@@ -91,6 +94,7 @@ def test_a_compute_loss_that_keeps_data_is_refused():
         wrapped.fit(*data(), verbose=0)
 
 
+@pytest.mark.slow
 def test_a_loss_that_couples_examples_is_refused():
     def coupled(y_true, y_pred):
         return keras.ops.sum(keras.ops.square(y_pred - keras.ops.mean(y_pred, 0)), -1)
@@ -227,6 +231,7 @@ def refused():
     return pytest.raises(tfdp.errors.UnsupportedLayerError, match="Windows")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_batches_of_another_length_are_checked(run_eagerly):
     model = private(
@@ -244,6 +249,7 @@ def test_batches_of_another_length_are_checked(run_eagerly):
         np.testing.assert_array_equal(now, then)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [16, 12])
 def test_a_dataset_whose_batches_differ_in_length_is_checked_for_any(first):
     def batches():
@@ -259,6 +265,7 @@ def test_a_dataset_whose_batches_differ_in_length_is_checked_for_any(first):
         model.fit(batches(), steps_per_epoch=2, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_graph_for_any_length_is_checked_for_any():
     model = private(windows(), noiseless(expected_batch_size=4))
     model.train_on_batch(*steps(16))
@@ -272,6 +279,7 @@ def test_a_graph_for_any_length_is_checked_for_any():
         step(*steps(12))
 
 
+@pytest.mark.slow
 def test_targets_of_another_rank_are_checked():
     class Squares(keras.losses.Loss):
         def call(self, y_true, y_pred):

@@ -118,6 +118,7 @@ def compare(run, batch, gradients, unit_size=1):
 
 
 # Masks, weights, several outputs.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
     [("masked_weighted", "graph"), ("list_weighted", "eager")],
@@ -182,6 +183,7 @@ def test_passes_of_microbatches_need_a_known_batch():
         function(*PROBLEM.batch(4)[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_microbatches", [None, 2])
 def test_any_batch_size_in_one_trace(num_microbatches):
     function = of_any_size(num_microbatches=num_microbatches)
@@ -207,6 +209,7 @@ def test_every_unit_is_inside_the_ball():
         assert np.linalg.norm(flat.astype("float64")) <= 1e-3 * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_removing_an_example_moves_the_sum_by_at_most_the_sensitivity():
     # The other rows have a part in what Keras divides by.
     problem = PROBLEMS["ignored_class"]
@@ -228,6 +231,7 @@ def test_removing_an_example_moves_the_sum_by_at_most_the_sensitivity():
 # ------------------------------------------------------------------- sample weights
 
 
+@pytest.mark.slow
 def test_weights_scale_losses_before_clipping():
     x, y, _ = PROBLEM.batch(5)
     sample_weight = np.array([0.0, 1e-3, 1.0, 10.0, 1e6], "float32")
@@ -277,6 +281,7 @@ def padded(scheme_options):
     return x, y, is_padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("passes", [None, 6])
 @pytest.mark.parametrize("users", [None, 3])
@@ -406,6 +411,7 @@ def test_engines_by_name_and_as_objects(engine):
     check(clipper("eager", PROBLEM, engine=engine), PROBLEM, [0, 7, 2])
 
 
+@pytest.mark.slow
 def test_a_model_that_was_never_called_is_built_and_runs_in_training_mode():
     seen = []
 
@@ -441,6 +447,7 @@ def test_examples_get_dropout_masks_of_their_own():
     assert np.mean(np.isclose(first, second.ravel())) < 0.6
 
 
+@pytest.mark.slow
 def test_nothing_of_the_model_changes():
     model = PROBLEM.build()
     before = model.get_weights()
@@ -562,6 +569,7 @@ def coupled(y_true, y_pred):
     return tf.reduce_sum(tf.square(y_pred - tf.reduce_mean(y_pred, 0)), -1)
 
 
+@pytest.mark.slow
 def test_each_loss_is_checked():
     model, x, y = small()
     tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0)

@@ -49,6 +49,7 @@ def test_a_layer_with_another_attribute_is_checked_again(is_eager):
         wrapped.fit(x, y, batch_size=5, verbose=0, callbacks=[logger])
 
 
+@pytest.mark.slow
 def test_such_a_layer_is_checked_again_for_other_rows():
     x, y = data(20)
     centred = Centred()

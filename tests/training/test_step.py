@@ -49,6 +49,7 @@ def ragged(problem):
     return Batch(x, y, sample_weight, tf.constant(is_padding)), units, model, loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("physical_batch_size", [None, 8])
 @pytest.mark.parametrize(
     "engine",
@@ -84,6 +85,7 @@ def test_units_may_have_any_number_of_rows(name, engine, physical_batch_size):
         assert shown[0][0] == sum(SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Training without noise")
 def test_a_step_of_ragged_units_moves_by_the_clip_norm_at_most():
     batch, _, model, _ = ragged(PROBLEMS["mlp_logits"])
@@ -135,6 +137,7 @@ def files_entered(found):
         sys.setprofile(None)
 
 
+@pytest.mark.slow
 def test_from_rows_to_noise_there_are_few_files(capsys):
     inner = keras.Sequential([
         keras.Input((3,)),

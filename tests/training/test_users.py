@@ -215,6 +215,7 @@ def test_the_ledger_and_the_statement_speak_of_users(tmp_path):
     assert again.ledger == model.ledger
 
 
+@pytest.mark.slow
 def test_without_a_batch_size_a_few_users_are_all_in_a_batch():
     model = users()
     model.fit(*data(), user_ids=IDS, examples_per_user=3, verbose=0)
@@ -222,6 +223,7 @@ def test_without_a_batch_size_a_few_users_are_all_in_a_batch():
     assert segment.scheme == PoissonUsers(5, 5, 3)
 
 
+@pytest.mark.slow
 def test_more_users_than_there_are_are_all_of_them():
     model = users()
     options = {"user_ids": IDS, "examples_per_user": 3, "verbose": 0}
@@ -348,6 +350,7 @@ def pairs(monkeypatch):
     return Pairs
 
 
+@pytest.mark.slow
 def test_own_schemes_of_users_are_declared(pairs):
     batches = tf.data.Dataset.from_tensor_slices(data()).batch(4)
     declared = tfdp.data.declare(
@@ -388,6 +391,7 @@ def test_passes_and_microbatches_that_cut_users_are_refused():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_the_ledger_of_a_loop_speaks_of_users(is_traced):
     """A row of a user with others can move the sum by two clip norms."""

@@ -86,6 +86,7 @@ def searched():
     return search, winner, built, copy.ledger, names
 
 
+@pytest.mark.slow
 def test_the_winner_has_the_cost_of_the_search(searched):
     search, winner, *_ = searched
     (segment,) = winner.ledger.segments
@@ -341,6 +342,7 @@ def test_what_build_must_return():
     )
 
 
+@pytest.mark.slow
 def test_seeds_are_refused():
     def seeded(settings):
         return small.private(opt=small.optimizer(noise_seed=3))
@@ -348,6 +350,7 @@ def test_seeds_are_refused():
     refused("Tries must be independent", tfdp.errors.NotPrivateError, seeded)
 
 
+@pytest.mark.slow
 def test_no_noise_is_refused():
     def without(settings):
         return small.private(opt=small.noiseless())
@@ -404,6 +407,7 @@ def test_other_private_rows_are_refused_before_a_try():
     refused("costs other private rows is not known", fit={"callbacks": callbacks})
 
 
+@pytest.mark.slow
 def test_scores_that_no_epoch_has_are_refused_before_a_try():
     def callbacks(settings):
         return [

@@ -19,6 +19,7 @@ WHOLE = Ledger((SCHEME.segment(),))
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
+@pytest.mark.slow
 def test_every_moment_in_a_project(tmp_path):
     project = Project(tmp_path / "data.json")
     progress = SearchProgress(SCHEME, {}, project)
@@ -31,6 +32,7 @@ def test_every_moment_in_a_project(tmp_path):
     assert '"if_killed": null' in project.path.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tries", [0, 1, 5])
 def test_a_kill_counts_all_tries_that_had_begun(tmp_path, tries):
     project = Project(tmp_path / "data.json")
@@ -46,6 +48,7 @@ def test_a_kill_counts_all_tries_that_had_begun(tmp_path, tries):
     assert len(project.unsettled) == 1
 
 
+@pytest.mark.slow
 def test_the_budget_of_a_project_binds_searches(tmp_path):
     target = Ledger((STEPS,)).epsilon(1e-3)
     project = Project(tmp_path / "data.json", delta=1e-3, target_epsilon=target)
@@ -54,6 +57,7 @@ def test_the_budget_of_a_project_binds_searches(tmp_path):
     assert project.ledger == Ledger()
 
 
+@pytest.mark.slow
 def test_no_try_plans_more_than_was_said():
     progress = SearchProgress(SCHEME, {}, None)
     progress.begin_try((STEPS.with_count(5),))
@@ -63,6 +67,7 @@ def test_no_try_plans_more_than_was_said():
     assert run.ledger == Ledger((STEPS.with_count(5),))
 
 
+@pytest.mark.slow
 def test_a_try_that_ran_more_counts_with_all_of_it():
     recorder = LedgerRecorder()
     progress = SearchProgress(SCHEME, {}, None)

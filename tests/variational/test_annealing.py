@@ -119,6 +119,7 @@ def test_divergences_that_are_clipped_rise_too():
     assert norms[1.0][0] > 0.02
 
 
+@pytest.mark.slow
 def test_the_logged_loss_has_the_weight_in_it():
     model = plain(network(initial_scale=1e-6))
     fit(model, KLAnnealing(lambda _: 0.5), epochs=1)
@@ -176,6 +177,7 @@ def test_files_without_a_weight_are_of_a_whole_divergence():
     assert layer.kl_weight.numpy() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [plain, private])
 def test_a_model_that_is_built_by_its_first_batch(wrap):
     model = keras.Sequential([VariationalDense(1, number_of_examples=ROWS)])
@@ -189,6 +191,7 @@ def test_several_steps_at_once_have_the_weight_of_the_first():
     assert history["kl_weight"] == pytest.approx([2 / 8, 6 / 8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "is_said"), [(8, True), (4, False)])
 def test_a_training_that_ends_with_another_weight_says_so(schedule, is_said, caplog):
     fit(plain(network()), KLAnnealing(schedule))
@@ -256,6 +259,7 @@ class BringsWeight(keras.callbacks.Callback):
         self.seen.append(float(self.layer.kl_weight.numpy()))
 
 
+@pytest.mark.slow
 def test_a_weight_that_a_backup_brings_is_replaced():
     model = plain(network())
     brings = BringsWeight(model.layers[0])
@@ -263,6 +267,7 @@ def test_a_weight_that_a_backup_brings_is_replaced():
     assert set(brings.seen) == {1.0}
 
 
+@pytest.mark.slow
 def test_a_fit_without_steps_leaves_the_weight():
     model = plain(network())
     fit(model, KLAnnealing(4))

@@ -98,6 +98,7 @@ def data(network, rng, views):
     return rng.normal(size=(number, 5, 6, 2)), y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "draws", "views", "kl"),
     [

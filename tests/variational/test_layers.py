@@ -168,6 +168,7 @@ FACTORED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draws", "views", "kl"),
     [
@@ -201,6 +202,7 @@ def test_however_it_is_run(mode, draws, chosen, rng):
     check(model, data, 1, FACTORED[:1], chosen, mode, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draws", "views", "kl"),
     [("local", 2, "inside"), ("shared", 2, "outside"), ("flipout", 2, "inside")],
@@ -226,6 +228,7 @@ def test_positions_share_the_weights_of_their_row(draws, views, chosen, rng):
     check(moved(model, rng), data, views, FACTORED[:1], chosen)
 
 
+@pytest.mark.slow
 def test_rows_that_fill_a_pass_up_have_no_divergence():
     """Each unit has the gradient of the divergence, whatever its rows."""
     model = keras.Sequential([
@@ -348,6 +351,7 @@ def test_positions_in_float32(draws, shape, rng):
     np.testing.assert_allclose(layer(x, training=True), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_all_passes_of_a_step_share_a_draw():
     """Without a row others would be in other passes, and must not draw otherwise."""
     model = keras.Sequential([
@@ -385,6 +389,7 @@ def test_each_call_draws_anew_and_inference_draws_nothing(draws, rng):
     np.testing.assert_allclose(layer(x), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draws", "physical_batch_size", "different"),
     [("shared", 2, 1), ("per_example", None, 4)],
@@ -487,6 +492,7 @@ def test_bam_takes_the_vectorized_engine(rng, caplog):
     assert "(rule `predictive_logit`)" in caplog.text
 
 
+@pytest.mark.slow
 def test_bam_refuses_a_divergence_inside_in_book_keeping(rng):
     x, y = rng.normal(size=(2, 3)), rng.integers(0, 2, size=(2, 1))
     loss = tfdp.losses.BAM(CROSSENTROPY, radius=0.1)

@@ -74,6 +74,7 @@ def test_exact_draws_are_distributed_as_the_posterior(
     assert min(p_values(draws, problem, prior)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_proposals")
 def test_any_point_makes_exact_draws(rows, monkeypatch):
     """The mode decides how many proposals it takes, not what is accepted."""
@@ -154,6 +155,7 @@ def normal(theta, x, y):
     return -np.square(x - theta).sum(1) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_functions_are_drawn_from_too(rng, is_exact, monkeypatch):
     prior = Prior(1.0, 3.0)
@@ -281,6 +283,7 @@ def test_the_same_data_in_another_form_are_the_same_data(rows, change):
         one_posterior_sample("logistic_regression", *change(*rows), **LOGISTIC)
 
 
+@pytest.mark.slow
 def test_an_approximate_draw_leaves_no_bound_for_later_ones(rows):
     x, y = rows
     options = {"epsilon": 30.0, "bound": 1.0, "radius": 1.0, "weight_radius": 1.0}

@@ -78,6 +78,7 @@ def test_regression_draws_in_training(regression, rng):
     assert np.all(np.not_equal(first, inference))
 
 
+@pytest.mark.slow
 def test_probabilities_of_any_width():
     means, scales = np.meshgrid(
         [-10.0, 0.0, 2.0, 3.0], [0.01, 0.5, 0.99, 1.01, 3.0, 20.0, 50.0]
