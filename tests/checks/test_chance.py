@@ -1,5 +1,7 @@
 """Draws that rows get by their places have secret seeds, or are no batch's."""
 
+import inspect
+
 import keras
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from keras import layers
 
 import tfdp
 from tfdp.checks.model import validate_model
+from tfdp.checks.operations import chance
 
 pytestmark = pytest.mark.keras_private
 
@@ -169,3 +172,15 @@ def test_a_number_of_rows_that_is_known_hides_no_draw(name, options):
     else:
         private.train_on_batch(x, y)
     assert private._checked.engine.name == "apart"
+
+
+def test_seeds_have_the_names_that_are_looked_for():
+    """In whatever version of TensorFlow: what has another name would be data."""
+    unknown = [
+        name
+        for name in dir(tf.raw_ops)
+        if name.startswith(chance._BY_SEEDS)
+        and not inspect.signature(getattr(tf.raw_ops, name)).parameters.keys()
+        & set(chance._SEED_INPUTS)
+    ]
+    assert unknown == ["RandomGammaGrad", "StatelessRandomGetAlg"]
