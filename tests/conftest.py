@@ -33,7 +33,7 @@ gc.set_threshold(50_000, 20, 50)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Let no exhaustive test be quick."""
+    """Make exhaustive tests slow ones, before `-m` selects."""
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker(pytest.mark.slow)

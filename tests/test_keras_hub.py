@@ -223,8 +223,18 @@ def test_families_with_chance(name):
     assert all(np.isfinite(v).all() for v in private.model.get_weights())
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.slow
+            if name == "gpt2_lora_embedding"
+            else pytest.mark.exhaustive,
+        )
+        for name in MODELS
+    ],
+)
 def test_engines_agree(name):
     model = away_from_zero(MODELS[name]())
     x, _, _ = data(model)

@@ -40,7 +40,6 @@ def cost(segment, delta, size, accountant="RDP"):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["RDP", "PLD"])
 @pytest.mark.parametrize("size", [3])
 def test_examples_of_a_pass_divide_the_noise(size, accountant):
@@ -178,7 +177,6 @@ GROUPS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("segment", GROUPS)
 def test_users_cost_at_most_what_group_privacy_says(segment):
     """The least k e over a table of one example's guarantees."""
@@ -194,7 +192,6 @@ def test_users_cost_at_most_what_group_privacy_says(segment):
     assert 0.9 * least < found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 5])
 def test_a_group_of_gaussian_releases_is_never_too_cheap(size):
     """What they really cost is known: size times the shift."""

@@ -71,11 +71,17 @@ def test_a_graph_equals_one_example_at_a_time(engine):
         check(problem, run, rows)
 
 
+IN_GRAPHS = {
+    case.id: case
+    for case in (
+        *cases(lacking={"random", "tied"}, is_few=True),
+        *cases(having={"compiled"}),
+    )
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "problem",
-    cases(lacking={"random", "tied"}, is_few=True) + cases(having={"compiled"}),
-)
+@pytest.mark.parametrize("problem", IN_GRAPHS.values())
 def test_graphs_equal_one_example_at_a_time(problem):
     run = runner(problem, [BookkeepingEngine()])
     for rows in BATCHES:

@@ -111,7 +111,6 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("known", SHAPES[1:])
 def test_matrix_products(known, rng, conversions):
     elements, shared = {}, {}

@@ -402,7 +402,7 @@ class TestFinetuneLlm:
     def test_from_nothing(self, tmp_path):
         self.check(tmp_path)
 
-    @pytest.mark.exhaustive
+    @pytest.mark.slow
     def test_a_preset(self, tmp_path):
         """A folder stands in for weights that would be downloaded."""
         hub = pytest.importorskip("keras_hub")
@@ -470,7 +470,7 @@ class TestFinetuneText:
         assert found["epsilon"] == pytest.approx(3, abs=0.01)
         assert any("embeddings" in name for name in found["not_trained"])
 
-    @pytest.mark.exhaustive
+    @pytest.mark.slow
     def test_data_of_a_folder(self, tmp_path):
         """Private reviews of one kind, public ones of the other."""
         (tmp_path / "sst2").mkdir()
@@ -640,7 +640,7 @@ class TestFederatedMnist:
         assert " ± " in more
         assert (tmp_path / "compact-10" / "switch-0.2" / "1" / "state.npz").is_file()
 
-    @pytest.mark.exhaustive
+    @pytest.mark.slow
     def test_large_network(self, small_mnist, tmp_path):
         text = run(
             "federated_mnist",
@@ -807,7 +807,7 @@ class TestCifar10Bam:
         assert {len(each) for each in looks} <= {steps // 2, steps // 2 + 1}
         assert not list(folder.glob("plot.under_way/*/*"))
 
-    @pytest.mark.exhaustive
+    @pytest.mark.slow
     def test_imagenet32(self, folder):
         flags = ("--dataset=imagenet32", "--target_epsilon=10", "--delta=1e-3")
         text = self.small(folder, *flags, "--methods=sat", "--seeds=1")

@@ -149,7 +149,6 @@ def of_a_step(private):
     assert float(private.model.layers[0].total.result()) > 0
 
 
-@pytest.mark.slow
 def test_what_layers_have_measured_is_not_exported(tmp_path):
     inner = keras.Sequential([keras.Input((3,)), Measuring(), layers.Dense(1)])
     private = untrained(inner, expected_batch_size=8)

@@ -187,7 +187,6 @@ one_of_each_layer = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow
 @every_problem
 def test_gradients_are_those_of_single_examples(problem):
     engines = ENGINES if problem in {PROBLEMS[-1], MASKED[0]} else ENGINES[:1]

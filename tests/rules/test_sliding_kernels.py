@@ -149,7 +149,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_equal_one_example_at_a_time(name):
     of_problem = problem(name)
@@ -164,7 +163,6 @@ def test_under_xla_with_units_of_two(name):
     check(of_problem, run, OUTLIER, unit_size=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["masked"])
 def test_an_outlier_is_clipped(name):
     of_problem = problem(name)

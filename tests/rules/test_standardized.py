@@ -53,7 +53,6 @@ def test_gradients_are_projected(name, divided, rng):
     check(term, truth, Units(3, 1), can_gram=name != "grouped")
 
 
-@pytest.mark.slow
 @settings(max_examples=10)
 @example(0, -7.0)
 @example(1, -3.5)

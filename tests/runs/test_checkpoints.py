@@ -60,7 +60,6 @@ assert opt.ledger.steps == private(model).ledger.steps == 2
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_a_loop_ties_its_runs_to_the_variables(tmp_path):
     """Before another step, and whichever of model and optimizer is built first."""
     model, opt = part("model"), optimizer()

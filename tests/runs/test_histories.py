@@ -146,7 +146,6 @@ COPIES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [

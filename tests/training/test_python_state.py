@@ -1,5 +1,6 @@
 """What was proven of layers holds while they decide by the same attributes."""
 
+import argparse
 import collections
 import dataclasses
 import decimal
@@ -240,9 +241,10 @@ class Slots:
         (Settings(), Slots(is_on=False)),
         (Slots(is_on=False), Slots(is_on=True)),
         (Name("a"), Name("b")),
+        (argparse.Namespace(a=1), argparse.Namespace(a=2)),
         (list(range(2000)), list(range(2001))),
     ],
-    ids=repr,
+    ids=lambda value: f"{type(value).__name__}",
 )
 def test_other_kinds_of_values_are_seen(value, other):
     model = keras.Sequential([keras.Input((3,)), Many()])
@@ -307,6 +309,10 @@ def calling(x):
     return function(x)
 
 
+def calling_inside(x):
+    return keras.ops.map(lambda row: function(-row), x)
+
+
 @pytest.mark.parametrize(
     ("value", "change"),
     [
@@ -316,6 +322,7 @@ def calling(x):
         (function, lambda: function.__kwdefaults__.update(settings=1)),
         (function, lambda: MODULE.update(is_on=True)),
         (calling, lambda: setattr(function, "__code__", calling.__code__)),
+        (calling_inside, lambda: setattr(function, "__code__", calling.__code__)),
         (OverTheBatch(), lambda: setattr(OverTheBatch, "is_on", True)),
         (OverTheBatch(), lambda: setattr(OverTheBatch, "call", function)),
     ],
@@ -326,6 +333,7 @@ def calling(x):
         "defaults by name",
         "of the module",
         "called by others",
+        "called by others inside",
         "of a class",
         "method of a class",
     ],
@@ -357,6 +365,35 @@ def test_what_is_found_far_inside_is_looked_at_where_it_is_near():
     assert python_state(model, loss) != before
 
 
+def test_layers_of_losses_are_seen():
+    model, loss = of_two(), OverTheBatch()
+    loss.features = keras.Sequential([keras.Input((3,)), Many()])
+    found = {python_state(model, loss)}
+    loss.features.layers[0].rate = 0.125
+    found.add(python_state(model, loss))
+    loss.features.trainable = False
+    found.add(python_state(model, loss))
+    assert len(found) == 3
+
+
+def test_an_object_in_the_place_of_one_that_is_gone_is_seen():
+    """It may have the `id` that the other had."""
+    model, loss = of_two(), OverTheBatch()
+    found = set()
+    for _ in range(10):
+        loss.table = None
+        loss.table = np.zeros(5000)
+        found.add(python_state(model, loss))
+    assert len(found) == 10
+
+
+def test_what_only_begins_like_tensorflows_is_seen():
+    model, loss = of_two(), OverTheBatch()
+    before = python_state(model, loss)
+    loss._self_attention = True
+    assert python_state(model, loss) != before
+
+
 def test_a_variable_that_trains_from_now_on_is_seen():
     model = of_two()
     kernel = model.layers[0].kernel
@@ -379,12 +416,22 @@ class Raising:
         raise RuntimeError
 
 
+class RaisingNest(dict):
+    """Answers nothing, either."""
+
+    def __len__(self):
+        raise RuntimeError
+
+    def items(self):
+        raise RuntimeError
+
+
 def test_objects_are_not_asked():
     loss = OverTheBatch()
     gone = Settings()
     loss.a, loss.b, loss.c = Raising(), weakref.proxy(gone), weakref.ref(gone)
     loss.d, loss.e = threading.Lock(), (number for number in range(3))
-    loss.f = {Name("a"), 1}
+    loss.f, loss.h = {Name("a"), 1}, RaisingNest({"a": 1})
     loss.g = tf.function(lambda x: x)
     del gone
     model = of_two()

@@ -49,7 +49,6 @@ def ragged(problem):
     return Batch(x, y, sample_weight, tf.constant(is_padding)), units, model, loss
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("physical_batch_size", [None, 8])
 @pytest.mark.parametrize(
     "engine",

@@ -391,7 +391,6 @@ def test_passes_and_microbatches_that_cut_users_are_refused():
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_the_ledger_of_a_loop_speaks_of_users(is_traced):
     """A row of a user with others can move the sum by two clip norms."""

@@ -20,7 +20,14 @@ from tfdp.rules.call import Call, Terms
 from tfdp.rules.elsewhere import Met, has_recorded, met
 from tfdp.rules.moves import Moves
 from tfdp.rules.places import Place, Places
-from tfdp.rules.registry import RULES, Leaves, Rule, find, is_leaf, own_variables
+from tfdp.rules.registry import (
+    Rule,
+    find,
+    is_for_leaves,
+    is_leaf,
+    own_variables,
+    takes_entries_alone,
+)
 from tfdp.rules.terms import Term
 from tfdp.rules.unrolling import loops_run_by, unrolled, while_loop
 from tfdp.rules.uses import Followed, Free, NotFollowedError, Pass, Use, named
@@ -184,7 +191,7 @@ class Recording:
                 )
                 rule = find(layer) if layer.trainable_variables else None
                 # The rules of all others take the leading axis for one of rows.
-                is_for_rows = any(rule is RULES[leaves] for leaves in Leaves)
+                is_for_rows = is_for_leaves(rule)
                 if rule is None or (self._is_of_one_unit and is_for_rows):
                     continue
                 run = functools.partial(self._run, rule, path, layer, layer.call)
@@ -286,7 +293,7 @@ class Recording:
                 "A rule takes the leading axis for that of the rows. Received: "
                 f"`{call.path}`, called on rows on axis {place.axis}."
             )
-        if not all(map(_takes_entries_alone, _keras.flatten_layers(call.layer))):
+        if not all(map(takes_entries_alone, _keras.flatten_layers(call.layer))):
             # That rows do not meet says nothing of what a row has on the first axis.
             raise UnsupportedLayerError(
                 "Only a layer of Keras's that has a rule may be called on pieces of rows "
@@ -656,15 +663,6 @@ class _OwnGradients:
         if self._is_forward:
             self._found[path] = None
         return gradient
-
-
-def _takes_entries_alone(layer: keras.layers.Layer) -> bool:
-    """Tell whether a layer is known to do to each entry of the first axis the same."""
-    package = type(layer).__module__.partition(".")[0]
-    rule = find(layer)
-    return package in {"keras", "keras_hub", "tfdp"} and not any(
-        rule is RULES[leaves] and layer.trainable_variables for leaves in Leaves
-    )
 
 
 def _place() -> tuple[bool, tf.Graph]:

@@ -114,12 +114,26 @@ def register(
 def is_own(layer: keras.layers.Layer) -> bool:
     """Tell whether the rule of a layer is tfdp's and for its class, not registered."""
     found = find(layer)
-    if found is None or any(found is RULES[each] for each in Leaves):
+    if found is None or is_for_leaves(found):
         return True
     # A subclass may compute something else than the rule that was registered for it.
+    return _is_of_a_library(layer) and found.__module__.startswith("tfdp.")
+
+
+def takes_entries_alone(layer: keras.layers.Layer) -> bool:
+    """Tell whether a layer is known to do to each entry of the first axis the same."""
+    is_unknown = is_for_leaves(find(layer)) and layer.trainable_variables
+    return _is_of_a_library(layer) and not is_unknown
+
+
+def _is_of_a_library(layer: keras.layers.Layer) -> bool:
     package = type(layer).__module__.partition(".")[0]
-    is_for_class = package in ("keras", "keras_hub", "tfdp")
-    return is_for_class and found.__module__.startswith("tfdp.")
+    return package in {"keras", "keras_hub", "tfdp"}
+
+
+def is_for_leaves(rule: Rule | None) -> bool:
+    """Tell whether a rule is one for `Leaves`."""
+    return any(rule is RULES[leaves] for leaves in Leaves)
 
 
 def has_leaves(model: keras.Model) -> bool:
@@ -134,7 +148,7 @@ def has_leaves(model: keras.Model) -> bool:
 def is_leaf(layer: keras.layers.Layer) -> bool:
     """Tell whether the rule of a layer, or of its cell, is one for `Leaves`."""
     of = layer.cell if type(layer) is keras.layers.RNN else layer
-    return any(find(of) is RULES[leaves] for leaves in Leaves)
+    return is_for_leaves(find(of))
 
 
 def own_variables(layer: keras.layers.Layer) -> list[Variable]:

@@ -1,5 +1,6 @@
 """What layers and losses decide by when a graph of them is traced, beside weights and rows."""
 
+import argparse
 import collections
 import contextlib
 import enum
@@ -20,22 +21,27 @@ from tfdp._types import Nest
 _PLAIN = frozenset({bool, int, str, bytes, type(None)})
 # What users' numbers and texts are derived from.
 _NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
+
 # What has more entries is told apart as an object alone, and so is what is deeper inside
 # of others, and all that comes after so many values.
 _MOST_ENTRIES = 1024
 _DEEPEST = 6
 _MOST_VALUES = 100_000
 
-# Objects of their classes change by themselves, or never: they are not looked into.
+# Much of what objects of their classes have changes by itself: it is not looked into.
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
     *("keras", "keras_hub", "numpy", "tensorflow", "tfdp")
 }
 
-# Public attributes that Keras sets by itself.
+# Attributes that Keras and TensorFlow set by themselves.
 _SET_BY_KERAS = {
     *("build", "built", "call_signature_parameters", "compiled", "quantize"),
     *("predict_function", "test_function", "train_function"),
 }
+_SET_BY_TENSORFLOW = (
+    *("_self_setattr_tracking", "_self_update_uid", "_self_unconditional"),
+    *("_self_name_based", "_self_saveable", "_self_tracked"),
+)
 
 
 def python_state(model: keras.Model, *others: Nest) -> tuple[Hashable, ...]:
@@ -44,8 +50,8 @@ def python_state(model: keras.Model, *others: Nest) -> tuple[Hashable, ...]:
     What is proven of a graph holds for others that are traced with the same. Seen are
     attributes of layers and of what can be called, of objects of users' own, and of their
     classes; numbers, texts, small arrays and tensors, lists and dictionaries of them; what
-    functions close over, have by default, and read of their module. Other objects of
-    libraries are told from each other, but not looked into.
+    functions close over, have by default, and read of their module by name. Other objects
+    of libraries, and modules, are told from each other, but not looked into.
 
     Args:
         model: The model.
@@ -61,8 +67,8 @@ def python_state(model: keras.Model, *others: Nest) -> tuple[Hashable, ...]:
     return (
         # Operations that are made later draw by it.
         _keras.tensorflow_seed(),
-        *(id(variable) for leaf in models for variable in leaf.trainable_variables),
-        *map(description.of_layer, layers),
+        *(_Same(variable) for leaf in models for variable in leaf.trainable_variables),
+        *(_layer(layer, description, 1) for layer in layers),
         *(
             description.of(leaf)
             for leaf in leaves
@@ -71,12 +77,37 @@ def python_state(model: keras.Model, *others: Nest) -> tuple[Hashable, ...]:
     )
 
 
-class _Description:
-    """Describes values: each object once, where it is inside of the fewest others.
+class _Same:
+    """Equals what was made of the very same object, which it does not keep alive.
 
-    Nothing is asked of the values themselves, but of their types: what an object answers
-    may be an error. What is equal in all its parts has an equal description, since some
-    objects are made anew with each graph.
+    An `id` would not do: once an object is gone, another may get it.
+    """
+
+    __slots__ = ("_id", "_object")
+
+    def __init__(self, value: object) -> None:
+        self._id = id(value)
+        try:
+            self._object: Callable[[], object] = weakref.ref(value)
+        except TypeError:
+            self._object = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        found = self._object()
+        return (
+            isinstance(other, _Same) and found is not None and found is other._object()
+        )
+
+    def __hash__(self) -> int:
+        return self._id
+
+
+class _Description:
+    """Describes values, once each; once more where one is inside of fewer others.
+
+    Objects of users' own are not asked: what they answer may be an error. What is equal in
+    all its parts has an equal description, since some objects are made anew with each
+    graph.
     """
 
     def __init__(self, layers: list[keras.layers.Layer]) -> None:
@@ -84,25 +115,23 @@ class _Description:
         self._met = {id(layer): (n, 0) for n, layer in enumerate(layers)}
         self._left = _MOST_VALUES
 
-    def of_layer(self, layer: keras.layers.Layer) -> Hashable:
-        """Describe a layer, and not those in it."""
-        decided = layer.trainable, layer.dtype_policy.name
-        return id(layer), decided, self.attributes(layer, 1), self.of(type(layer), 1)
-
     def of(self, value: Any, depth: int = 0) -> Hashable:
         """Return what tells a value, inside of so many others, from other values."""
         kind: Any = type(value)
         if kind in _PLAIN:
             return kind.__name__, value
+        if kind is float or kind is complex:
+            # NaN equals nothing, itself included.
+            return repr(value)
         self._left -= 1
         if depth == _DEEPEST or self._left < 0:
-            return kind.__name__, id(value)
+            return kind.__name__, _Same(value)
         number, before = self._met.get(id(value), (len(self._met), _DEEPEST))
         if before <= depth:
             return "as before", number
         self._met[id(value)] = number, depth
         # Not by the class that an object says that it has.
-        return kind.__name__, _way(kind)(value, self, depth + 1)
+        return kind.__name__, _parts.dispatch(kind)(value, self, depth + 1)
 
     def of_each(self, values: Iterable[Any], depth: int) -> tuple[Hashable, ...]:
         """Describe several values."""
@@ -121,49 +150,62 @@ class _Description:
         return tuple(
             (name, self.of(found[name], depth))
             for name in sorted(found)
-            if not name.startswith("_self_")
+            if not name.startswith(_SET_BY_TENSORFLOW)
         )
+
+    def own(self, value: Any, depth: int) -> Hashable:
+        """Describe what users made of a class, if it is theirs, beside its base."""
+        kind = type(value)
+        if _is_of_library(kind):
+            return ()
+        plain = [
+            each.__repr__(value)
+            for each in _NUMBERS_AND_TEXTS
+            if issubclass(kind, each)
+        ]
+        return tuple(plain), self.attributes(value, depth), self.of(kind, depth)
 
 
 @functools.singledispatch
 def _parts(value: Any, description: _Description, depth: int) -> Hashable:
-    """Return what a value is made of; its identity, if nobody may change it."""
+    """Return what a value is made of; its identity, if it is not looked into."""
     kind = type(value)
     if not _is_of_library(kind):
-        return _own(value, description, depth)
+        return description.own(value, depth)
     if callable(value) and not kind.__module__.startswith("tensorflow"):
         # Such as a regularizer, whose numbers users may change.
-        return id(value), description.attributes(value, depth)
-    return id(value)
+        return _Same(value), description.attributes(value, depth)
+    return _Same(value)
 
 
-def _own(value: Any, description: _Description, depth: int) -> Hashable:
-    kind = type(value)
-    plain = [
-        each.__repr__(value) for each in _NUMBERS_AND_TEXTS if issubclass(kind, each)
-    ]
-    own = description.attributes(value, depth), description.of(kind, depth)
-    return tuple(plain), own
+@_parts.register(keras.layers.Layer)
+def _other_layers(layer: Any, description: _Description, depth: int) -> Hashable:
+    """Describe a layer that is in none of the models, and those in it."""
+    inner = description.of_each(_keras.layers_in(layer), depth)
+    return _layer(layer, description, depth), inner
+
+
+def _layer(layer: Any, description: _Description, depth: int) -> Hashable:
+    return (
+        _Same(layer),
+        (layer.trainable, layer.dtype_policy.name),
+        description.attributes(layer, depth),
+        description.of(type(layer), depth),
+    )
 
 
 @_parts.register(enum.Enum)
-def _identity(value: Any, description: _Description, depth: int) -> Hashable:
-    del description, depth
-    return id(value)
+def _member(member: Any, description: _Description, depth: int) -> Hashable:
+    return _Same(member), description.attributes(member, depth)
 
 
-@_parts.register(float)
-@_parts.register(complex)
 @_parts.register(range)
 @_parts.register(slice)
 @_parts.register(tf.DType)
 @_parts.register(tf.TensorShape)
 def _by_name(value: Any, description: _Description, depth: int) -> Hashable:
-    # NaN equals nothing, itself included.
-    of_class = (
-        () if _is_of_library(type(value)) else description.attributes(value, depth)
-    )
-    return repr(value), of_class
+    del description, depth
+    return repr(value)
 
 
 @_parts.register(list)
@@ -174,24 +216,31 @@ def _by_name(value: Any, description: _Description, depth: int) -> Hashable:
 @_parts.register(collections.deque)
 @_parts.register(types.MappingProxyType)
 def _entries(nest: Any, description: _Description, depth: int) -> Hashable:
-    own = () if _is_of_library(type(nest)) else _own(nest, description, depth)
-    if len(nest) > _MOST_ENTRIES:
-        return own, len(nest), id(nest)
-    if isinstance(nest, set | frozenset):
-        return own, frozenset(description.of_each(nest, depth))
-    if isinstance(nest, dict | types.MappingProxyType):
-        nest = [each for item in nest.items() for each in item]
-    return own, description.of_each(nest, depth)
+    own = description.own(nest, depth)
+    base = next(each for each in _NESTS if issubclass(type(nest), each))
+    if base.__len__(nest) > _MOST_ENTRIES:
+        return own, base.__len__(nest), _Same(nest)
+    entries = tuple(base.items(nest) if hasattr(base, "items") else base.__iter__(nest))
+    if hasattr(base, "items"):
+        entries = tuple(each for item in entries for each in item)
+    described = description.of_each(entries, depth)
+    return own, frozenset(described) if base in (set, frozenset) else described
+
+
+_NESTS: tuple[Any, ...] = (
+    *(list, tuple, dict, set, frozenset),
+    *(collections.deque, types.MappingProxyType),
+)
 
 
 @_parts.register(np.ndarray)
 @_parts.register(np.generic)
 def _array(array: Any, description: _Description, depth: int) -> Hashable:
     if array.size > _MOST_ENTRIES:
-        return id(array)
+        return _Same(array)
     numbers = None if array.dtype.hasobject else array.tobytes()
-    objects = () if numbers else description.of_each(array.ravel(), depth)
-    return array.dtype.str, array.shape, numbers, objects
+    objects = description.of_each(array.ravel(), depth) if numbers is None else ()
+    return repr(array.dtype), array.shape, numbers, objects
 
 
 @_parts.register(tf.Tensor)
@@ -201,7 +250,7 @@ def _tensor(tensor: Any, description: _Description, depth: int) -> Hashable:
         return None
     is_opaque = tensor.dtype in (tf.resource, tf.variant)
     if is_opaque or tensor.shape.num_elements() > _MOST_ENTRIES:
-        return id(tensor)
+        return _Same(tensor)
     return _array(np.asarray(tensor.numpy()), description, depth)
 
 
@@ -213,21 +262,30 @@ def _function(function: Any, description: _Description, depth: int) -> Hashable:
     # Some have no value yet.
     cells = [c for c in function.__closure__ or () if c != types.CellType()]
     module = function.__globals__
-    read = [module[name] for name in code.co_names if name in module]
-    read = [each for each in read if type(each) is not types.ModuleType]
+    read = [module[name] for name in _names_in(code) if name in module]
     return (
         code,
         description.of_each((function.__defaults__, function.__kwdefaults__), depth),
         description.of_each((cell.cell_contents for cell in cells), depth),
-        description.of_each(read, depth),
+        description.of_each(
+            (v for v in read if type(v) is not types.ModuleType), depth
+        ),
         description.attributes(function, depth),
     )
+
+
+@functools.lru_cache(maxsize=10_000)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """List what a function reads by name, with the functions that are made in it."""
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    found = [*code.co_names, *(name for each in inner for name in _names_in(each))]
+    return tuple(dict.fromkeys(found))
 
 
 @_parts.register(type)
 def _class(of: Any, description: _Description, depth: int) -> Hashable:
     """Describe what users gave to a class and to those that it is derived from."""
-    found: list[Hashable] = [id(of)]
+    found: list[Hashable] = [_Same(of)]
     for each in of.__mro__:
         if _is_of_library(each):
             continue
@@ -249,25 +307,24 @@ _TAKEN_APART: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     weakref.ReferenceType: lambda reference: (reference(),),
     bytearray: lambda found: (bytes(found),),
     types.SimpleNamespace: lambda found: (vars(found),),
+    argparse.Namespace: lambda found: (vars(found),),
     collections.UserDict: lambda found: (found.data,),
     collections.UserList: lambda found: (found.data,),
     tf.types.experimental.PolymorphicFunction: lambda f: (f.python_function,),
 }
 
 
-def _taken_apart(value: Any, description: _Description, depth: int) -> Hashable:
-    take = next(f for kind, f in _TAKEN_APART.items() if issubclass(type(value), kind))
-    own = () if _is_of_library(type(value)) else _own(value, description, depth)
-    return own, description.of_each(take(value), depth)
+def _taken_apart(
+    take: Callable[[Any], tuple[Any, ...]],
+    value: Any,
+    description: _Description,
+    depth: int,
+) -> Hashable:
+    return description.own(value, depth), description.of_each(take(value), depth)
 
 
-for _kind in _TAKEN_APART:
-    _parts.register(_kind, _taken_apart)
-
-
-@functools.lru_cache(maxsize=10_000)
-def _way(kind: type) -> Callable[[Any, _Description, int], Hashable]:
-    return _parts.dispatch(kind)
+for _kind, _take in _TAKEN_APART.items():
+    _parts.register(_kind, functools.partial(_taken_apart, _take))
 
 
 def _in_slots(owner: object) -> dict[str, Any]:

@@ -73,7 +73,6 @@ def check(term, truth, units, can_gram=True):
     )
 
 
-@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     SEEDS,
@@ -205,7 +204,6 @@ def test_moving_a_term_moves_its_gradients(rng):
         )
 
 
-@pytest.mark.slow
 @settings(max_examples=20)
 @given(SEEDS, st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=2))
 def test_all_uses_of_a_matrix_are_one_sum(seed, uses):
@@ -220,7 +218,6 @@ def test_all_uses_of_a_matrix_are_one_sum(seed, uses):
     check(merged, np.sum(truths, axis=0), Units(3, 1))
 
 
-@pytest.mark.slow
 @settings(max_examples=20)
 @given(SEEDS, st.integers(1, 4), st.integers(1, 4))
 def test_merging_is_concatenation(seed, first, second):
