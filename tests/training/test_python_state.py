@@ -357,6 +357,108 @@ def test_what_functions_and_classes_rest_on_is_seen(value, change, monkeypatch):
     assert python_state(model, value) != before
 
 
+class Wrapped(tf.Module):
+    """Has nests that TensorFlow makes its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.list, self.dict = [False], {"is_on": False}
+
+    def __call__(self, x):
+        return x
+
+
+class OwnKind(type):
+    """Makes classes that share a setting."""
+
+    is_on = False
+
+
+class OfOwnKind(metaclass=OwnKind):
+    """One of these."""
+
+
+class OwnArray(np.ndarray):
+    """Has a setting."""
+
+    is_on = False
+
+
+def with_a_module():
+    module = types.ModuleType("settings")
+    module.is_on = False
+    return module
+
+
+def masked():
+    return np.ma.array([1.0, 2.0], mask=[True, False])
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (Wrapped, lambda of: of.list.__setitem__(0, True)),
+        (Wrapped, lambda of: of.dict.update(is_on=True)),
+        (with_a_module, lambda of: setattr(of, "is_on", True)),
+        (OfOwnKind, lambda _: setattr(OwnKind, "is_on", True)),
+        (lambda: np.zeros(2).view(OwnArray), lambda of: setattr(of, "is_on", True)),
+        (masked, lambda of: of.mask.__setitem__(1, True)),
+        (
+            dataclasses.make_dataclass("Made", ["is_on"], namespace={"is_on": False}),
+            lambda of: setattr(of, "is_on", True),
+        ),
+        (lambda: {"is_on": False}, lambda of: of.update(is_on=True)),
+    ],
+    ids=[
+        *("list of a module", "dictionary of a module", "module", "kind of class"),
+        *("kind of array", "mask", "class that was made", "dictionary of a method"),
+    ],
+)
+def test_changes_inside_of_other_objects_are_seen(make, change, monkeypatch):
+    monkeypatch.setattr(OwnKind, "is_on", False)
+    model, loss = of_two(), OverTheBatch()
+    value = loss.value = make()
+    loss.method = getattr(value, "get", None)
+    before = python_state(model, loss.method or loss)
+    assert python_state(model, loss.method or loss) == before
+    change(value)
+    assert python_state(model, loss.method or loss) != before
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        keras.remat,
+        tf.recompute_grad,
+        functools.wraps(keras.losses.mean_squared_error),
+        functools.lru_cache,
+        tf.function,
+    ],
+)
+def test_what_functions_are_wrapped_in_hides_nothing(wrap):
+    own = Settings()
+    wrapped = wrap(lambda x: x if own.is_on else -x)
+    before = python_state(of_two(), wrapped)
+    own.is_on = True
+    assert python_state(of_two(), wrapped)[-1] != before[-1]
+
+
+def test_which_of_two_equal_objects_is_meant_is_seen():
+    model, loss = of_two(), OverTheBatch()
+    one, other = [1], [1]
+    loss.a_table, loss.mode = [[one, other]], one
+    before = python_state(model, loss)
+    loss.mode = other
+    assert python_state(model, loss) != before
+
+
+def test_a_penalty_of_a_variable_is_seen():
+    model = of_two()
+    before = python_state(model)
+    model.layers[0].kernel.regularizer = keras.regularizers.L2(0.1)
+    assert python_state(model) != before
+
+
 def test_what_is_found_far_inside_is_looked_at_where_it_is_near():
     model, loss, inner = of_two(), OverTheBatch(), Settings([False])
     loss.a, loss.b = [[[[inner]]]], inner

@@ -26,7 +26,7 @@ _NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
 # of others, and all that comes after so many values.
 _MOST_ENTRIES = 1024
 _DEEPEST = 6
-_MOST_VALUES = 100_000
+_MOST_VALUES = 20_000
 
 # Much of what objects of their classes have changes by itself: it is not looked into.
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
@@ -67,7 +67,15 @@ def python_state(model: keras.Model, *others: Nest) -> tuple[Hashable, ...]:
     return (
         # Operations that are made later draw by it.
         _keras.tensorflow_seed(),
-        *(_Same(variable) for leaf in models for variable in leaf.trainable_variables),
+        *(
+            (
+                _Same(each),
+                description.of(each.regularizer),
+                description.of(each.constraint),
+            )
+            for leaf in models
+            for each in leaf.trainable_variables
+        ),
         *(_layer(layer, description, 1) for layer in layers),
         *(
             description.of(leaf)
@@ -111,31 +119,45 @@ class _Description:
     """
 
     def __init__(self, layers: list[keras.layers.Layer]) -> None:
-        # By the ids of objects: which one it is, and how many others it was found inside.
-        self._met = {id(layer): (n, 0) for n, layer in enumerate(layers)}
+        # By the ids of objects: which one it is, how many others it was found inside, and
+        # itself, so that no other gets its id.
+        self._met: dict[int, tuple[int, int, object]] = {
+            id(layer): (n, 0, layer) for n, layer in enumerate(layers)
+        }
         self._left = _MOST_VALUES
 
     def of(self, value: Any, depth: int = 0) -> Hashable:
         """Return what tells a value, inside of so many others, from other values."""
         kind: Any = type(value)
+        self._left -= 1
         if kind in _PLAIN:
             return kind.__name__, value
         if kind is float or kind is complex:
             # NaN equals nothing, itself included.
             return repr(value)
-        self._left -= 1
         if depth == _DEEPEST or self._left < 0:
             return kind.__name__, _Same(value)
-        number, before = self._met.get(id(value), (len(self._met), _DEEPEST))
+        number, before, _ = self._met.get(id(value), (len(self._met), _DEEPEST, None))
         if before <= depth:
             return "as before", number
-        self._met[id(value)] = number, depth
-        # Not by the class that an object says that it has.
-        return kind.__name__, _parts.dispatch(kind)(value, self, depth + 1)
+        self._met[id(value)] = number, depth, value
+        try:
+            # Not by the class that an object says that it has.
+            parts = _parts.dispatch(kind)(value, self, depth + 1)
+        # Some objects answer nothing but errors.
+        except Exception:  # noqa: BLE001
+            parts = _Same(value)
+        return kind.__name__, number, parts
 
     def of_each(self, values: Iterable[Any], depth: int) -> tuple[Hashable, ...]:
         """Describe several values."""
         return tuple(self.of(each, depth) for each in values)
+
+    def of_items(
+        self, values: dict[str, Any], depth: int
+    ) -> tuple[tuple[str, Hashable], ...]:
+        """Describe several values that have names."""
+        return tuple((name, self.of(value, depth)) for name, value in values.items())
 
     def attributes(self, owner: object, depth: int) -> tuple[Hashable, ...]:
         """Describe what an object has, but for what Keras and TensorFlow gave to it."""
@@ -147,13 +169,10 @@ class _Description:
         if issubclass(type(owner), keras.layers.Layer):
             for name in found.keys() & _of_keras_alone():
                 del found[name]
-        return tuple(
-            (name, self.of(found[name], depth))
-            for name in sorted(found)
-            if not name.startswith(_SET_BY_TENSORFLOW)
-        )
+        names = [each for each in found if not each.startswith(_SET_BY_TENSORFLOW)]
+        return self.of_items({name: found[name] for name in sorted(names)}, depth)
 
-    def own(self, value: Any, depth: int) -> Hashable:
+    def own(self, value: Any, depth: int) -> tuple[Hashable, ...]:
         """Describe what users made of a class, if it is theirs, beside its base."""
         kind = type(value)
         if _is_of_library(kind):
@@ -172,7 +191,12 @@ def _parts(value: Any, description: _Description, depth: int) -> Hashable:
     kind = type(value)
     if not _is_of_library(kind):
         return description.own(value, depth)
-    if callable(value) and not kind.__module__.startswith("tensorflow"):
+    if kind.__module__.startswith(("keras.", "tensorflow.")):
+        # Such as a nest that is tracked, or a function that was given a gradient.
+        wrapped = getattr(value, "__wrapped__", None)
+        if wrapped is not None:
+            return _Same(value), description.of(wrapped, depth)
+    if callable(value) and not kind.__module__.startswith("tensorflow."):
         # Such as a regularizer, whose numbers users may change.
         return _Same(value), description.attributes(value, depth)
     return _Same(value)
@@ -217,14 +241,22 @@ def _by_name(value: Any, description: _Description, depth: int) -> Hashable:
 @_parts.register(types.MappingProxyType)
 def _entries(nest: Any, description: _Description, depth: int) -> Hashable:
     own = description.own(nest, depth)
-    base = next(each for each in _NESTS if issubclass(type(nest), each))
-    if base.__len__(nest) > _MOST_ENTRIES:
-        return own, base.__len__(nest), _Same(nest)
-    entries = tuple(base.items(nest) if hasattr(base, "items") else base.__iter__(nest))
-    if hasattr(base, "items"):
-        entries = tuple(each for item in entries for each in item)
+    # What Keras and TensorFlow made of lists looks elsewhere for its entries.
+    base = (
+        next(each for each in _NESTS if issubclass(type(nest), each))
+        if own
+        else type(nest)
+    )
+    number = base.__len__(nest)
+    if number > _MOST_ENTRIES:
+        return own, number, _Same(nest)
+    if issubclass(base, dict | types.MappingProxyType):
+        entries = [each for item in base.items(nest) for each in item]
+    else:
+        entries = list(base.__iter__(nest))
     described = description.of_each(entries, depth)
-    return own, frozenset(described) if base in (set, frozenset) else described
+    is_set = issubclass(base, set | frozenset)
+    return own, number, frozenset(described) if is_set else described
 
 
 _NESTS: tuple[Any, ...] = (
@@ -238,9 +270,13 @@ _NESTS: tuple[Any, ...] = (
 def _array(array: Any, description: _Description, depth: int) -> Hashable:
     if array.size > _MOST_ENTRIES:
         return _Same(array)
-    numbers = None if array.dtype.hasobject else array.tobytes()
-    objects = description.of_each(array.ravel(), depth) if numbers is None else ()
-    return repr(array.dtype), array.shape, numbers, objects
+    own = description.own(array, depth)
+    if array.dtype.hasobject:
+        return own, array.shape, description.of_each(array.ravel().tolist(), depth)
+    numbers = array.tobytes()
+    if issubclass(type(array), np.ma.MaskedArray):
+        numbers += array.data.tobytes() + np.ma.getmaskarray(array).tobytes()
+    return own, repr(array.dtype), array.shape, numbers
 
 
 @_parts.register(tf.Tensor)
@@ -257,21 +293,36 @@ def _tensor(tensor: Any, description: _Description, depth: int) -> Hashable:
 @_parts.register(types.FunctionType)
 def _function(function: Any, description: _Description, depth: int) -> Hashable:
     code: types.CodeType = function.__code__
-    if _is_of_library(function):
-        return code
     # Some have no value yet.
     cells = [c for c in function.__closure__ or () if c != types.CellType()]
+    closed_over = description.of_each((cell.cell_contents for cell in cells), depth)
     module = function.__globals__
-    read = [module[name] for name in _names_in(code) if name in module]
+    # Not by the module that it says that it is of: `functools.wraps` copies that.
+    if _is_library(module.get("__name__")):
+        return code, closed_over
+    read = {name: module[name] for name in _names_in(code) if name in module}
     return (
         code,
         description.of_each((function.__defaults__, function.__kwdefaults__), depth),
-        description.of_each((cell.cell_contents for cell in cells), depth),
-        description.of_each(
-            (v for v in read if type(v) is not types.ModuleType), depth
-        ),
+        closed_over,
+        description.of_items(read, depth),
         description.attributes(function, depth),
     )
+
+
+@_parts.register(types.ModuleType)
+def _module(module: Any, description: _Description, depth: int) -> Hashable:
+    """Describe what users keep in a module of their own."""
+    path = getattr(module, "__file__", None) or ""
+    if _is_library(module.__name__) or "-packages" in path:
+        return _Same(module)
+    kept = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("__")
+        and not isinstance(value, types.ModuleType | types.FunctionType | type)
+    }
+    return _Same(module), description.of_items(kept, depth)
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -290,16 +341,19 @@ def _class(of: Any, description: _Description, depth: int) -> Hashable:
         if _is_of_library(each):
             continue
         for name, value in sorted(vars(each).items()):
-            is_of_python = name.startswith("__") and name.endswith("__")
-            if not is_of_python or type(value) is types.FunctionType:
+            if name not in {"__dict__", "__doc__", "__weakref__"}:
                 found += [name, description.of(value, depth)]
-    return tuple(found)
+    return tuple(found), description.of(type(of), depth)
 
 
 # What is in some objects of Python's and TensorFlow's.
 _TAKEN_APART: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     types.MethodType: lambda method: (method.__func__, method.__self__),
+    types.BuiltinMethodType: lambda f: (f.__name__, f.__self__),
+    types.MethodWrapperType: lambda f: (f.__name__, f.__self__),
     functools.partial: lambda f: (f.func, f.args, f.keywords),
+    functools.partialmethod: lambda f: (f.func, f.args, f.keywords),
+    functools.singledispatchmethod: lambda f: (f.dispatcher, f.func),
     property: lambda found: (found.fget, found.fset),
     functools.cached_property: lambda found: (found.func,),
     staticmethod: lambda method: (method.__func__,),
@@ -335,12 +389,25 @@ def _in_slots(owner: object) -> dict[str, Any]:
         for name, slot in vars(each).items():
             if type(slot) is types.MemberDescriptorType:
                 with contextlib.suppress(AttributeError):
-                    found[name] = slot.__get__(owner)
+                    found[f"{name} of {each.__qualname__}"] = slot.__get__(owner)
     return found
 
 
-def _is_of_library(value: Any) -> bool:
-    return str(value.__module__).partition(".")[0] in _LIBRARIES
+def _is_of_library(kind: type) -> bool:
+    module = kind.__module__
+    is_made_by_users = module in _MAKING_CLASSES and kind.__flags__ & _IS_MADE_IN_PYTHON
+    if is_made_by_users and not hasattr(sys.modules[module], kind.__name__):
+        return False
+    return _is_library(module)
+
+
+# What some classes of users' are said to be of, as they were made by a function.
+_MAKING_CLASSES = frozenset({"abc", "builtins", "types"})
+_IS_MADE_IN_PYTHON = 1 << 9
+
+
+def _is_library(module: str | None) -> bool:
+    return str(module).partition(".")[0] in _LIBRARIES
 
 
 @functools.cache
