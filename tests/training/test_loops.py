@@ -281,7 +281,6 @@ def padded(scheme_options):
     return x, y, is_padding
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("passes", [None, 6])
 @pytest.mark.parametrize("users", [None, 3])

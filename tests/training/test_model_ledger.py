@@ -171,7 +171,6 @@ def plain_steps(model):
     return model.privacy_report(1e-3)["plain_keras_steps"]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")
 def test_plain_steps_are_saved(tmp_path):
     model = trained_by_plain_keras()
@@ -182,7 +181,6 @@ def test_plain_steps_are_saved(tmp_path):
     assert plain_steps(model) == 3
 
 
-@pytest.mark.slow
 def test_plain_steps_are_known_to_another_private_model():
     model = trained_by_plain_keras()
     again = tfdp.DPModel(model.model)
@@ -196,7 +194,6 @@ class WithOwnLoss(keras.Sequential):
         return keras.ops.mean(y_pred**2)
 
 
-@pytest.mark.slow
 def test_compile_remembers_plain_steps():
     inner = WithOwnLoss([keras.Input((3,)), keras.layers.Dense(2)])
     model = tfdp.DPModel(inner)

@@ -228,7 +228,6 @@ def test_positions_share_the_weights_of_their_row(draws, views, chosen, rng):
     check(moved(model, rng), data, views, FACTORED[:1], chosen)
 
 
-@pytest.mark.slow
 def test_rows_that_fill_a_pass_up_have_no_divergence():
     """Each unit has the gradient of the divergence, whatever its rows."""
     model = keras.Sequential([
