@@ -246,7 +246,7 @@ def test_engines_agree(name):
     assert_engines_agree(model, 1e-4, "bookkeeping")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_masked_words_are_taken_row_by_row(caplog):
     """The gradient of what picks positions goes to flat places.
 

@@ -102,7 +102,7 @@ def test_a_failure_is_explained_and_is_no_result(tmp_path):
     assert re.search(rf"opacus ordinary .*failed: .*{python}", process.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_over_batch_sizes():
     process = start("--passes", "--batch_size=8")
     assert process.returncode == 0, process.stderr
@@ -137,7 +137,7 @@ def test_wrong_flag_is_explained():
     assert "Traceback" not in process.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_time_over_depth(tmp_path):
     path = tmp_path / "bam.png"
     process = start("--bam", "--batch_size=4", "--depth=2", f"--bam_plot={path}")
@@ -165,7 +165,7 @@ def test_prints_passes_over_files():
     assert all(float(milliseconds) > 0 for _, milliseconds, _ in found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_prints_epochs_of_fit_for_each_way_to_give_rows():
     process = small("--fit", "--seconds=1")
     assert process.returncode == 0, process.stdout + process.stderr

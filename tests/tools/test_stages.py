@@ -125,7 +125,7 @@ def test_memory_of_a_gpu_is_what_tensorflow_holds_there(peer, monkeypatch):
     assert peer.memory_of_gpu() == (1, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_peaks_grow_from_stage_to_stage():
     options = ("--stages", "--models=mlp", "--rows=vectorized", "--time_limit=300")
     process = subprocess.run(
