@@ -159,5 +159,6 @@ def test_from_rows_to_noise_there_are_few_files(capsys):
         calls = ", ".join(f"{name} {n}" for name, n in found.most_common())
         print(f"\nFrom rows to noise, {len(found)} files: {calls}")  # noqa: T201
     # Two of them ask whether rows of these shapes were checked, in these layers, and two
-    # would look into what engines leave that take each example by itself.
-    assert len(found) <= 22
+    # would look into what engines leave that take each example by itself. A layer's rule,
+    # its call and what is recorded of it are three.
+    assert len(found) <= 24
