@@ -478,6 +478,16 @@ def test_layers_of_losses_are_seen():
     assert len(found) == 3
 
 
+def test_much_in_one_layer_hides_nothing_of_the_next():
+    model = keras.Sequential([keras.Input((3,)), Many(), Many()])
+    first, second = model.layers
+    first.settings = {str(n): list(range(1000)) for n in range(30)}
+    second.axes = [[1]]
+    before = python_state(model)
+    second.axes[0][0] = 2
+    assert python_state(model) != before
+
+
 def test_an_object_in_the_place_of_one_that_is_gone_is_seen():
     """It may have the `id` that the other had."""
     model, loss = of_two(), OverTheBatch()

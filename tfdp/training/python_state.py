@@ -23,7 +23,7 @@ _PLAIN = frozenset({bool, int, str, bytes, type(None)})
 _NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
 
 # What has more entries is told apart as an object alone, and so is what is deeper inside
-# of others, and all that comes after so many values.
+# of others, and all that comes after so many values of a layer or of what is beside it.
 _MOST_ENTRIES = 1024
 _DEEPEST = 6
 _MOST_VALUES = 20_000
@@ -40,7 +40,7 @@ _SET_BY_KERAS = {
 }
 _SET_BY_TENSORFLOW = (
     *("_self_setattr_tracking", "_self_update_uid", "_self_unconditional"),
-    *("_self_name_based", "_self_saveable", "_self_tracked"),
+    *("_self_name_based", "_self_saveable"),
 )
 
 
@@ -50,8 +50,9 @@ def python_state(model: keras.Model, *others: Nest) -> tuple[Hashable, ...]:
     What is proven of a graph holds for others that are traced with the same. Seen are
     attributes of layers and of what can be called, of objects of users' own, and of their
     classes; numbers, texts, small arrays and tensors, lists and dictionaries of them; what
-    functions close over, have by default, and read of their module by name. Other objects
-    of libraries, and modules, are told from each other, but not looked into.
+    functions close over, have by default, and read of their module by name, and of other
+    modules of users' own. Other objects of libraries are told from each other, but not
+    looked into.
 
     Args:
         model: The model.
@@ -76,7 +77,7 @@ def python_state(model: keras.Model, *others: Nest) -> tuple[Hashable, ...]:
             for leaf in models
             for each in leaf.trainable_variables
         ),
-        *(_layer(layer, description, 1) for layer in layers),
+        *map(description.of_layer, layers),
         *(
             description.of(leaf)
             for leaf in leaves
@@ -126,9 +127,16 @@ class _Description:
         }
         self._left = _MOST_VALUES
 
+    def of_layer(self, layer: keras.layers.Layer) -> Hashable:
+        """Describe a layer of the models, but for those in it."""
+        self._left = _MOST_VALUES
+        return _layer(layer, self, 1)
+
     def of(self, value: Any, depth: int = 0) -> Hashable:
         """Return what tells a value, inside of so many others, from other values."""
         kind: Any = type(value)
+        if depth == 0:
+            self._left = _MOST_VALUES
         self._left -= 1
         if kind in _PLAIN:
             return kind.__name__, value
