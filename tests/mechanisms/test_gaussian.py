@@ -118,7 +118,10 @@ def test_squared_radius_is_exponential():
 def numbers_from_bits(monkeypatch, coarse, other):
     bits = tf.constant([coarse, other], tf.int64)
     bits = tf.bitcast(tf.cast(bits, tf.uint32), tf.int32)
-    monkeypatch.setattr(mechanism, "philox_bits", lambda *_: bits)
+    of_blocks = dict(zip((0, mechanism._FAR_BLOCK), tf.unstack(bits), strict=True))
+    monkeypatch.setattr(
+        mechanism, "philox_bits", lambda *_, first_block=0: of_blocks[first_block]
+    )
     cosine_part, sine_part = np.split(normals(2 * len(coarse)), 2)
     return cosine_part, sine_part
 

@@ -25,6 +25,9 @@ _MOST_DRAWN_TOGETHER = 1 << 20
 # What TensorFlow's operations call it.
 _PHILOX = 1
 
+# A draw that begins at block 0 never gets so far.
+_FAR_BLOCK = 1 << 62
+
 # A forked process has the keys of its parent, and must not draw the parent's noise.
 _living: weakref.WeakSet["Mechanism"] = weakref.WeakSet()
 
@@ -363,17 +366,26 @@ def standard_normal(shape: tf.TensorShape, seed: Tensor) -> Tensor:
     input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([2], tf.int64)],
 )
 def _standard_normals(numbers: Tensor, seed: Tensor) -> Tensor:
-    bits = philox_bits(tf.stack([2, (numbers + 1) // 2]), seed, tf.int32)
-    first, second = tf.unstack(bits)
+    # Two draws: what TensorFlow cuts int32 apart with, and adds it with, would bring all
+    # bits from a GPU to the host and back.
+    half = tf.expand_dims((numbers + 1) // 2, 0)
+    first = philox_bits(half, seed, tf.int32)
+    second = philox_bits(half, seed, tf.int32, first_block=_FAR_BLOCK)
     coarse = tf.cast(first & 0x7FFFFFFF, tf.float32) * 2.0**-31
-    fine = tf.cast((second & 255) + 1, tf.float32) * 2.0**-39
+    fine = (tf.cast(second & 255, tf.float32) + 1.0) * 2.0**-39
     # No logarithm of more than 1: rounding leaves 1 + 2^-31 at 1.
     radius = tf.sqrt(-2.0 * tf.math.log(coarse + fine))
     angle = tf.cast(second & ~255, tf.float32) * (math.pi * 2.0**-31)
     return box_muller(radius, angle)[:numbers]
 
 
-def philox_bits(shape: Sequence[int] | Tensor, seed: Tensor, dtype: tf.DType) -> Tensor:
+def philox_bits(
+    shape: Sequence[int] | Tensor,
+    seed: Tensor,
+    dtype: tf.DType,
+    *,
+    first_block: int = 0,
+) -> Tensor:
     """Draw bits from Philox [1]_: every word of the seed is a word of its input.
 
     `tf.random.stateless_uniform` hashes its seed first, with some forty operations in each draw.
@@ -385,6 +397,7 @@ def philox_bits(shape: Sequence[int] | Tensor, seed: Tensor, dtype: tf.DType) ->
         shape: Of the draw.
         seed: int64, shape ``(2,)``.
         dtype: `tf.int32` or `tf.int64`.
+        first_block: From which block on: draws of one seed must not share any.
 
     Returns:
         Integers in which every bit is random.
@@ -393,11 +406,12 @@ def philox_bits(shape: Sequence[int] | Tensor, seed: Tensor, dtype: tf.DType) ->
         .. [1] Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
            https://doi.org/10.1145/2063384.2063405
     """
-    key, upper = tf.split(tf.bitcast(seed, tf.uint64), 2)
+    # Not by `tf.split`, which no GPU has for integers.
+    words = tf.bitcast(seed, tf.uint64)
     return tf.raw_ops.StatelessRandomUniformFullIntV2(
         shape=shape,
-        key=key,
-        counter=tf.concat([tf.zeros([1], tf.uint64), upper], 0),
+        key=words[:1],
+        counter=tf.concat([tf.constant([first_block], tf.uint64), words[1:]], 0),
         alg=_PHILOX,
         dtype=dtype,
     )
