@@ -52,6 +52,9 @@ def run(
     rows = number_of_rows(data)
     units = (rows + rows_per_unit - 1) // rows_per_unit
     size = physical_batch_size
+    if not tf.executing_eagerly() and isinstance(rows, int) and rows <= (size or 0):
+        # The graph is for so many rows alone: filled up, they would take longer.
+        size = None
     at_begin = [tf.identity(state.value) for state in shared_states]
 
     def one_pass(number: int | Tensor) -> tuple[list[Tensor], Tensor]:
