@@ -25,6 +25,7 @@ from tests.small import (
     optimizer,
     private,
 )
+from tfdp import _keras
 from tfdp.accounting import PoissonSteps, ShuffledPasses, UnamplifiedSteps
 
 pytestmark = pytest.mark.keras_private
@@ -703,3 +704,45 @@ def test_strings_train_beside_numbers():
     for inputs in (x, x | {"words": tf.constant(x["words"])}):
         model.fit(inputs, np.ones((4, 1)), batch_size=2, epochs=1, verbose=0)
         assert model.ledger.steps
+
+
+def on_a_gpu(layer, seen):
+    """What Keras sees of a layer where there is a GPU."""
+
+    def inner_loop(*args, **kwargs):
+        seen.append(layer.use_cudnn)
+        return type(layer).inner_loop(layer, *args, **kwargs)
+
+    layer.supports_jit = False
+    layer.inner_loop = inner_loop
+    return layer
+
+
+@pytest.mark.parametrize("use_cudnn", ["auto", True])
+@pytest.mark.parametrize("engine", ["bookkeeping", "vectorized"])
+def test_training_does_without_cudnn_and_xla_compiles_it(engine, use_cudnn):
+    seen = []
+    layer = on_a_gpu(layers.LSTM(3), seen)
+    layer.use_cudnn = use_cudnn
+    model = keras.Sequential([keras.Input((4, 2)), layer, layers.Dense(2)])
+    with pytest.warns(UserWarning, match="jit_compile"):
+        trained = private(model, wrap={"engine": engine}, jit_compile=True)
+    seen.clear()
+    trained.fit(
+        np.ones((8, 4, 2), "float32"), np.arange(8) % 2, batch_size=4, verbose=0
+    )
+    assert not trained.jit_compile
+    assert trained._session.clipper.jit_compile
+    assert set(seen) <= {False}
+    assert layer.use_cudnn == use_cudnn
+    assert not layer.supports_jit
+
+
+def test_layers_that_xla_cannot_compile_stay_uncompiled():
+    layer = on_a_gpu(layers.LSTM(3), [])
+    inputs = keras.Input((4,), dtype="string")
+    numbers = layers.Hashing(5)(inputs)
+    outputs = layers.Dense(2)(layer(layers.Embedding(5, 2)(numbers)))
+    with pytest.warns(UserWarning, match="jit_compile"):
+        trained = private(keras.Model(inputs, outputs), jit_compile=True)
+    assert not _keras.compiles_training(trained, True)

@@ -26,6 +26,7 @@ from keras.src.saving.serialization_lib import SafeModeScope
 from keras.src.trainers import compile_utils
 from keras.src.trainers.compile_utils import CompileLoss, get_loss, get_metric
 from keras.src.trainers.data_adapters import tf_dataset_adapter
+from keras.src.trainers.trainer import model_supports_jit
 from keras.src.utils.naming import to_snake_case
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python import pywrap_tfe
@@ -518,9 +519,43 @@ def build_metrics(model: keras.Model, y: Nest, y_pred: Nest) -> None:
 
 def run_model(model: keras.Model, x: Nest, *, training: bool | None) -> Nest:
     """Call a model; that of some takes no argument `training`."""
-    if "training" in inspect.signature(model.call).parameters:
-        return model(x, training=training)
-    return model(x)
+    with contextlib.ExitStack() as entered:
+        # XLA does not compile cuDNN, and no engine can take it apart.
+        for layer in _with_cudnn(model) if training else ():
+            entered.enter_context(attributes_replaced(layer, use_cudnn=False))
+        if "training" in inspect.signature(model.call).parameters:
+            return model(x, training=training)
+        return model(x)
+
+
+def _with_cudnn(model: keras.Model) -> list[keras.Layer]:
+    """List the recurrent layers that take cuDNN where there is one."""
+    return [
+        layer for layer in flatten_layers(model) if getattr(layer, "use_cudnn", False)
+    ]
+
+
+def compiles_training(model: keras.Model, jit_compile: bool | str) -> bool:
+    """Tell whether XLA compiles passes for training, which do without cuDNN.
+
+    Keras itself has no model compiled that takes cuDNN.
+
+    Args:
+        model: A model after `compile`.
+        jit_compile: What its `compile` was given.
+
+    Returns:
+        What Keras would decide if there was no cuDNN.
+    """
+    recurrent = _with_cudnn(model)
+    if not recurrent:
+        return bool(model.jit_compile)
+    with contextlib.ExitStack() as entered:
+        for layer in recurrent:
+            entered.enter_context(attributes_replaced(layer, supports_jit=True))
+        if jit_compile == "auto":
+            return bool(model._resolve_auto_jit_compile())
+        return bool(jit_compile) and bool(model_supports_jit(model))
 
 
 def compute_loss(

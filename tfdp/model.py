@@ -999,7 +999,7 @@ class DPModel(TrainingFunctions):
             physical_batch_size=self.physical_batch_size,
             replicas=self._replicas,
             augmentation=self._augmentation,
-            jit_compile=bool(self.jit_compile),
+            jit_compile=_keras.compiles_training(self, self._given_jit_compile),
         )
         return with_sizes(asked, scheme, self.optimizer)
 
