@@ -19,9 +19,8 @@ them; the ratio of the medians is what counts.
 
 Memory is the peak of what a process of its own keeps resident, for each row, over its
 first steps; "steps MiB" leaves out what the process held before them: interpreter,
-libraries, weights, batch. It is the host's memory, on a GPU too. Running out of it, or
-of time, is a result. `--stages` shows the latter for steps that end early, on a GPU the
-GPU's.
+libraries, weights, batch. On a GPU it is what TensorFlow holds there. Running out of it,
+or of time, is a result. `--stages` shows "steps MiB" for steps that end early.
 
 Other frameworks train the same models on batches of the same size, in environments of
 their own, which the scripts in `tools/peers` describe. Their rows are compared to

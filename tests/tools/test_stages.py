@@ -122,7 +122,7 @@ def test_memory_of_a_gpu_is_what_tensorflow_holds_there(peer, monkeypatch):
         return {"current": 2**20, "peak": 3 * 2**20}
 
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", found)
-    assert peer.memory_of_gpu() == (1, 3)
+    assert peer.tfdp_steps.memory_of_gpu() == (1, 3)
 
 
 @pytest.mark.exhaustive

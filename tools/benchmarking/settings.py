@@ -15,7 +15,8 @@ ROWS = {
     "tensorflow_privacy": ["vectorized", "fast_gradient_clipping"],
 }
 _TFDP_ALONE = (
-    *("frozen", "bert", "bert:4", "mobilenet_v2", "resnet50"),
+    *("frozen", "bert", "bert:4", "bert_whole", "gpt2"),
+    *("wrn16_4", "mobilenet_v2", "resnet50"),
     *("wide_sequence", "long_sequence"),
 )
 _MODELS = [name for name in PROBLEMS if name not in {"synthetic", "deep", *_TFDP_ALONE}]

@@ -126,6 +126,21 @@ def _frozen() -> keras.Model:
     return keras.Sequential([keras.Input((2048,)), *trunk, layers.Dense(10)])
 
 
+def _gpt2(blocks: int = 12) -> keras.Model:
+    """A causal language model as large as the small GPT-2, its last matrix its own."""
+    inputs = keras.Input((256,), dtype="int32")
+    places = layers.Embedding(256, 768)(keras.ops.arange(256))
+    x = layers.Embedding(50_257, 768)(inputs) + places
+    for _ in range(blocks):
+        inner = layers.LayerNormalization()(x)
+        attention = layers.MultiHeadAttention(12, 64)
+        x += attention(inner, inner, use_causal_mask=True)
+        inner = layers.LayerNormalization()(x)
+        x += layers.Dense(768)(layers.Dense(3072, activation="gelu")(inner))
+    x = layers.LayerNormalization()(x)
+    return keras.Model(inputs, layers.Dense(50_257, use_bias=False)(x))
+
+
 def _mobilenet_v2() -> keras.Model:
     """Depthwise convolutions between pointwise ones, with batch normalization."""
     return _application(keras.applications.MobileNetV2)
@@ -154,6 +169,7 @@ _BUILD = {
     "long_sequence": _long_sequence,
     "frozen": _frozen,
     "deep": _deep,
+    "gpt2": _gpt2,
     "mobilenet_v2": _mobilenet_v2,
     "resnet50": _resnet50,
 }

@@ -219,16 +219,8 @@ def _needed(tensors: Iterable[tf.Tensor]) -> set[tf.Operation]:
     return found
 
 
-def memory_of_gpu() -> tuple[float, float]:
-    """Return what TensorFlow holds on the GPU now, and the most that it ever has."""
-    found = tf.config.experimental.get_memory_info("GPU:0")
-    return found["current"] / 2**20, found["peak"] / 2**20
-
-
 if __name__ == "__main__":
     # One operation after the other: what a stage takes shall not depend on which of
     # them happen to run beside each other.
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    has_gpu = bool(tf.config.list_physical_devices("GPU"))
-    memory = memory_of_gpu if has_gpu else steps.memory_of_host
-    steps.main(stepper, tfdp_steps.about(), memory)
+    tfdp_steps.main(stepper)

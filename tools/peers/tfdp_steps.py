@@ -11,6 +11,7 @@ import itertools
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -326,22 +327,35 @@ def federated_rounds(options: argparse.Namespace, row: str) -> steps.Step:
 
 def build(name: str) -> keras.Model:
     """Build a model that the other frameworks have too, or one of tfdp's."""
+    if name == "bert_whole":
+        return _classifier(_encoder(name, blocks=12))
     if name.startswith("bert"):
         return _bert(int(name.partition(":")[2] or 12))
+    if name == "wrn16_4":
+        problem = steps.problem_of(name)
+        return tfdp.models.wide_resnet(problem.shape, problem.classes)
     model = keras_models.build(name)
     return tfdp.fix_model(model) if name in _WITH_BATCH_NORMALIZATION else model
 
 
 def _bert(blocks: int) -> keras.Model:
     """BERT's base model, or one of fewer blocks, whose last three layers train."""
-    problem = steps.problem_of("bert")
-    encoder = tfdp.models.bert(problem.vocabulary, *problem.shape, blocks=blocks)
+    encoder = _encoder("bert", blocks=blocks)
     for layer in encoder.layers:
         layer.trainable = layer.name.startswith(f"block_{blocks - 1}_")
+    return _classifier(encoder)
+
+
+def _encoder(name: str, *, blocks: int) -> keras.Model:
+    problem = steps.problem_of(name)
+    return tfdp.models.bert(problem.vocabulary, *problem.shape, blocks=blocks)
+
+
+def _classifier(encoder: keras.Model) -> keras.Model:
+    """Put two classes on an encoder's first token."""
     first = encoder.output[:, 0]
     pooled = keras.layers.Dense(768, activation="tanh", name="pooler")(first)
-    logits = keras.layers.Dense(problem.classes, name="logits")(pooled)
-    return keras.Model(encoder.input, logits)
+    return keras.Model(encoder.input, keras.layers.Dense(2, name="logits")(pooled))
 
 
 def dataset(options: argparse.Namespace) -> tf.data.Dataset:
@@ -386,5 +400,17 @@ def about() -> str:
     )
 
 
+def main(stepper: Callable[[argparse.Namespace, str], steps.Step]) -> None:
+    """Take steps as `steps.main` does, and measure the GPU's memory where there is one."""
+    has_gpu = bool(tf.config.list_physical_devices("GPU"))
+    steps.main(stepper, about(), memory_of_gpu if has_gpu else None)
+
+
+def memory_of_gpu() -> tuple[float, float]:
+    """Return what TensorFlow holds on the GPU now, and the most that it ever has."""
+    found = tf.config.experimental.get_memory_info("GPU:0")
+    return found["current"] / 2**20, found["peak"] / 2**20
+
+
 if __name__ == "__main__":
-    steps.main(stepper, about())
+    main(stepper)
