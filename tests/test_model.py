@@ -707,7 +707,7 @@ def test_strings_train_beside_numbers():
 
 
 def on_a_gpu(layer, seen):
-    """What Keras sees of a layer where there is a GPU."""
+    """Let Keras see of a layer what it sees on a GPU, and note which loop is wanted."""
 
     def inner_loop(*args, **kwargs):
         seen.append(layer.use_cudnn)
@@ -733,9 +733,34 @@ def test_training_does_without_cudnn_and_xla_compiles_it(engine, use_cudnn):
     )
     assert not trained.jit_compile
     assert trained._session.clipper.jit_compile
-    assert set(seen) <= {False}
+    # Book-keeping has a loop of its own.
+    assert set(seen) == ({False} if engine == "vectorized" else set())
     assert layer.use_cudnn == use_cudnn
     assert not layer.supports_jit
+    if use_cudnn == "auto":  # Else there must be a GPU.
+        seen.clear()
+        trained.evaluate(np.ones((8, 4, 2), "float32"), np.arange(8) % 2, verbose=0)
+        assert set(seen) == {"auto"}
+
+
+@pytest.mark.parametrize("on_accelerator", [False, True])
+def test_recurrent_layers_are_compiled_where_other_models_are(
+    monkeypatch, on_accelerator
+):
+    model = keras.Sequential([keras.Input((4, 2)), on_a_gpu(layers.LSTM(3), [])])
+    trained = private(model, jit_compile="auto")
+    if on_accelerator:
+        devices = [tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
+        monkeypatch.setattr(tf.config, "list_physical_devices", lambda *_: devices)
+    assert _keras.compiles_training(trained, "auto") == on_accelerator
+    assert not trained.jit_compile
+
+
+def test_eager_training_is_not_compiled_for_want_of_cudnn():
+    model = keras.Sequential([keras.Input((4, 2)), layers.LSTM(3)])
+    with pytest.warns(UserWarning, match="run_eagerly"):
+        trained = private(model, run_eagerly=True, jit_compile=True)
+    assert not _keras.compiles_training(trained, True)
 
 
 def test_layers_that_xla_cannot_compile_stay_uncompiled():

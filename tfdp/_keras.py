@@ -520,7 +520,7 @@ def build_metrics(model: keras.Model, y: Nest, y_pred: Nest) -> None:
 def run_model(model: keras.Model, x: Nest, *, training: bool | None) -> Nest:
     """Call a model; that of some takes no argument `training`."""
     with contextlib.ExitStack() as entered:
-        # XLA does not compile cuDNN, and no engine can take it apart.
+        # XLA cannot compile cuDNN, nor do engines see the time steps in it.
         for layer in _with_cudnn(model) if training else ():
             entered.enter_context(attributes_replaced(layer, use_cudnn=False))
         if "training" in inspect.signature(model.call).parameters:
@@ -529,26 +529,28 @@ def run_model(model: keras.Model, x: Nest, *, training: bool | None) -> Nest:
 
 
 def _with_cudnn(model: keras.Model) -> list[keras.Layer]:
-    """List the recurrent layers that take cuDNN where there is one."""
+    """List the layers that take cuDNN where there is one."""
     return [
-        layer for layer in flatten_layers(model) if getattr(layer, "use_cudnn", False)
+        layer
+        for layer in flatten_layers(model)
+        if isinstance(layer, (keras.layers.LSTM, keras.layers.GRU)) and layer.use_cudnn
     ]
 
 
 def compiles_training(model: keras.Model, jit_compile: bool | str) -> bool:
     """Tell whether XLA compiles passes for training, which do without cuDNN.
 
-    Keras itself has no model compiled that takes cuDNN.
+    Keras compiles no model that takes cuDNN.
 
     Args:
         model: A model after `compile`.
         jit_compile: What its `compile` was given.
 
     Returns:
-        What Keras would decide if there was no cuDNN.
+        What Keras would decide if there were no cuDNN.
     """
     recurrent = _with_cudnn(model)
-    if not recurrent:
+    if model.run_eagerly or not recurrent:
         return bool(model.jit_compile)
     with contextlib.ExitStack() as entered:
         for layer in recurrent:

@@ -451,7 +451,9 @@ class DPModel(TrainingFunctions):
             run_eagerly: As in Keras.
             steps_per_execution: As in Keras.
             jit_compile: Whether XLA compiles the passes through the model. `"auto"`
-                does on a GPU; on CPUs the engines are faster without it.
+                does on a GPU; on CPUs the engines are faster without it. Recurrent layers
+                train without cuDNN, which XLA cannot compile: their passes are compiled,
+                although Keras says otherwise on a GPU, of evaluation.
             auto_scale_loss: Must be False: float16 losses get a constant scale.
 
         Raises:

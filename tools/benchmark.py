@@ -19,8 +19,10 @@ them; the ratio of the medians is what counts.
 
 Memory is the peak of what a process of its own keeps resident, for each row, over its
 first steps; "steps MiB" leaves out what the process held before them: interpreter,
-libraries, weights, batch. On a GPU it is what TensorFlow holds there. Running out of it,
-or of time, is a result. `--stages` shows "steps MiB" for steps that end early.
+libraries, weights, batch. On a GPU tfdp's rows show what TensorFlow holds there; those of
+other frameworks still show the host's memory, and `--memory_limit` is of the host.
+Running out of memory, or of time, is a result. `--stages` shows "steps MiB" for steps
+that end early.
 
 Other frameworks train the same models on batches of the same size, in environments of
 their own, which the scripts in `tools/peers` describe. Their rows are compared to
@@ -84,9 +86,9 @@ def main(argv: Sequence[str]) -> None:
     other = [name for name in settings.MODELS.value if not name.startswith("bert")]
     if settings.TEXTS.value and (other or settings.POISSON.value):
         sys.exit(
-            "benchmark: --texts are for bert in batches of one size. Received: "
+            "benchmark: --texts are for bert and bert_whole in batches of one size. Received: "
             f"models={settings.MODELS.value}, poisson={settings.POISSON.value}. "
-            "Use --models=bert."
+            "Use --models=bert or --models=bert_whole."
         )
     if _CORES.value is not None:
         # Every process inherits it, and starts as many threads.

@@ -105,6 +105,14 @@ def test_tails_are_as_heavy_as_a_normal_distribution_s(sigmas):
         assert abs(beyond - expected) < 4 * math.sqrt(expected)
 
 
+def test_radii_and_angles_share_no_block():
+    one_draw = mechanism.philox_bits([64], KEY, tf.int32)
+    later = mechanism.philox_bits([32], KEY, tf.int32, first_block=8)
+    np.testing.assert_array_equal(one_draw[32:], later)
+    # Four numbers in a block, and no tensor has more than 2^63.
+    assert 4 * mechanism._BLOCK_OF_ANGLES > 2**63
+
+
 def test_squared_radius_is_exponential():
     cosine_part, sine_part = np.split(normals(2_000_000), 2)
     uniform = np.exp(-(cosine_part**2 + sine_part**2) / 2)
@@ -118,7 +126,9 @@ def test_squared_radius_is_exponential():
 def numbers_from_bits(monkeypatch, coarse, other):
     bits = tf.constant([coarse, other], tf.int64)
     bits = tf.bitcast(tf.cast(bits, tf.uint32), tf.int32)
-    of_blocks = dict(zip((0, mechanism._FAR_BLOCK), tf.unstack(bits), strict=True))
+    of_blocks = dict(
+        zip((0, mechanism._BLOCK_OF_ANGLES), tf.unstack(bits), strict=True)
+    )
     monkeypatch.setattr(
         mechanism, "philox_bits", lambda *_, first_block=0: of_blocks[first_block]
     )

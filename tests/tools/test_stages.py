@@ -122,7 +122,29 @@ def test_memory_of_a_gpu_is_what_tensorflow_holds_there(peer, monkeypatch):
         return {"current": 2**20, "peak": 3 * 2**20}
 
     monkeypatch.setattr(tf.config.experimental, "get_memory_info", found)
-    assert peer.tfdp_steps.memory_of_gpu() == (1, 3)
+    measured = []
+    monkeypatch.setattr(peer.steps, "main", lambda *args: measured.append(args[2]))
+    monkeypatch.setattr(peer.tfdp_steps, "about", str)
+    for gpus in ([], ["GPU"]):
+        monkeypatch.setattr(tf.config, "list_physical_devices", lambda _, of=gpus: of)
+        peer.tfdp_steps.main(peer.stepper)
+    of_host, of_gpu = measured
+    assert of_host is None
+    assert of_gpu() == (1, 3)
+
+
+@pytest.mark.parametrize("model", ["bert_whole", "gpt2:1", "wrn16_4"])
+def test_models_for_accelerators_fit_their_examples(peer, model):
+    network = peer.tfdp_steps.build(model)
+    x, y = peer.steps.examples(model, 2)
+    assert network.input_shape[1:] == x.shape[1:]
+    assert network.output_shape[1:-1] == y.shape[1:]
+    assert network.output_shape[-1] == peer.steps.problem_of(model).classes
+
+
+def test_the_positions_of_a_language_model_train(peer):
+    network = peer.tfdp_steps.build("gpt2:1")
+    assert (256, 768) in {each.shape for each in network.trainable_variables}
 
 
 @pytest.mark.exhaustive

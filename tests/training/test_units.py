@@ -86,6 +86,17 @@ def test_xla_gets_passes_of_just_the_batches_whose_size_is_fixed():
     assert sizes(Shuffled(1000, 100), grouped, jit_compile=True) == (4, 100)
 
 
+def test_xla_gets_passes_of_the_share_of_a_replica():
+    class Four:
+        number = 4
+
+    # The draw varies, and is cut evenly.
+    four = {"jit_compile": True, "replicas": Four()}
+    assert sizes(Poisson(1000, 100), **four) == (1, 30)
+    assert sizes(PoissonUsers(1000, 100, 3), **four) == (1, 90)
+    assert sizes(Shuffled(1000, 100), **four) == (1, 25)
+
+
 def test_passes_cut_no_unit_in_two():
     grouped = optimizer(num_microbatches=3)
     assert sizes(Shuffled(99, 12), grouped, physical_batch_size=8) == (4, 8)

@@ -25,8 +25,8 @@ _MOST_DRAWN_TOGETHER = 1 << 20
 # What TensorFlow's operations call it.
 _PHILOX = 1
 
-# A draw that begins at block 0 never gets so far.
-_FAR_BLOCK = 1 << 62
+# Where the angles of a seed begin: its radii, from block 0 on, never get so far.
+_BLOCK_OF_ANGLES = 1 << 62
 
 # A forked process has the keys of its parent, and must not draw the parent's noise.
 _living: weakref.WeakSet["Mechanism"] = weakref.WeakSet()
@@ -366,11 +366,10 @@ def standard_normal(shape: tf.TensorShape, seed: Tensor) -> Tensor:
     input_signature=[tf.TensorSpec([], tf.int32), tf.TensorSpec([2], tf.int64)],
 )
 def _standard_normals(numbers: Tensor, seed: Tensor) -> Tensor:
-    # Two draws: what TensorFlow cuts int32 apart with, and adds it with, would bring all
-    # bits from a GPU to the host and back.
+    # Two draws: TensorFlow unstacks and adds int32 on the host, also what is on a GPU.
     half = tf.expand_dims((numbers + 1) // 2, 0)
     first = philox_bits(half, seed, tf.int32)
-    second = philox_bits(half, seed, tf.int32, first_block=_FAR_BLOCK)
+    second = philox_bits(half, seed, tf.int32, first_block=_BLOCK_OF_ANGLES)
     coarse = tf.cast(first & 0x7FFFFFFF, tf.float32) * 2.0**-31
     fine = (tf.cast(second & 255, tf.float32) + 1.0) * 2.0**-39
     # No logarithm of more than 1: rounding leaves 1 + 2^-31 at 1.
@@ -397,7 +396,8 @@ def philox_bits(
         shape: Of the draw.
         seed: int64, shape ``(2,)``.
         dtype: `tf.int32` or `tf.int64`.
-        first_block: From which block on: draws of one seed must not share any.
+        first_block: Where the draw begins, in blocks of 128 bits: draws of one seed must
+            not share any.
 
     Returns:
         Integers in which every bit is random.
@@ -406,7 +406,7 @@ def philox_bits(
         .. [1] Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
            https://doi.org/10.1145/2063384.2063405
     """
-    # Not by `tf.split`, which no GPU has for integers.
+    # Not by `tf.split`, which is not there on GPUs for integers.
     words = tf.bitcast(seed, tf.uint64)
     return tf.raw_ops.StatelessRandomUniformFullIntV2(
         shape=shape,

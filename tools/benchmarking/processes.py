@@ -28,8 +28,8 @@ class Result:
 
     Attributes:
         milliseconds: All times that a step of a row took.
-        peak_mib: Peak of the memory.
-        before_mib: What was resident before the steps.
+        peak_mib: Peak of the memory; a GPU's, where tfdp has one.
+        before_mib: What was held before the steps.
         problem: What went wrong.
         about: The versions that matter.
         first_cpu_seconds: What the first step of each row took, with all before it.

@@ -36,7 +36,9 @@ BATCH_SIZES = flags.DEFINE_multi_integer(
     "batch_size", None, "Examples in a batch; repeat the flag for several.", 1
 )
 TEXTS = flags.DEFINE_string(
-    "texts", None, "TSV of texts and labels for bert, whose tokens are else made up."
+    "texts",
+    None,
+    "TSV of texts and labels for bert and bert_whole, whose tokens are else made up.",
 )
 ALONE = flags.DEFINE_string(
     "alone",
@@ -54,7 +56,9 @@ TIME_LIMIT = flags.DEFINE_float(
     "time_limit", 60.0, "Seconds that a row has to start and to take two steps."
 )
 MEMORY_LIMIT = flags.DEFINE_float(
-    "memory_limit", 12.0, "GiB that a process may keep resident; Linux only."
+    "memory_limit",
+    12.0,
+    "GiB of the host that a process may keep resident; Linux only.",
 )
 GROWTH = flags.DEFINE_string(
     "growth", None, "PNG file for a plot over batch sizes and numbers of weights."

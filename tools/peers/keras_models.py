@@ -127,9 +127,11 @@ def _frozen() -> keras.Model:
 
 
 def _gpt2(blocks: int = 12) -> keras.Model:
-    """A causal language model as large as the small GPT-2, its last matrix its own."""
+    """A causal language model as large as GPT-2 small; its last matrix is its own."""
     inputs = keras.Input((256,), dtype="int32")
-    places = layers.Embedding(256, 768)(keras.ops.arange(256))
+    # Of the inputs: on numbers Keras would call the layer here and now.
+    numbers = keras.ops.zeros_like(inputs) + keras.ops.arange(256)
+    places = layers.Embedding(256, 768)(numbers)
     x = layers.Embedding(50_257, 768)(inputs) + places
     for _ in range(blocks):
         inner = layers.LayerNormalization()(x)

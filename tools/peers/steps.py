@@ -33,7 +33,7 @@ class Problem(NamedTuple):
     classes: int
     batch_size: int = 256
     vocabulary: int | None = None
-    has_label_by_token: bool = False
+    has_label_per_token: bool = False
 
 
 PROBLEMS = {
@@ -50,12 +50,7 @@ PROBLEMS = {
     "deep": Problem((128,), 10),
     "bert": Problem((32,), 2, batch_size=32, vocabulary=30_522),
     "bert_whole": Problem((128,), 2, batch_size=32, vocabulary=30_522),
-    "gpt2": Problem(
-        *((256,), 50_257),
-        batch_size=16,
-        vocabulary=50_257,
-        has_label_by_token=True,
-    ),
+    "gpt2": Problem((256,), 50_257, 16, 50_257, has_label_per_token=True),
     "wrn16_4": Problem((32, 32, 3), 10),
     "mobilenet_v2": Problem((64, 64, 3), 10, batch_size=32),
     "resnet50": Problem((64, 64, 3), 10, batch_size=32),
@@ -138,8 +133,8 @@ def examples(model: str, number: int) -> tuple[np.ndarray, np.ndarray]:
         x = rng.random(shape, "float32")
     else:
         x = rng.integers(0, problem.vocabulary, shape, "int32")
-    of_labels = shape if problem.has_label_by_token else number
-    return x, rng.integers(0, problem.classes, of_labels, "int32")
+    label_shape = shape if problem.has_label_per_token else number
+    return x, rng.integers(0, problem.classes, label_shape, "int32")
 
 
 def first_cpu_seconds(steps: Mapping[str, Step]) -> dict[str, float]:

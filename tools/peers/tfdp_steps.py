@@ -328,7 +328,7 @@ def federated_rounds(options: argparse.Namespace, row: str) -> steps.Step:
 def build(name: str) -> keras.Model:
     """Build a model that the other frameworks have too, or one of tfdp's."""
     if name == "bert_whole":
-        return _classifier(_encoder(name, blocks=12))
+        return _classifier(name, _encoder(name, blocks=12))
     if name.startswith("bert"):
         return _bert(int(name.partition(":")[2] or 12))
     if name == "wrn16_4":
@@ -343,7 +343,7 @@ def _bert(blocks: int) -> keras.Model:
     encoder = _encoder("bert", blocks=blocks)
     for layer in encoder.layers:
         layer.trainable = layer.name.startswith(f"block_{blocks - 1}_")
-    return _classifier(encoder)
+    return _classifier("bert", encoder)
 
 
 def _encoder(name: str, *, blocks: int) -> keras.Model:
@@ -351,11 +351,12 @@ def _encoder(name: str, *, blocks: int) -> keras.Model:
     return tfdp.models.bert(problem.vocabulary, *problem.shape, blocks=blocks)
 
 
-def _classifier(encoder: keras.Model) -> keras.Model:
-    """Put two classes on an encoder's first token."""
+def _classifier(name: str, encoder: keras.Model) -> keras.Model:
+    """Put the classes of a problem on an encoder's first token."""
     first = encoder.output[:, 0]
     pooled = keras.layers.Dense(768, activation="tanh", name="pooler")(first)
-    return keras.Model(encoder.input, keras.layers.Dense(2, name="logits")(pooled))
+    logits = keras.layers.Dense(steps.problem_of(name).classes, name="logits")(pooled)
+    return keras.Model(encoder.input, logits)
 
 
 def dataset(options: argparse.Namespace) -> tf.data.Dataset:
@@ -401,7 +402,7 @@ def about() -> str:
 
 
 def main(stepper: Callable[[argparse.Namespace, str], steps.Step]) -> None:
-    """Take steps as `steps.main` does, and measure the GPU's memory where there is one."""
+    """Take the steps, and measure a GPU's memory where there is one."""
     has_gpu = bool(tf.config.list_physical_devices("GPU"))
     steps.main(stepper, about(), memory_of_gpu if has_gpu else None)
 
