@@ -66,33 +66,6 @@ def in_graph_of_any_size(run):
     return lambda data: traced(*data[:2])
 
 
-# The rows of each pass that is traced: of the first one, and that of the loop, if any.
-@pytest.mark.parametrize(
-    ("number", "sizes"), [(0, [2]), (4, [4]), (5, [6]), (6, [6]), (7, [6, 6])]
-)
-def test_a_graph_of_rows_that_fit_in_a_pass_fills_up_no_more_than_a_unit(number, sizes):
-    seen = []
-    shown = []
-
-    @tf.function(autograph=False)
-    def traced():
-        return run_batch(
-            sums_of_units(2, seen),
-            rows(number),
-            rows_per_unit=2,
-            physical_batch_size=6,
-            on_outputs=lambda data, real, outputs: shown.append((real, outputs.shape)),
-        )
-
-    (total,), norms = traced()
-    np.testing.assert_allclose(total, np.sum(rows(number)[0]["numbers"], axis=0))
-    np.testing.assert_allclose(norms, expected_norms(number, 2))
-    assert [batch.is_padding.shape[0] for batch in seen] == sizes
-    if len(sizes) == 1:
-        ((_, shape),) = shown
-        assert shape == [number]
-
-
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("rows_per_unit", [1, 3])
 @pytest.mark.parametrize("number", SIZES)

@@ -276,3 +276,24 @@ def test_functions_are_tried_before_the_first_step(function, error, message):
     with pytest.raises(error, match=message):
         model.fit(x, y, batch_size=8, verbose=0)
     assert not model.ledger.segments
+
+
+class SaysWhetherItIsWithoutCudnn(layers.LSTM):
+    """Lets rows meet where cuDNN is not ruled out."""
+
+    def call(self, sequences, initial_state=None, mask=None, training=False):
+        outputs = super().call(sequences, initial_state, mask, training)
+        return outputs + tf.reduce_sum(sequences, 0) if self.use_cudnn else outputs
+
+
+def test_augmentations_run_as_they_were_checked():
+    function = keras.Sequential([
+        keras.Input((4, 3)),
+        SaysWhetherItIsWithoutCudnn(3, return_sequences=True),
+    ])
+    augmentation = Augmentation(function, 2)
+    x = np.ones((3, 4, 3), "float32")
+    augmentation.check(x)
+    alone = augmentation.views(Batch(tf.constant(x[:1]), None))
+    together = augmentation.views(Batch(tf.constant(x), None))
+    np.testing.assert_allclose(alone.x, together.x[:2], rtol=1e-6)

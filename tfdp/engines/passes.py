@@ -38,8 +38,7 @@ def run(
             be 0.
         rows_per_unit: Consecutive rows that are clipped together.
         physical_batch_size: Rows in a pass, a multiple of `rows_per_unit`; None for all
-            rows in one, filled up to whole units and to one unit at least. So are those of
-            a graph that knows it has no more.
+            rows in one, filled up to whole units and to one unit at least.
         on_outputs: Sees the rows of each pass, how many they are, and the model's
             outputs.
         shared_states: Variables that are put back before each of several passes. What
@@ -53,9 +52,6 @@ def run(
     rows = number_of_rows(data)
     units = (rows + rows_per_unit - 1) // rows_per_unit
     size = physical_batch_size
-    is_for_these = isinstance(rows, int) and not tf.executing_eagerly()
-    if size is not None and is_for_these and rows <= size:
-        size = None  # The graph is for so many rows alone: more would be in vain.
     at_begin = [tf.identity(state.value) for state in shared_states]
 
     def one_pass(number: int | Tensor) -> tuple[list[Tensor], Tensor]:

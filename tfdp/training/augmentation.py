@@ -96,7 +96,7 @@ class Augmentation:
             return tf.repeat(tensor, self.multiplicity, axis=0)
 
         x, *others = _tree.map_tensors(repeated, batch)
-        views = self.model(x, training=True)
+        views = _keras.run_model(self.model, x, training=True)
 
         def with_shape_of(view: Nest, row: Tensor) -> Tensor:
             return tf.ensure_shape(tf.cast(view, row.dtype), row.shape)
@@ -122,7 +122,7 @@ class Augmentation:
         """
         moved = check_model(self.model, x, views=self.multiplicity)
         x = _tree.map_tensors(lambda rows: tf.repeat(rows, self.multiplicity, 0), x)
-        views = self.model(x, training=True)
+        views = _keras.run_model(self.model, x, training=True)
         shapes, wanted = (
             [tuple(tensor.shape) for tensor in _tree.tensors(nest)]
             for nest in (views, x)

@@ -27,7 +27,7 @@ from tfdp.engines import passes
 from tfdp.engines.passes import OnOutputs
 from tfdp.engines.traced import TracedPass
 from tfdp.errors import UnsupportedLayerError
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.mechanisms import Mechanism
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.recorder import LedgerRecorder
@@ -188,8 +188,15 @@ class BatchClipper:
             # Pass by pass: a whole step would be compiled anew for each size of a batch.
             run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
+        size, rows = self.physical_batch_size, number_of_rows(batch)
+        is_seen = sees_rows(objective.ascent, is_eager=tf.executing_eagerly())
+        if size is not None and not is_seen and isinstance(rows, int) and rows <= size:
+            # The graph is for so many rows alone: more would be in vain. Layers that see
+            # their number see the one that was proven.
+            size = None
+
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
-            if not sees_rows(objective.ascent, is_eager=tf.executing_eagerly()):
+            if not is_seen:
                 batch = _of_any_number(batch)
             if augmentation is None:
                 return run_pass(batch, clip)
@@ -212,7 +219,7 @@ class BatchClipper:
             run_views,
             batch,
             rows_per_unit=self.rows_per_unit,
-            physical_batch_size=self.physical_batch_size,
+            physical_batch_size=size,
             on_outputs=on_outputs,
             shared_states=_keras.shared_seed_states(self.model) if in_passes else (),
         )
