@@ -3,9 +3,12 @@
 import argparse
 import collections
 import dataclasses
+import datetime as dt
 import decimal
 import enum
+import fractions
 import functools
+import sys
 import threading
 import types
 import weakref
@@ -476,6 +479,148 @@ def test_layers_of_losses_are_seen():
     loss.features.trainable = False
     found.add(python_state(model, loss))
     assert len(found) == 3
+
+
+def module_of(name, package=None, **values):
+    module = types.ModuleType(name)
+    module.__package__ = package or name.rpartition(".")[0]
+    vars(module).update(values)
+    return module
+
+
+class OwnModule(types.ModuleType):
+    """Has a setting that all modules of its kind share."""
+
+    is_on = False
+
+
+CONFIG = module_of("own_pkg.config", is_on=False, __flag__=False, Settings=Settings)
+CONFIG.decide = lambda: False
+PACKAGE = module_of("own_pkg", "own_pkg", config=CONFIG)
+OF_OWN_KIND = OwnModule("own_kind")
+
+
+def deciding_there():
+    return CONFIG.decide()
+
+
+def deciding_by_another():
+    return deciding_there()
+
+
+@pytest.mark.parametrize(
+    ("read", "change"),
+    [
+        (lambda: PACKAGE.config.is_on, ("is_on", True)),
+        (lambda: PACKAGE.config.Settings.is_on, ("Settings", OverTheBatch)),
+        (deciding_there, ("decide", lambda: True)),
+        (lambda: CONFIG.__flag__, ("__flag__", True)),
+        (deciding_by_another, ("decide", lambda: True)),
+    ],
+    ids=["in a module", "class", "function", "underscores", "by another function"],
+)
+def test_what_functions_read_of_modules_is_seen(read, change, monkeypatch):
+    model = of_two()
+    before = python_state(model, read)
+    assert python_state(model, read) == before
+    monkeypatch.setattr(CONFIG, *change)
+    assert python_state(model, read) != before
+
+
+def test_what_is_imported_in_a_call_is_seen(monkeypatch):
+    monkeypatch.setitem(sys.modules, "own_pkg", PACKAGE)
+    monkeypatch.setitem(sys.modules, "own_pkg.config", CONFIG)
+
+    def plain():
+        import own_pkg.config  # noqa: PLC0415
+
+        return own_pkg.config.is_on
+
+    def by_name():
+        from own_pkg.config import is_on  # noqa: PLC0415
+
+        return is_on
+
+    def relative():
+        from . import config  # noqa: PLC0415, TID252
+
+        return config.is_on
+
+    relative = types.FunctionType(relative.__code__, vars(PACKAGE))
+    model, functions = of_two(), [plain, by_name, relative]
+    before = [python_state(model, each) for each in functions]
+    monkeypatch.setattr(CONFIG, "is_on", True)
+    after = [python_state(model, each) for each in functions]
+    assert all(a != b for a, b in zip(after, before, strict=True))
+
+
+def test_kinds_of_modules_are_seen(monkeypatch):
+    model, read = of_two(), lambda: OF_OWN_KIND.is_on
+    before = python_state(model, read)
+    monkeypatch.setattr(OwnModule, "is_on", True)
+    assert python_state(model, read) != before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["quantize", "train_function", "run_eagerly", "supports_masking", "compiled"],
+)
+def test_attributes_that_keras_has_too_are_seen(name):
+    model = of_two()
+    inner = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    owner = model.layers[0] if name == "compiled" else inner
+    setattr(owner, name, 1 if name == "compiled" else False)
+    before = python_state(model, inner)
+    setattr(owner, name, 2 if name == "compiled" else True)
+    assert python_state(model, inner) != before
+
+
+class OwnFraction(fractions.Fraction):
+    """Has a value that no attribute shows."""
+
+
+class OwnDay(dt.date):
+    """Another one."""
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (OwnFraction(1, 2), OwnFraction(1, 3)),
+        (OwnDay(2026, 1, 1), OwnDay(2026, 1, 2)),
+        (weakref.proxy(CLOSED_OVER), weakref.proxy(OverTheBatch())),
+    ],
+    ids=["fraction", "day", "proxy"],
+)
+def test_kinds_of_what_is_not_made_in_python_are_seen(value, other):
+    model, loss = of_two(), OverTheBatch()
+    loss.value = value
+    before = python_state(model, loss)
+    assert python_state(model, loss) == before
+    loss.value = other
+    assert python_state(model, loss) != before
+
+
+def test_what_a_proxy_stands_for_is_looked_into():
+    model, loss, settings = of_two(), OverTheBatch(), Settings()
+    loss.value = weakref.proxy(settings)
+    before = python_state(model, loss)
+    settings.is_on = True
+    assert python_state(model, loss) != before
+
+
+def test_what_is_cut_off_in_one_layer_is_whole_in_the_next():
+    model = keras.Sequential([keras.Input((3,)), Many(), Many()])
+    first, second = model.layers
+    # After the axes, by name.
+    first.z = second.z = argparse.Namespace(inner=Settings())
+    for left in range(70):
+        first.z.inner.is_on = False
+        lengths = [*[1000] * 19, 930 + left]
+        first.axes = [list(range(length)) for length in lengths]
+        before = python_state(model)
+        first.z.inner.is_on = True
+        assert python_state(model) != before
 
 
 def test_much_in_one_layer_hides_nothing_of_the_next():

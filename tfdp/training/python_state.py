@@ -5,10 +5,12 @@ import collections
 import contextlib
 import enum
 import functools
+import itertools
 import sys
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -25,7 +27,7 @@ _NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
 # What has more entries is told apart as an object alone, and so is what is deeper inside
 # of others, and all that comes after so many values of a layer or of what is beside it.
 _MOST_ENTRIES = 1024
-_DEEPEST = 6
+_DEEPEST = 10
 _MOST_VALUES = 20_000
 
 # Much of what objects of their classes have changes by itself: it is not looked into.
@@ -33,11 +35,18 @@ _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
     *("keras", "keras_hub", "numpy", "tensorflow", "tfdp")
 }
 
-# Attributes that Keras and TensorFlow set by themselves.
-_SET_BY_KERAS = {
-    *("build", "built", "call_signature_parameters", "compiled", "quantize"),
-    *("predict_function", "test_function", "train_function"),
+# Attributes that Keras sets by itself, and to what; TensorFlow's begin like this.
+_SET_BY_KERAS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(["build", "quantize"], callable),
+    **dict.fromkeys(["built", "compiled"], lambda value: isinstance(value, bool)),
+    "call_signature_parameters": lambda value: isinstance(value, list | tuple),
+    **dict.fromkeys(
+        ["predict_function", "test_function", "train_function"],
+        lambda value: value is None or callable(value),
+    ),
 }
+# What begins with an underscore in models and is what users set.
+_SET_BY_USERS = {"_run_eagerly", "_supports_masking"}
 _SET_BY_TENSORFLOW = (
     *("_self_setattr_tracking", "_self_update_uid", "_self_unconditional"),
     *("_self_name_based", "_self_saveable"),
@@ -50,9 +59,9 @@ def python_state(model: keras.Model, *others: Nest) -> tuple[Hashable, ...]:
     What is proven of a graph holds for others that are traced with the same. Seen are
     attributes of layers and of what can be called, of objects of users' own, and of their
     classes; numbers, texts, small arrays and tensors, lists and dictionaries of them; what
-    functions close over, have by default, and read of their module by name, and of other
-    modules of users' own. Other objects of libraries are told from each other, but not
-    looked into.
+    functions close over, have by default, and read by name of their module, and of other
+    modules of users' own, imported there or in the function. Other objects of libraries, and
+    what is not written in Python, are told from each other, but not looked into.
 
     Args:
         model: The model.
@@ -125,18 +134,29 @@ class _Description:
         self._met: dict[int, tuple[int, int, object]] = {
             id(layer): (n, 0, layer) for n, layer in enumerate(layers)
         }
+        self._numbers = itertools.count(len(layers))
         self._left = _MOST_VALUES
+        # As it was when the present layer began.
+        self._met_before = self._met.copy()
 
     def of_layer(self, layer: keras.layers.Layer) -> Hashable:
         """Describe a layer of the models, but for those in it."""
-        self._left = _MOST_VALUES
+        self._begin()
         return _layer(layer, self, 1)
+
+    def _begin(self) -> None:
+        """Begin with what has a number of values of its own."""
+        if self._left < 0:
+            # Of some of it there was no more than the beginning.
+            self._met = self._met_before
+        self._left = _MOST_VALUES
+        self._met_before = self._met.copy()
 
     def of(self, value: Any, depth: int = 0) -> Hashable:
         """Return what tells a value, inside of so many others, from other values."""
         kind: Any = type(value)
         if depth == 0:
-            self._left = _MOST_VALUES
+            self._begin()
         self._left -= 1
         if kind in _PLAIN:
             return kind.__name__, value
@@ -145,9 +165,10 @@ class _Description:
             return repr(value)
         if depth == _DEEPEST or self._left < 0:
             return kind.__name__, _Same(value)
-        number, before, _ = self._met.get(id(value), (len(self._met), _DEEPEST, None))
+        number, before, _ = self._met.get(id(value), (-1, _DEEPEST, None))
         if before <= depth:
             return "as before", number
+        number = next(self._numbers) if number < 0 else number
         self._met[id(value)] = number, depth, value
         try:
             # Not by the class that an object says that it has.
@@ -176,7 +197,8 @@ class _Description:
             found |= {str(name): value for name, value in of_instance.items()}
         if issubclass(type(owner), keras.layers.Layer):
             for name in found.keys() & _of_keras_alone():
-                del found[name]
+                if _SET_BY_KERAS.get(name, _is_anything)(found[name]):
+                    del found[name]
         names = [each for each in found if not each.startswith(_SET_BY_TENSORFLOW)]
         return self.of_items({name: found[name] for name in sorted(names)}, depth)
 
@@ -198,7 +220,9 @@ def _parts(value: Any, description: _Description, depth: int) -> Hashable:
     """Return what a value is made of; its identity, if it is not looked into."""
     kind = type(value)
     if not _is_of_library(kind):
-        return description.own(value, depth)
+        # What is not made in Python may hold what no attribute shows.
+        own = description.own(value, depth)
+        return own if _is_made_in_python(kind) else (_Same(value), own)
     if kind.__module__.startswith(("keras.", "tensorflow.")):
         # Such as a nest that is tracked, or a function that was given a gradient.
         wrapped = getattr(value, "__wrapped__", None)
@@ -221,6 +245,7 @@ def _layer(layer: Any, description: _Description, depth: int) -> Hashable:
     return (
         _Same(layer),
         (layer.trainable, layer.dtype_policy.name),
+        description.own(layer.dtype_policy, depth),
         description.attributes(layer, depth),
         description.of(type(layer), depth),
     )
@@ -308,29 +333,77 @@ def _function(function: Any, description: _Description, depth: int) -> Hashable:
     # Not by the module that it says that it is of: `functools.wraps` copies that.
     if _is_library(module.get("__name__")):
         return code, closed_over
-    read = {name: module[name] for name in _names_in(code) if name in module}
+    names = _names_in(code)
     return (
         code,
         description.of_each((function.__defaults__, function.__kwdefaults__), depth),
         closed_over,
-        description.of_items(read, depth),
+        _read_of(module | _imported(names, module), names, description, depth),
         description.attributes(function, depth),
     )
 
 
+def _imported(names: tuple[str, ...], module: dict[str, Any]) -> dict[str, Any]:
+    """Return modules of users' own that a function may import when it is called."""
+    package = module.get("__package__") or ""
+    return {
+        each: sys.modules[found]
+        for each in names
+        for found in (each, f"{package}.{each}")
+        if found in sys.modules and _is_of_users(sys.modules[found])
+    }
+
+
+def _read_of(
+    module: dict[str, Any],
+    names: tuple[str, ...],
+    description: _Description,
+    depth: int,
+) -> Hashable:
+    """Describe what functions read of a module by name, and of modules in it."""
+    found: list[Hashable] = []
+    for name in names:
+        if name not in module:
+            continue
+        value = module[name]
+        found += [name, description.of(value, depth)]
+        # Such as a function of another module, which reads what is there by name.
+        is_module = isinstance(value, types.ModuleType) and _is_of_users(value)
+        if is_module and depth < _DEEPEST:
+            found.append(_read_of(vars(value), names, description, depth + 1))
+    return tuple(found)
+
+
 @_parts.register(types.ModuleType)
 def _module(module: Any, description: _Description, depth: int) -> Hashable:
-    """Describe what users keep in a module of their own."""
-    path = getattr(module, "__file__", None) or ""
-    if _is_library(module.__name__) or "-packages" in path:
+    """Describe what users keep in a module of their own, but for what it can do."""
+    if not _is_of_users(module):
         return _Same(module)
     kept = {
         name: value
         for name, value in vars(module).items()
-        if not name.startswith("__")
+        if name not in _OF_EVERY_MODULE
         and not isinstance(value, types.ModuleType | types.FunctionType | type)
     }
-    return _Same(module), description.of_items(kept, depth)
+    own = description.of(type(module), depth)
+    return _Same(module), own, description.of_items(kept, depth)
+
+
+# What Python gives to modules, in part by itself.
+_OF_EVERY_MODULE = {
+    *("__builtins__", "__cached__", "__doc__", "__file__", "__loader__"),
+    *("__name__", "__package__", "__path__", "__spec__"),
+}
+
+
+def _is_of_users(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return not (_is_library(module.__name__) or _is_installed(file))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _is_installed(file: str | None) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file or "").parts)
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -367,6 +440,8 @@ _TAKEN_APART: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     staticmethod: lambda method: (method.__func__,),
     classmethod: lambda method: (method.__func__,),
     weakref.ReferenceType: lambda reference: (reference(),),
+    # The method is that of what it stands for.
+    weakref.ProxyType: lambda proxy: (proxy.__repr__.__self__,),
     bytearray: lambda found: (bytes(found),),
     types.SimpleNamespace: lambda found: (vars(found),),
     argparse.Namespace: lambda found: (vars(found),),
@@ -414,6 +489,15 @@ _MAKING_CLASSES = frozenset({"abc", "builtins", "types"})
 _IS_MADE_IN_PYTHON = 1 << 9
 
 
+def _is_made_in_python(kind: type) -> bool:
+    """Tell whether all that objects of a class hold is in attributes."""
+    return all(
+        each is object
+        or (each.__flags__ & _IS_MADE_IN_PYTHON and not _is_of_library(each))
+        for each in kind.__mro__
+    )
+
+
 def _is_library(module: str | None) -> bool:
     return str(module).partition(".")[0] in _LIBRARIES
 
@@ -422,4 +506,9 @@ def _is_library(module: str | None) -> bool:
 def _of_keras_alone() -> frozenset[str]:
     """Return the names of what Keras keeps in models and layers for itself."""
     private = {name for name in vars(keras.Model()) if name.startswith("_")}
-    return frozenset(private | _SET_BY_KERAS)
+    return frozenset(private - _SET_BY_USERS | _SET_BY_KERAS.keys())
+
+
+def _is_anything(value: object) -> bool:
+    del value
+    return True
