@@ -464,7 +464,7 @@ def test_a_penalty_of_a_variable_is_seen():
 
 def test_what_is_found_far_inside_is_looked_at_where_it_is_near():
     model, loss, inner = of_two(), OverTheBatch(), Settings([False])
-    loss.a, loss.b = [[[[inner]]]], inner
+    loss.a, loss.b = [[[[[[[[inner]]]]]]]], inner
     before = python_state(model, loss)
     inner.is_on[0] = True
     assert python_state(model, loss) != before
