@@ -45,6 +45,7 @@ _SET_BY_KERAS: dict[str, Callable[[Any], bool]] = {
         lambda value: value is None or callable(value),
     ),
 }
+_SET_IN_MODELS = {"compiled", "predict_function", "test_function", "train_function"}
 # What begins with an underscore in models and is what users set.
 _SET_BY_USERS = {"_run_eagerly", "_supports_masking"}
 _SET_BY_TENSORFLOW = (
@@ -196,7 +197,8 @@ class _Description:
             of_instance = dict(object.__getattribute__(owner, "__dict__"))
             found |= {str(name): value for name, value in of_instance.items()}
         if issubclass(type(owner), keras.layers.Layer):
-            for name in found.keys() & _of_keras_alone():
+            is_model = issubclass(type(owner), keras.Model)
+            for name in found.keys() & _of_keras_alone(is_model):
                 if _SET_BY_KERAS.get(name, _is_anything)(found[name]):
                     del found[name]
         names = [each for each in found if not each.startswith(_SET_BY_TENSORFLOW)]
@@ -503,10 +505,12 @@ def _is_library(module: str | None) -> bool:
 
 
 @functools.cache
-def _of_keras_alone() -> frozenset[str]:
-    """Return the names of what Keras keeps in models and layers for itself."""
-    private = {name for name in vars(keras.Model()) if name.startswith("_")}
-    return frozenset(private - _SET_BY_USERS | _SET_BY_KERAS.keys())
+def _of_keras_alone(is_model: bool) -> frozenset[str]:
+    """Return the names of what Keras keeps in models, or layers, for itself."""
+    of = keras.Model() if is_model else keras.layers.Layer()
+    private = {name for name in vars(of) if name.startswith("_")}
+    set_by_keras = _SET_BY_KERAS.keys() - (set() if is_model else _SET_IN_MODELS)
+    return frozenset(private - _SET_BY_USERS | set_by_keras)
 
 
 def _is_anything(value: object) -> bool:
