@@ -137,8 +137,8 @@ class _Description:
         }
         self._numbers = itertools.count(len(layers))
         self._left = _MOST_VALUES
-        # As it was when the present layer began.
-        self._met_before = self._met.copy()
+        # What was known before of what the present layer has.
+        self._before: dict[int, tuple[int, int, object] | None] = {}
 
     def of_layer(self, layer: keras.layers.Layer) -> Hashable:
         """Describe a layer of the models, but for those in it."""
@@ -149,9 +149,13 @@ class _Description:
         """Begin with what has a number of values of its own."""
         if self._left < 0:
             # Of some of it there was no more than the beginning.
-            self._met = self._met_before
+            for key, known in self._before.items():
+                if known is None:
+                    del self._met[key]
+                else:
+                    self._met[key] = known
         self._left = _MOST_VALUES
-        self._met_before = self._met.copy()
+        self._before = {}
 
     def of(self, value: Any, depth: int = 0) -> Hashable:
         """Return what tells a value, inside of so many others, from other values."""
@@ -166,10 +170,12 @@ class _Description:
             return repr(value)
         if depth == _DEEPEST or self._left < 0:
             return kind.__name__, _Same(value)
-        number, before, _ = self._met.get(id(value), (-1, _DEEPEST, None))
+        known = self._met.get(id(value))
+        number, before, _ = known or (-1, _DEEPEST, None)
         if before <= depth:
             return "as before", number
-        number = next(self._numbers) if number < 0 else number
+        number = next(self._numbers) if known is None else number
+        self._before.setdefault(id(value), known)
         self._met[id(value)] = number, depth, value
         try:
             # Not by the class that an object says that it has.
