@@ -583,12 +583,16 @@ class OwnDay(dt.date):
     """Another one."""
 
 
+# A proxy of what is gone would answer others with errors.
+ANOTHER = OverTheBatch()
+
+
 @pytest.mark.parametrize(
     ("value", "other"),
     [
         (OwnFraction(1, 2), OwnFraction(1, 3)),
         (OwnDay(2026, 1, 1), OwnDay(2026, 1, 2)),
-        (weakref.proxy(CLOSED_OVER), weakref.proxy(OverTheBatch())),
+        (weakref.proxy(CLOSED_OVER), weakref.proxy(ANOTHER)),
     ],
     ids=["fraction", "day", "proxy"],
 )
