@@ -718,7 +718,9 @@ def on_a_gpu(layer, seen):
     return layer
 
 
-@pytest.mark.parametrize("use_cudnn", ["auto", True])
+@pytest.mark.parametrize(
+    "use_cudnn", ["auto", pytest.param(True, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("engine", ["bookkeeping", "vectorized"])
 def test_training_does_without_cudnn_and_xla_compiles_it(engine, use_cudnn):
     seen = []

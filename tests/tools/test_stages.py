@@ -133,6 +133,7 @@ def test_memory_of_a_gpu_is_what_tensorflow_holds_there(peer, monkeypatch):
     assert of_gpu() == (1, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["bert_whole", "gpt2:1", "wrn16_4"])
 def test_models_for_accelerators_fit_their_examples(peer, model):
     network = peer.tfdp_steps.build(model)
@@ -142,6 +143,7 @@ def test_models_for_accelerators_fit_their_examples(peer, model):
     assert network.output_shape[-1] == peer.steps.problem_of(model).classes
 
 
+@pytest.mark.slow
 def test_the_positions_of_a_language_model_train(peer):
     network = peer.tfdp_steps.build("gpt2:1")
     assert (256, 768) in {each.shape for each in network.trainable_variables}
