@@ -759,9 +759,17 @@ def test_recurrent_layers_are_compiled_where_other_models_are(
 
 
 def test_eager_training_is_not_compiled_for_want_of_cudnn():
-    model = keras.Sequential([keras.Input((4, 2)), layers.LSTM(3)])
+    model = keras.Sequential([keras.Input((4, 2)), on_a_gpu(layers.LSTM(3), [])])
     with pytest.warns(UserWarning, match="run_eagerly"):
         trained = private(model, run_eagerly=True, jit_compile=True)
+    assert not _keras.compiles_training(trained, True)
+
+
+def test_recurrent_layers_heed_a_later_word_about_xla():
+    model = keras.Sequential([keras.Input((4, 2)), layers.LSTM(3)])
+    trained = private(model, jit_compile=True)
+    assert _keras.compiles_training(trained, True)
+    trained.jit_compile = False
     assert not _keras.compiles_training(trained, True)
 
 

@@ -549,11 +549,11 @@ def compiles_training(model: keras.Model, jit_compile: bool | str) -> bool:
     Returns:
         What Keras would decide if there were no cuDNN.
     """
-    recurrent = _with_cudnn(model)
-    if model.run_eagerly or not recurrent:
+    refused = [layer for layer in _with_cudnn(model) if not layer.supports_jit]
+    if model.run_eagerly or not refused:
         return bool(model.jit_compile)
     with contextlib.ExitStack() as entered:
-        for layer in recurrent:
+        for layer in refused:
             entered.enter_context(attributes_replaced(layer, supports_jit=True))
         if jit_compile == "auto":
             return bool(model._resolve_auto_jit_compile())
