@@ -554,6 +554,14 @@ def test_what_is_imported_in_a_call_is_seen(monkeypatch):
     assert all(a != b for a, b in zip(after, before, strict=True))
 
 
+def test_a_global_with_the_name_of_a_module_is_seen(monkeypatch):
+    monkeypatch.setitem(sys.modules, "MODULE", CONFIG)
+    model = of_two()
+    before = python_state(model, function)
+    monkeypatch.setitem(MODULE, "is_on", True)
+    assert python_state(model, function) != before
+
+
 def test_kinds_of_modules_are_seen(monkeypatch):
     model, read = of_two(), lambda: OF_OWN_KIND.is_on
     before = python_state(model, read)

@@ -342,44 +342,40 @@ def _function(function: Any, description: _Description, depth: int) -> Hashable:
     if _is_library(module.get("__name__")):
         return code, closed_over
     names = _names_in(code)
+    imported = _imported(names, module.get("__package__"))
     return (
         code,
         description.of_each((function.__defaults__, function.__kwdefaults__), depth),
         closed_over,
-        _read_of(module | _imported(names, module), names, description, depth),
+        _read_of(_named(names, module), names, description, depth),
+        _read_of(imported, names, description, depth),
         description.attributes(function, depth),
     )
 
 
-def _imported(names: tuple[str, ...], module: dict[str, Any]) -> dict[str, Any]:
+def _named(names: tuple[str, ...], module: dict[str, Any]) -> dict[str, Any]:
+    return {name: module[name] for name in names if name in module}
+
+
+def _imported(names: tuple[str, ...], package: str | None) -> dict[str, Any]:
     """Return modules of users' own that a function may import when it is called."""
-    package = module.get("__package__") or ""
-    return {
-        each: sys.modules[found]
-        for each in names
-        for found in (each, f"{package}.{each}")
-        if found in sys.modules and _is_of_users(sys.modules[found])
-    }
+    known = _named((*names, *(f"{package}.{name}" for name in names)), sys.modules)
+    return {name: module for name, module in known.items() if _is_of_users(module)}
 
 
 def _read_of(
-    module: dict[str, Any],
-    names: tuple[str, ...],
-    description: _Description,
-    depth: int,
+    found: dict[str, Any], names: tuple[str, ...], description: _Description, depth: int
 ) -> Hashable:
-    """Describe what functions read of a module by name, and of modules in it."""
-    found: list[Hashable] = []
-    for name in names:
-        if name not in module:
-            continue
-        value = module[name]
-        found += [name, description.of(value, depth)]
+    """Describe what functions read by name, and in the modules among that."""
+    described: list[Hashable] = []
+    for name, value in found.items():
+        described += [name, description.of(value, depth)]
         # Such as a function of another module, which reads what is there by name.
         is_module = isinstance(value, types.ModuleType) and _is_of_users(value)
         if is_module and depth < _DEEPEST:
-            found.append(_read_of(vars(value), names, description, depth + 1))
-    return tuple(found)
+            inside = _named(names, vars(value))
+            described.append(_read_of(inside, names, description, depth + 1))
+    return tuple(described)
 
 
 @_parts.register(types.ModuleType)
