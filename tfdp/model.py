@@ -448,7 +448,8 @@ class DPModel(TrainingFunctions):
             loss_weights: As in Keras.
             metrics: As in Keras. They are exact: what they show is not private.
             weighted_metrics: As in Keras.
-            run_eagerly: As in Keras.
+            run_eagerly: Whether steps run without a graph. The pass through the model does
+                not: it is the graph that was proven.
             steps_per_execution: As in Keras.
             jit_compile: Whether XLA compiles the passes through the model. `"auto"`
                 does on a GPU; on CPUs the engines are faster without it. Recurrent layers
@@ -767,13 +768,9 @@ class DPModel(TrainingFunctions):
         rows = number_of_examples(x)
         recorder = self.recorder
         # From a callback inside of `fit`, whose next steps have this function, too.
-        # A graph is checked when it is traced, for the number that it sees.
+        # A step is checked as it is traced, for the number that layers see.
         session = self._session_of_single_step(
-            Batch(x, y, sample_weight),
-            rows if self._steps_are_eager else None,
-            recorder,
-            self._acting,
-            is_eager=self._steps_are_eager,
+            Batch(x, y, sample_weight), None, recorder, self._acting
         )
         regularizers.check_number_of_examples(self.trainable_variables, None, rows=rows)
         self._settle(session)
@@ -821,14 +818,12 @@ class DPModel(TrainingFunctions):
         else:
             # It counts as one of a loop of one's own, whose batches nobody knows, also
             # while `fit` runs.
-            is_eager = tf.executing_eagerly()
             with tf.init_scope():
                 rows = number_of_rows(batch)
                 session = self._session_of_single_step(
                     batch,
                     rows if isinstance(rows, int) else None,
                     self.optimizer.recorder_of_loops,
-                    is_eager=is_eager,
                 )
             has_room = functools.partial(self._model_ledger.has_room, session)
         private_step(
@@ -853,20 +848,17 @@ class DPModel(TrainingFunctions):
         else:
             rows = number_of_rows(batch)
         rows = rows if isinstance(rows, int) else None
-        self._check_batch(batch, rows, session.clipper, is_eager=tf.executing_eagerly())
-        engine, traced = self._checked.engine, self._checked.traced
-        # Eager steps run no function that is traced.
-        is_same = session.clipper.traced is traced or tf.executing_eagerly()
-        moved = frozenset(self._checked.moved)
-        is_same = is_same and session.clipper.moved == moved
-        if session.clipper.engine == engine and is_same:
+        self._check_batch(batch, rows, session.clipper)
+        clipper = dataclasses.replace(session.clipper, engine=self._checked.engine)
+        if self._replicas.strategy is not None:
+            with (
+                _keras.outside_of_graphs(),
+                self._replicas.only_first(),
+                _keras.losses_of_one_replica(),
+            ):
+                clipper.check(batch, session.objective_uphill)
+        if clipper == session.clipper:
             return session
-        clipper = dataclasses.replace(
-            session.clipper,
-            engine=engine,
-            traced=traced,
-            moved=moved,
-        )
         return dataclasses.replace(session, clipper=clipper)
 
     def _update_metrics(
@@ -969,7 +961,7 @@ class DPModel(TrainingFunctions):
         with optimizer.set_aside():
             clipper = self._clipper(scheme)
             if self._checked.signature is None:
-                self._check_batch(batch, None, clipper, is_eager=self._steps_are_eager)
+                self._check_batch(batch, None, clipper)
             session = self._checked.session(
                 scheme, clipper, optimizer, LedgerRecorder(), callbacks
             )
@@ -1011,14 +1003,12 @@ class DPModel(TrainingFunctions):
         rows: int | None,
         recorder: LedgerRecorder,
         callbacks: Sequence[StepCallback] = (),
-        *,
-        is_eager: bool,
     ) -> Session:
         """Return what a step is made for whose batch nobody has described."""
         check_protects(self.unit, UNDECLARED)
         _seeds.use_key(self.model, is_known=self.optimizer.noise_is_seeded)
         clipper = self._clipper(UNDECLARED)
-        self._check_batch(batch, rows, clipper, is_eager=is_eager)
+        self._check_batch(batch, rows, clipper)
         session = self._checked.session(
             UNDECLARED, clipper, self.optimizer, recorder, callbacks
         )
@@ -1048,14 +1038,7 @@ class DPModel(TrainingFunctions):
 
     def _check(self, data: TrainingData, clipper: BatchClipper) -> TrainingData:
         """Refuse layers and losses that mix examples."""
-        batch_size = data.static_batch_size
-        if self._steps_are_eager and batch_size is None:
-            # Each step is checked for its own; what fails is to fail before the first.
-            users = data.scheme.expected_batch_size
-            batch_size = users and users * data.scheme.rows_per_example
-        seen = self._checked.rows_seen(
-            batch_size, clipper, is_eager=self._steps_are_eager
-        )
+        seen = self._checked.rows_seen(data.static_batch_size, clipper)
         spec = data.element_spec
         if spec is None or not self._checked.knows(spec, seen):
             data, sample = data.with_sample()
@@ -1064,13 +1047,8 @@ class DPModel(TrainingFunctions):
                 self._check_rows(like, sample, seen)
         return data
 
-    @property
-    def _steps_are_eager(self) -> bool:
-        """Whether `fit` runs its steps without a graph."""
-        return bool(self.run_eagerly) or tf.config.functions_run_eagerly()
-
     def _check_batch(
-        self, batch: Batch, rows: int | None, clipper: BatchClipper, *, is_eager: bool
+        self, batch: Batch, rows: int | None, clipper: BatchClipper
     ) -> None:
         """Check what a step is about to take, or a graph is about to be traced for.
 
@@ -1078,7 +1056,7 @@ class DPModel(TrainingFunctions):
         else.
         """
         data = batch[:3]
-        seen = self._checked.rows_seen(rows, clipper, is_eager=is_eager)
+        seen = self._checked.rows_seen(rows, clipper)
         if self._checked.knows(data, seen):
             return
         shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]

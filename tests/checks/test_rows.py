@@ -1,5 +1,6 @@
 """Rows that meet are found, whatever the batch; what is proven never lets them meet."""
 
+import contextlib
 import dataclasses
 
 import keras
@@ -19,6 +20,7 @@ from tfdp.checks.engine import choose
 from tfdp.checks.tracing import Trace
 from tfdp.engines.apart import ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine
+from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses.objective import Objective
 
@@ -1115,8 +1117,19 @@ def static_model(run_eagerly=False, jit_compile=False, loss="mse", **options):
     return private
 
 
-def test_graphs_forget_how_many_rows_there_are():
-    """What is proven for any number of rows is what runs."""
+@contextlib.contextmanager
+def functions_run_eagerly():
+    """TensorFlow's switch for the debugger, which no model knows of."""
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
+@pytest.mark.filterwarnings("ignore:Even though the `tf.config")
+def test_passes_forget_how_many_rows_there_are():
+    """What is proven for any number of rows is what runs, eagerly too."""
     x, y = np.ones((8, D), "float32"), np.ones((8, 1))
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True)
 
@@ -1134,23 +1147,27 @@ def test_graphs_forget_how_many_rows_there_are():
         "one batch": lambda: static_model().train_on_batch(x[:4], y[:4]),
         "jit": lambda: static_model(jit_compile=True).fit(batches, verbose=0),
         "loop": lambda: own_loop(static_model().model),
+        "eager": lambda: static_model(run_eagerly=True).fit(
+            x, y, batch_size=4, verbose=0
+        ),
+        "eager step": lambda: static_model().train_step((x, y)),
+        "eager loop": lambda: tfdp.clipped_gradients(
+            static_model().model, "mse", x, y, l2_norm_clip=1.0
+        ),
     }
-    for name, train in trains.items():
-        SEEN.clear()
-        train()
-        assert SEEN == [], name
+    for switch in (contextlib.nullcontext, functions_run_eagerly):
+        for name, train in trains.items():
+            SEEN.clear()
+            with switch():
+                train()
+            assert SEEN == [], name
 
 
 @pytest.mark.slow
 def test_the_sizes_that_layers_will_see_are_looked_at():
-    """Eagerly, and where gradients are differentiated, which would take longer."""
+    """Where gradients are differentiated, which would take longer without."""
     x, y = np.ones((8, D), "float32"), np.ones((8, 1))
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True)
-
-    def trained():
-        private = static_model()
-        private.fit(batches, verbose=0)
-        return private
 
     exact = tfdp.losses.BAM("mse", radius=0.1, ascent="exact")
 
@@ -1169,42 +1186,17 @@ def test_the_sizes_that_layers_will_see_are_looked_at():
         ),
         "one batch": lambda: static_model(loss=exact).train_on_batch(x, y),
         "graph": lambda: own_loop(static_model().model),
-        "step": lambda: static_model().train_step((x, y)),
-        "step after training": lambda: trained().train_step((x, y)),
-        "fit": lambda: static_model(run_eagerly=True).fit(
+        "step": lambda: static_model(loss=exact).train_step((x, y)),
+        "fit": lambda: static_model(loss=exact, run_eagerly=True).fit(
             x, y, batch_size=4, verbose=0
         ),
         "loop": lambda: tfdp.clipped_gradients(
-            static_model().model, "mse", x, y, l2_norm_clip=1.0, engine="bookkeeping"
+            static_model().model, exact, x, y, l2_norm_clip=1.0, engine="bookkeeping"
         ),
     }
     for train in trains.values():
         with pytest.raises(UnsupportedLayerError, match="a mean over the rows"):
             train()
-
-
-def test_functions_that_run_eagerly_show_rows_too():
-    """TensorFlow's switch for the debugger, which no model knows of."""
-    x, y = np.ones((8, D), "float32"), np.ones((8, 1))
-    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True)
-    before = static_model()
-    before.fit(batches, verbose=0)
-    trains = {
-        "batches": lambda: static_model().fit(batches, verbose=0),
-        "again": lambda: before.fit(batches, verbose=0),
-        "arrays": lambda: static_model().fit(x, y, batch_size=4, verbose=0),
-        "passes": lambda: static_model(physical_batch_size=2).fit(
-            x, y, batch_size=4, verbose=0
-        ),
-        "one batch": lambda: static_model().train_on_batch(x, y),
-    }
-    tf.config.run_functions_eagerly(True)
-    try:
-        for train in trains.values():
-            with pytest.raises(UnsupportedLayerError, match="a mean over the rows"):
-                train()
-    finally:
-        tf.config.run_functions_eagerly(False)
 
 
 class MixesManyRows(layers.Layer):
@@ -1251,7 +1243,11 @@ def mixing_many(loss, *, is_certain, expected_batch_size=None, **options):
         pytest.param(
             tfdp.losses.BAM("mse", radius=0.1, ascent="exact"), {}, id="uphill"
         ),
-        pytest.param("mse", {"run_eagerly": True}, id="eager"),
+        pytest.param(
+            tfdp.losses.BAM("mse", radius=0.1, ascent="exact"),
+            {"run_eagerly": True},
+            id="eager",
+        ),
     ],
 )
 def test_each_number_of_rows_that_is_seen_is_looked_at(loss, options):
@@ -1285,20 +1281,22 @@ def test_each_eager_batch_is_looked_at():
         expected_batch_size=4,
         sampling="shuffle",
     )
-    private = mixing_many("mse", is_certain=True, run_eagerly=True)
+    exact = tfdp.losses.BAM("mse", radius=0.1, ascent="exact")
+    private = mixing_many(exact, is_certain=True, run_eagerly=True)
     with pytest.raises(UnsupportedLayerError, match="a mean over the rows"):
         private.fit(declared, verbose=0)
     assert private.optimizer.iterations.numpy() == 1
 
 
 def test_each_batch_of_an_eager_loop_is_looked_at():
+    loss = tfdp.losses.BAM("mse", radius=0.1, ascent="exact")
     model = mixing_many("mse", is_certain=True).model
     for rows in (4, 5):
         x, y = np.ones((rows, D), "float32"), np.ones((rows, 1), "float32")
-        tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0)
+        tfdp.clipped_gradients(model, loss, x, y, l2_norm_clip=1.0)
     x, y = np.ones((64, D), "float32"), np.ones((64, 1), "float32")
     with pytest.raises(UnsupportedLayerError, match="a mean over the rows"):
-        tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0)
+        tfdp.clipped_gradients(model, loss, x, y, l2_norm_clip=1.0)
 
 
 @pytest.mark.parametrize("mix", [tf.cumsum, lambda noise: tf.sort(noise, axis=0)])
@@ -1334,10 +1332,13 @@ def test_as_many_rows_as_units_are_no_bias():
     inputs = keras.Input((D,))
     scaled = layers.Add()([layers.Dense(3)(inputs), layers.Dense(1)(inputs)])
     model = keras.Model(inputs, scaled)
+    exact = tfdp.losses.BAM("mse", radius=0.1, ascent="exact")
     x, y = np.ones((4, D), "float32"), np.ones((4, 1), "float32")
-    tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0)
+    tfdp.clipped_gradients(model, exact, x, y, l2_norm_clip=1.0)
     with pytest.raises(UnsupportedLayerError, match="adds rows as a bias"):
-        tfdp.clipped_gradients(model, "mse", x[:3], y[:3], l2_norm_clip=1.0)
+        tfdp.clipped_gradients(model, exact, x[:3], y[:3], l2_norm_clip=1.0)
+    # Without derivatives of gradients no layer sees how many there are.
+    tfdp.clipped_gradients(model, "mse", x[:3], y[:3], l2_norm_clip=1.0)
 
 
 @pytest.mark.slow
@@ -1373,13 +1374,16 @@ def test_a_row_alone_ends_in_one_entry(name):
 @pytest.mark.slow
 def test_eager_steps_take_the_engine_that_was_proven_for_their_rows():
     private = mixing_many(
-        "mse", is_certain=False, expected_batch_size=4, run_eagerly=True
+        tfdp.losses.BAM("mse", radius=0.1, ascent="exact"),
+        is_certain=False,
+        expected_batch_size=4,
+        run_eagerly=True,
     )
     for rows in (64, 4):
         x = np.ones((rows, D), "float32")
         private.train_on_batch(x, np.ones((rows, 1), "float32"))
     # Of the next 64 no step would ask again.
-    assert private._checked.engine == ApartEngine()
+    assert private._checked.engine == VectorizedEngine()
 
 
 @pytest.mark.parametrize("name", APART)

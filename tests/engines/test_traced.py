@@ -1,5 +1,7 @@
 """The graph of the proof is the graph that runs, where it is what the step would trace."""
 
+import contextlib
+import dataclasses
 import queue
 
 import keras
@@ -12,6 +14,7 @@ import tfdp
 from tests.reference import clipped_sum
 from tfdp.engines import BookkeepingEngine, GhostEngine
 from tfdp.engines.traced import TracedPass
+from tfdp.losses.objective import Batch, Objective
 
 pytestmark = pytest.mark.filterwarnings("ignore:Training without noise")
 
@@ -102,7 +105,7 @@ def test_derivatives_are_traced_once_for_their_number_of_rows():
         return [shape[0] for shape in calls()]
 
     assert [rows for rows in traced(ROWS) if rows] == [ROWS, ROWS]
-    assert wrapped._checked.traced.rows == ROWS
+    assert ROWS in [each.rows for each in wrapped._checked.passes]
     # TensorFlow takes a second number for any: that pass was kept as well.
     assert traced(4) == []
     assert traced(ROWS) == traced(4) == []
@@ -156,17 +159,212 @@ def test_losses_that_change_are_traced_anew(options):
             np.testing.assert_allclose(each * ROWS, total, atol=1e-4)
 
 
+def rows_like(rows, length=3, dtype=tf.float32, sample_weight=None):
+    return Batch(
+        tf.TensorSpec([rows, length], dtype),
+        tf.TensorSpec([rows], tf.int32),
+        sample_weight and tf.TensorSpec([rows]),
+        tf.TensorSpec([rows], tf.bool),
+    )
+
+
 def test_a_pass_fits_what_it_was_traced_for():
-    known, other = object(), object()
-    traced = TracedPass(BookkeepingEngine(), known, None, None)
-    assert traced.fits(BookkeepingEngine(), known, ROWS, 1)
-    assert not traced.fits(BookkeepingEngine(), other, ROWS, 1)
-    assert not traced.fits(GhostEngine(), known, ROWS, 1)
-    assert not traced.fits(BookkeepingEngine(), known, ROWS, 2)
-    assert not traced.fits(BookkeepingEngine(), known, ROWS, tf.constant(1))
-    for rows in (ROWS, ROWS + 1):
-        of_some = TracedPass(BookkeepingEngine(), known, rows, None)
-        assert of_some.fits(BookkeepingEngine(), known, ROWS, 1) == (rows == ROWS)
+    inner = model()
+    known, other = (Objective.of(inner, loss) for loss in ("mse", "mae"))
+    engine = BookkeepingEngine()
+
+    def fits(engine=engine, objective=known, batch=rows_like(ROWS), units=1, to=None):  # noqa: B008
+        traced = TracedPass(BookkeepingEngine(), known, to or rows_like(None), 1, None)
+        return traced.fits(engine, objective, batch, units)
+
+    assert fits()
+    assert fits(batch=rows_like(None))
+    assert fits(objective=dataclasses.replace(known))
+    assert not fits(objective=dataclasses.replace(known, views=2))
+    assert not fits(objective=other)
+    assert not fits(GhostEngine())
+    assert not fits(units=2)
+    assert not fits(units=tf.constant(1))
+    for of_another in ({"length": 4}, {"dtype": tf.float64}, {"sample_weight": True}):
+        assert not fits(batch=rows_like(ROWS, **of_another))
+        assert not fits(to=rows_like(None, **of_another))
+    assert fits(to=rows_like(None, length=None))
+    assert not fits(batch=rows_like(ROWS, length=None))
+    assert fits(to=rows_like(ROWS))
+    for rows in (None, ROWS + 1):
+        assert not fits(batch=rows_like(rows), to=rows_like(ROWS))
+
+
+# Nothing that a layer, a loss or a function has: nobody sees what is in it.
+MEETING = queue.SimpleQueue()
+
+
+@pytest.fixture
+def rows_meet():
+    """Return what lets rows meet from then on, in all that is traced later."""
+    yield lambda: MEETING.put(True)
+    while not MEETING.empty():
+        MEETING.get()
+
+
+class MeetingLater(layers.Layer):
+    """Lets rows meet from some time on."""
+
+    def call(self, x):
+        return x + 0.0 * x if MEETING.empty() else x * keras.ops.sum(x, 0)
+
+
+def meeting_later():
+    keras.utils.set_random_seed(1)
+    return keras.Sequential([keras.Input((3,)), MeetingLater(), layers.Dense(2)])
+
+
+def effect_of_the_first(clip):
+    """Return how far one row moves what comes out, over the clip norm."""
+    x, y = data()
+    x[0] *= 1e3
+    whole = clip(x, y)
+    weight = np.ones(ROWS, np.float32)
+    weight[0] = 0.0
+    without = clip(x * weight[:, None], y, weight)
+    moved = [a - b for a, b in zip(whole, without, strict=True)]
+    return np.sqrt(sum(np.square(each, dtype=np.float64).sum() for each in moved))
+
+
+MARKED = np.zeros(ROWS, bool)
+LOOPS = {
+    "eager": {},
+    "ghost": {"engine": "ghost"},
+    "vectorized": {"engine": "vectorized"},
+    "apart": {"engine": "apart"},
+    "passes": {"physical_batch_size": 5},
+    "microbatches": {"num_microbatches": 6},
+    "users": {"examples_per_user": 2},
+    "padding": {"is_padding": MARKED},
+    "uphill": {"loss": tfdp.losses.BAM("mse", radius=0.1)},
+    "exact": {"loss": tfdp.losses.BAM("mse", ascent="exact")},
+}
+WAYS = {
+    "eager": lambda function: function,
+    "graph": lambda function: tf.function(function, autograph=False),
+    "xla": lambda function: tf.function(function, autograph=False, jit_compile=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "other"])
+def test_loops_run_what_was_proven(name, way, is_known, rows_meet):
+    """Whatever code has become since then."""
+    inner = meeting_later()
+    options = {"l2_norm_clip": 1.0, "loss": "mse", **LOOPS[name]}
+
+    def clip(x, y, sample_weight):
+        return tfdp.clipped_gradients(
+            inner, x=x, y=y, sample_weight=sample_weight, **options
+        ).gradients
+
+    x, y = data()
+    # What is known was proven for such rows, and what is not for others.
+    ones = np.ones(ROWS, np.float32) if is_known else None
+    WAYS[way](clip)(x, y, ones)
+    rows_meet()
+
+    def once_more(x, y, sample_weight=np.ones(ROWS, np.float32)):  # noqa: B008
+        return [each.numpy() for each in WAYS[way](clip)(x, y, sample_weight)]
+
+    # One microbatch may become another.
+    bound = 2.0 if name == "microbatches" else 1.0
+    try:
+        effect = effect_of_the_first(once_more)
+    except tfdp.errors.UnsupportedLayerError:
+        assert not is_known or way == "xla" or name in {"microbatches", "users"}
+    else:
+        assert 0 < effect < bound * 1.0001
+
+
+class ByNames(keras.Model):
+    """Lets rows meet that come by names."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+
+    def call(self, inputs):
+        if isinstance(inputs, dict):
+            inputs = [each - keras.ops.mean(each, 0) for each in inputs.values()]
+        return self.dense(keras.ops.concatenate(inputs, axis=1))
+
+
+def test_inputs_in_another_nest_are_proven_anew():
+    x, y = data()
+    inner = ByNames()
+    inner((x, x))
+
+    def clip(x):
+        tfdp.clipped_gradients(inner, "mse", x, y, l2_norm_clip=1.0)
+
+    clip((x, x))
+    with pytest.raises(tfdp.errors.UnsupportedLayerError):
+        clip({"a": x, "b": x})
+
+
+FITS = {
+    "graph": ({}, {}),
+    "eager": ({}, {"run_eagerly": True}),
+    "xla": ({}, {"jit_compile": True}),
+    "passes": ({"physical_batch_size": 5}, {}),
+    "vectorized": ({"engine": "vectorized"}, {}),
+    "views": ({"augmentation": layers.Identity(), "augmentation_multiplicity": 2}, {}),
+    "eager_views": (
+        {"augmentation": layers.Identity(), "augmentation_multiplicity": 2},
+        {"run_eagerly": True},
+    ),
+    "replica": ({}, {}),
+    "eager_replica": ({}, {"run_eagerly": True}),
+}
+
+
+# What is proven of these is traced once more, and proven once more before.
+REFUSED = {"xla", "vectorized", "views", "eager_views", "replica", "eager_replica"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FITS)
+def test_fit_runs_what_was_proven(name, rows_meet):
+    """Also if code has become another between the check and the first step."""
+    wrap, compiled = FITS[name]
+    scope = contextlib.nullcontext
+    if "replica" in name:
+        scope = tf.distribute.MirroredStrategy(["/cpu:0"]).scope
+    with scope():
+        inner = meeting_later()
+    weights = inner.get_weights()
+
+    def clip(x, y, sample_weight=np.ones(ROWS, np.float32)):  # noqa: B008
+        with scope():
+            wrapped = tfdp.DPModel(inner, sampling="shuffle", **wrap)
+            optimizer = tfdp.optimizers.DPSGD(
+                1.0, l2_norm_clip=1.0, noise_multiplier=0.0
+            )
+            wrapped.compile(optimizer, "mse", **compiled)
+        inner.set_weights(weights)
+        begin = keras.callbacks.LambdaCallback(on_train_begin=lambda _: rows_meet())
+        while not MEETING.empty():
+            MEETING.get()
+        wrapped.fit(x, y, ROWS, 1, 0, [begin], sample_weight=sample_weight)
+        return [
+            (a - b) * ROWS for a, b in zip(inner.get_weights(), weights, strict=True)
+        ]
+
+    try:
+        effect = effect_of_the_first(clip)
+    except tfdp.errors.UnsupportedLayerError:
+        assert name in REFUSED
+    else:
+        assert name not in REFUSED
+        assert 0 < effect < 1.0001
 
 
 @pytest.mark.slow

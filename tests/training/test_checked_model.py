@@ -129,27 +129,22 @@ def checked_model(model):
 
 
 @pytest.mark.parametrize(
-    ("loss", "is_eager", "batch_size", "seen"),
+    ("loss", "batch_size", "seen"),
     [
-        (None, False, 5, (None, None)),
-        (None, True, None, (None, 8)),
-        (None, True, 5, (5, 8)),
-        (BAM("mse", radius=0.1), False, 5, (None, None)),
-        (BAM("mse", radius=0.1, ascent="exact"), False, 5, (5, 8)),
-        (BAM("mse", radius=0.1, ascent="exact"), False, None, (None, 8)),
+        (None, 5, (None, None)),
+        (BAM("mse", radius=0.1), 5, (None, None)),
+        (BAM("mse", radius=0.1, ascent="exact"), 5, (5, 8)),
+        (BAM("mse", radius=0.1, ascent="exact"), None, (None, 8)),
     ],
 )
-def test_graphs_see_no_number_of_rows_but_of_derivatives(
-    loss, is_eager, batch_size, seen
-):
+def test_layers_see_no_number_of_rows_but_of_derivatives(loss, batch_size, seen):
     model = network()
     checked = CheckedModel(model, "auto", None, ONE_DEVICE)
     checked.compile(logits_loss(), None, loss)
     clipper = BatchClipper(model, checked.engine)
     of_passes = BatchClipper(model, checked.engine, 1, physical_batch_size=8)
     assert seen == tuple(
-        checked.rows_seen(batch_size, each, is_eager=is_eager)
-        for each in (clipper, of_passes)
+        checked.rows_seen(batch_size, each) for each in (clipper, of_passes)
     )
 
 

@@ -13,7 +13,6 @@ from tests.problems import PROBLEMS, Batch, nan_row, scale_outlier, take
 from tests.reference import assert_all_close, clipped_sum, problem_gradients
 from tfdp.clipping import ClippedSum
 from tfdp.engines.vectorized import VectorizedEngine
-from tfdp.training import loops
 
 pytestmark = pytest.mark.keras_private
 
@@ -575,10 +574,10 @@ def test_each_loss_is_checked():
     with pytest.raises(tfdp.errors.UnsupportedLossError, match="other examples"):
         tfdp.clipped_gradients(model, coupled, x, y, l2_norm_clip=1.0)
     # And one that was checked is not checked again.
-    known = len(loops._checked[model])
+    known = len(vars(model)["_checked_by_tfdp"])
     for loss in ("mse", "mse"):
         tfdp.clipped_gradients(model, loss, x, y, l2_norm_clip=1.0)
-    assert len(loops._checked[model]) == known == 1
+    assert len(vars(model)["_checked_by_tfdp"]) == known == 1
 
 
 @pytest.mark.parametrize(

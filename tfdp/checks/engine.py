@@ -34,7 +34,6 @@ def choose(
     *,
     sample: Nest = None,
     passes: list[TracedPass] | None = None,
-    moved: set[str] | None = None,
 ) -> engines.Engine:
     """Prove that rows do not meet in a model, and return the engine to use for it.
 
@@ -53,10 +52,8 @@ def choose(
             with an entry for each place in the batch: any number is proven as well.
         sample: Rows on which rules that somebody has registered are compared with
             gradients taken one by one; by default `data`, if these are arrays.
-        passes: Where to put what was traced whole, for as many rows as layers will see
-            in a graph (mostly any number), and can be run.
-        moved: Where to put what the model moves on while it is called, such as variables
-            that it assigns: the next pass would find it moved.
+        passes: Where to put what was traced whole for units of one row, and for as many
+            rows as layers will see (mostly any number), and can be run.
 
     Returns:
         `engine`; if that is `"auto"` and rows are not proven to stay apart in
@@ -69,7 +66,7 @@ def choose(
             the engine was asked for and cannot be used.
         UnsupportedLossError: If the losses do so.
     """
-    moved = set() if moved is None else moved
+    moved: set[str] = set()
     chosen = engines.get(engine)
     sizes = [None] if seen is None else [None, seen]
     if not chosen.notes_what_it_reads:
@@ -79,12 +76,12 @@ def choose(
     if type(chosen) is VectorizedEngine:
         return _without_numbers_of_seeds(chosen, moved)
     try:
-        is_here = objective.ascent is None and seen is None
+        is_here = objective.ascent is None
         if is_here and isinstance(chosen, engines.BookkeepingEngine):
-            # Uphill and eagerly layers without a rule need those of leaves.
+            # Uphill layers without a rule need those of leaves.
             follows_leaves = has_leaves(objective.model)
             chosen = dataclasses.replace(chosen, follows_leaves=follows_leaves)
-        chosen = _proven(chosen, objective, data, sizes, passes, moved)
+        chosen = _proven(chosen, objective, data, sizes, passes)
         _compare_if_foreign(chosen, objective, data if sample is None else sample)
     except Exception as failure:  # noqa: BLE001
         error = _as_unsupported(failure)
@@ -97,7 +94,7 @@ def choose(
                 f"`{objective.model.name}`. {error} Or use `engine='auto'`."
             ) from error
         apart = engines.ApartEngine()
-        if _can_take_apart(apart, objective, data, sizes, sample, passes):
+        if _can_take_apart(apart, objective, data, sizes, sample, passes, moved):
             logging.info(
                 "tfdp takes each example of model `%s` through it by itself: %s",
                 objective.model.name,
@@ -143,7 +140,6 @@ def _proven(
     data: Nest,
     sizes: Sequence[int | None],
     passes: list[TracedPass] | None,
-    moved: set[str],
 ) -> engines.Engine:
     """Return an engine for which rows are proven not to meet in what it reads.
 
@@ -155,9 +151,8 @@ def _proven(
     traced: list[TracedPass] = []
     problems: list[Problem] = []
     traces = [Trace(objective.model) for _ in sizes]
-    # In a graph only the exact ascent sees how many rows there are; its pass is kept.
-    sees_rows = objective.ascent is not None and objective.ascent.is_exact
-    rows_that_run = sizes[-1] if sees_rows else None
+    # The pass for as many rows as layers see is kept.
+    rows_that_run = sizes[-1]
     try:
         for trace, rows in zip(traces, sizes, strict=True):
             whole = traced if passes is not None and rows == rows_that_run else None
@@ -167,7 +162,6 @@ def _proven(
         failure = UnsupportedLayerError(str(problems[0])) if problems else None
     except UnsupportedLayerError as error:
         failure = error
-    moved.update(*(trace.moved for trace in traces))
     if failure is None:
         if passes is not None:
             passes += traced
@@ -183,7 +177,7 @@ def _proven(
         if has_loop and engine.unrolls_loops is None:
             step_by_step = dataclasses.replace(engine, unrolls_loops=True)
             try:
-                return _proven(step_by_step, objective, data, sizes, passes, moved)
+                return _proven(step_by_step, objective, data, sizes, passes)
             except NotUnrolledError:
                 engine = dataclasses.replace(engine, unrolls_loops=False)
         other = _that_knows_more(
@@ -195,7 +189,7 @@ def _proven(
         )
     if other is None:
         raise failure
-    return _proven(other, objective, data, sizes, passes, moved)
+    return _proven(other, objective, data, sizes, passes)
 
 
 def _that_knows_more(
@@ -284,6 +278,7 @@ def _can_take_apart(
     sizes: Sequence[int | None],
     sample: Nest,
     passes: list[TracedPass] | None,
+    moved: set[str],
 ) -> bool:
     """Tell whether each unit can go through a model by itself, by rules of some layers."""
     if objective.ascent is not None:
@@ -292,23 +287,90 @@ def _can_take_apart(
         explained = engine.explain(objective.model, signature_of(data)[0])
         if all(each.rule == VectorizedEngine.name for each in explained):
             return False
-        # What is traced may run; see `Trace.found_in_pass`.
-        _keras.make_global_seed()
-        traced = []
-        for rows in sizes:
-            run, signature = _whole_pass(engine, objective, data, rows)
-            function = tf.function(run, autograph=False)
-            with units_checked(objective.model):
-                function.get_concrete_function(*signature)
-            if rows is None:
-                traced.append(TracedPass(engine, objective, rows, function))
+        traced = [_of_units_alone(engine, objective, data, rows) for rows in sizes]
         _compare_if_foreign(engine, objective, data if sample is None else sample)
     # Whatever it is, the vectorized engine does without, or says it.
     except Exception:  # noqa: BLE001
         return False
     if passes is not None:
-        passes += traced
+        left = frozenset(moved)
+        passes += [dataclasses.replace(each, moved=left) for each in traced]
     return True
+
+
+def proven_pass(
+    engine: engines.Engine,
+    objective: Objective,
+    batch: Batch,
+    rows_per_unit: int | Tensor,
+) -> TracedPass:
+    """Trace what an engine does with rows, and prove that they do not meet there.
+
+    Of units of one row the graph that is looked into is the graph that runs. Of others,
+    and where a loss is asked for each row alone, it is traced once more right after that:
+    by code which had no time to become other code.
+
+    Args:
+        engine: That `choose` has returned.
+        objective: What will be differentiated.
+        batch: Rows, or `tf.TensorSpec` of them; how many they are is open, or all that
+            this pass is for.
+        rows_per_unit: Consecutive rows that are one unit.
+
+    Returns:
+        The pass, to be run as it is.
+
+    Raises:
+        UnsupportedLayerError: If it is not proven.
+        UnsupportedLossError: If the losses mix rows for certain.
+    """
+    data, rows = tuple(batch[:3]), batch.is_padding.shape[0]
+    sizes = [None] if rows is None else [None, rows]
+    # Layers that draw alike for all views of an example are tfdp's own.
+    each_alone = dataclasses.replace(objective, views=1)
+    moved: set[str] = set()
+    if not engine.notes_what_it_reads:
+        check_objective(each_alone, data, sizes, moved)
+        _without_numbers_of_seeds(engine, moved)
+    passes: list[TracedPass] = []
+    is_of_rows = isinstance(rows_per_unit, int) and rows_per_unit == 1
+    for size in sizes:
+        trace = Trace(objective.model)
+        whole = passes if is_of_rows and size == rows else None
+        problems = _problems_of_pass(engine, each_alone, data, size, whole, trace=trace)
+        if problems:
+            raise UnsupportedLayerError(
+                f"Engine '{engine.name}' cannot clip the gradients of model "
+                f"`{objective.model.name}`. {problems[0]}"
+            )
+        moved |= trace.moved
+    if passes:
+        # Units of one row have one view.
+        return dataclasses.replace(passes[0], objective=objective)
+    traced = _of_units_alone(engine, objective, data, rows, rows_per_unit)
+    return dataclasses.replace(traced, moved=frozenset(moved))
+
+
+def _of_units_alone(
+    engine: engines.Engine,
+    objective: Objective,
+    data: Nest,
+    rows: int | None,
+    rows_per_unit: int | Tensor = 1,
+) -> TracedPass:
+    """Trace what an engine does, and look into what takes each unit by itself."""
+    # What is traced may run; see `Trace.found_in_pass`.
+    _keras.make_global_seed()
+    run, signature = _whole_pass(engine, objective, data, rows, rows_per_unit)
+    with units_checked(objective.model):
+        function = tf.function(run, autograph=False).get_concrete_function(*signature)
+    of_rows = _signature_of_rows(data, rows)
+    return TracedPass(engine, objective, of_rows, rows_per_unit, function)
+
+
+def _signature_of_rows(data: Nest, rows: int | None) -> Batch:
+    of_rows = Batch(*signature_of(data, rows))
+    return of_rows._replace(is_padding=tf.TensorSpec([rows], tf.bool))
 
 
 def check_objective(
@@ -326,7 +388,8 @@ def check_objective(
         objective: The model and its losses.
         data: ``(x, y, sample_weight)``, of which shapes and dtypes are read.
         sizes: How many rows to follow, each None for any number.
-        moved: As in `choose`.
+        moved: Where to put what the model moves on while it is called, such as variables
+            that it assigns: the next pass would find it moved.
 
     Raises:
         UnsupportedLayerError: If the model does.
@@ -370,7 +433,9 @@ def _problems_of_pass(
     if passes is not None and engine.notes_what_it_reads:
         found, function = _followed_whole(engine, objective, data, rows, trace)
         if function is not None:
-            passes.append(TracedPass(engine, objective, rows, function))
+            signature = _signature_of_rows(data, rows)
+            moved = frozenset(trace.moved)
+            passes.append(TracedPass(engine, objective, signature, 1, function, moved))
     else:
         found = _followed(objective, data, rows, engine.read, trace)
     problems = layer_problems(objective.model, trace, found) + loss_problems(found)
@@ -414,7 +479,11 @@ def _followed_whole(
 
 
 def _whole_pass(
-    engine: engines.Engine, objective: Objective, data: Nest, rows: int | None
+    engine: engines.Engine,
+    objective: Objective,
+    data: Nest,
+    rows: int | None,
+    rows_per_unit: int | Tensor = 1,
 ) -> tuple[Callable[..., Clipped], Sequence[Nest]]:
     """Return the pass of an engine as a function, and its signature; see `TracedPass`."""
 
@@ -424,7 +493,7 @@ def _whole_pass(
         batch = Batch(x, y, sample_weight, is_padding)
         with _seeds.secret_seeds(objective.model):
             return engine.clip_and_sum(
-                objective, batch, l2_norm_clip=clip, rows_per_unit=1
+                objective, batch, l2_norm_clip=clip, rows_per_unit=rows_per_unit
             )
 
     padding = tf.TensorSpec([rows], tf.bool)

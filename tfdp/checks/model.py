@@ -80,7 +80,7 @@ def _outputs(model: keras.Model, inputs: Nest) -> Nest:
 
 def _check_rows(x: Nest) -> None:
     for leaf in keras.tree.flatten(x):
-        if leaf is not None and (not np.ndim(leaf) or not leaf.shape[0]):
+        if leaf is not None and list(getattr(leaf, "shape", []))[:1] in ([], [0]):
             raise ValueError(
                 "Every array of `x` must have examples on its leading axis. "
                 f"Received: an array of shape {tuple(np.shape(leaf))} in `x`."

@@ -178,16 +178,16 @@ class Trace:
             rows: See `found`.
 
         Returns:
-            What was found, and the function, which is traced; None if the graph is good
-            for the proof alone.
+            What was found, and the function that was traced; None if its graph is good for
+            the proof alone.
         """
         function = tf.function(run, autograph=False)
         # It may run: what is drawn then comes from the generators that the model has.
         _keras.make_global_seed()
         with traced_by(self), self._observing():
-            graph = function.get_concrete_function(*signature).graph
-        found = self._found(graph, signature[:-1], rows, 1, ends_in_rows=True)
-        return found, None if self._alone else function
+            traced = function.get_concrete_function(*signature)
+        found = self._found(traced.graph, signature[:-1], rows, 1, ends_in_rows=True)
+        return found, None if self._alone else traced
 
     def places(
         self, run: Callable[..., Nest], signature: Sequence[Nest]

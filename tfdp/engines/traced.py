@@ -1,7 +1,10 @@
-"""A pass of an engine that was traced for its proof, to be run as it is."""
+"""A pass of an engine whose graph was proven, to be run as it is."""
 
 import dataclasses
 from collections.abc import Callable
+
+import keras
+import tensorflow as tf
 
 from tfdp._types import Tensor
 from tfdp.engines.engine import Clipped, Engine
@@ -12,27 +15,38 @@ from tfdp.losses.objective import Batch, Objective
 class TracedPass:
     """What an engine does with the rows of a pass, as a function of TensorFlow.
 
-    The graph in which rows were proven to stay apart is then the graph that runs, and
-    the model is traced once.
+    The graph in which rows were proven to stay apart is the graph that runs: whatever
+    code of layers and losses would do if it were asked again, it does what it did then.
 
     Attributes:
         engine: Whose pass it is.
         objective: What is differentiated in it.
-        rows: How many rows it was traced for; None for any number.
+        signature: `tf.TensorSpec` of its rows; whose number may be open.
+        rows_per_unit: Consecutive rows that are one unit.
         function: From ``(x, y, sample_weight, is_padding, l2_norm_clip)`` to what
-            `Engine.clip_and_sum` returns, each row a unit.
+            `Engine.clip_and_sum` returns; traced once and for all.
+        moved: What it moves on, so that the next pass finds it moved: variables that it
+            assigns, and other state.
     """
 
     engine: Engine
     objective: Objective
-    rows: int | None
+    signature: Batch
+    rows_per_unit: int | Tensor
     function: Callable[..., Clipped]
+    moved: frozenset[str] = frozenset()
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows it was traced for; None for any number."""
+        rows: int | None = self.signature.is_padding.shape[0]
+        return rows
 
     def fits(
         self,
         engine: Engine,
         objective: Objective,
-        rows: int | None,
+        batch: Batch,
         rows_per_unit: int | Tensor,
     ) -> bool:
         """Tell whether it is what an engine would do.
@@ -40,20 +54,41 @@ class TracedPass:
         Args:
             engine: The engine.
             objective: What is to be differentiated.
-            rows: How many there are, if that is static.
+            batch: The rows, or `tf.TensorSpec` of them.
             rows_per_unit: Consecutive rows that are one unit.
 
         Returns:
-            False if `Engine.clip_and_sum` has to be called.
+            False if another pass has to be proven.
         """
         return (
             engine == self.engine
-            and objective is self.objective
-            and self.rows in (None, rows)
             and isinstance(rows_per_unit, int)
-            and rows_per_unit == 1
+            and isinstance(self.rows_per_unit, int)
+            and rows_per_unit == self.rows_per_unit
+            # An objective is made anew for views; what it is made of is not.
+            and all(
+                getattr(objective, field.name) is getattr(self.objective, field.name)
+                for field in dataclasses.fields(objective)
+            )
+            and _takes(self.signature, batch)
         )
 
     def clip_and_sum(self, batch: Batch, l2_norm_clip: Tensor) -> Clipped:
-        """Do what `Engine.clip_and_sum` does, for units of one row."""
+        """Do what `Engine.clip_and_sum` does."""
         return self.function(*batch, l2_norm_clip)
+
+
+def _takes(signature: Batch, batch: Batch) -> bool:
+    """Tell whether rows are such as a signature allows."""
+    specs = keras.tree.flatten_with_path(tuple(signature))
+    leaves = keras.tree.flatten_with_path(tuple(batch))
+    return len(specs) == len(leaves) and all(
+        path == other
+        and (
+            leaf is None
+            if spec is None
+            else leaf is not None
+            and tf.TensorSpec(leaf.shape, leaf.dtype).is_subtype_of(spec)
+        )
+        for (path, spec), (other, leaf) in zip(specs, leaves, strict=True)
+    )

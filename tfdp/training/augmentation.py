@@ -58,6 +58,8 @@ class Augmentation:
         )
         # A model runs layers as `fit` does. Keras tracks no attribute of this class.
         self.model = _Augmenting(function)
+        # What was traced to run eagerly, with what it moves on.
+        self._traced: list[tuple[Batch, Callable[[Batch], Batch], frozenset[str]]] = []
 
     @classmethod
     def of(
@@ -103,24 +105,48 @@ class Augmentation:
 
         return Batch(keras.tree.map_structure(with_shape_of, views, x), *others)
 
+    def proven_views(self, batch: Batch) -> tuple[Batch, frozenset[str]]:
+        """Return views of which it was just proven that rows stay apart in them.
+
+        Args:
+            batch: See `views`.
+
+        Returns:
+            The views, and what making them moves on; see `moved`.
+
+        Raises:
+            UnsupportedLayerError: If it is not proven.
+        """
+        signature = Batch(*_tree.signature_of(tuple(batch)))
+        if not tf.executing_eagerly():
+            with _keras.outside_of_graphs():
+                moved = self.moved(signature.x)
+            return self.views(batch), moved
+        for known, views, moved in self._traced:
+            if known == signature:
+                return views(batch), moved
+        moved = self.moved(signature.x)
+        views = tf.function(self.views, autograph=False).get_concrete_function(
+            signature
+        )
+        self._traced.append((signature, views, moved))
+        return views(batch), moved
+
     def first(self, outputs: Nest) -> Nest:
         """Return what the model gave for the first view of each row."""
         return _tree.map_tensors(lambda rows: rows[:: self.multiplicity], outputs)
 
-    def check(self, x: Nest) -> frozenset[str]:
+    def check(self, x: Nest) -> None:
         """Refuse a function unless it is proven to keep examples apart.
 
         Args:
             x: A few rows of inputs.
 
-        Returns:
-            What it moves on while it is called; see `choose`.
-
         Raises:
             UnsupportedLayerError: If it is not.
             ValueError: If views have other shapes than their rows.
         """
-        moved = check_model(self.model, x, views=self.multiplicity)
+        self.moved(x)
         x = _tree.map_tensors(lambda rows: tf.repeat(rows, self.multiplicity, 0), x)
         views = _keras.run_model(self.model, x, training=True)
         shapes, wanted = (
@@ -133,7 +159,20 @@ class Augmentation:
                 f"augmentation={self.function!r}, which makes {shapes} of {wanted}. "
                 "Crop or resize in the data pipeline."
             )
-        return moved
+
+    def moved(self, x: Nest) -> frozenset[str]:
+        """Prove that rows stay apart, and return what making views moves on.
+
+        Args:
+            x: Rows of inputs, or `tf.TensorSpec` of them.
+
+        Returns:
+            See `TracedPass`.
+
+        Raises:
+            UnsupportedLayerError: If it is not proven.
+        """
+        return check_model(self.model, x, views=self.multiplicity)
 
     def seed_states(self) -> list[keras.Variable]:
         """List the states of all seed generators that the function may use."""

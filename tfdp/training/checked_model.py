@@ -24,9 +24,9 @@ from tfdp.losses.objective import Objective
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.recorder import LedgerRecorder
 from tfdp.sampling import Scheme
+from tfdp.training.attributes import attributes_of
 from tfdp.training.augmentation import Augmentation
 from tfdp.training.callback import StepCallback, acts_in_steps
-from tfdp.training.python_state import python_state
 from tfdp.training.step import BatchClipper, Session, sees_rows
 from tfdp.training.units import filled_up
 
@@ -52,7 +52,7 @@ class CheckedModel:
 
     Attributes:
         engine: The one that was chosen; before the first check the one asked for.
-        traced: What it does with rows such as were asked about last, if that is known.
+        passes: What engines do with rows, as far as that was proven: they run it.
         signature: Nest of `tf.TensorSpec` of the inputs that it was checked with last.
         outputs: Targets and predictions likewise: ``(y, y_pred)``.
         has_own_loss: Whether the model computes the loss itself.
@@ -77,6 +77,7 @@ class CheckedModel:
         # Of the inputs that trained a model which was loaded.
         self._loaded: list[tf.TensorSpec] = []
         self.outputs: tuple[Nest, Nest] = (None, None)
+        self.passes: list[TracedPass] = []
         self.has_own_loss = type(model).compute_loss is not keras.Model.compute_loss
         self.compile(None, None, None)
 
@@ -98,10 +99,9 @@ class CheckedModel:
         self._uphill: tuple[Objective, Variable, Objective] | None = None
         # By what rows are like, and how many of them layers see.
         self._engines: dict[tuple[_Rows, int | None], engines.Engine] = {}
-        self._passes: dict[tuple[_Rows, int | None], TracedPass] = {}
-        self.traced: TracedPass | None = None
-        self.moved: set[str] = set()
-        self._python_state: tuple[Hashable, ...] = ()
+        # The same list always: training functions that were made hold it.
+        self.passes.clear()
+        self._attributes: Hashable = None
 
     @property
     def needs_targets(self) -> bool:
@@ -187,12 +187,7 @@ class CheckedModel:
         """
         acting = tuple(each for each in callbacks if acts_in_steps(each))
         session = Session(
-            dataclasses.replace(
-                clipper,
-                engine=self.engine,
-                traced=self.traced,
-                moved=frozenset(self.moved),
-            ),
+            dataclasses.replace(clipper, engine=self.engine, passes=self.passes),
             self.objective(),
             self.objective_uphill(optimizer.iterations),
             scheme.in_units(clipper.examples_per_unit),
@@ -207,17 +202,14 @@ class CheckedModel:
         optimizer.mechanism.check(session.scheme)
         return session
 
-    def rows_seen(
-        self, batch_size: int | None, clipper: BatchClipper, *, is_eager: bool
-    ) -> int | None:
+    def rows_seen(self, batch_size: int | None, clipper: BatchClipper) -> int | None:
         """Return how many rows layers see at once, if they see it; see `sees_rows`.
 
         Args:
             batch_size: Of all batches, or of some; None if that is not known.
             clipper: Cuts them.
-            is_eager: Whether steps run without a graph.
         """
-        if not sees_rows(self.ascent, is_eager=is_eager):
+        if not sees_rows(self.ascent):
             return None
         rows = clipper.physical_batch_size
         if rows is None and batch_size is not None:
@@ -268,12 +260,13 @@ class CheckedModel:
             )
         # Unfrozen layers may do what frozen ones did not: nothing is known any more.
         if not self._is_as_checked():
-            self._engines, self._passes = {}, {}
+            self._engines = {}
+            self.passes.clear()
         with self._replicas.only_first(), _keras.losses_of_one_replica():
             rows = None if sample is None else rows_to_check(sample)
             if rows is not None:
                 if self._augmentation is not None:
-                    self.moved |= self._augmentation.check(rows[0])
+                    self._augmentation.check(rows[0])
                 if not self._model.built:
                     self._model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
             objective = self.objective_uphill(iterations)
@@ -283,14 +276,13 @@ class CheckedModel:
                 *(self._asked, noting, data, seen),
                 sample=rows,
                 passes=passes,
-                moved=self.moved,
             )
-        self._python_state = self._python_state_now()
+        self._attributes = self._attributes_now()
         # Any number of rows was proven as well.
         self._engines |= {(like, rows): chosen for rows in (None, seen)}
-        for traced in passes:
-            kept = dataclasses.replace(traced, objective=objective)
-            self._passes[like, traced.rows] = kept
+        self.passes += [
+            dataclasses.replace(proven, objective=objective) for proven in passes
+        ]
         self._take(like, seen)
         if rows is not None:
             self.signature = signature_of(rows[0])
@@ -318,15 +310,15 @@ class CheckedModel:
         if not any(rows == seen or any(_care_of(engine)) for rows, engine in known):
             return False
         self.engine = max((engine for _, engine in known), key=_care_of)
-        self.traced = self._passes.get((like, seen), self._passes.get((like, None)))
         return True
 
     def _is_as_checked(self) -> bool:
-        return self._python_state == self._python_state_now()
+        return self._attributes == self._attributes_now()
 
-    def _python_state_now(self) -> tuple[Hashable, ...]:
+    def _attributes_now(self) -> Hashable:
         of_views = () if self._augmentation is None else (self._augmentation.model,)
-        return python_state(self._model, self._loss, *of_views)
+        trainable = tuple(map(id, self._model.trainable_variables))
+        return trainable, attributes_of(self._model, self._loss, *of_views)
 
 
 def _care_of(engine: engines.Engine) -> tuple[bool, bool]:

@@ -1,8 +1,7 @@
 """Clipped gradients for training loops of one's own."""
 
 import dataclasses
-import weakref
-from collections.abc import Hashable
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -10,14 +9,15 @@ from absl import logging
 
 from tfdp import _keras, _seeds, _tree, _validate, engines
 from tfdp._types import Loss, Nest, Tensor
-from tfdp.ascent.losses import BAM, SAT, check_plain
+from tfdp.ascent.losses import BAM, SAT, Ascent, check_plain
 from tfdp.checks.engine import check_objective, choose
 from tfdp.clipping import ClippedSum, ClippedSumOfUsers, clip_as_tensor
+from tfdp.engines.traced import TracedPass
 from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.runs.histories import note_reads, recognise_copies
 from tfdp.runs.recorder import revoke_all
+from tfdp.training.attributes import attributes_of
 from tfdp.training.checked_model import rows_to_check
-from tfdp.training.python_state import python_state
 from tfdp.training.step import BatchClipper, sees_rows
 from tfdp.training.units import check_whole_units, filled_up
 
@@ -102,15 +102,7 @@ def clipped_gradients(
     if not model.built:
         model(data[0])
     _seeds.use_key(model, is_known=False)
-    ascent = None
-    if isinstance(loss, SAT):
-        raise ValueError(
-            "`SAT` goes along the gradient that was released last, which only a "
-            f"`tfdp.DPModel` knows. Received: loss={loss!r}. Use "
-            "`tfdp.DPModel(model).compile(optimizer, loss)`, or the plain loss."
-        )
-    if isinstance(loss, BAM):
-        loss, ascent = loss.loss, loss.ascent_at(None)
+    loss, ascent, radius = _uphill(loss)
     check_plain(loss)
     objective = dataclasses.replace(Objective.of(model, loss), ascent=ascent)
     clip = clip_as_tensor(l2_norm_clip, objective.variables)
@@ -134,19 +126,36 @@ def clipped_gradients(
     elif isinstance(rows, int):
         rows = filled_up(max(rows, 1), rows_per_unit)
     static_rows = rows if isinstance(rows, int) else None
-    chosen, moved = _checked_once(engine, objective, loss, data, static_rows)
-
+    checked = _checked_once(
+        engine, objective, loss, data, rows=static_rows, radius=radius
+    )
     clipper = BatchClipper(
         model,
-        chosen,
+        checked.engine,
         examples_per_unit=examples_per_unit,
         rows_per_example=rows_per_user,
         physical_batch_size=physical_batch_size,
-        moved=moved,
+        passes=checked.passes,
     )
     batch = Batch(*data)._replace(is_padding=is_padding)
-    clipped_sum = clipper.clip(batch, clip, objective)
+    if tf.distribute.has_strategy():
+        with _keras.outside_of_graphs():
+            clipper.check(batch, checked.objective)
+    clipped_sum = clipper.clip(batch, clip, checked.objective)
     return clipped_sum if examples_per_user is None else ClippedSumOfUsers(*clipped_sum)
+
+
+def _uphill(loss: Loss) -> tuple[Loss, Ascent | None, float | None]:
+    """Return the plain loss, the step uphill that was asked for, and its length."""
+    if isinstance(loss, SAT):
+        raise ValueError(
+            "`SAT` goes along the gradient that was released last, which only a "
+            f"`tfdp.DPModel` knows. Received: loss={loss!r}. Use "
+            "`tfdp.DPModel(model).compile(optimizer, loss)`, or the plain loss."
+        )
+    if isinstance(loss, BAM):
+        return loss.loss, loss.ascent_at(None), loss.radius
+    return loss, None, None
 
 
 def _check_lengths(data: Nest) -> None:
@@ -209,14 +218,24 @@ def _whole_units(physical_batch_size: int, rows_per_unit: int | Tensor) -> int:
     return rows
 
 
-# Checks that are remembered for each model: eagerly one for each size of a batch.
+# Checks that are remembered for each model.
 _MOST_KNOWN = 128
 
-# For each model what was checked, the engine to use for it, and what it was checked for:
-# another object could have the same `id` later.
-_checked: weakref.WeakKeyDictionary[
-    keras.Model, dict[tuple[Hashable, ...], tuple[engines.Engine, frozenset[str], Nest]]
-] = weakref.WeakKeyDictionary()
+
+class _Checked(NamedTuple):
+    """What was checked.
+
+    Attributes:
+        engine: To use for it.
+        objective: What is differentiated; of an equal one the first that came.
+        passes: Those that were proven.
+        kept: What the check was for: another object could have the same `id` later.
+    """
+
+    engine: engines.Engine
+    objective: Objective
+    passes: list[TracedPass]
+    kept: Nest
 
 
 def _checked_once(
@@ -224,8 +243,10 @@ def _checked_once(
     objective: Objective,
     loss: Loss,
     data: Nest,
+    *,
     rows: int | None,
-) -> tuple[engines.Engine, frozenset[str]]:
+    radius: float | None,
+) -> _Checked:
     """Refuse layers and losses that mix examples, and choose the engine.
 
     Args:
@@ -234,19 +255,19 @@ def _checked_once(
         loss: The loss in it.
         data: ``(x, y, sample_weight)``; in a graph, rows like it are made up.
         rows: In a pass, if that is static.
+        radius: Of the ascent, if there is one.
 
     Returns:
-        The engine to use, and the names of variables that the model assigns.
+        The engine to use, and what it was proven for.
     """
     model, ascent = objective.model, objective.ascent
-    is_seen = sees_rows(ascent, is_eager=tf.executing_eagerly())
-    seen = rows if is_seen else None
+    seen = rows if sees_rows(ascent) else None
     key = (
         engine if isinstance(engine, str) else id(engine),
-        None if ascent is None else ascent.is_exact,
+        None if ascent is None else (ascent.is_exact, ascent.mix, radius),
         _names_of_leaves(loss),
         tuple(map(id, objective.variables)),
-        python_state(model, loss),
+        attributes_of(model, loss),
         # Shapes of unknown rank are all alike.
         tuple(
             (
@@ -259,16 +280,21 @@ def _checked_once(
         ),
         seen,
     )
-    known = _checked.setdefault(model, {})
+    # Kept by the model, as it keeps the model. Keras would track a nest of its attributes.
+    known: dict[object, _Checked] = vars(model).setdefault("_checked_by_tfdp", {})
     if key in known:
-        return known[key][:2]
+        return known[key]
     # What is trained comes from all that is read, also where only a part is.
     with tf.init_scope():
         if recognise_copies(model.weights):
             revoke_all()
     note_reads(model)
-    moved: set[str] = set()
-    if not all(t.shape[1:].is_fully_defined() for t in _tree.tensors(data)):
+    passes: list[TracedPass] = []
+    if all(t.shape[1:].is_fully_defined() for t in _tree.tensors(data)):
+        with _keras.outside_of_graphs():
+            rows_to_look_at = rows_to_check(data)
+            chosen = choose(engine, objective, rows_to_look_at, seen, passes=passes)
+    else:
         if engine == "auto":
             logging.warning(
                 "tfdp takes whole gradients of each example of model `%s`: without "
@@ -276,14 +302,12 @@ def _checked_once(
                 model.name,
             )
             engine = "vectorized"
-        check_objective(objective, data, moved=moved)
-        return engines.get(engine), frozenset(moved)
-    with _keras.outside_of_graphs():
-        chosen = choose(engine, objective, rows_to_check(data), seen, moved=moved)
+        check_objective(objective, data)
+        chosen = engines.get(engine)
     if len(known) >= _MOST_KNOWN:
         del known[next(iter(known))]
-    known[key] = chosen, frozenset(moved), (engine, loss, objective.variables)
-    return known[key][:2]
+    known[key] = _Checked(chosen, objective, passes, (engine, loss))
+    return known[key]
 
 
 def _names_of_leaves(loss: Loss) -> str:

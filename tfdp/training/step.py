@@ -8,7 +8,7 @@ and `DPOptimizer.apply_clipped_sum`.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import keras
 import tensorflow as tf
@@ -19,6 +19,7 @@ from tfdp._types import Nest, Tensor, Variable
 from tfdp.accounting.levels import folded
 from tfdp.ascent.losses import SAT, Ascent, AscentLoss
 from tfdp.ascent.released import ReleasedGradient
+from tfdp.checks.engine import proven_pass
 from tfdp.checks.tracing import units_checked
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.distribute.replicas import ONE_DEVICE, Replicas, summed
@@ -42,6 +43,9 @@ from tfdp.training.callback import (
     has_own,
 )
 
+# Passes that are remembered: data may have many lengths, each with a graph of its own.
+_MOST_PASSES = 128
+
 
 @dataclasses.dataclass(frozen=True)
 class BatchClipper:
@@ -59,9 +63,8 @@ class BatchClipper:
         replicas: Each has a share of the batch.
         augmentation: Makes the views of each example, if any.
         jit_compile: Whether XLA compiles the passes.
-        traced: What `engine` does with such rows, if that is traced already.
-        moved: What the model moves on while it is called, such as variables that it
-            assigns, and what makes the views.
+        passes: What `engine` does with rows, as far as that was proven. What is proven
+            here is put there.
     """
 
     model: keras.Model
@@ -73,8 +76,7 @@ class BatchClipper:
     replicas: Replicas = ONE_DEVICE
     augmentation: Augmentation | None = None
     jit_compile: bool = False
-    traced: TracedPass | None = dataclasses.field(default=None, compare=False)
-    moved: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+    passes: list[TracedPass] = dataclasses.field(default_factory=list, compare=False)
 
     @property
     def rows_per_unit(self) -> int | Tensor:
@@ -102,6 +104,38 @@ class BatchClipper:
         return self._on_all(
             lambda rows: self._on_one(rows, l2_norm_clip, objective, on_outputs), batch
         )
+
+    def check(self, batch: Batch, objective: Objective) -> None:
+        """Prove anew what each replica is about to trace by itself.
+
+        Args:
+            batch: What the first replica has of the batch.
+            objective: See `clip`.
+
+        Raises:
+            UnsupportedLayerError: If rows are not proven to stay apart.
+        """
+        signature = Batch(*_tree.signature_of(tuple(batch)))
+        if signature.is_padding is None:
+            signature = signature._replace(is_padding=tf.TensorSpec([None], tf.bool))
+        objective, rows_per_unit = self._with_views(objective)
+        moved: set[str] = set()
+        if self.augmentation is not None:
+            moved |= self.augmentation.moved(signature.x)
+        moved |= proven_pass(self.engine, objective, signature, rows_per_unit).moved
+        if self.physical_batch_size is not None:
+            self._leaves_nothing(moved)
+
+    def _with_views(self, objective: Objective) -> tuple[Objective, int | Tensor]:
+        """Return the objective of all views of rows, and how many of these are a unit."""
+        if self.augmentation is None:
+            return objective, self.rows_per_unit
+        views = self.augmentation.multiplicity
+        return dataclasses.replace(objective, views=views), self.rows_per_unit * views
+
+    def _is_replicated(self) -> bool:
+        """Tell whether a strategy runs what clips, that of a loop of one's own too."""
+        return bool(self.replicas.strategy or tf.distribute.has_strategy())
 
     def states(self) -> list[Variable]:
         """List the variables that decide what the model and the views draw."""
@@ -158,8 +192,7 @@ class BatchClipper:
 
     def _on_all(self, clip: Callable[..., ClippedSum], *args: Nest) -> ClippedSum:
         """Add up what all replicas have clipped; each gets the sum."""
-        # Within the scope of a strategy, loops of one's own may have replicas, too.
-        if not (self.replicas.strategy or tf.distribute.has_strategy()):
+        if not self._is_replicated():
             return clip(*args)
 
         def of_replica(*args: Nest) -> ClippedSum:
@@ -178,43 +211,40 @@ class BatchClipper:
         on_outputs: OnOutputs | None,
     ) -> ClippedSum:
         """Clip and add up the units of any number of rows, on one replica."""
-        rows_per_unit, augmentation = self.rows_per_unit, self.augmentation
-        if augmentation is not None:
-            rows_per_unit *= augmentation.multiplicity
-            objective = dataclasses.replace(objective, views=augmentation.multiplicity)
+        augmentation = self.augmentation
+        objective, rows_per_unit = self._with_views(objective)
         clip = clip_as_tensor(l2_norm_clip, objective.variables)
-        run_pass = functools.partial(self._run_pass, objective, rows_per_unit)
+        in_passes = self.physical_batch_size is not None
+        run_pass = functools.partial(
+            self._run_pass, objective, rows_per_unit, in_passes=in_passes
+        )
         if self.jit_compile:
             # Pass by pass: a whole step would be compiled anew for each size of a batch.
             run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
         size, rows = self.physical_batch_size, number_of_rows(batch)
-        is_seen = sees_rows(objective.ascent, is_eager=tf.executing_eagerly())
+        is_seen = sees_rows(objective.ascent)
         if size is not None and not is_seen and isinstance(rows, int) and rows <= size:
             # The graph is for so many rows alone: more would be in vain. Layers that see
             # their number see the one that was proven.
             size = None
 
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
-            if not is_seen:
+            if not is_seen and not tf.executing_eagerly():
                 batch = _of_any_number(batch)
             if augmentation is None:
                 return run_pass(batch, clip)
+            moved: Collection[str] = ()
             with _seeds.secret_seeds(self.model):
-                views = augmentation.views(batch)
+                if self._is_replicated():
+                    views = augmentation.views(batch)
+                else:
+                    views, moved = augmentation.proven_views(batch)
+            if in_passes:
+                self._leaves_nothing(moved)
             sums, norms, y_pred = run_pass(views, clip)
             return sums, norms, augmentation.first(y_pred)
 
-        in_passes = self.physical_batch_size is not None
-        if in_passes and self.moved:
-            # Without one row, others would be in passes that come before or after.
-            raise UnsupportedLayerError(
-                f"Model `{self.model.name}` must leave nothing between the passes of a "
-                f"batch. Received: {', '.join(sorted(self.moved))}, moved on in a call, and "
-                f"physical_batch_size={self.physical_batch_size}. Use "
-                "`physical_batch_size=None`; or change variables and tables in a callback, "
-                "and draw with `keras.random.SeedGenerator` in place of `tf.random`."
-            )
         sums, norms = passes.run(
             run_views,
             batch,
@@ -231,19 +261,14 @@ class BatchClipper:
         rows_per_unit: int | Tensor,
         batch: Batch,
         clip: Tensor,
+        *,
+        in_passes: bool,
     ) -> tuple[list[Tensor], Tensor, Nest]:
         """Clip and add up the units of a pass, whose rows are views by now."""
-        known = self.traced
-        if self.jit_compile or self.replicas.strategy or tf.executing_eagerly():
-            known = None
-        if known is not None and known.fits(
-            self.engine, objective, batch.is_padding.shape[0], rows_per_unit
-        ):
-            return known.clip_and_sum(batch, clip)
-        options = {"l2_norm_clip": clip, "rows_per_unit": rows_per_unit}
+        if self._is_replicated():
+            return self._run_as_replica(objective, rows_per_unit, batch, clip)
         try:
-            with _seeds.secret_seeds(self.model), units_checked(self.model):
-                return self.engine.clip_and_sum(objective, batch, **options)
+            proven = self._proven(self.engine, objective, batch, rows_per_unit)
         except UnsupportedLayerError as error:
             # The data may have axes of unknown length, where the sample had not.
             if not self.may_change_engine:
@@ -254,25 +279,97 @@ class BatchClipper:
                 self.model.name,
                 error,
             )
-        with _seeds.secret_seeds(self.model), units_checked(self.model):
-            return engines.get("vectorized").clip_and_sum(objective, batch, **options)
+            vectorized = engines.get("vectorized")
+            proven = self._proven(vectorized, objective, batch, rows_per_unit)
+        if in_passes:
+            self._leaves_nothing(proven.moved)
+        return proven.clip_and_sum(batch, clip)
+
+    def _run_as_replica(
+        self,
+        objective: Objective,
+        rows_per_unit: int | Tensor,
+        batch: Batch,
+        clip: Tensor,
+    ) -> tuple[list[Tensor], Tensor, Nest]:
+        """Do what `check` has proven just before, with the variables of a replica."""
+
+        def run(batch: Batch, clip: Tensor) -> tuple[list[Tensor], Tensor, Nest]:
+            with _seeds.secret_seeds(self.model), units_checked(self.model):
+                return self.engine.clip_and_sum(
+                    objective, batch, l2_norm_clip=clip, rows_per_unit=rows_per_unit
+                )
+
+        if not tf.executing_eagerly():
+            return run(batch, clip)
+        # Nothing is proven of code that runs without a graph.
+        function = tf.function(run, autograph=False).get_concrete_function(
+            self._signature(objective, batch), tf.TensorSpec([], clip.dtype)
+        )
+        found: tuple[list[Tensor], Tensor, Nest] = function(batch, clip)
+        return found
+
+    def _signature(self, objective: Objective, batch: Batch) -> Batch:
+        """Return what is known of rows in a graph that layers see."""
+        rows = batch.is_padding.shape[0] if sees_rows(objective.ascent) else None
+        return Batch(*_tree.signature_of(tuple(batch), rows))
+
+    def _proven(
+        self,
+        engine: engines.Engine,
+        objective: Objective,
+        batch: Batch,
+        rows_per_unit: int | Tensor,
+    ) -> TracedPass:
+        """Return a pass for such rows that was proven, here if not before."""
+        signature = self._signature(objective, batch)
+        prove = functools.partial(
+            proven_pass, engine, objective, signature, rows_per_unit
+        )
+        if tf.is_tensor(rows_per_unit) or _keras.inside_xla():
+            # It is of this graph alone.
+            return prove()
+        for known in self.passes:
+            if known.fits(engine, objective, signature, rows_per_unit):
+                return known
+        with _keras.outside_of_graphs():
+            proven = prove()
+        self.passes.append(proven)
+        del self.passes[:-_MOST_PASSES]
+        return proven
+
+    def _leaves_nothing(self, moved: Collection[str]) -> None:
+        """Refuse what moves on where a batch is taken in several passes.
+
+        Without one row, others would be in passes that come before or after.
+
+        Raises:
+            UnsupportedLayerError: If anything does.
+        """
+        if moved:
+            raise UnsupportedLayerError(
+                f"Model `{self.model.name}` must leave nothing between the passes of a "
+                f"batch. Received: {', '.join(sorted(moved))}, moved on in a call, and "
+                f"physical_batch_size={self.physical_batch_size}. Use "
+                "`physical_batch_size=None`; or change variables and tables in a callback, "
+                "and draw with `keras.random.SeedGenerator` in place of `tf.random`."
+            )
 
 
-def sees_rows(ascent: Ascent | AscentLoss | None, *, is_eager: bool) -> bool:
+def sees_rows(ascent: Ascent | AscentLoss | None) -> bool:
     """Tell whether layers see how many rows a pass has, where that is static.
 
-    Graphs forget it, so that one proof and one trace are for all sizes. Two things keep
-    it: eager steps, which have no graph, and the exact ascent of `BAM`, whose derivatives
-    of gradients would need more operations to learn shapes.
+    Graphs forget it, so that one proof and one trace are for all sizes. The exact ascent of
+    `BAM` keeps it, whose derivatives of gradients would need more operations to learn
+    shapes.
 
     Args:
         ascent: The step uphill, or the loss that asks for it, if any.
-        is_eager: Whether steps run without a graph.
 
     Returns:
         False where any number of rows is all there is to prove anything for.
     """
-    return is_eager or (ascent is not None and ascent.is_exact)
+    return ascent is not None and ascent.is_exact
 
 
 def _of_any_number(batch: Batch) -> Batch:
