@@ -1139,6 +1139,14 @@ def test_passes_forget_how_many_rows_there_are():
             model, "mse", tf.constant(x), tf.constant(y), l2_norm_clip=1.0
         )
 
+    def train_replica():
+        with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
+            private = static_model(engine="bookkeeping", physical_batch_size=4)
+        # Variables are made by a call.
+        private.fit(x, y, batch_size=4, verbose=0)
+        SEEN.clear()
+        private.fit(x, y, batch_size=2, verbose=0)
+
     trains = {
         "passes": lambda: static_model(physical_batch_size=4).fit(
             x, y, batch_size=4, verbose=0
@@ -1150,6 +1158,7 @@ def test_passes_forget_how_many_rows_there_are():
         "eager": lambda: static_model(run_eagerly=True).fit(
             x, y, batch_size=4, verbose=0
         ),
+        "replica": train_replica,
         "eager step": lambda: static_model().train_step((x, y)),
         "eager loop": lambda: tfdp.clipped_gradients(
             static_model().model, "mse", x, y, l2_norm_clip=1.0

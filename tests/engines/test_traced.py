@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import queue
 
 import keras
@@ -250,11 +251,20 @@ WAYS = {
     "xla": lambda function: tf.function(function, autograph=False, jit_compile=True),
 }
 
+QUICK = {
+    (True, "eager", "eager"),
+    (False, "eager", "graph"),
+    (False, "microbatches", "eager"),
+}
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize("is_known", [True, False], ids=["known", "other"])
+
+@pytest.mark.parametrize(
+    ("is_known", "name", "way"),
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+        for each in itertools.product([True, False], LOOPS, WAYS)
+    ],
+)
 def test_loops_run_what_was_proven(name, way, is_known, rows_meet):
     """Whatever code has become since then."""
     inner = meeting_later()
@@ -330,7 +340,6 @@ FITS = {
 REFUSED = {"xla", "vectorized", "views", "eager_views", "replica", "eager_replica"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FITS)
 def test_fit_runs_what_was_proven(name, rows_meet):
     """Also if code has become another between the check and the first step."""

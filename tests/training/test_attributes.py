@@ -99,7 +99,6 @@ def test_loops_heed_another_number():
     assert np.all(np.abs(norms() - before) > 1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_layer_that_lets_rows_meet_from_now_on_is_refused_before_a_step(run_eagerly):
     class Centred(layers.Layer):

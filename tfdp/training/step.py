@@ -230,8 +230,6 @@ class BatchClipper:
             size = None
 
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
-            if not is_seen and not tf.executing_eagerly():
-                batch = _of_any_number(batch)
             if augmentation is None:
                 return run_pass(batch, clip)
             moved: Collection[str] = ()
@@ -300,9 +298,7 @@ class BatchClipper:
                     objective, batch, l2_norm_clip=clip, rows_per_unit=rows_per_unit
                 )
 
-        if not tf.executing_eagerly():
-            return run(batch, clip)
-        # Nothing is proven of code that runs without a graph.
+        # Nothing is proven of code that runs without a graph, or sees how many rows it has.
         function = tf.function(run, autograph=False).get_concrete_function(
             self._signature(objective, batch), tf.TensorSpec([], clip.dtype)
         )
@@ -370,18 +366,6 @@ def sees_rows(ascent: Ascent | AscentLoss | None) -> bool:
         False where any number of rows is all there is to prove anything for.
     """
     return ascent is not None and ascent.is_exact
-
-
-def _of_any_number(batch: Batch) -> Batch:
-    """Forget how many rows a batch has."""
-    # `tf.identity` would keep static shapes.
-    forgotten: Batch = _tree.map_tensors(
-        lambda each: tf.raw_ops.PlaceholderWithDefault(
-            input=each, shape=[None, *each.shape[1:]]
-        ),
-        batch,
-    )
-    return forgotten
 
 
 @dataclasses.dataclass(frozen=True)
