@@ -1145,7 +1145,8 @@ def test_passes_forget_how_many_rows_there_are():
         # Variables are made by a call.
         private.fit(x, y, batch_size=4, verbose=0)
         SEEN.clear()
-        private.fit(x, y, batch_size=2, verbose=0)
+        private.train_function = None
+        private.fit(x, y, batch_size=4, verbose=0)
 
     trains = {
         "passes": lambda: static_model(physical_batch_size=4).fit(
