@@ -22,9 +22,10 @@ from tfdp.ascent.losses import Ascent
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines import passes
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
+from tfdp.losses.objective import Batch as Rows
 from tfdp.losses.objective import Objective
 
-MODES = ("eager", "graph", "xla")
+MODES = ("graph", "xla")
 
 # Rows of a pool: five examples, one of them scaled, one of them NaN.
 OUTLIER = (0, 1, 5, 3, 4)
@@ -126,19 +127,18 @@ def runner(
             for engine in engines
         ]
 
-    if mode != "eager":
-        specs = None
-        if mode == "graph":
-            specs = [
-                [
-                    tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-                    for leaf in _tree.tensors(like)
-                ],
-                tf.TensorSpec([], wide),
-            ]
-        run = tf.function(
-            run, jit_compile=mode == "xla", autograph=False, input_signature=specs
-        )
+    specs = None
+    if mode == "graph":
+        specs = [
+            [
+                tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+                for leaf in _tree.tensors(like)
+            ],
+            tf.TensorSpec([], wide),
+        ]
+    run = tf.function(
+        run, jit_compile=mode == "xla", autograph=False, input_signature=specs
+    )
 
     def clip_batch(batch: Batch, clip: float) -> list[Any]:
         tensors = [tf.convert_to_tensor(leaf) for leaf in _tree.tensors(tuple(batch))]
@@ -155,10 +155,13 @@ def _pass(engine, objective, clip, unit_size, batch):
 
 
 def clipped(engine: Any, objective: Objective, x: Any, y: Any, clip: float) -> Any:
-    """Clip a batch of arrays eagerly; return the clipped sums and the norms."""
+    """Clip a batch of arrays; return the clipped sums and the norms."""
     data = tf.convert_to_tensor(x), tf.convert_to_tensor(y), None
     step = functools.partial(_pass, engine, objective, tf.constant(clip), 1)
-    return passes.run(step, data, rows_per_unit=1)
+    signature = Rows(*_tree.signature_of(data))
+    signature = signature._replace(is_padding=tf.TensorSpec([None], tf.bool))
+    in_graph = tf.function(step, autograph=False).get_concrete_function(signature)
+    return passes.run(in_graph, data, rows_per_unit=1)
 
 
 def ghost_like(engine: BookkeepingEngine) -> GhostEngine:

@@ -8,11 +8,6 @@ from typing import Protocol
 import tensorflow as tf
 
 from tfdp._types import Nest, Tensor, Variable
-from tfdp.errors import UnsupportedLayerError
-
-
-class NotInGraphError(UnsupportedLayerError):
-    """What each row has of something can only be read from a graph; there is none."""
 
 
 class Tracing(Protocol):

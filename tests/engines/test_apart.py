@@ -288,7 +288,7 @@ def test_a_recurrent_matrix_that_is_used_elsewhere(recurrent):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["positions", "class_token", "grouped"])
-@pytest.mark.parametrize("mode", ["eager", "xla"])
+@pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_in_every_mode_with_units_of_two(name, mode):
     problem = MODELS[name]
     check(problem, runner(problem, ENGINES, mode, unit_size=2), OUTLIER, unit_size=2)
@@ -336,7 +336,7 @@ def test_a_graph_equals_one_example_at_a_time(problem):
 )
 def test_units_of_two_examples(name):
     problem = PROBLEMS[name]
-    run = runner(problem, ENGINES, "eager", unit_size=2)
+    run = runner(problem, ENGINES, "graph", unit_size=2)
     check(problem, run, OUTLIER, unit_size=2)
     check(problem, run, NAN, unit_size=2)
 

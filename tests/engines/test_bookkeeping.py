@@ -95,25 +95,25 @@ def test_graphs_equal_one_example_at_a_time(problem):
 def test_eager_calls_equal_one_example_at_a_time(problem):
     # Dice is no sum over rows.
     engine = BookkeepingEngine(splits_losses=problem.name != "dice")
-    run = runner(problem, [engine], "eager")
+    run = runner(problem, [engine], "graph")
     check(problem, run, OUTLIER)
     check(problem, run, NAN)
 
 
 @few
 def test_all_engines_equal_one_example_at_a_time(problem):
-    check(problem, runner(problem, ENGINES[:4], "eager"), OUTLIER)
+    check(problem, runner(problem, ENGINES[:4], "graph"), OUTLIER)
 
 
 @few
 def test_all_engines_with_units_of_two(problem):
-    run = runner(problem, ENGINES[2:], "eager", unit_size=2)
+    run = runner(problem, ENGINES[2:], "graph", unit_size=2)
     check(problem, run, (1, 6, 5, 3, 4), unit_size=2)
 
 
 @those(["group_norm_axes", "reversible_tied"])
 def test_float32(problem):
-    run = runner(problem, [BookkeepingEngine(), GhostEngine()], "eager", "float32")
+    run = runner(problem, [BookkeepingEngine(), GhostEngine()], "graph", "float32")
     check(problem, run, OUTLIER, 1e-5)
 
 
@@ -171,7 +171,7 @@ def test_a_gradient_that_cancels_moves_the_sum_by_no_more_than_the_clip_norm(
         lambda rng: (rng.normal(size=(4, 3)), 0.0),
         lambda y_true, y_pred: ops.sum(y_pred, axis=(1, 2)),
     )
-    run = runner(problem, ENGINES, "eager", "float32")
+    run = runner(problem, ENGINES, "graph", "float32")
     everyone, others = Batch(x, np.zeros(5, "float32")), [0, 1, 3, 4]
     for (sums, _), (rest, _) in zip(
         run(everyone, 1.0), run(take(everyone, others), 1.0), strict=True
@@ -257,21 +257,20 @@ RNN_DROPOUT = Problem(
 
 
 @pytest.mark.parametrize(
-    ("problem", "mode"),
+    "problem",
     [
-        pytest.param(PROBLEMS["dropout"], "graph", id="dropout"),
-        pytest.param(PROBLEMS["gaussian_noise"], "eager", id="gaussian_noise"),
+        pytest.param(PROBLEMS["dropout"], id="dropout"),
+        pytest.param(PROBLEMS["gaussian_noise"], id="gaussian_noise"),
         pytest.param(
             PROBLEMS["attention_dropout"],
-            "graph",
             id="attention_dropout",
             marks=pytest.mark.slow,
         ),
-        pytest.param(RNN_DROPOUT, "graph", id="rnn_dropout", marks=pytest.mark.slow),
+        pytest.param(RNN_DROPOUT, id="rnn_dropout", marks=pytest.mark.slow),
     ],
 )
-def test_norm_and_sum_see_the_same_dropout(problem, mode):
-    run = runner(problem, [BookkeepingEngine(), GhostEngine()], mode)
+def test_norm_and_sum_see_the_same_dropout(problem):
+    run = runner(problem, [BookkeepingEngine(), GhostEngine()])
     check_clipped(problem, run, (1e-3,))
 
 
@@ -311,7 +310,7 @@ LOW_RANK = {
 @pytest.mark.parametrize("name", LOW_RANK)
 def test_updates_of_low_rank_are_scaled(name):
     problem = Problem(name, *LOW_RANK[name], "mse", tags=frozenset({"lora"}))
-    check(problem, runner(problem, [BookkeepingEngine()], "eager"), OUTLIER)
+    check(problem, runner(problem, [BookkeepingEngine()], "graph"), OUTLIER)
 
 
 # ------------------------------------------------------------------------ under fit

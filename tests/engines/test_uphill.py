@@ -59,19 +59,19 @@ def tolerance(problem):
             "called_twice", ENGINES[1:2], "graph", MIXED, marks=pytest.mark.smoke
         ),
         ("custom_loss", ENGINES[:1], "graph", EXACT),
-        ("cnn", ENGINES[1:], "eager", EXACT),
-        ("conv_called_twice", ENGINES[1:3], "eager", SAM),
-        ("reversible_tied", ENGINES[1:2], "eager", SAM),
-        ("time_distributed_shared", ENGINES[1:2], "eager", EXACT),
+        ("cnn", ENGINES[1:], "graph", EXACT),
+        ("conv_called_twice", ENGINES[1:3], "graph", SAM),
+        ("reversible_tied", ENGINES[1:2], "graph", SAM),
+        ("time_distributed_shared", ENGINES[1:2], "graph", EXACT),
         slow("attention", ENGINES[:2], "graph", SAM),
         slow("cnn", ENGINES[:2], "graph", EXACT),
-        slow("conv2d_grouped", ENGINES[1:2], "eager", SAM),
+        slow("conv2d_grouped", ENGINES[1:2], "graph", SAM),
         slow("conv_called_twice", ENGINES[:2], "graph", MIXED),
-        slow("conv_transpose_padded", ENGINES[1:2], "eager", SAM),
-        slow("embedding_lstm", ENGINES[1:2], "eager", EXACT),
-        slow("group_norm_axes", ENGINES[1:2], "eager", SAM),
+        slow("conv_transpose_padded", ENGINES[1:2], "graph", SAM),
+        slow("embedding_lstm", ENGINES[1:2], "graph", EXACT),
+        slow("group_norm_axes", ENGINES[1:2], "graph", SAM),
         slow("gru_reset_before_masked", ENGINES[1:2], "graph", SAM),
-        slow("separable_conv_strided", ENGINES[1:2], "eager", SAM),
+        slow("separable_conv_strided", ENGINES[1:2], "graph", SAM),
         slow("simple_rnn", ENGINES[1:2], "graph", SAM),
     ],
 )
@@ -91,7 +91,7 @@ def test_engines_equal_one_unit_at_a_time(name, engines, mode, ascent):
 )
 def test_what_has_no_gradient_adds_nothing(name, engines, ascent):
     problem = PROBLEMS[name]
-    run = runner(problem, engines, "eager", ascent=ascent)
+    run = runner(problem, engines, "graph", ascent=ascent)
     for rows in (NAN, [0], []):
         check(problem, run, rows, tolerance(problem), ascent=ascent)
 
@@ -108,7 +108,7 @@ def test_what_has_no_gradient_adds_nothing(name, engines, ascent):
 )
 def test_units_of_two_examples(name, ascent):
     problem = PROBLEMS[name]
-    run = runner(problem, ENGINES[1:], "eager", unit_size=2, ascent=ascent)
+    run = runner(problem, ENGINES[1:], "graph", unit_size=2, ascent=ascent)
     check(problem, run, OUTLIER, 1e-8, unit_size=2, ascent=ascent)
 
 
@@ -125,7 +125,7 @@ def test_float32_with_xla(name, engines):
 @pytest.mark.parametrize(
     ("name", "engines", "mode", "ascent"),
     [
-        ("cnn", ENGINES[2:3], "eager", EXACT),
+        ("cnn", ENGINES[2:3], "graph", EXACT),
         slow("layer_norm", ENGINES[1:3], "graph", EXACT),
     ],
 )
@@ -208,6 +208,6 @@ def test_a_gradient_of_zero_goes_nowhere(engine, ascent):
 @pytest.mark.parametrize("name", ["dense_subclass", "lora_embedding"])
 def test_layers_that_are_not_linear_are_named(name):
     problem = PROBLEMS[name]
-    run = runner(problem, [BookkeepingEngine()], "eager", ascent=SAM)
+    run = runner(problem, [BookkeepingEngine()], "graph", ascent=SAM)
     with pytest.raises(UnsupportedLayerError, match=r"linear in them. Received: `"):
         run(take(pool(problem).batch, [0, 1]), 1.0)

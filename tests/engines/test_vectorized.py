@@ -54,7 +54,7 @@ def test_graph_equals_one_example_at_a_time(problem):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "mode"), [("dict_losses", "eager"), ("mlp_logits", "xla")]
+    ("name", "mode"), [("dict_losses", "graph"), ("mlp_logits", "xla")]
 )
 def test_float32(name, mode):
     run = runner(PROBLEMS[name], ENGINES, mode, "float32")
@@ -79,7 +79,7 @@ def test_units_of_two_examples(name):
     [
         ("dropout", "graph"),
         pytest.param("attention_dropout", "xla", marks=pytest.mark.slow),
-        pytest.param("gaussian_noise", "eager", marks=pytest.mark.slow),
+        pytest.param("gaussian_noise", "graph", marks=pytest.mark.slow),
         pytest.param("lstm_dropout", "xla", marks=pytest.mark.slow),
     ],
 )
@@ -102,8 +102,7 @@ def test_random_layers_draw_for_each_example_and_each_call(name, mode):
                 rows_per_unit=1,
             )[1]
 
-        if mode != "eager":
-            run = tf.function(run, jit_compile=mode == "xla", autograph=False)
+        run = tf.function(run, jit_compile=mode == "xla", autograph=False)
         norms = np.stack([run(), run()])
     assert len(np.unique(norms)) > 6
     assert np.any(norms[0] != norms[1])

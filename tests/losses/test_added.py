@@ -186,10 +186,7 @@ def test_each_unit_by_itself(name, engine):
 
 
 @pytest.mark.parametrize("name", ["activity", "bottleneck"])
-@pytest.mark.parametrize(
-    "mode", ["eager", pytest.param("graph", marks=pytest.mark.slow)]
-)
-def test_units_of_two_one_of_them_padded(name, mode):
+def test_units_of_two_one_of_them_padded(name):
     problem = PROBLEMS[name]
     all_of_them = [
         BookkeepingEngine(),
@@ -197,9 +194,7 @@ def test_units_of_two_one_of_them_padded(name, mode):
         ApartEngine(),
         engines.VectorizedEngine(),
     ]
-    check(
-        problem, runner(problem, all_of_them, mode, unit_size=2), OUTLIER, unit_size=2
-    )
+    check(problem, runner(problem, all_of_them, unit_size=2), OUTLIER, unit_size=2)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +276,7 @@ def test_a_loss_inside_a_registered_rule_is_not_lost(monkeypatch):
     monkeypatch.setattr(tfdp.rules.registry, "RULES", dict(tfdp.rules.registry.RULES))
     tfdp.rules.register(DenseAdding, tfdp.rules.dense.dense)
     problem = Problem("own", lambda: model_with(DenseAdding(4)), floats(3, 2), "mse")
-    check(problem, runner(problem, [BookkeepingEngine()], "eager"), OUTLIER)
+    check(problem, runner(problem, [BookkeepingEngine()]), OUTLIER)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tfdp.losses.objective import Objective
 @pytest.mark.parametrize("name", ["conv_lstm_masked", "rnn_own_cells"])
 def test_clipped_as_single_rows(name):
     problem = PROBLEMS[name]
-    check(problem, runner(problem, [BookkeepingEngine()], "eager"), OUTLIER)
+    check(problem, runner(problem, [BookkeepingEngine()]), OUTLIER)
 
 
 BOTH = {"dropout": 0.4, "recurrent_dropout": 0.4, "seed": 1}

@@ -295,7 +295,7 @@ OF_VECTORS = [
 )
 def test_vectors_run_once_with_copies(problem):
     engines = [BookkeepingEngine(), GhostEngine()]
-    check_engines(problem, runner(problem, engines, "eager"), OUTLIER)
+    check_engines(problem, runner(problem, engines), OUTLIER)
 
 
 @pytest.mark.slow

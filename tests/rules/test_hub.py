@@ -190,15 +190,9 @@ one_of_each_layer = pytest.mark.parametrize(
 @every_problem
 def test_gradients_are_those_of_single_examples(problem):
     engines = ENGINES if problem in {PROBLEMS[-1], MASKED[0]} else ENGINES[:1]
-    run = runner(problem, engines, "eager")
+    run = runner(problem, engines)
     for rows in (OUTLIER, ()):
         check(problem, run, rows)
-
-
-@pytest.mark.slow
-@one_of_each_layer
-def test_gradients_in_a_graph(problem):
-    check(problem, runner(problem, ENGINES, "graph"), OUTLIER)
 
 
 @pytest.mark.slow
@@ -215,7 +209,7 @@ def test_a_release_without_positions(stand_ins):
     call, length = POSITIONS["later"]
     make = functools.partial(positioned, call, length, OlderPositionEmbedding)
     problem = Problem("positions_older", make, words, logits)
-    check(problem, runner(problem, ENGINES[:1], "eager"), OUTLIER)
+    check(problem, runner(problem, ENGINES[:1]), OUTLIER)
 
 
 def test_rules_are_for_the_very_classes(monkeypatch):

@@ -220,7 +220,7 @@ def test_gradients_equal_one_example_at_a_time(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention_in_windows", "nodes_first", "windows"])
-@pytest.mark.parametrize("mode", ["eager", "xla"])
+@pytest.mark.parametrize("mode", ["graph", "xla"])
 def test_gradients_are_the_same_eagerly_and_compiled(name, mode):
     run = runner(problem_of(name), [engine_of(name)], mode)
     check(problem_of(name), run, OUTLIER)
@@ -278,7 +278,7 @@ def test_windows_that_are_not_alike_are_followed():
     )
     objective = Objective.of(of_each.build(), of_each.loss(), None)
     engine = choose("auto", objective, tuple(of_each.batch(3)))
-    for mode in ("eager", "graph"):
+    for mode in ("graph", "xla"):
         check(of_each, runner(of_each, [engine], mode), OUTLIER)
 
 
@@ -310,7 +310,7 @@ def test_eagerly_calls_may_come_in_another_order():
     objective = Objective.of(in_turn.build(), in_turn.loss(), None)
     engine = choose("auto", objective, tuple(in_turn.batch(3)))
     assert engine.places
-    check(in_turn, runner(in_turn, [engine], "eager"), OUTLIER)
+    check(in_turn, runner(in_turn, [engine]), OUTLIER)
 
 
 @pytest.mark.slow

@@ -125,7 +125,8 @@ def test_norms_and_sums_are_those_of_single_units(network, draws, views, kl, row
     expected, norms = clipped_sum(expected, clip)
     assert np.max(norms) > 1e3 * clip
     objective = Objective.of(model, square)
-    sums, found, _ = BookkeepingEngine().clip_and_sum(
+    clip_batch = tf.function(BookkeepingEngine().clip_and_sum, autograph=False)
+    sums, found, _ = clip_batch(
         dataclasses.replace(objective, views=views),
         Batch(x, y, None, tf.zeros(len(x), tf.bool)),
         l2_norm_clip=clip_as_tensor(clip, objective.variables),

@@ -119,7 +119,7 @@ def gradients_one_by_one(model, x, y, views, chosen):
     return [np.stack(of_variable) for of_variable in zip(*found, strict=True)]
 
 
-def run(engine, model, x, y, *, clip, views=1, mode="eager", loss=square):
+def run(engine, model, x, y, *, clip, views=1, mode="graph", loss=square):
     """Sums, and norms of the real units: one more only fills the pass up."""
     objective = Objective.of(model, loss)
     objective = dataclasses.replace(objective, views=views)
@@ -134,10 +134,7 @@ def run(engine, model, x, y, *, clip, views=1, mode="eager", loss=square):
         )
         return sums, norms[:-1]
 
-    if mode != "eager":
-        clip_and_sum = tf.function(
-            clip_and_sum, autograph=False, jit_compile=mode == "xla"
-        )
+    clip_and_sum = tf.function(clip_and_sum, autograph=False, jit_compile=mode == "xla")
     return clip_and_sum(*(tf.concat([rows, rows[-views:]], 0) for rows in (x, y)))
 
 
@@ -145,7 +142,7 @@ def length_of(gradients):
     return np.sqrt(sum(np.sum(np.square(gradient)) for gradient in gradients))
 
 
-def check(model, data, views, engines, chosen, mode="eager", tolerance=1e-9):
+def check(model, data, views, engines, chosen, mode="graph", tolerance=1e-9):
     gradients = gradients_one_by_one(model, *data, views, chosen)
     norms = clipped_sum(gradients, 1.0)[1]
     clip = float(np.median(norms))

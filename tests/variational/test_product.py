@@ -174,7 +174,7 @@ def test_norms_and_sums_are_those_of_rows_with_what_they_draw(
     renew_key(model, is_known=True)
     with precision("float64"):
         objective = Objective.of(model, square)
-        sums, found, _ = engine.clip_and_sum(
+        sums, found, _ = tf.function(engine.clip_and_sum, autograph=False)(
             objective,
             Batch(*map(tf.constant, data), None, tf.zeros(ROWS, tf.bool)),
             l2_norm_clip=clip_as_tensor(clip, objective.variables),

@@ -158,11 +158,14 @@ def _too_long(
     for rows_per_unit in (1, 2):
         clip = float(np.median(lengths)) / 4 if len(lengths) else 1.0
         clip_as = tf.constant(max(clip, 1e-6), norms.dtype)
-        clip_batch = functools.partial(
-            engine.clip_and_sum,
-            objective,
-            l2_norm_clip=clip_as,
-            rows_per_unit=rows_per_unit,
+        clip_batch = tf.function(
+            functools.partial(
+                engine.clip_and_sum,
+                objective,
+                l2_norm_clip=clip_as,
+                rows_per_unit=rows_per_unit,
+            ),
+            autograph=False,
         )
         try:
             sums, of_units = passes.run(clip_batch, data, rows_per_unit=rows_per_unit)
@@ -180,13 +183,13 @@ def _unclipped(
     """Return sums and norms, with a clip norm that clips nothing."""
     is_wide = any(variable.dtype == "float64" for variable in objective.variables)
     no_clip = tf.constant(1e30, tf.float64 if is_wide else tf.float32)
-    return passes.run(
-        lambda batch: engine.clip_and_sum(
-            objective, batch, l2_norm_clip=no_clip, rows_per_unit=1
+    clip_batch = tf.function(
+        functools.partial(
+            engine.clip_and_sum, objective, l2_norm_clip=no_clip, rows_per_unit=1
         ),
-        data,
-        rows_per_unit=1,
+        autograph=False,
     )
+    return passes.run(clip_batch, data, rows_per_unit=1)
 
 
 def _length(array: Array | Tensor) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _keras, _tree, _validate
-from tfdp._tracing import NotInGraphError, part_of_trace, tracing
+from tfdp import _keras, _validate
+from tfdp._tracing import part_of_trace, tracing
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.clipping import (
     at_least_float32,
@@ -84,26 +84,9 @@ class BookkeepingEngine(Engine):
         rows_per_unit: int | Tensor,
     ) -> Clipped:
         """Sum the clipped gradients from their factors."""
-
-        def clip(batch: Batch, l2_norm_clip: Tensor) -> Clipped:
-            if self.places and tf.executing_eagerly():
-                # Calls are known by their number, and eagerly there may be others.
-                raise NotInGraphError("Where rows lie was found in a graph.")
-            forward = self.recorded(objective, batch, rows_per_unit)
-            norms, terms = self._norms_and_terms(forward)
-            return forward.clipped(terms, norms, l2_norm_clip)
-
-        try:
-            return clip(batch, l2_norm_clip)
-        except NotInGraphError:
-            # Of any number of rows: one may be that of something else, and was not proven.
-            signature = Batch(*_tree.signature_of(tuple(batch)))
-            in_graph = tf.function(clip, autograph=False)
-            in_graph.get_concrete_function(
-                signature, tf.TensorSpec([], l2_norm_clip.dtype)
-            )
-            clipped: Clipped = in_graph(batch, l2_norm_clip)
-            return clipped
+        forward = self.recorded(objective, batch, rows_per_unit)
+        norms, terms = self._norms_and_terms(forward)
+        return forward.clipped(terms, norms, l2_norm_clip)
 
     def recorded(
         self, objective: Objective, batch: Batch, rows_per_unit: int | Tensor
@@ -353,7 +336,7 @@ class RecordedForward:
     ) -> tuple[list[Tensor], list[Term | None]]:
         """Bound each variable's squared norms, and keep what the sums need."""
         terms = self.terms_by_variable()
-        trace = None if tf.executing_eagerly() else tracing()
+        trace = tracing()
         if trace is not None:
             trace.note_read(self.read(terms))
         squares, ready = squares_and_joined(terms, self.units, self._norms, keeps=keeps)

@@ -38,7 +38,7 @@ class Engine(abc.ABC):
         l2_norm_clip: Tensor,
         rows_per_unit: int | Tensor,
     ) -> Clipped:
-        """Sum the clipped gradients of the units of a batch.
+        """Sum the clipped gradients of the units of a batch, in a graph.
 
         Args:
             objective: What to differentiate.

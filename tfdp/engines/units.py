@@ -60,13 +60,10 @@ def map_units(
         traced.structured_outputs,
     )
 
-    def in_turn(elements: Nest) -> Nest:
-        return tf.map_fn(function, elements, fn_output_signature=signature)
-
-    # Eagerly more shapes would be known, and other things returned than was just told.
-    run = tf.function(in_turn, autograph=False) if tf.executing_eagerly() else in_turn
-    found: tuple[list[Tensor], Nest] = run(elements)
-    return found
+    in_turn: tuple[list[Tensor], Nest] = tf.map_fn(
+        function, elements, fn_output_signature=signature
+    )
+    return in_turn
 
 
 def _look_into(graph: tf.Graph, elements: Nest, *, in_turn: bool) -> None:

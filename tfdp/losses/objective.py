@@ -430,8 +430,7 @@ def each_row_alone(function: Callable[..., Tensor], rows: tuple[Nest, ...]) -> T
     trace = tracing()
     if leaves[0].shape[0] == 1 and trace is None:
         return tf.reshape(function(*rows), [1])
-    # Eagerly there is no graph to find parts in, and people want to look at numbers.
-    if _splits_losses.get() and not tf.executing_eagerly():
+    if _splits_losses.get():
         parts = _split(lambda *given: function(*packed(list(given))), given)
         if parts is not None:
             return parts

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdp import _tree
-from tfdp._tracing import NotInGraphError
 from tfdp._types import Nest, Tensor
 
 
@@ -51,13 +50,10 @@ class RowsOf:
             loss: Scalar, or with the rows on its leading axis.
 
         Raises:
-            NotInGraphError: If nobody knows how a scalar was made.
             NotOfRowsError: If it is not made so.
         """
         if loss.shape.rank != 0:
             return self._reduced(loss, tf.reduce_sum)
-        if not tf.is_symbolic_tensor(loss):
-            raise NotInGraphError("A scalar loss was made without a graph.")
         if loss.graph is not tf.compat.v1.get_default_graph():
             raise NotOfRowsError("was made inside of a loop or a branch")
         if self._free(loss):

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import NamedTuple
@@ -13,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._tracing import NotInGraphError, tracing
+from tfdp._tracing import tracing
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.call import Call, Terms
@@ -31,10 +30,6 @@ from tfdp.rules.registry import (
 from tfdp.rules.terms import Term
 from tfdp.rules.unrolling import loops_run_by, unrolled, while_loop
 from tfdp.rules.uses import Followed, Free, NotFollowedError, Pass, Use, named
-
-# Layers that were called on what is the same for all rows. There may be as many numbers
-# in it as there are rows, and eagerly nobody could tell.
-_WITHOUT_ROWS: weakref.WeakSet[keras.layers.Layer] = weakref.WeakSet()
 
 
 class _SizeToCheck(NamedTuple):
@@ -145,7 +140,7 @@ class Recording:
         self._refusals: list[str] = []
         # Of tensors whose leading axes are known only when the graph runs.
         self._sizes: list[_SizeToCheck] = []
-        self._place = _place()
+        self._graph = tf.compat.v1.get_default_graph()
         # What calls with a rule have read, calls in them first: the variables' ids.
         self._read: list[int] = []
         # Whether a rule calls a layer now.
@@ -160,13 +155,8 @@ class Recording:
         self._own_gradients = _OwnGradients()
         self._places = places
         self._losses: Tensor | None = None
-        # What units move needs the rules, and eagerly there is nothing to follow on.
-        self._follows_leaves = (
-            follows_leaves
-            and moves is None
-            and not is_of_one_unit
-            and not self._place[0]
-        )
+        # What units move needs the rules.
+        self._follows_leaves = follows_leaves and moves is None and not is_of_one_unit
         self._unrolls_loops = unrolls_loops
         # How often each layer has been called, and each variable used, by their paths.
         self._counts: collections.Counter[str] = collections.Counter()
@@ -200,7 +190,7 @@ class Recording:
             begin = functools.partial(self._begin, self._model.call)
             call = functools.wraps(self._model.call)(begin)
             entered.enter_context(_keras.attributes_replaced(self._model, call=call))
-            if not (self._is_of_one_unit or self._place[0]):
+            if not self._is_of_one_unit:
                 # Keras's loops call `tf.while_loop` by this name.
                 entered.enter_context(loops_run_by(self._run_loop))
             yield
@@ -237,7 +227,7 @@ class Recording:
             self._tape_of_variables() as used,
         ):
             try:
-                if _place() != self._place:
+                if not self._is_here():
                     self._note_loop()
                     raise UnsupportedLayerError(
                         "Only calls outside of branches, and of loops that are not of a "
@@ -270,13 +260,13 @@ class Recording:
 
     def _run_loop(self, *args: Nest, **kwargs: Nest) -> Nest:
         """Run a `tf.while_loop`, step by step if that is asked for."""
-        if self._unrolls_loops and not self._is_by_rule and _place() == self._place:
+        if self._unrolls_loops and not self._is_by_rule and self._is_here():
             return unrolled(*args, **kwargs)
         return while_loop(*args, **kwargs)
 
     def _note_loop(self) -> None:
         """Note for a trace that something is out of reach in a graph of its own."""
-        trace = None if self._place[0] else tracing()
+        trace = tracing()
         if trace is not None:
             trace.note_loop()
 
@@ -324,8 +314,7 @@ class Recording:
         """
         where = (path, self._counts[path])
         self._counts[path] += 1
-        # Only traces look at them.
-        trace = None if self._place[0] else tracing()
+        trace = tracing()
         if trace is not None:
             trace.note_rows(where, tensors, is_recorded=is_recorded)
         return self._places.get(where)
@@ -351,17 +340,15 @@ class Recording:
 
     def _is_without_rows(self, call: Call) -> bool:
         """Tell whether a layer is called on what is the same for all rows."""
-        if self._place[0]:
-            return call.layer in _WITHOUT_ROWS
-        given = _tensors((call.args, call.kwargs))
-        is_without = all(map(self._free.holds, given))
-        if is_without:
-            _WITHOUT_ROWS.add(call.layer)
-        return is_without
+        return all(map(self._free.holds, _tensors((call.args, call.kwargs))))
 
     def _made(self) -> int:
         """Count the operations in the graph of the pass."""
-        return 0 if self._place[0] else len(self._place[1].get_operations())
+        return len(self._graph.get_operations())
+
+    def _is_here(self) -> bool:
+        """Tell whether operations are made in the graph of the pass, not in one inside."""
+        return tf.compat.v1.get_default_graph() is self._graph
 
     @contextlib.contextmanager
     def _by_a_rule(self) -> Iterator[None]:
@@ -455,9 +442,7 @@ class Recording:
         if self.moves is not None:
             self._refusals += reasons
             return
-        if reasons and self._place[0]:
-            raise NotInGraphError(" ".join(dict.fromkeys(self._refusals + reasons)))
-        if self._is_of_one_unit or self._place[0]:
+        if self._is_of_one_unit:
             return
         rows = self._static_rows
         trace = tracing()
@@ -663,11 +648,6 @@ class _OwnGradients:
         if self._is_forward:
             self._found[path] = None
         return gradient
-
-
-def _place() -> tuple[bool, tf.Graph]:
-    """Return where operations are made: eagerly or not, and in which graph."""
-    return tf.executing_eagerly(), tf.compat.v1.get_default_graph()
 
 
 def _used_elsewhere(variable: Variable) -> str:
