@@ -12,9 +12,11 @@ from tests import small
 from tfdp import clipping, engines
 from tfdp.audit import replay
 from tfdp.engines import bookkeeping
+from tfdp.engines.traced import TracedPass
+from tfdp.losses.objective import Batch
 from tfdp.mechanisms import mechanism
 from tfdp.mechanisms.mechanism import add_noise
-from tfdp.training import checked_model
+from tfdp.training import checked_model, step
 
 ROWS = 60
 
@@ -32,9 +34,22 @@ def replayed(private, rows=ROWS, neighbours=8, **options):
     return replay(private, *data(rows), neighbours=neighbours, **options)
 
 
+def unproven_pass(engine, objective, batch, rows_per_unit):
+    def run(*batch_and_clip):
+        *batch, clip = batch_and_clip
+        return engine.clip_and_sum(
+            objective, Batch(*batch), l2_norm_clip=clip, rows_per_unit=rows_per_unit
+        )
+
+    function = tf.function(run, autograph=False)
+    traced = function.get_concrete_function(*batch, tf.TensorSpec([]))
+    return TracedPass(engine, objective, batch, rows_per_unit, traced)
+
+
 @pytest.fixture
 def unchecked(monkeypatch):
     """Models that DPModel would refuse go into the engine that would be the quickest."""
+    monkeypatch.setattr(step, "proven_pass", unproven_pass)
     monkeypatch.setattr(
         checked_model, "choose", lambda *_, **__: engines.get("bookkeeping")
     )

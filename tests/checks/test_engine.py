@@ -318,10 +318,7 @@ def test_states_that_go_from_batch_to_batch_are_refused_before_any_step(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["borrowed_beside_own", "cell", "many_steps", "map", "weight_in_time_distributed"],
-)
+@pytest.mark.parametrize("name", ["many_steps", "map", "weight_in_time_distributed"])
 def test_what_rules_do_not_reach_is_vectorized(name, caplog):
     check_vectorized(problem_of(name), caplog)
 
@@ -557,9 +554,9 @@ def test_what_is_not_followed_has_the_rule_of_leaves(caplog):
         return tf.matmul(x, matrix), gradient
 
     leaf = Leaf(lambda x, matrix: product(x, tf.convert_to_tensor(matrix)))
-    for engine in (chosen_for(leaf), chosen_for(Leaf(), ROWS)):
-        assert type(engine) is BookkeepingEngine
-        assert not engine.follows_leaves
+    engine = chosen_for(leaf)
+    assert type(engine) is BookkeepingEngine
+    assert not engine.follows_leaves
     assert "tfdp has no rule" in caplog.text
 
 

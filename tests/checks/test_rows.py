@@ -1128,6 +1128,7 @@ def functions_run_eagerly():
 
 
 @pytest.mark.filterwarnings("ignore:Even though the `tf.config")
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_passes_forget_how_many_rows_there_are():
     """What is proven for any number of rows is what runs, eagerly too."""
     x, y = np.ones((8, D), "float32"), np.ones((8, 1))
@@ -1139,14 +1140,17 @@ def test_passes_forget_how_many_rows_there_are():
             model, "mse", tf.constant(x), tf.constant(y), l2_norm_clip=1.0
         )
 
-    def train_replica():
-        with tf.distribute.MirroredStrategy(["/cpu:0"]).scope():
-            private = static_model(engine="bookkeeping", physical_batch_size=4)
-        # Variables are made by a call.
-        private.fit(x, y, batch_size=4, verbose=0)
+    def train_again(scope=contextlib.nullcontext, **options):
+        """Variables are made, and views looked at, by a call before."""
+        with scope():
+            private = static_model(engine="bookkeeping", **options)
+        private.fit(batches, verbose=0)
         SEEN.clear()
         private.train_function = None
-        private.fit(x, y, batch_size=4, verbose=0)
+        private.fit(batches, verbose=0)
+
+    replica = tf.distribute.MirroredStrategy(["/cpu:0"]).scope
+    views = {"augmentation": MeanIfStatic(), "augmentation_multiplicity": 2}
 
     trains = {
         "passes": lambda: static_model(physical_batch_size=4).fit(
@@ -1159,7 +1163,9 @@ def test_passes_forget_how_many_rows_there_are():
         "eager": lambda: static_model(run_eagerly=True).fit(
             x, y, batch_size=4, verbose=0
         ),
-        "replica": train_replica,
+        "replica": lambda: train_again(replica, physical_batch_size=4),
+        "views": lambda: train_again(**views),
+        "views of a replica": lambda: train_again(replica, **views),
         "eager step": lambda: static_model().train_step((x, y)),
         "eager loop": lambda: tfdp.clipped_gradients(
             static_model().model, "mse", x, y, l2_norm_clip=1.0

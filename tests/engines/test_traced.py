@@ -317,6 +317,8 @@ def test_inputs_in_another_nest_are_proven_anew():
         tfdp.clipped_gradients(inner, "mse", x, y, l2_norm_clip=1.0)
 
     clip((x, x))
+    # A list is no tuple.
+    clip([x, x])
     with pytest.raises(tfdp.errors.UnsupportedLayerError):
         clip({"a": x, "b": x})
 

@@ -40,6 +40,8 @@ CHANGES = {
     "method": lambda each: setattr(each, "function", each.get_config),
     "inner": lambda each: setattr(each.inner, "rate", 0.25),
     "new": lambda each: setattr(each, "other", None),
+    "private": lambda each: setattr(each, "_own", 2.0),
+    "policy": lambda each: setattr(each.inner, "dtype_policy", "mixed_bfloat16"),
     "frozen": lambda each: setattr(each.inner, "trainable", False),
 }
 
@@ -61,6 +63,67 @@ def test_what_keras_sets_while_it_trains_is_no_change():
     model.fit(*data(), batch_size=4, verbose=0)
     model.predict(data()[0], verbose=0)
     assert attributes_of(model.model) == before
+
+
+WEIGHT = {"of the divergence": 1.0}
+
+
+class Weighted:
+    """A loss of one's own class."""
+
+    def __init__(self):
+        self._weight = 1.0
+
+    def __call__(self, y, y_pred):
+        return self._weight * keras.ops.mean((y - y_pred) ** 2, -1)
+
+
+def with_closure():
+    annealed = {"weight": 1.0}
+
+    def loss(y, y_pred):
+        return annealed["weight"] * keras.ops.mean((y - y_pred) ** 2, -1)
+
+    return loss, lambda: annealed.update(weight=3.0)
+
+
+def with_global():
+    def loss(y, y_pred):
+        return WEIGHT["of the divergence"] * keras.ops.mean((y - y_pred) ** 2, -1)
+
+    return loss, lambda: WEIGHT.update({"of the divergence": 3.0})
+
+
+def with_default():
+    def loss(y, y_pred, weight=1.0):
+        return weight * keras.ops.mean((y - y_pred) ** 2, -1)
+
+    return loss, lambda: setattr(loss, "__defaults__", (3.0,))
+
+
+def with_private_attribute():
+    loss = Weighted()
+    return loss, lambda: setattr(loss, "_weight", 3.0)
+
+
+@pytest.mark.parametrize(
+    "make", [with_closure, with_global, with_default, with_private_attribute]
+)
+def test_loops_heed_another_weight_of_a_loss(make):
+    WEIGHT["of the divergence"] = 1.0
+    loss, change = make()
+    x, _ = data(outlier=False)
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(3)])
+
+    def norms():
+        return tfdp.clipped_gradients(model, loss, x, x, l2_norm_clip=1.0).norms
+
+    before = norms()
+    assert len(vars(model)["_checked_by_tfdp"]) == 1
+    np.testing.assert_array_equal(norms(), before)
+    assert len(vars(model)["_checked_by_tfdp"]) == 1
+    change()
+    np.testing.assert_allclose(norms(), 3 * before, rtol=1e-5)
 
 
 def test_losses_and_functions_are_looked_at():

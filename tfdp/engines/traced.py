@@ -79,16 +79,17 @@ class TracedPass:
 
 
 def _takes(signature: Batch, batch: Batch) -> bool:
-    """Tell whether rows are such as a signature allows."""
-    specs = keras.tree.flatten_with_path(tuple(signature))
-    leaves = keras.tree.flatten_with_path(tuple(batch))
-    return len(specs) == len(leaves) and all(
-        path == other
-        and (
-            leaf is None
-            if spec is None
-            else leaf is not None
-            and tf.TensorSpec(leaf.shape, leaf.dtype).is_subtype_of(spec)
+    """Tell whether rows are such as a signature allows, in the same nest."""
+    # A list is no tuple: code may ask what it has been given.
+    nests = [
+        repr(keras.tree.map_structure(lambda leaf: leaf is None, tuple(each)))
+        for each in (signature, batch)
+    ]
+    return nests[0] == nests[1] and all(
+        spec is None or tf.TensorSpec(leaf.shape, leaf.dtype).is_subtype_of(spec)
+        for spec, leaf in zip(
+            keras.tree.flatten(tuple(signature)),
+            keras.tree.flatten(tuple(batch)),
+            strict=True,
         )
-        for (path, spec), (other, leaf) in zip(specs, leaves, strict=True)
     )

@@ -1,6 +1,6 @@
 """Several views of each example, whose mean gradient is clipped."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TypeAlias
 
 import keras
@@ -10,6 +10,7 @@ from tfdp import _keras, _tree, _validate
 from tfdp._types import Nest, Tensor
 from tfdp.checks.model import check_model
 from tfdp.losses.objective import Batch
+from tfdp.training.attributes import attributes_of
 
 # Makes a view of each row of a batch of inputs.
 Function: TypeAlias = keras.layers.Layer | Callable[[Nest], Nest]
@@ -58,8 +59,10 @@ class Augmentation:
         )
         # A model runs layers as `fit` does. Keras tracks no attribute of this class.
         self.model = _Augmenting(function)
-        # What was traced to run eagerly, with what it moves on.
-        self._traced: list[tuple[Batch, Callable[[Batch], Batch], frozenset[str]]] = []
+        # What was traced to run eagerly, for which rows and attributes, and what it moves.
+        self._known: list[
+            tuple[Batch, Hashable, Callable[[Batch], Batch], frozenset[str]]
+        ] = []
 
     @classmethod
     def of(
@@ -92,18 +95,13 @@ class Augmentation:
         return cls(function, multiplicity)
 
     def views(self, batch: Batch) -> Batch:
-        """Return the views of all rows, those of one row next to each other."""
+        """Return the views of all rows, those of one row next to each other.
 
-        def repeated(tensor: Tensor) -> Tensor:
-            return tf.repeat(tensor, self.multiplicity, axis=0)
-
-        x, *others = _tree.map_tensors(repeated, batch)
-        views = _keras.run_model(self.model, x, training=True)
-
-        def with_shape_of(view: Nest, row: Tensor) -> Tensor:
-            return tf.ensure_shape(tf.cast(view, row.dtype), row.shape)
-
-        return Batch(keras.tree.map_structure(with_shape_of, views, x), *others)
+        The function sees no number of rows.
+        """
+        signature = Batch(*_tree.signature_of(tuple(batch)))
+        made: Batch = self._traced(signature)(batch)
+        return made
 
     def proven_views(self, batch: Batch) -> tuple[Batch, frozenset[str]]:
         """Return views of which it was just proven that rows stay apart in them.
@@ -118,19 +116,35 @@ class Augmentation:
             UnsupportedLayerError: If it is not proven.
         """
         signature = Batch(*_tree.signature_of(tuple(batch)))
-        if not tf.executing_eagerly():
-            with _keras.outside_of_graphs():
-                moved = self.moved(signature.x)
-            return self.views(batch), moved
-        for known, views, moved in self._traced:
-            if known == signature:
+        is_eager = tf.executing_eagerly()
+        attributes = attributes_of(self.model) if is_eager else None
+        for known, of_known, views, moved in self._known if is_eager else ():
+            if (known, of_known) == (signature, attributes):
                 return views(batch), moved
-        moved = self.moved(signature.x)
-        views = tf.function(self.views, autograph=False).get_concrete_function(
-            signature
-        )
-        self._traced.append((signature, views, moved))
+        with _keras.outside_of_graphs():
+            moved = self.moved(signature.x)
+        views = self._traced(signature)
+        if is_eager:
+            self._known.append((signature, attributes, views, moved))
         return views(batch), moved
+
+    def _traced(self, signature: Batch) -> Callable[[Batch], Batch]:
+        """Trace what makes the views of rows."""
+
+        def views(batch: Batch) -> Batch:
+            x, *others = _tree.map_tensors(
+                lambda tensor: tf.repeat(tensor, self.multiplicity, axis=0), batch
+            )
+            views = _keras.run_model(self.model, x, training=True)
+
+            def with_shape_of(view: Nest, row: Tensor) -> Tensor:
+                return tf.ensure_shape(tf.cast(view, row.dtype), row.shape)
+
+            return Batch(keras.tree.map_structure(with_shape_of, views, x), *others)
+
+        function = tf.function(views, autograph=False)
+        traced: Callable[[Batch], Batch] = function.get_concrete_function(signature)
+        return traced
 
     def first(self, outputs: Nest) -> Nest:
         """Return what the model gave for the first view of each row."""

@@ -298,17 +298,14 @@ class BatchClipper:
                     objective, batch, l2_norm_clip=clip, rows_per_unit=rows_per_unit
                 )
 
-        # Nothing is proven of code that runs without a graph, or sees how many rows it has.
+        # Nothing is proven of code that runs without a graph, or sees how many rows a
+        # replica has.
+        signature = Batch(*_tree.signature_of(tuple(batch)))
         function = tf.function(run, autograph=False).get_concrete_function(
-            self._signature(objective, batch), tf.TensorSpec([], clip.dtype)
+            signature, tf.TensorSpec([], clip.dtype)
         )
         found: tuple[list[Tensor], Tensor, Nest] = function(batch, clip)
         return found
-
-    def _signature(self, objective: Objective, batch: Batch) -> Batch:
-        """Return what is known of rows in a graph that layers see."""
-        rows = batch.is_padding.shape[0] if sees_rows(objective.ascent) else None
-        return Batch(*_tree.signature_of(tuple(batch), rows))
 
     def _proven(
         self,
@@ -318,7 +315,8 @@ class BatchClipper:
         rows_per_unit: int | Tensor,
     ) -> TracedPass:
         """Return a pass for such rows that was proven, here if not before."""
-        signature = self._signature(objective, batch)
+        rows = batch.is_padding.shape[0] if sees_rows(objective.ascent) else None
+        signature = Batch(*_tree.signature_of(tuple(batch), rows))
         prove = functools.partial(
             proven_pass, engine, objective, signature, rows_per_unit
         )

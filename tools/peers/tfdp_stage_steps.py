@@ -7,6 +7,7 @@ what comes after it does not run.
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,10 +19,10 @@ import tfdp_steps
 
 import tfdp
 from tfdp import engines
-from tfdp.engines import units, vectorized
+from tfdp.clipping import ClippedSum, clip_as_tensor
+from tfdp.engines import passes, units, vectorized
 from tfdp.engines.bookkeeping import RecordedForward
 from tfdp.losses.objective import Batch, Objective
-from tfdp.training.step import BatchClipper
 
 _LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -89,8 +90,8 @@ def whole_of(
         expected_batch_size=batch_size,
     )
     optimizer.build(variables)
-    clipper = BatchClipper(model, engines.get(tfdp_steps.OPTIONS[engine]["engine"]))
-    return lambda x, y: _private(clipper, optimizer, x, y)
+    clips = engines.get(tfdp_steps.OPTIONS[engine]["engine"])
+    return lambda x, y: _private(model, clips, optimizer, x, y)
 
 
 def _ordinary(
@@ -110,7 +111,11 @@ def _ordinary(
 
 
 def _private(
-    clipper: BatchClipper, optimizer: tfdp.optimizers.DPOptimizer, x: Any, y: Any
+    model: keras.Model,
+    engine: engines.Engine,
+    optimizer: tfdp.optimizers.DPOptimizer,
+    x: Any,
+    y: Any,
 ) -> Whole:
     outputs: list[tf.Tensor] = []
 
@@ -118,15 +123,20 @@ def _private(
         del data, rows
         outputs.append(of_rows)
 
-    objective = Objective.of(clipper.model, _LOSS)
-    with _gradients_noted() as passes:
-        clipped_sum = clipper.clip(
-            Batch(x, y), optimizer.l2_norm_clip, objective, on_outputs
+    objective = Objective.of(model, _LOSS)
+    clip = clip_as_tensor(optimizer.l2_norm_clip, objective.variables)
+    clip_batch = functools.partial(
+        engine.clip_and_sum, objective, l2_norm_clip=clip, rows_per_unit=1
+    )
+    with _gradients_noted() as noted:
+        sums, norms = passes.run(
+            clip_batch, Batch(x, y), rows_per_unit=1, on_outputs=on_outputs
         )
+    clipped_sum = ClippedSum(sums, norms, clip, 1)
     ends = {
         "forward": outputs,
         # Ghost clipping goes back once more, when it has the norms.
-        "backward": passes[0],
+        "backward": noted[0],
         "norms": [clipped_sum.norms],
         "sums": clipped_sum.gradients,
     }
