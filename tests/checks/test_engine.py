@@ -441,23 +441,29 @@ class ForAllRows(layers.Layer):
         return self.function(x, self.embedding, self.inner)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "inner"),
     [
-        (lambda x, embed, _: x + embed(ops.convert_to_tensor(2)), None),
-        (
+        pytest.param(
+            lambda x, embed, _: x + embed(ops.convert_to_tensor(2)),
+            None,
+            id="scalar",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             lambda x, embed, norm: x + norm(embed(ops.arange(4))),
             lambda: layers.LayerNormalization(axis=0),
+            id="axis_of_positions",
         ),
-        (
+        pytest.param(
             lambda x, embed, dense: (
                 dense(x) + ops.stop_gradient(dense(embed(ops.arange(4))))
             ),
             lambda: layers.Dense(6),
+            id="stopped",
+            marks=pytest.mark.slow,
         ),
     ],
-    ids=["scalar", "axis_of_positions", "stopped"],
 )
 def test_calls_that_a_rule_was_not_written_for_are_no_error(function, inner):
     model = keras.Sequential([
