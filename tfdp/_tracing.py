@@ -78,7 +78,7 @@ def made_of_rows(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     Returns:
         The outputs.
     """
-    trace = None if tf.executing_eagerly() else tracing()
+    trace = tracing()
     return outputs if trace is None else trace.note_made_of_rows(outputs, inputs)
 
 

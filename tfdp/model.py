@@ -850,13 +850,6 @@ class DPModel(TrainingFunctions):
         rows = rows if isinstance(rows, int) else None
         self._check_batch(batch, rows, session.clipper)
         clipper = dataclasses.replace(session.clipper, engine=self._checked.engine)
-        if self._replicas.strategy is not None:
-            with (
-                _keras.outside_of_graphs(),
-                self._replicas.only_first(),
-                _keras.losses_of_one_replica(),
-            ):
-                clipper.check(batch, session.objective_uphill)
         if clipper == session.clipper:
             return session
         return dataclasses.replace(session, clipper=clipper)

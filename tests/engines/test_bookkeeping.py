@@ -88,14 +88,13 @@ def test_graphs_equal_one_example_at_a_time(problem):
         check(problem, run, rows)
 
 
-# Rules do not tell graphs from eager calls, which take a tenth of the time.
 @pytest.mark.parametrize(
     "problem", cases(lacking={"compiled", "random", "tied"}, is_slow=True)
 )
-def test_eager_calls_equal_one_example_at_a_time(problem):
+def test_all_problems_equal_one_example_at_a_time(problem):
     # Dice is no sum over rows.
     engine = BookkeepingEngine(splits_losses=problem.name != "dice")
-    run = runner(problem, [engine], "graph")
+    run = runner(problem, [engine])
     check(problem, run, OUTLIER)
     check(problem, run, NAN)
 

@@ -282,37 +282,6 @@ def test_windows_that_are_not_alike_are_followed():
         check(of_each, runner(of_each, [engine], mode), OUTLIER)
 
 
-@register
-class InTurn(layers.Layer):
-    """Calls a layer on windows and on nodes, eagerly the other way around."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.windows = Windows(layers.Dense(2, "tanh"))
-        self.nodes = Nodes(*self.windows.stack)
-
-    def call(self, x):
-        both = [self.windows, self.nodes]
-        if tf.executing_eagerly():
-            both.reverse()
-        one, other = (layer(x) for layer in both)
-        return one + 2 * other if not tf.executing_eagerly() else 2 * one + other
-
-
-def test_eagerly_calls_may_come_in_another_order():
-    """They are told apart by their number, which is that of a graph."""
-    in_turn = problem(
-        "in_turn",
-        lambda: fresh(lambda: sequential((4, 3), InTurn(), layers.Flatten())),
-        floats((4, 3), 8),
-        "mse",
-    )
-    objective = Objective.of(in_turn.build(), in_turn.loss(), None)
-    engine = choose("auto", objective, tuple(in_turn.batch(3)))
-    assert engine.places
-    check(in_turn, runner(in_turn, [engine]), OUTLIER)
-
-
 @pytest.mark.slow
 def test_pieces_of_unknown_number_are_no_rows():
     """What lies so for one length of a row may lie elsewhere for another."""

@@ -287,7 +287,10 @@ def _can_take_apart(
         explained = engine.explain(objective.model, signature_of(data)[0])
         if all(each.rule == VectorizedEngine.name for each in explained):
             return False
-        traced = [_of_units_alone(engine, objective, data, rows) for rows in sizes]
+        traced = [
+            traced_pass(engine, objective, Batch(*data).signature(rows), 1)
+            for rows in sizes
+        ]
         _compare_if_foreign(engine, objective, data if sample is None else sample)
     # Whatever it is, the vectorized engine does without, or says it.
     except Exception:  # noqa: BLE001
@@ -307,8 +310,8 @@ def proven_pass(
     """Trace what an engine does with rows, and prove that they do not meet there.
 
     Of units of one row the graph that is looked into is the graph that runs. Of others,
-    and where a loss is asked for each row alone, it is traced once more right after that:
-    by code which had no time to become other code.
+    and where a loss is asked for each row alone, it is traced once more right after that,
+    before anything else could change what the code does.
 
     Args:
         engine: That `choose` has returned.
@@ -326,7 +329,8 @@ def proven_pass(
     """
     data, rows = tuple(batch[:3]), batch.is_padding.shape[0]
     sizes = [None] if rows is None else [None, rows]
-    # Layers that draw alike for all views of an example are tfdp's own.
+    # Proven is that no row meets another, so neither do examples of several views. What
+    # views share, draws of tfdp's own variational layers, is none of the data's.
     each_alone = dataclasses.replace(objective, views=1)
     moved: set[str] = set()
     if not engine.notes_what_it_reads:
@@ -345,32 +349,39 @@ def proven_pass(
             )
         moved |= trace.moved
     if passes:
-        # Units of one row have one view.
         return dataclasses.replace(passes[0], objective=objective)
-    traced = _of_units_alone(engine, objective, data, rows, rows_per_unit)
+    traced = traced_pass(engine, objective, batch.signature(rows), rows_per_unit)
     return dataclasses.replace(traced, moved=frozenset(moved))
 
 
-def _of_units_alone(
+def traced_pass(
     engine: engines.Engine,
     objective: Objective,
-    data: Nest,
-    rows: int | None,
-    rows_per_unit: int | Tensor = 1,
+    signature: Batch,
+    rows_per_unit: int | Tensor,
 ) -> TracedPass:
-    """Trace what an engine does, and look into what takes each unit by itself."""
+    """Trace what an engine does, and prove no more than what it does to units alone.
+
+    Args:
+        engine: See `proven_pass`, which is to be called just before.
+        objective: Likewise.
+        signature: `tf.TensorSpec` of the rows.
+        rows_per_unit: Consecutive rows that are one unit.
+
+    Returns:
+        The pass.
+
+    Raises:
+        UnsupportedLayerError: If units that are taken by themselves leave something for
+            others, or gradients are out of reach.
+    """
     # What is traced may run; see `Trace.found_in_pass`.
     _keras.make_global_seed()
-    run, signature = _whole_pass(engine, objective, data, rows, rows_per_unit)
+    rows = signature.is_padding.shape[0]
+    run, specs = _whole_pass(engine, objective, signature[:3], rows, rows_per_unit)
     with units_checked(objective.model):
-        function = tf.function(run, autograph=False).get_concrete_function(*signature)
-    of_rows = _signature_of_rows(data, rows)
-    return TracedPass(engine, objective, of_rows, rows_per_unit, function)
-
-
-def _signature_of_rows(data: Nest, rows: int | None) -> Batch:
-    of_rows = Batch(*signature_of(data, rows))
-    return of_rows._replace(is_padding=tf.TensorSpec([rows], tf.bool))
+        function = tf.function(run, autograph=False).get_concrete_function(*specs)
+    return TracedPass(engine, objective, signature, rows_per_unit, function)
 
 
 def check_objective(
@@ -433,7 +444,7 @@ def _problems_of_pass(
     if passes is not None and engine.notes_what_it_reads:
         found, function = _followed_whole(engine, objective, data, rows, trace)
         if function is not None:
-            signature = _signature_of_rows(data, rows)
+            signature = Batch(*data).signature(rows)
             moved = frozenset(trace.moved)
             passes.append(TracedPass(engine, objective, signature, 1, function, moved))
     else:

@@ -21,7 +21,7 @@ class TracedPass:
     Attributes:
         engine: Whose pass it is.
         objective: What is differentiated in it.
-        signature: `tf.TensorSpec` of its rows; whose number may be open.
+        signature: `tf.TensorSpec` of its rows. How many they are may be open.
         rows_per_unit: Consecutive rows that are one unit.
         function: From ``(x, y, sample_weight, is_padding, l2_norm_clip)`` to what
             `Engine.clip_and_sum` returns; traced once and for all.
@@ -35,12 +35,6 @@ class TracedPass:
     rows_per_unit: int | Tensor
     function: Callable[..., Clipped]
     moved: frozenset[str] = frozenset()
-
-    @property
-    def rows(self) -> int | None:
-        """How many rows it was traced for; None for any number."""
-        rows: int | None = self.signature.is_padding.shape[0]
-        return rows
 
     def fits(
         self,
@@ -63,7 +57,6 @@ class TracedPass:
         return (
             engine == self.engine
             and isinstance(rows_per_unit, int)
-            and isinstance(self.rows_per_unit, int)
             and rows_per_unit == self.rows_per_unit
             # An objective is made anew for views; what it is made of is not.
             and all(
@@ -74,7 +67,7 @@ class TracedPass:
         )
 
     def clip_and_sum(self, batch: Batch, l2_norm_clip: Tensor) -> Clipped:
-        """Do what `Engine.clip_and_sum` does."""
+        """Do what `Engine.clip_and_sum` does, with rows that fit."""
         return self.function(*batch, l2_norm_clip)
 
 

@@ -50,6 +50,18 @@ class Batch(NamedTuple):
             return cls.of(data.rows)._replace(is_padding=data.is_padding)
         return cls(*keras.utils.unpack_x_y_sample_weight(data))
 
+    def signature(self, rows: int | None = None) -> Self:
+        """Describe a batch that is filled up.
+
+        Args:
+            rows: How many it has; None for any number.
+
+        Returns:
+            A batch of `tf.TensorSpec`.
+        """
+        described: Self = _tree.signature_of(self, rows)
+        return described._replace(is_padding=tf.TensorSpec([rows], tf.bool))
+
 
 def number_of_rows(data: Nest) -> int | Tensor:
     """Return the length of the leading axis, as an int where it is static."""

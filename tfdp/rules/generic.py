@@ -1,6 +1,6 @@
 """Rules of layers that have none: each row by itself, by vectorizing.
 
-They are for where a layer's weights are not followed: uphill, eagerly, in a function.
+They are for where a layer's weights are not followed: uphill, in a function.
 """
 
 from collections.abc import Callable

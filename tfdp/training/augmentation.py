@@ -97,9 +97,9 @@ class Augmentation:
     def views(self, batch: Batch) -> Batch:
         """Return the views of all rows, those of one row next to each other.
 
-        The function sees no number of rows.
+        They are traced for any number of rows: the function's `x.shape[0]` is None.
         """
-        signature = Batch(*_tree.signature_of(tuple(batch)))
+        signature = _tree.signature_of(batch)
         made: Batch = self._traced(signature)(batch)
         return made
 
@@ -110,23 +110,24 @@ class Augmentation:
             batch: See `views`.
 
         Returns:
-            The views, and what making them moves on; see `moved`.
+            The views, and what making them moves on; see `prove`.
 
         Raises:
             UnsupportedLayerError: If it is not proven.
         """
-        signature = Batch(*_tree.signature_of(tuple(batch)))
+        signature = _tree.signature_of(batch)
         is_eager = tf.executing_eagerly()
         attributes = attributes_of(self.model) if is_eager else None
-        for known, of_known, views, moved in self._known if is_eager else ():
+        for known, of_known, make, moved in self._known if is_eager else ():
             if (known, of_known) == (signature, attributes):
-                return views(batch), moved
+                return make(batch), moved
         with _keras.outside_of_graphs():
-            moved = self.moved(signature.x)
-        views = self._traced(signature)
+            moved = self.prove(signature.x)
+        make = self._traced(signature)
         if is_eager:
-            self._known.append((signature, attributes, views, moved))
-        return views(batch), moved
+            # The last ones do: a change of attributes is rare.
+            self._known[:] = [*self._known[-8:], (signature, attributes, make, moved)]
+        return make(batch), moved
 
     def _traced(self, signature: Batch) -> Callable[[Batch], Batch]:
         """Trace what makes the views of rows."""
@@ -160,7 +161,7 @@ class Augmentation:
             UnsupportedLayerError: If it is not.
             ValueError: If views have other shapes than their rows.
         """
-        self.moved(x)
+        self.prove(x)
         x = _tree.map_tensors(lambda rows: tf.repeat(rows, self.multiplicity, 0), x)
         views = _keras.run_model(self.model, x, training=True)
         shapes, wanted = (
@@ -174,7 +175,7 @@ class Augmentation:
                 "Crop or resize in the data pipeline."
             )
 
-    def moved(self, x: Nest) -> frozenset[str]:
+    def prove(self, x: Nest) -> frozenset[str]:
         """Prove that rows stay apart, and return what making views moves on.
 
         Args:

@@ -209,7 +209,7 @@ class CheckedModel:
             batch_size: Of all batches, or of some; None if that is not known.
             clipper: Cuts them.
         """
-        if not sees_rows(self.ascent):
+        if not sees_rows(self.ascent) or self._replicas.strategy is not None:
             return None
         rows = clipper.physical_batch_size
         if rows is None and batch_size is not None:

@@ -16,7 +16,7 @@ from tfdp.engines.traced import TracedPass
 from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.runs.histories import note_reads, recognise_copies
 from tfdp.runs.recorder import revoke_all
-from tfdp.training.attributes import attributes_of
+from tfdp.training.attributes import CHECKED, attributes_of
 from tfdp.training.checked_model import rows_to_check
 from tfdp.training.step import BatchClipper, sees_rows
 from tfdp.training.units import check_whole_units, filled_up
@@ -138,9 +138,6 @@ def clipped_gradients(
         passes=checked.passes,
     )
     batch = Batch(*data)._replace(is_padding=is_padding)
-    if tf.distribute.has_strategy():
-        with _keras.outside_of_graphs():
-            clipper.check(batch, checked.objective)
     clipped_sum = clipper.clip(batch, clip, checked.objective)
     return clipped_sum if examples_per_user is None else ClippedSumOfUsers(*clipped_sum)
 
@@ -280,8 +277,9 @@ def _checked_once(
         ),
         seen,
     )
-    # Kept by the model, as it keeps the model. Keras would track a nest of its attributes.
-    known: dict[object, _Checked] = vars(model).setdefault("_checked_by_tfdp", {})
+    # The model holds it, as it holds the model: a weak dictionary would never let go. Not
+    # by an attribute, which Keras would track.
+    known: dict[object, _Checked] = vars(model).setdefault(CHECKED, {})
     if key in known:
         return known[key]
     # What is trained comes from all that is read, also where only a part is.

@@ -14,13 +14,12 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras, _seeds, _tree, engines
+from tfdp import _keras, _seeds, engines
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.accounting.levels import folded
 from tfdp.ascent.losses import SAT, Ascent, AscentLoss
 from tfdp.ascent.released import ReleasedGradient
-from tfdp.checks.engine import proven_pass
-from tfdp.checks.tracing import units_checked
+from tfdp.checks.engine import proven_pass, traced_pass
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.distribute.replicas import ONE_DEVICE, Replicas, summed
 from tfdp.distribute.shares import agreed_stream
@@ -102,27 +101,20 @@ class BatchClipper:
             On each replica the sums of all, and the norms of its own units.
         """
         return self._on_all(
-            lambda rows: self._on_one(rows, l2_norm_clip, objective, on_outputs), batch
+            lambda rows: self._on_one(rows, l2_norm_clip, objective, on_outputs),
+            objective,
+            batch,
         )
 
-    def check(self, batch: Batch, objective: Objective) -> None:
-        """Prove anew what each replica is about to trace by itself.
-
-        Args:
-            batch: What the first replica has of the batch.
-            objective: See `clip`.
-
-        Raises:
-            UnsupportedLayerError: If rows are not proven to stay apart.
-        """
-        signature = Batch(*_tree.signature_of(tuple(batch)))
-        if signature.is_padding is None:
-            signature = signature._replace(is_padding=tf.TensorSpec([None], tf.bool))
+    def _prove_for_replicas(self, objective: Objective, batch: Batch) -> None:
+        """Prove what each replica is about to trace by itself."""
+        signature = self.replicas.first(batch).signature()
         objective, rows_per_unit = self._with_views(objective)
         moved: set[str] = set()
-        if self.augmentation is not None:
-            moved |= self.augmentation.moved(signature.x)
-        moved |= proven_pass(self.engine, objective, signature, rows_per_unit).moved
+        with _keras.outside_of_graphs(), self.replicas.only_first():
+            if self.augmentation is not None:
+                moved |= self.augmentation.prove(signature.x)
+            moved |= proven_pass(self.engine, objective, signature, rows_per_unit).moved
         if self.physical_batch_size is not None:
             self._leaves_nothing(moved)
 
@@ -169,7 +161,7 @@ class BatchClipper:
         values_now = self.replicas.run(read) if states else []
 
         def clip(l2_norm_clip: Tensor, whole: Nest = None) -> ClippedSum:
-            def of_replica(values_now: list[Tensor], rows: Batch) -> ClippedSum:
+            def of_replica(rows: Batch, values_now: list[Tensor]) -> ClippedSum:
                 # What the step drew itself stays drawn: no later step has its masks.
                 values_then = read()
                 assign(values_now)
@@ -181,7 +173,8 @@ class BatchClipper:
                 assign(values_then)
                 return clipped_sum
 
-            return self.seen_by_first(self._on_all(of_replica, values_now, batch))
+            clipped_sum = self._on_all(of_replica, objective, batch, values_now)
+            return self.seen_by_first(clipped_sum)
 
         return clip
 
@@ -190,17 +183,24 @@ class BatchClipper:
         first: ClippedSum = self.replicas.first(clipped_sum)
         return first._replace(norms=self.replicas.concatenated(clipped_sum.norms))
 
-    def _on_all(self, clip: Callable[..., ClippedSum], *args: Nest) -> ClippedSum:
+    def _on_all(
+        self,
+        clip: Callable[..., ClippedSum],
+        objective: Objective,
+        batch: Batch,
+        *others: Nest,
+    ) -> ClippedSum:
         """Add up what all replicas have clipped; each gets the sum."""
         if not self._is_replicated():
-            return clip(*args)
+            return clip(batch, *others)
 
         def of_replica(*args: Nest) -> ClippedSum:
             own = clip(*args)
             return own._replace(gradients=summed(own.gradients))
 
         with _keras.losses_of_one_replica():
-            clipped_sum: ClippedSum = self.replicas.run(of_replica, *args)
+            self._prove_for_replicas(objective, batch)
+            clipped_sum: ClippedSum = self.replicas.run(of_replica, batch, *others)
         return clipped_sum
 
     def _on_one(
@@ -223,10 +223,10 @@ class BatchClipper:
             run_pass = tf.function(run_pass, autograph=False, jit_compile=True)
 
         size, rows = self.physical_batch_size, number_of_rows(batch)
-        is_seen = sees_rows(objective.ascent)
+        is_seen = sees_rows(objective.ascent) and not self._is_replicated()
         if size is not None and not is_seen and isinstance(rows, int) and rows <= size:
-            # The graph is for so many rows alone: more would be in vain. Layers that see
-            # their number see the one that was proven.
+            # The graph is for so many rows alone, and padding would be work for nothing.
+            # Layers that see their number see the one that was proven.
             size = None
 
         def run_views(batch: Batch) -> tuple[list[Tensor], Tensor, Nest]:
@@ -264,11 +264,15 @@ class BatchClipper:
     ) -> tuple[list[Tensor], Tensor, Nest]:
         """Clip and add up the units of a pass, whose rows are views by now."""
         if self._is_replicated():
-            return self._run_as_replica(objective, rows_per_unit, batch, clip)
+            # It was proven just before; here it is traced with a replica's variables.
+            traced = traced_pass(
+                self.engine, objective, batch.signature(), rows_per_unit
+            )
+            return traced.clip_and_sum(batch, clip)
         try:
             proven = self._proven(self.engine, objective, batch, rows_per_unit)
         except UnsupportedLayerError as error:
-            # The data may have axes of unknown length, where the sample had not.
+            # Units of several rows, and XLA, may ask more of a rule than the check did.
             if not self.may_change_engine:
                 raise
             logging.warning(
@@ -283,30 +287,6 @@ class BatchClipper:
             self._leaves_nothing(proven.moved)
         return proven.clip_and_sum(batch, clip)
 
-    def _run_as_replica(
-        self,
-        objective: Objective,
-        rows_per_unit: int | Tensor,
-        batch: Batch,
-        clip: Tensor,
-    ) -> tuple[list[Tensor], Tensor, Nest]:
-        """Do what `check` has proven just before, with the variables of a replica."""
-
-        def run(batch: Batch, clip: Tensor) -> tuple[list[Tensor], Tensor, Nest]:
-            with _seeds.secret_seeds(self.model), units_checked(self.model):
-                return self.engine.clip_and_sum(
-                    objective, batch, l2_norm_clip=clip, rows_per_unit=rows_per_unit
-                )
-
-        # Nothing is proven of code that runs without a graph, or sees how many rows a
-        # replica has.
-        signature = Batch(*_tree.signature_of(tuple(batch)))
-        function = tf.function(run, autograph=False).get_concrete_function(
-            signature, tf.TensorSpec([], clip.dtype)
-        )
-        found: tuple[list[Tensor], Tensor, Nest] = function(batch, clip)
-        return found
-
     def _proven(
         self,
         engine: engines.Engine,
@@ -316,12 +296,12 @@ class BatchClipper:
     ) -> TracedPass:
         """Return a pass for such rows that was proven, here if not before."""
         rows = batch.is_padding.shape[0] if sees_rows(objective.ascent) else None
-        signature = Batch(*_tree.signature_of(tuple(batch), rows))
+        signature = batch.signature(rows)
         prove = functools.partial(
             proven_pass, engine, objective, signature, rows_per_unit
         )
         if tf.is_tensor(rows_per_unit) or _keras.inside_xla():
-            # It is of this graph alone.
+            # Tensors of this graph cannot be in one that is kept.
             return prove()
         for known in self.passes:
             if known.fits(engine, objective, signature, rows_per_unit):
@@ -353,9 +333,9 @@ class BatchClipper:
 def sees_rows(ascent: Ascent | AscentLoss | None) -> bool:
     """Tell whether layers see how many rows a pass has, where that is static.
 
-    Graphs forget it, so that one proof and one trace are for all sizes. The exact ascent of
-    `BAM` keeps it, whose derivatives of gradients would need more operations to learn
-    shapes.
+    Graphs forget it, so that one proof and one trace are for all sizes. On one device the
+    exact ascent of `BAM` keeps it, whose derivatives of gradients would need more operations
+    to learn shapes.
 
     Args:
         ascent: The step uphill, or the loss that asks for it, if any.
