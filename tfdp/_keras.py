@@ -412,7 +412,11 @@ def make_global_seed() -> None:
     That may be inside a graph that never runs, where its state would stay without a
     value.
     """
-    with tf.init_scope():
+    is_replica = tf.distribute.has_strategy() and tf.distribute.get_replica_context()
+    # Keras makes one for each thread, and strategies run replicas in threads: there no
+    # graph may make a variable that others have copies of.
+    scope = unmirrored_variables() if is_replica else contextlib.nullcontext()
+    with tf.init_scope(), scope:
         global_seed_generator()
 
 

@@ -323,6 +323,29 @@ def test_inputs_in_another_nest_are_proven_anew():
         clip({"a": x, "b": x})
 
 
+@pytest.mark.parametrize("num_microbatches", [None, 4])
+def test_a_replica_clips_in_a_graph_of_ones_own(num_microbatches):
+    strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
+    with strategy.scope():
+        inner = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    x, y = data()
+    options = {"l2_norm_clip": 1.0, "num_microbatches": num_microbatches}
+
+    @tf.function(
+        input_signature=[tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])],
+        autograph=False,
+    )
+    def clip(x, y):
+        def of_replica(x, y):
+            return tfdp.clipped_gradients(inner, "mse", x, y, **options).gradients
+
+        return strategy.run(of_replica, (x, y))
+
+    expected = tfdp.clipped_gradients(inner, "mse", x, y, **options).gradients
+    for one, other in zip(clip(x, y), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 FITS = {
     "graph": ({}, {}),
     "eager": ({}, {"run_eagerly": True}),

@@ -109,12 +109,12 @@ class BatchClipper:
     def _prove_for_replicas(self, objective: Objective, batch: Batch) -> None:
         """Prove what each replica is about to trace by itself."""
         signature = self.replicas.first(batch).signature()
-        objective, rows_per_unit = self._with_views(objective)
         moved: set[str] = set()
         with _keras.outside_of_graphs(), self.replicas.only_first():
             if self.augmentation is not None:
                 moved |= self.augmentation.prove(signature.x)
-            moved |= proven_pass(self.engine, objective, signature, rows_per_unit).moved
+            # Units of several rows are proven as rows are.
+            moved |= proven_pass(self.engine, objective, signature, 1).moved
         if self.physical_batch_size is not None:
             self._leaves_nothing(moved)
 
