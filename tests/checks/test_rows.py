@@ -1129,7 +1129,14 @@ def functions_run_eagerly():
 
 @pytest.mark.filterwarnings("ignore:Even though the `tf.config")
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_passes_forget_how_many_rows_there_are():
+@pytest.mark.parametrize(
+    "switch",
+    [
+        contextlib.nullcontext,
+        pytest.param(functions_run_eagerly, marks=pytest.mark.slow),
+    ],
+)
+def test_passes_forget_how_many_rows_there_are(switch):
     """What is proven for any number of rows is what runs, eagerly too."""
     x, y = np.ones((8, D), "float32"), np.ones((8, 1))
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True)
@@ -1171,12 +1178,11 @@ def test_passes_forget_how_many_rows_there_are():
             static_model().model, "mse", x, y, l2_norm_clip=1.0
         ),
     }
-    for switch in (contextlib.nullcontext, functions_run_eagerly):
-        for name, train in trains.items():
-            SEEN.clear()
-            with switch():
-                train()
-            assert SEEN == [], name
+    for name, train in trains.items():
+        SEEN.clear()
+        with switch():
+            train()
+        assert SEEN == [], name
 
 
 @pytest.mark.slow

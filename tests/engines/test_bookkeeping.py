@@ -41,7 +41,10 @@ FEW = [
     "ws_conv_called_twice",
 ]
 # Of all these the quick tests leave some out.
-SLOW = {"conv2d_grouped", "gru_reset_before_masked"}
+SLOW = {
+    *("conv2d_grouped", "group_norm_axes", "gru_reset_before_masked"),
+    "ws_conv_called_twice",
+}
 
 
 def those(names, slow=SLOW):
@@ -104,7 +107,7 @@ def test_all_engines_equal_one_example_at_a_time(problem):
     check(problem, runner(problem, ENGINES[:4], "graph"), OUTLIER)
 
 
-@few
+@those(FEW, slow=set(FEW) - {"einsum_mixed_kernel", "reversible_tied"})
 def test_all_engines_with_units_of_two(problem):
     run = runner(problem, ENGINES[2:], "graph", unit_size=2)
     check(problem, run, (1, 6, 5, 3, 4), unit_size=2)

@@ -129,7 +129,9 @@ def test_graphs_see_the_same_masks(rng):
         check(run(tf.constant(x), tf.constant(y)), gradients, clip, 1e-9)
 
 
-@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize(
+    "is_exact", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "name",
     ["lstm", pytest.param("gru_reset_before", marks=pytest.mark.slow)],

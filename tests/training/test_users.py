@@ -132,10 +132,9 @@ def test_a_user_with_a_thousand_rows_moves_a_step_by_at_most_c(wrap):
 @pytest.mark.parametrize(
     "options",
     [
-        WAYS[0],
         *(
             pytest.param(way, marks=pytest.mark.slow)
-            for way in [*WAYS[1:3], {"physical_batch_size": 4}]
+            for way in [*WAYS[:3], {"physical_batch_size": 4}]
         ),
         {"run_eagerly": True},
     ],
@@ -391,7 +390,9 @@ def test_passes_and_microbatches_that_cut_users_are_refused():
         )
 
 
-@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize(
+    "is_traced", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_the_ledger_of_a_loop_speaks_of_users(is_traced):
     """A row of a user with others can move the sum by two clip norms."""
     x, y = data(8)
