@@ -410,7 +410,7 @@ REFUSED = {
     "name",
     [
         name
-        if name in {"through_a_gradient", "complex", "without_a_gradient"}
+        if name == "through_a_gradient"
         else pytest.param(name, marks=pytest.mark.slow)
         for name in REFUSED
     ],

@@ -40,7 +40,8 @@ def test_predictions_are_those_of_single_models(model, wrap, rng):
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.parametrize("level", [pytest.param(0.5, marks=pytest.mark.slow), 0.95])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [0.5, 0.95])
 def test_intervals_of_a_linear_model_are_those_of_its_gaussian(level, rng):
     model = keras.Sequential([
         keras.Input((3,)),
