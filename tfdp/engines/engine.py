@@ -18,7 +18,8 @@ class Engine(abc.ABC):
     """Turns a batch and a clip norm into a clipped sum.
 
     Subclass it to write an engine. Before the first step its sums and norms are
-    compared with those of single rows.
+    compared with those of single rows. It is asked while a graph is traced, never
+    eagerly, and the graph runs.
 
     Attributes:
         name: What messages and `DPModel.explain` call it.
@@ -38,7 +39,7 @@ class Engine(abc.ABC):
         l2_norm_clip: Tensor,
         rows_per_unit: int | Tensor,
     ) -> Clipped:
-        """Sum the clipped gradients of the units of a batch, in a graph.
+        """Sum the clipped gradients of the units of a batch.
 
         Args:
             objective: What to differentiate.
