@@ -40,7 +40,8 @@ def clipped_gradients(
     """Sum the clipped gradients of the examples of a batch.
 
     Works eagerly and inside `tf.function`, also with `jit_compile=True`; the pass through
-    the model is the graph that was proven in all of them. The sum is neither divided nor noised: `optimizer.apply_clipped_sum` does both.
+    the model is the graph that was proven in all of them. The sum is neither divided nor
+    noised: `optimizer.apply_clipped_sum` does both.
 
     Guarantees:
         See `tfdp.clipping.ClippedSum`. A unit whose gradient is not finite

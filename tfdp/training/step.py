@@ -1,8 +1,8 @@
 """The private step: clip, learn, count, add noise.
 
 `Session` is all that a step is made for, `BatchClipper` clips and adds up its batch,
-`private_step` is the step itself. Loops of one's own have its two halves: `clipped_gradients`, which uses `BatchClipper`,
-and `DPOptimizer.apply_clipped_sum`.
+`private_step` is the step itself. Loops of one's own have its two halves:
+`clipped_gradients`, which uses `BatchClipper`, and `DPOptimizer.apply_clipped_sum`.
 """
 
 import contextlib
