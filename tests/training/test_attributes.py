@@ -25,6 +25,7 @@ class Many(layers.Layer):
         self.names = {"a"}
         self.function = keras.ops.relu
         self.inner = layers.Dropout(0.5)
+        self.penalty = keras.regularizers.L2(0.1)
 
     def call(self, x):
         return self.inner(x)
@@ -40,6 +41,7 @@ CHANGES = {
     "method": lambda each: setattr(each, "function", each.get_config),
     "inner": lambda each: setattr(each.inner, "rate", 0.25),
     "new": lambda each: setattr(each, "other", None),
+    "penalty": lambda each: setattr(each.penalty, "l2", 0.2),
     "private": lambda each: setattr(each, "_own", 2.0),
     "policy": lambda each: setattr(each.inner, "dtype_policy", "mixed_bfloat16"),
     "frozen": lambda each: setattr(each.inner, "trainable", False),

@@ -28,7 +28,8 @@ _OF_TENSORFLOW = "_self_"
 # What tfdp sets on models: what loops of one's own have checked.
 CHECKED = "_checked_by_tfdp"
 
-# Objects of theirs are not looked into.
+# Objects of theirs are not looked into, but for these.
+_LOOKED_INTO = (keras.losses.Loss, keras.regularizers.Regularizer, functools.partial)
 _LIBRARIES = {
     "builtins",
     "functools",
@@ -102,8 +103,7 @@ def _described(value: Any, depth: int, met: set[int]) -> Hashable:
         return id(value.__func__), _described(value.__self__, depth + 1, met)
     if isinstance(value, types.FunctionType):
         return id(value), _read_by(value, depth + 1, met)
-    is_looked_into = isinstance(value, keras.losses.Loss | functools.partial)
-    if is_looked_into or not _is_of_library(type(value)):
+    if isinstance(value, _LOOKED_INTO) or not _is_of_library(type(value)):
         return _object(value, depth, met)
     return id(value)
 
