@@ -783,3 +783,45 @@ def test_layers_that_xla_cannot_compile_stay_uncompiled():
     with pytest.warns(UserWarning, match="jit_compile"):
         trained = private(keras.Model(inputs, outputs), jit_compile=True)
     assert not _keras.compiles_training(trained, True)
+
+
+WITH_MASKS = {
+    "graph": ({}, {}),
+    "eager": ({}, {"run_eagerly": True}),
+    "passes": ({"physical_batch_size": 2}, {}),
+    "xla": ({}, {"jit_compile": True}),
+    "vectorized": ({"engine": "vectorized"}, {}),
+    "apart": ({"engine": "apart"}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        each if each == "graph" else pytest.param(each, marks=pytest.mark.slow)
+        for each in WITH_MASKS
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Training without noise")
+def test_logs_leave_out_what_is_masked(name):
+    """As those of plain Keras do, though graphs return tensors without masks."""
+    wrap, compiled = WITH_MASKS[name]
+    rng = np.random.default_rng(0)
+    x = np.array([[1, 2, 0, 0], [3, 0, 0, 0], [1, 2, 3, 4], [2, 2, 0, 0]])
+    y = rng.normal(size=(4, 4, 2)).astype("float32")
+    inner = keras.Sequential([
+        keras.Input((4,), dtype="int32"),
+        keras.layers.Embedding(5, 3, mask_zero=True),
+        keras.layers.LSTM(3, return_sequences=True),
+        keras.layers.Dense(2),
+    ])
+    inner.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mae"])
+    expected = inner.fit(x, y, batch_size=4, verbose=0).history
+    wrapped = tfdp.DPModel(inner, sampling="shuffle", **wrap)
+    optimizer = tfdp.optimizers.DPSGD(1e-9, l2_norm_clip=1.0, noise_multiplier=0.0)
+    wrapped.compile(optimizer, "mse", metrics=["mae"], **compiled)
+    history = wrapped.fit(x, y, batch_size=4, verbose=0).history
+    # Keras's loss is the mean over what is not masked, of all rows of a pass.
+    if name != "passes":
+        np.testing.assert_allclose(history["loss"], expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(history["mae"], expected["mae"], rtol=1e-5)

@@ -869,15 +869,15 @@ class DPModel(TrainingFunctions):
             self.compute_metrics(x, y, y_pred, sample_weight)
             return True
 
-        y_pred = outputs.y_pred if isinstance(outputs, Predicted) else outputs
+        y_pred = outputs.masked() if isinstance(outputs, Predicted) else outputs
         tf.cond(has_room & (rows > 0), update, lambda: False)
 
     def _losses_of(self, outputs: Nest) -> contextlib.AbstractContextManager[None]:
         """Let the losses be those that layers add for rows, and those of weights."""
-        if not isinstance(outputs, Predicted):
+        if not isinstance(outputs, Predicted) or not outputs.added:
             return contextlib.nullcontext()
         asked = self.model if self._checked.has_own_loss else self
-        added = tf.reduce_mean(outputs.added)
+        added = tf.reduce_mean(outputs.added[0])
         return _keras.with_losses(asked, [added, *asked.losses])
 
     def compute_loss(

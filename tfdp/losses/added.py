@@ -17,15 +17,27 @@ from tfdp.losses.parts import NotOfRowsError, RowsOf
 
 
 class Predicted(NamedTuple):
-    """What a model whose layers add losses makes of some rows.
+    """What a model makes of some rows, if that is more than its outputs.
 
     Attributes:
         y_pred: Its outputs.
-        added: What the layers add for each row, shape ``(N,)``.
+        added: What layers add to the loss of each row, shape ``(N,)``, if one does. Maps
+            over units return nothing but tensors.
+        masks: Masks of outputs, by their places among these: graphs return tensors without
+            what Keras attaches to them.
     """
 
     y_pred: Nest
-    added: Tensor
+    added: tuple[Tensor, ...]
+    masks: dict[str, Tensor]
+
+    def masked(self) -> Nest:
+        """Return the outputs with their masks attached, for Keras."""
+        leaves = keras.tree.flatten(self.y_pred)
+        for place, mask in self.masks.items():
+            leaf = tf.identity(leaves[int(place)])
+            leaves[int(place)] = _keras.with_mask(leaf, mask)
+        return keras.tree.pack_sequence_as(self.y_pred, leaves)
 
 
 class _Added(NamedTuple):

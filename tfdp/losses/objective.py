@@ -218,8 +218,8 @@ class Objective:
                 rows, and taken apart, where it is asked for each row alone otherwise.
 
         Returns:
-            The outputs, as `Predicted` if layers add losses; and losses of shape
-            ``(N,)``.
+            The outputs, as `Predicted` if layers add losses or attach masks; and losses
+            of shape ``(N,)``.
 
         Raises:
             UnsupportedLayerError: If it is not known what a row has of an added loss.
@@ -237,11 +237,16 @@ class Objective:
             added = noted.of_rows(rows, skips_unknown=skips_unknown)
             with adding(added), _splitting_losses(splits_losses):
                 losses = self.losses(batch.x, batch.y, y_pred, batch.sample_weight)
-        if added is None:
+        masks = {
+            str(place): mask
+            for place, leaf in enumerate(keras.tree.flatten(y_pred))
+            if (mask := _keras.keras_mask(leaf)) is not None
+        }
+        if added is None and not masks:
             return y_pred, losses
-        if not self.has_own_loss:
+        if added is not None and not self.has_own_loss:
             losses += tf.cast(added, losses.dtype)
-        return Predicted(y_pred, added), losses
+        return Predicted(y_pred, () if added is None else (added,), masks), losses
 
     def _forward_of_each(self, batch: Batch, rows: int | Tensor) -> tuple[Nest, Tensor]:
         """Let every row go through the model by itself."""
