@@ -241,10 +241,9 @@ def _with_places(
             except UnsupportedLayerError:
                 return is_padding
 
-    padding = tf.TensorSpec([None], tf.bool)
     known = dict(engine.places)
     # Variables of a call whose rule gives it up are followed next time.
-    places = known | trace.places(run, (*signature_of(data, None), padding))
+    places = known | trace.places(run, Batch(*data).signature())
     if places == known:
         return None
     return dataclasses.replace(engine, places=tuple(places.items()))
@@ -472,8 +471,7 @@ def _followed(
         with _seeds.secret_seeds(objective.model):
             return read(traced, Batch(x, y, sample_weight, is_padding))
 
-    padding = tf.TensorSpec([rows], tf.bool)
-    return trace.found(run, (*signature_of(data, rows), padding), rows)
+    return trace.found(run, Batch(*data).signature(rows), rows)
 
 
 def _followed_whole(
@@ -507,9 +505,8 @@ def _whole_pass(
                 objective, batch, l2_norm_clip=clip, rows_per_unit=rows_per_unit
             )
 
-    padding = tf.TensorSpec([rows], tf.bool)
     clip = tf.TensorSpec([], clip_as_tensor(1.0, objective.variables).dtype)
-    return run, (*signature_of(data, rows), padding, clip)
+    return run, (*Batch(*data).signature(rows), clip)
 
 
 def _with_known_losses(objective: Objective, trace: Trace) -> Objective:
