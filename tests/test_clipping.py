@@ -17,6 +17,9 @@ from tfdp.clipping import (
     clip_as_tensor,
     clip_factors,
     norms_rounded_up,
+    side_by_side,
+    squares_rounded_up,
+    weighted_sums,
 )
 
 # Relative slack of sums: float32 adds up to ten units of norm C.
@@ -488,3 +491,37 @@ def test_units_that_are_not_chosen_are_zeros_in_all_parts():
         expected = part.numpy()
         expected[1] = 0
         np.testing.assert_array_equal(found, expected)
+
+
+# ------------------------------------------------------------------ side by side
+
+
+def test_short_gradients_of_a_dtype_share_a_tensor(rng):
+    shapes = [(4, 3), (4, 200), (4, 2, 5), (4, 1), (4, 0), (4, 128)]
+    arrays = [rng.normal(size=shape).astype("float32") for shape in shapes]
+    arrays[3] = arrays[3].astype("float64")
+    together = side_by_side([tf.constant(array) for array in arrays])
+    assert [sizes for _, sizes in together] == [
+        {0: 3, 2: 10, 4: 0, 5: 128},
+        {1: 200},
+        {3: 1},
+    ]
+    flat = [arrays[0], arrays[2].reshape(4, 10), arrays[4], arrays[5]]
+    np.testing.assert_array_equal(together[0][0], np.concatenate(flat, axis=1))
+    weights = rng.uniform(size=4).astype("float32")
+    sums = weighted_sums(together, tf.constant(weights))
+    for total, array in zip(sums, arrays, strict=True):
+        expected = np.tensordot(weights, array.astype("float64"), 1).ravel()
+        np.testing.assert_allclose(tf.reshape(total, [-1]), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [131, 10_007, 2 * 131])
+def test_norms_over_a_size_of_few_divisors_take_few_blocks(size, rng):
+    gradients = tf.constant(rng.normal(size=(3, size)), tf.float32)
+    graph = tf.function(squares_rounded_up, autograph=False)
+    squares = graph.get_concrete_function(gradients).graph
+    widened = [op for op in squares.get_operations() if op.type == "Cast"]
+    assert [op.outputs[0].shape[1] for op in widened] == [-(-size // 128)]
+    expected = np.square(gradients.numpy().astype("float64")).sum(1)
+    assert np.all(graph(gradients) >= expected)
+    np.testing.assert_allclose(graph(gradients), expected, rtol=2e-5)

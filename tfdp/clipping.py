@@ -1,6 +1,7 @@
 """Clipped sums of per-example gradients, and the factors that clip them."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import keras
@@ -116,19 +117,18 @@ def squares_rounded_up(*gradients: tf.Tensor) -> tf.Tensor:
         a number is not finite.
     """
     of_blocks, error, tiny, number = [], 0.0, 0.0, 0
-    for each in gradients:
-        size = each.shape[1:].num_elements()
-        block = _largest_divisor(size, _LARGEST_BLOCK)
-        # -1 cannot stand for the rows of nothing.
-        rows = -1 if size else tf.shape(each)[0]
-        blocks = tf.reshape(each, [rows, size // block, block])
+    for numbers, sizes in side_by_side(gradients):
+        size = sum(sizes.values())
+        epsilon = machine_epsilon(numbers.dtype)
+        # Squares below the smallest normal number may have become zero.
+        tiny += size * float(np.finfo(numbers.dtype.as_numpy_dtype).tiny)
+        blocks = _in_blocks(numbers, size)
+        number_of_blocks, block = blocks.shape[1:]
         of_blocks.append(tf.cast(_norms(blocks), tf.float64))
         # Each square, each addition of the block, the root and its square round once,
         # by half an epsilon at most; then the sum of the blocks does, in float64.
-        error = max(error, (block + 4) * machine_epsilon(each.dtype) / 2)
-        number += size // block
-        # Squares below the smallest normal number may have become zero.
-        tiny += size * float(np.finfo(each.dtype.as_numpy_dtype).tiny)
+        error = max(error, (block + 4) * epsilon / 2)
+        number += number_of_blocks
     # Blocks are few: one sum for all variables, where each would take ten operations.
     block_norms = of_blocks[0] if len(of_blocks) == 1 else tf.concat(of_blocks, 1)
     error += number * machine_epsilon(tf.float64) / 2
@@ -213,19 +213,89 @@ def clip_and_sum(
     factors = clip_factors(norms, l2_norm_clip=l2_norm_clip)
     factors = tf.where(is_empty, tf.zeros_like(factors), factors)
     finite = tf.math.is_finite(norms)
-    per_unit_gradients = tf.cond(
+    together, members = zip(*side_by_side(per_unit_gradients), strict=True)
+    together = tf.cond(
         tf.reduce_all(finite),
-        lambda: per_unit_gradients,
-        lambda: selected(per_unit_gradients, finite),
+        lambda: list(together),
+        lambda: selected(list(together), finite),
     )
-    sums = []
-    for gradients in per_unit_gradients:
-        size = math.prod(gradients.shape[1:])
-        flat = tf.reshape(gradients, [tf.shape(norms)[0], size])
-        weights = tf.cast(factors, flat.dtype)
-        summed = tf.linalg.matvec(flat, weights, transpose_a=True)
-        sums.append(tf.reshape(summed, gradients.shape[1:]))
+    flat = weighted_sums(list(zip(together, members, strict=True)), factors)
+    sums = [
+        tf.reshape(total, gradients.shape[1:])
+        for total, gradients in zip(flat, per_unit_gradients, strict=True)
+    ]
     return sums, tf.cast(norms, l2_norm_clip.dtype)
+
+
+def side_by_side(gradients: Sequence[Tensor]) -> list[tuple[Tensor, dict[int, int]]]:
+    """Put gradients of few numbers into one tensor, where each would take operations.
+
+    Args:
+        gradients: Of each unit, shape ``(U, ...)``, static but for ``U``.
+
+    Returns:
+        Tensors, each with the positions of the gradients that it holds, in order, and
+        their sizes. Gradients of at most a block's size share one of shape ``(U, n)``,
+        one for each dtype; others are as they were.
+    """
+    groups: list[dict[int, int]] = []
+    shared: dict[tf.DType, dict[int, int]] = {}
+    for position, gradient in enumerate(gradients):
+        size = gradient.shape[1:].num_elements()
+        group = shared.get(gradient.dtype) if size <= _LARGEST_BLOCK else None
+        if group is None:
+            groups.append(group := {})
+            if size <= _LARGEST_BLOCK:
+                shared[gradient.dtype] = group
+        group[position] = size
+    together = []
+    for group in groups:
+        held = [gradients[position] for position in group]
+        one = held[0] if len(held) == 1 else tf.concat([_flat(g) for g in held], 1)
+        together.append((one, group))
+    return together
+
+
+def weighted_sums(
+    together: list[tuple[Tensor, dict[int, int]]], weights: Tensor
+) -> list[Tensor]:
+    """Sum gradients of units times their weights.
+
+    Args:
+        together: See `side_by_side`.
+        weights: Shape ``(U,)``.
+
+    Returns:
+        The sums, in the order of the gradients that were put together, each with one
+        axis.
+    """
+    row = tf.expand_dims(weights, 0)
+    sums: dict[int, Tensor] = {}
+    for tensor, sizes in together:
+        total = tf.matmul(tf.cast(row, tensor.dtype), _flat(tensor))
+        parts = tf.split(total, list(sizes.values()), 1) if len(sizes) > 1 else [total]
+        sums.update(zip(sizes, parts, strict=True))
+    return [sums[position] for position in sorted(sums)]
+
+
+def _in_blocks(gradients: Tensor, size: int) -> Tensor:
+    """``(U, ...)`` -> ``(U, blocks, block)``, of as many numbers, or zeros behind them."""
+    block = _largest_divisor(size, _LARGEST_BLOCK)
+    if 2 * block < min(size, _LARGEST_BLOCK):
+        # A size of few divisors would make many blocks.
+        block = _LARGEST_BLOCK
+        gradients = tf.pad(_flat(gradients), [[0, 0], [0, -size % block]])
+    # -1 cannot stand for the rows of nothing.
+    rows = -1 if size else tf.shape(gradients)[0]
+    return tf.reshape(gradients, [rows, -(-size // block), block])
+
+
+def _flat(gradients: Tensor) -> Tensor:
+    if gradients.shape.rank == 2:
+        return gradients
+    size = gradients.shape[1:].num_elements()
+    # -1 cannot stand for the rows of nothing.
+    return tf.reshape(gradients, [-1 if size else tf.shape(gradients)[0], size])
 
 
 def zeros_of_finite(tensor: tf.Tensor) -> tf.Tensor:

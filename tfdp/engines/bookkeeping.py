@@ -16,7 +16,9 @@ from tfdp.clipping import (
     clip_factors,
     norms_of_squares,
     selected,
+    side_by_side,
     squares_rounded_up,
+    weighted_sums,
 )
 from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation, explained
@@ -434,7 +436,18 @@ def clipped_sums(
     finite = tf.math.is_finite(norms)
     clean = tf.reduce_all(finite)
 
-    factors = [[] if term is None else term.factors(units) for _, term in terms]
+    # Gradients that are computed already are summed alike, whichever variable they are
+    # of; terms of one's own may sum theirs otherwise.
+    there = [(n, term) for n, (_, term) in enumerate(terms) if term is not None]
+    kept = [
+        (n, term)
+        for n, term in there
+        if isinstance(term, Kept) and type(term).weighted_sum is Kept.weighted_sum
+    ]
+    together = side_by_side([term.factors(units)[0] for _, term in kept])
+    others = [(n, term) for n, term in there if (n, term) not in kept]
+    factors = [[tensor for tensor, _ in together]]
+    factors += [term.factors(units) for _, term in others]
 
     def finite_ones() -> list[list[Tensor]]:
         flat = iter(selected([part for parts in factors for part in parts], finite))
@@ -445,11 +458,20 @@ def clipped_sums(
     else:
         # One choice for all: each function of a graph takes milliseconds to make.
         factors = tf.cond(clean, lambda: factors, finite_ones)
+    clean_kept, *clean_others = factors
+    held = [positions for _, positions in together]
+    flat = weighted_sums(list(zip(clean_kept, held, strict=True)), weights)
+    sums = {
+        n: term.of_variable(total) for (n, term), total in zip(kept, flat, strict=True)
+    } | {
+        n: term.weighted_sum(parts, weights)
+        for (n, term), parts in zip(others, clean_others, strict=True)
+    }
     return [
-        tf.zeros(variable.shape, at_least_float32(variable.value).dtype)
-        if term is None
-        else term.weighted_sum(parts, weights)
-        for (variable, term), parts in zip(terms, factors, strict=True)
+        sums[n]
+        if n in sums
+        else tf.zeros(variable.shape, at_least_float32(variable.value).dtype)
+        for n, (variable, _) in enumerate(terms)
     ]
 
 

@@ -156,6 +156,8 @@ def _flat(tensor: Tensor, axes: int) -> Tensor:
         return tensor
     kept = tensor.shape.rank - axes
     size = math.prod(tensor.shape[kept:])
+    if kept and tensor.shape[1:].is_fully_defined() and 0 not in tensor.shape[1:]:
+        return tf.reshape(tensor, [-1, *tensor.shape[1:kept], size])
     shape = tf.concat([tf.shape(tensor)[:kept], [size]], 0)
     return tf.ensure_shape(tf.reshape(tensor, shape), [*tensor.shape[:kept], size])
 

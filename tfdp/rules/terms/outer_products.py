@@ -156,12 +156,8 @@ class OuterProducts(Movable):
         if self._positions(units) == 1:
             ((a, g),) = pairs
             # |a (x) g| = |a| |g|, and a one-hot row has length one.
-            squares = squares_rounded_up(g[:, 0])
-            return (
-                squares * squares_rounded_up(a[:, 0])
-                if a.dtype.is_floating
-                else squares
-            )
+            squares = squares_rounded_up(g)
+            return squares * squares_rounded_up(a) if a.dtype.is_floating else squares
         # All uses along one axis of positions: so cross terms between calls count.
         g = tf.concat([g for _, g in pairs], axis=1)
         rows = [

@@ -343,6 +343,10 @@ class Kept(Movable):
         else:
             weights = tf.cast(weights, gradients.dtype)
             total = tf.linalg.matvec(gradients, weights, transpose_a=True)
+        return self.of_variable(total)
+
+    def of_variable(self, total: Tensor) -> Tensor:
+        """Return a sum of these gradients in the shape of the variable."""
         # Summed first: one matrix is transposed, not one for each unit.
         if self._transposed is not None:
             total = tf.transpose(tf.reshape(total, self._transposed))
@@ -373,7 +377,9 @@ class PerRow(Kept):
         between = rows.shape.rank - len(self.variable.shape)
         if between == 1 and self.rows(units) == 1:
             return units.reshape(rows, [size])
-        return tf.reduce_sum(units.view(rows, [size]), axis=1)
+        shape = self.variable.shape
+        of_units = tf.reduce_sum(units.view(rows, shape, self.repeats), axis=1)
+        return of_units if len(shape) == 1 else units.reshape(of_units, [size])
 
     def factors(self, units: Units) -> list[Tensor]:
         """The units' gradients are the only factor."""
