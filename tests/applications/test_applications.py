@@ -54,8 +54,8 @@ def check(model, x, y):
         np.testing.assert_allclose(moved, total, rtol=0, atol=1e-8 * clip * ROWS)
 
 
-# One for each kind of block.
-FEW = {"MobileNetV2", "MobileNetV3Small", "ResNet50V2", "ConvNeXtTiny"}
+# Two kinds of blocks that most of the others are made of.
+FEW = {"MobileNetV2", "ResNet50V2"}
 
 
 @pytest.mark.parametrize(

@@ -47,15 +47,10 @@ def assert_as_on_one_device(found, name):
     "names",
     [
         ["eager"],
-        [
-            "passes",
-            "vectorized",
-            "jit",
-            "median",
-            "elsewhere",
-            "bounded",
-            "users",
-        ],
+        ["passes", "elsewhere", "users"],
+        pytest.param(
+            ["vectorized", "jit", "median", "bounded"], marks=pytest.mark.exhaustive
+        ),
     ],
     ids=lambda names: f"{names[0]}_to_{names[-1]}",
 )
@@ -89,7 +84,7 @@ def test_what_draws_is_saved_and_exported(tmp_path):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_three_mirrored_devices_train_as_one(tmp_path):
     found = run_mirrored(tmp_path, "train", "declared", replicas=3)
     assert_as_on_one_device(found["declared"], "declared")
@@ -98,7 +93,10 @@ def test_three_mirrored_devices_train_as_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "workers", "replicas"),
-    [(["noised", "sat"], 2, 2), (["quantile", "released"], 3, 1)],
+    [
+        (["noised", "sat"], 2, 2),
+        pytest.param(["quantile", "released"], 3, 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_workers_train_as_one(names, workers, replicas, tmp_path):
     of_workers = run_workers(

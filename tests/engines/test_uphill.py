@@ -68,7 +68,13 @@ def tolerance(problem):
         slow("conv2d_grouped", ENGINES[1:2], "graph", SAM),
         slow("conv_called_twice", ENGINES[:2], "graph", MIXED),
         slow("conv_transpose_padded", ENGINES[1:2], "graph", SAM),
-        slow("embedding_lstm", ENGINES[1:2], "graph", EXACT),
+        pytest.param(
+            "embedding_lstm",
+            ENGINES[1:2],
+            "graph",
+            EXACT,
+            marks=pytest.mark.exhaustive,
+        ),
         slow("group_norm_axes", ENGINES[1:2], "graph", SAM),
         slow("gru_reset_before_masked", ENGINES[1:2], "graph", SAM),
         slow("separable_conv_strided", ENGINES[1:2], "graph", SAM),
@@ -103,7 +109,7 @@ def test_what_has_no_gradient_adds_nothing(name, engines, ascent):
         ("conv_called_twice", EXACT),
         # Standardised kernels have lengths of their own.
         ("ws_conv_called_twice", EXACT),
-        ("ws_conv_grouped", MIXED),
+        pytest.param("ws_conv_grouped", MIXED, marks=pytest.mark.exhaustive),
     ],
 )
 def test_units_of_two_examples(name, ascent):

@@ -102,7 +102,7 @@ def history(path):
 
 
 class TestMultiWorker:
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_worker_dies_and_comes_back(self, tmp_path):
         text = run(
             "multi_worker",
@@ -398,7 +398,7 @@ class TestFinetuneLlm:
         (row,) = history(folder / "history.csv")
         assert float(row["epsilon"]) <= 3
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_from_nothing(self, tmp_path):
         self.check(tmp_path)
 

@@ -98,7 +98,7 @@ MODELS = {
     "masked_bidirectional": masked,
     "called_twice": called_twice,
 }
-QUICK = {"lstm", "gru_reset_before"}
+QUICK = {"lstm"}
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,13 @@ def test_graphs_see_the_same_masks(rng):
 
 
 @pytest.mark.parametrize(
-    "is_exact", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    "name",
-    ["lstm", pytest.param("gru_reset_before", marks=pytest.mark.slow)],
+    ("name", "is_exact"),
+    [
+        ("lstm", False),
+        pytest.param("lstm", True, marks=pytest.mark.slow),
+        pytest.param("gru_reset_before", False, marks=pytest.mark.slow),
+        pytest.param("gru_reset_before", True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_uphill_the_masks_are_the_same(name, is_exact, rng):
     radius = 0.3
