@@ -7,6 +7,7 @@ been made of the variable, and the gradient of that copy is the row's.
 """
 
 import itertools
+import string
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -166,10 +167,18 @@ def _of_broadcast(use: Use, axis: int) -> _OfRows:
 def _of_einsum(use: Use, rows: int | None, axis: int | None) -> tuple[_OfRows, int]:
     left, made = use.op.get_attr("equation").decode().split("->")
     labels = left.split(",")
-    if len(labels) != 2 or "." in left:
+    x, output = use.op.inputs[1 - use.place], use.output
+    # What an ellipsis of its own stands for may be broadcast.
+    if len(labels) != 2 or "." in labels[use.place] or x.shape.rank is None:
         raise NotFollowedError(named(use.op))
     own, other = labels[use.place], labels[1 - use.place]
-    x, output = use.op.inputs[1 - use.place], use.output
+    if "." in other:
+        # Labels in place of the ellipsis, the same in what is made.
+        number = x.shape.rank - len(other.replace("...", ""))
+        unused = [label for label in string.ascii_letters if label not in left]
+        other, made = (
+            each.replace("...", "".join(unused[:number])) for each in (other, made)
+        )
     row = [
         label
         for place, (label, length) in enumerate(zip(made, output.shape, strict=True))
