@@ -7,6 +7,7 @@ from keras import layers, ops
 from tests.zoo.entry import CLASSES, YES_OR_NO, Entry, words
 
 LENGTH, IDS, DIM = 6, 12, 8
+SENTENCES = 3
 
 
 class TokenAndPosition(layers.Layer):
@@ -188,6 +189,40 @@ def text_cnn(chance):
     return keras.Model(inputs, layers.Dense(1)(layers.Dropout(0.5 * chance)(x)))
 
 
+class Attention(layers.Layer):
+    """Adds up what is said, each part by how near it is to a vector of its own."""
+
+    def build(self, shape):
+        self.dense = layers.Dense(shape[-1], "tanh")
+        self.dense.build(shape)
+        self.context = self.add_weight(shape=(shape[-1],), name="context")
+
+    def call(self, x, mask=None):
+        scores = ops.tensordot(self.dense(x), self.context, axes=1)
+        if mask is not None:
+            scores = ops.where(mask, scores, -1e9)
+        return ops.sum(x * ops.softmax(scores, axis=1)[..., None], axis=1)
+
+    def compute_mask(self, inputs, mask=None):
+        return None
+
+
+def hierarchical_attention(_):
+    """Attends to the words of each sentence, then to the sentences."""
+    sentence = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(IDS, DIM, mask_zero=True)(sentence)
+    sentences = keras.Model(sentence, Attention()(layers.Dense(DIM, "tanh")(x)))
+    text = keras.Input((SENTENCES, LENGTH), dtype="int32")
+    x = layers.GRU(4, return_sequences=True)(layers.TimeDistributed(sentences)(text))
+    return keras.Model(text, layers.Dense(3)(Attention()(x)))
+
+
+def texts(rng, rows):
+    """Draw sentences of several lengths, some of them for each text."""
+    x, _ = words(LENGTH, IDS)(rng, rows * SENTENCES)
+    return x.reshape(rows, SENTENCES, LENGTH), rng.integers(3, size=rows)
+
+
 def raw_text(_):
     """Cuts sentences into words in the model itself."""
     vectorized = layers.TextVectorization(
@@ -235,5 +270,12 @@ ENTRIES = [
     ),
     Entry("fourier", fourier, WORDS, CLASSES, "bookkeeping"),
     Entry("text_cnn", text_cnn, OPINIONS, YES_OR_NO, "bookkeeping"),
+    Entry(
+        "hierarchical_attention",
+        hierarchical_attention,
+        texts,
+        CLASSES,
+        "bookkeeping",
+    ),
     Entry("raw_text", raw_text, raw_sentences, CLASSES, "bookkeeping"),
 ]

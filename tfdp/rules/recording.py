@@ -246,6 +246,7 @@ class Recording:
                 outputs = self._by_rule(call, rule)
                 self._read += map(id, self._of_model(used.watched_variables()))
                 self._check_is_read(path, layer, self._read[read_before:])
+                self._refuse_foreign(used.watched_variables(), own_variables(layer))
             except UnsupportedLayerError as error:
                 del self.watched[before[0] :], self._sizes[before[1] :]
                 self._given_up.append(range(first, self._made()))
@@ -255,7 +256,6 @@ class Recording:
                 self._note_foreign(used.watched_variables(), str(error))
                 return outputs
         self._by_rules.append(range(first, self._made()))
-        self._refuse_foreign(used.watched_variables(), own_variables(layer))
         return outputs
 
     def _run_loop(self, *args: Nest, **kwargs: Nest) -> Nest:
@@ -404,13 +404,19 @@ class Recording:
     def _refuse_foreign(
         self, used: tuple[tf.Variable, ...], own: list[Variable]
     ) -> None:
-        """Refuse that a rule uses what is not its layer's own."""
+        """Refuse that a rule uses what is not its layer's own.
+
+        Without its rule the layer runs as it does in Keras, and this can be followed.
+
+        Raises:
+            UnsupportedLayerError: If it does.
+        """
         known = {id(variable) for variable in own}
         foreign = [v for v in self._of_model(used) if id(v) not in known]
         if self._is_of_one_unit:
             self.elsewhere |= {id(variable): variable for variable in foreign}
-        else:
-            self._refusals += [_used_elsewhere(variable) for variable in foreign]
+        elif foreign:
+            raise UnsupportedLayerError(" ".join(map(_used_elsewhere, foreign)))
 
     def _note_foreign(
         self, used: tuple[tf.Variable, ...], why: str | None = None
