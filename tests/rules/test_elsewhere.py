@@ -80,6 +80,17 @@ def nearest(x, own):
     return x + ops.take(own, ops.argmin(products, axis=-1), axis=0)
 
 
+def numbers_of(x):
+    # Of a row that is not finite, numbers too.
+    return ops.clip(ops.cast(5 * ops.abs(x[..., 0]), "int32"), 0, 4)
+
+
+def entries(x, own):
+    """Pick single numbers, as of the transitions of a conditional random field."""
+    numbers = numbers_of(x)
+    return x + ops.take(own, numbers[:, :1] // 2 * 5 + numbers)[..., None]
+
+
 def cancelling(x, own):
     return x + 1e3 * (x * own) - 1e3 * (own * x)
 
@@ -113,6 +124,8 @@ SHAPES = {
     "compared": (WIDTH,),
     "nearest": (5, WIDTH),
     "in_a_list": (LENGTH, WIDTH),
+    "entries": (WIDTH, 5),
+    "of_exponentials": (5, WIDTH),
 }
 USES = {
     "scaled": lambda x, own: x * own,
@@ -142,6 +155,8 @@ USES = {
     "compared": lambda x, own: x * own * ops.cast(x > own, x.dtype),
     "nearest": nearest,
     "in_a_list": in_a_list,
+    "entries": entries,
+    "of_exponentials": lambda x, own: x + ops.take(ops.exp(own), numbers_of(x), axis=0),
 }
 
 

@@ -7,6 +7,7 @@ been made of the variable, and the gradient of that copy is the row's.
 """
 
 import itertools
+import math
 import string
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from tfdp.rules.made import (
 )
 from tfdp.rules.places import ROWS_FIRST, Place
 from tfdp.rules.terms import OuterProducts, Term
+from tfdp.rules.terms.term import FEW_NUMBERS
 from tfdp.rules.uses import (
     COPIES,
     Followed,
@@ -311,19 +313,38 @@ def _transposes(op: tf.Operation) -> bool:
 
 
 def _met_by_lookup(followed: Followed, use: Use, place: Place) -> Met:
-    variable, ids = followed.variable, use.op.inputs[1]
-    line = followed.line_to(use.tensor)
-    is_own = line is not None and all(each.type in AS_IT_IS for each in line)
-    if not is_own or not looks_up_rows(use.op):
-        raise NotFollowedError(named(use.op))
+    """Take ids and gradients as factors; of what is made of a variable, all of it."""
+    variable, ids, shape = followed.variable, use.op.inputs[1], use.tensor.shape
     if ids.shape.rank is None or place.axis >= ids.shape.rank:
         raise NotFollowedError(named(use.op))
+    line = followed.line_to(use.tensor)
+    is_own = line is not None and all(each.type in AS_IT_IS for each in line)
+    # Of a large table, the whole gradient of each row would be much more than the rows.
+    is_small = shape.is_fully_defined() and shape.num_elements() <= FEW_NUMBERS
+    if not looks_up_rows(use.op) or not (is_own or is_small):
+        raise NotFollowedError(named(use.op))
 
-    def terms(g: Tensor) -> list[Term]:
-        of_rows = place.rows_first(ids)
-        return [term_of_lookup(variable, of_rows, place.rows_first(g))]
+    def factors(g: Tensor) -> list[Term]:
+        return [term_of_lookup(variable, place.rows_first(ids), place.rows_first(g))]
 
-    return Met(terms, use.output, place)
+    if is_own:
+        return Met(factors, use.output, place)
+    back = through(followed, use.tensor)
+
+    def whole(g: Tensor) -> list[Term]:
+        of_rows, g = place.rows_first(ids), place.rows_first(g)
+        number = tf.shape(of_rows)[0]
+        size = math.prod(shape[1:])
+        picked = tf.one_hot(
+            tf.reshape(of_rows, [number, tf.size(of_rows) // tf.maximum(number, 1)]),
+            shape[0],
+            dtype=g.dtype,
+        )
+        g = tf.reshape(g, [number, tf.shape(picked)[1], size])
+        found = tf.matmul(picked, g, transpose_a=True)
+        return [back(tf.reshape(found, [-1, *shape]))]
+
+    return Met(whole, use.output, place)
 
 
 def has_recorded(tape: tf.GradientTape, tensor: Tensor) -> bool:
