@@ -493,6 +493,16 @@ def test_units_that_are_not_chosen_are_zeros_in_all_parts():
         np.testing.assert_array_equal(found, expected)
 
 
+def test_norms_of_more_units_than_there_are_marks_are_refused():
+    """Else two pieces of one unit would be clipped each by itself."""
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match=r"[Ss]hape"):
+        clip_and_sum(
+            [tf.ones([2, 3])],
+            is_empty=tf.constant([False]),
+            l2_norm_clip=tf.constant(1.0),
+        )
+
+
 # ------------------------------------------------------------------ side by side
 
 

@@ -190,6 +190,21 @@ def clip_factors(norms: tf.Tensor, *, l2_norm_clip: tf.Tensor) -> tf.Tensor:
     return tf.cast(factors, l2_norm_clip.dtype)
 
 
+def without_empty(factors: Tensor, is_empty: Tensor) -> Tensor:
+    """Let units that are not there weigh nothing.
+
+    Args:
+        factors: Of the units, shape ``(U,)``.
+        is_empty: bool of the same shape. This is checked: where terms had more rows than
+            there are units, pieces of a unit would be clipped each by itself.
+
+    Returns:
+        The factors, 0 where a unit is empty.
+    """
+    # Not `tf.where`, which takes the mark of one unit for those of all.
+    return tf.raw_ops.Select(condition=is_empty, x=tf.zeros_like(factors), y=factors)
+
+
 def clip_and_sum(
     per_unit_gradients: list[tf.Tensor],
     *,
@@ -211,7 +226,7 @@ def clip_and_sum(
     per_unit_gradients = [at_least_float32(g) for g in per_unit_gradients]
     norms = norms_rounded_up(per_unit_gradients)
     factors = clip_factors(norms, l2_norm_clip=l2_norm_clip)
-    factors = tf.where(is_empty, tf.zeros_like(factors), factors)
+    factors = without_empty(factors, is_empty)
     finite = tf.math.is_finite(norms)
     together, members = zip(*side_by_side(per_unit_gradients), strict=True)
     together = tf.cond(

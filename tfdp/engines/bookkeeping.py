@@ -19,6 +19,7 @@ from tfdp.clipping import (
     side_by_side,
     squares_rounded_up,
     weighted_sums,
+    without_empty,
 )
 from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation, explained
@@ -432,7 +433,7 @@ def clipped_sums(
     """
     weights = clip_factors(norms, l2_norm_clip=l2_norm_clip)
     # Padding has no loss, but it would have its share of a divergence.
-    weights = tf.where(is_empty, tf.zeros_like(weights), weights)
+    weights = without_empty(weights, is_empty)
     finite = tf.math.is_finite(norms)
     clean = tf.reduce_all(finite)
 
