@@ -301,7 +301,7 @@ def chosen(problem, engine="auto", seen=None):
 
 
 # The others take seconds as well, and differ in no more than an operation.
-QUICK = {"part", "places", "rolled", "tied"}
+QUICK = {"in_time", "part", "places", "rolled", "tied"}
 CASES = [
     pytest.param(problem, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name, problem in PROBLEMS.items()
