@@ -172,7 +172,7 @@ GROUPS = [
     pytest.param(Segment(BallsInBins(1000, 100), 3, 2.0), marks=pytest.mark.slow),
     pytest.param(Segment(FixedBins(1000, 100, 10, 1), 3, 3.0), marks=pytest.mark.slow),
     pytest.param(
-        Segment(TruncatedPoisson(1000, 100, 190), 40, 2.0), marks=pytest.mark.slow
+        Segment(TruncatedPoisson(1000, 100, 190), 40, 2.0), marks=pytest.mark.exhaustive
     ),
 ]
 

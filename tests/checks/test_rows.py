@@ -1133,7 +1133,7 @@ def functions_run_eagerly():
     "switch",
     [
         contextlib.nullcontext,
-        pytest.param(functions_run_eagerly, marks=pytest.mark.slow),
+        pytest.param(functions_run_eagerly, marks=pytest.mark.exhaustive),
     ],
 )
 def test_passes_forget_how_many_rows_there_are(switch):

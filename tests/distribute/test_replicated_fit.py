@@ -203,7 +203,7 @@ def test_workers_that_read_in_another_order_are_refused(tmp_path):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_workers_with_another_clip_norm_stop(tmp_path):
     for found in run_workers(tmp_path, "different", tmp_path, "clip"):
         assert "The workers do not take the same step" in found["clip"]["error"]

@@ -807,7 +807,7 @@ class TestCifar10Bam:
         assert {len(each) for each in looks} <= {steps // 2, steps // 2 + 1}
         assert not list(folder.glob("plot.under_way/*/*"))
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_imagenet32(self, folder):
         flags = ("--dataset=imagenet32", "--target_epsilon=10", "--delta=1e-3")
         text = self.small(folder, *flags, "--methods=sat", "--seeds=1")
