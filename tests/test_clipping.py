@@ -510,16 +510,16 @@ def test_short_gradients_of_a_dtype_share_a_tensor(rng):
     shapes = [(4, 3), (4, 200), (4, 2, 5), (4, 1), (4, 0), (4, 128)]
     arrays = [rng.normal(size=shape).astype("float32") for shape in shapes]
     arrays[3] = arrays[3].astype("float64")
-    together = side_by_side([tf.constant(array) for array in arrays])
-    assert [sizes for _, sizes in together] == [
+    together, sizes = side_by_side([tf.constant(array) for array in arrays])
+    assert sizes == [
         {0: 3, 2: 10, 4: 0, 5: 128},
         {1: 200},
         {3: 1},
     ]
     flat = [arrays[0], arrays[2].reshape(4, 10), arrays[4], arrays[5]]
-    np.testing.assert_array_equal(together[0][0], np.concatenate(flat, axis=1))
+    np.testing.assert_array_equal(together[0], np.concatenate(flat, axis=1))
     weights = rng.uniform(size=4).astype("float32")
-    sums = weighted_sums(together, tf.constant(weights))
+    sums = weighted_sums(together, sizes, tf.constant(weights))
     for total, array in zip(sums, arrays, strict=True):
         expected = np.tensordot(weights, array.astype("float64"), 1).ravel()
         np.testing.assert_allclose(tf.reshape(total, [-1]), expected, atol=1e-6)

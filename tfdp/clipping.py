@@ -117,7 +117,7 @@ def squares_rounded_up(*gradients: tf.Tensor) -> tf.Tensor:
         a number is not finite.
     """
     of_blocks, error, tiny, number = [], 0.0, 0.0, 0
-    for numbers, sizes in side_by_side(gradients):
+    for numbers, sizes in zip(*side_by_side(gradients), strict=True):
         size = sum(sizes.values())
         epsilon = machine_epsilon(numbers.dtype)
         # Squares below the smallest normal number may have become zero.
@@ -228,13 +228,11 @@ def clip_and_sum(
     factors = clip_factors(norms, l2_norm_clip=l2_norm_clip)
     factors = without_empty(factors, is_empty)
     finite = tf.math.is_finite(norms)
-    together, members = zip(*side_by_side(per_unit_gradients), strict=True)
+    together, sizes = side_by_side(per_unit_gradients)
     together = tf.cond(
-        tf.reduce_all(finite),
-        lambda: list(together),
-        lambda: selected(list(together), finite),
+        tf.reduce_all(finite), lambda: together, lambda: selected(together, finite)
     )
-    flat = weighted_sums(list(zip(together, members, strict=True)), factors)
+    flat = weighted_sums(together, sizes, factors)
     sums = [
         tf.reshape(total, gradients.shape[1:])
         for total, gradients in zip(flat, per_unit_gradients, strict=True)
@@ -242,16 +240,18 @@ def clip_and_sum(
     return sums, tf.cast(norms, l2_norm_clip.dtype)
 
 
-def side_by_side(gradients: Sequence[Tensor]) -> list[tuple[Tensor, dict[int, int]]]:
+def side_by_side(
+    gradients: Sequence[Tensor],
+) -> tuple[list[Tensor], list[dict[int, int]]]:
     """Put gradients of few numbers into one tensor, where each would take operations.
 
     Args:
         gradients: Of each unit, shape ``(U, ...)``, static but for ``U``.
 
     Returns:
-        Tensors, each with the positions of the gradients that it holds, in order, and
-        their sizes. Gradients of at most a block's size share one of shape ``(U, n)``,
-        one for each dtype; others are as they were.
+        Tensors, and for each the positions of the gradients that it holds, in order, with
+        their sizes. Gradients of at most a block's size share a tensor of shape
+        ``(U, n)``, one for each dtype; others are as they were.
     """
     groups: list[dict[int, int]] = []
     shared: dict[tf.DType, dict[int, int]] = {}
@@ -267,17 +267,18 @@ def side_by_side(gradients: Sequence[Tensor]) -> list[tuple[Tensor, dict[int, in
     for group in groups:
         held = [gradients[position] for position in group]
         one = held[0] if len(held) == 1 else tf.concat([_flat(g) for g in held], 1)
-        together.append((one, group))
-    return together
+        together.append(one)
+    return together, groups
 
 
 def weighted_sums(
-    together: list[tuple[Tensor, dict[int, int]]], weights: Tensor
+    together: list[Tensor], groups: list[dict[int, int]], weights: Tensor
 ) -> list[Tensor]:
     """Sum gradients of units times their weights.
 
     Args:
-        together: See `side_by_side`.
+        together: See `side_by_side`, some units perhaps set to zero.
+        groups: Likewise.
         weights: Shape ``(U,)``.
 
     Returns:
@@ -286,7 +287,7 @@ def weighted_sums(
     """
     row = tf.expand_dims(weights, 0)
     sums: dict[int, Tensor] = {}
-    for tensor, sizes in together:
+    for tensor, sizes in zip(together, groups, strict=True):
         total = tf.matmul(tf.cast(row, tensor.dtype), _flat(tensor))
         parts = tf.split(total, list(sizes.values()), 1) if len(sizes) > 1 else [total]
         sums.update(zip(sizes, parts, strict=True))

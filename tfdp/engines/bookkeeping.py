@@ -445,10 +445,9 @@ def clipped_sums(
         for n, term in there
         if isinstance(term, Kept) and type(term).weighted_sum is Kept.weighted_sum
     ]
-    together = side_by_side([term.factors(units)[0] for _, term in kept])
+    together, sizes = side_by_side([term.factors(units)[0] for _, term in kept])
     others = [(n, term) for n, term in there if (n, term) not in kept]
-    factors = [[tensor for tensor, _ in together]]
-    factors += [term.factors(units) for _, term in others]
+    factors = [together, *(term.factors(units) for _, term in others)]
 
     def finite_ones() -> list[list[Tensor]]:
         flat = iter(selected([part for parts in factors for part in parts], finite))
@@ -460,8 +459,7 @@ def clipped_sums(
         # One choice for all: each function of a graph takes milliseconds to make.
         factors = tf.cond(clean, lambda: factors, finite_ones)
     clean_kept, *clean_others = factors
-    held = [positions for _, positions in together]
-    flat = weighted_sums(list(zip(clean_kept, held, strict=True)), weights)
+    flat = weighted_sums(clean_kept, sizes, weights)
     sums = {
         n: term.of_variable(total) for (n, term), total in zip(kept, flat, strict=True)
     } | {

@@ -10,7 +10,13 @@ from typing import Self, TypeAlias
 import tensorflow as tf
 
 from tfdp._types import Tensor, Variable
-from tfdp.clipping import at_least_float32, machine_epsilon, squares_rounded_up
+from tfdp.clipping import (
+    at_least_float32,
+    machine_epsilon,
+    side_by_side,
+    squares_rounded_up,
+    weighted_sums,
+)
 from tfdp.rules.products import dots, matmul_by_unit, of_factors
 
 # From a tensor to its derivative along something, None for zeros.
@@ -341,8 +347,7 @@ class Kept(Movable):
         if weights is None:
             total = tf.reduce_sum(gradients, 0)
         else:
-            weights = tf.cast(weights, gradients.dtype)
-            total = tf.linalg.matvec(gradients, weights, transpose_a=True)
+            (total,) = weighted_sums(*side_by_side([gradients]), weights)
         return self.of_variable(total)
 
     def of_variable(self, total: Tensor) -> Tensor:
