@@ -188,6 +188,12 @@ FOLLOWED = {
         floats(3, 3),
         "mse",
     ),
+    "weight_in_time_distributed": Problem(
+        "weight_in_time_distributed",
+        lambda: sequential((3, 2), layers.TimeDistributed(Residual())),
+        floats((3, 2), (3, 2)),
+        "mse",
+    ),
     "tied": PROBLEMS["tied_embedding"],
     "time_major": Problem(
         "time_major",
@@ -215,12 +221,6 @@ UNSUPPORTED = {
         floats(4, 4),
         "mse",
         ["lender/kernel"],
-    ),
-    "weight_in_time_distributed": (
-        lambda: sequential((3, 2), layers.TimeDistributed(Residual())),
-        floats((3, 2), (3, 2)),
-        "mse",
-        ["residual/gain"],
     ),
     "map": (
         lambda: sequential((3, 2), Looping()),
@@ -256,12 +256,7 @@ def problem_of(name):
 
 
 # Loops, and what differs little from the others.
-DEAR = {
-    "cell",
-    "many_steps",
-    "map",
-    "weight_in_time_distributed",
-}
+DEAR = {"cell", "many_steps", "map"}
 
 
 @pytest.mark.parametrize(
@@ -318,7 +313,7 @@ def test_states_that_go_from_batch_to_batch_are_refused_before_any_step(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["many_steps", "map", "weight_in_time_distributed"])
+@pytest.mark.parametrize("name", ["many_steps", "map"])
 def test_what_rules_do_not_reach_is_vectorized(name, caplog):
     check_vectorized(problem_of(name), caplog)
 
