@@ -108,7 +108,7 @@ def test_what_has_no_gradient_adds_nothing(name, engines, ascent):
     [
         ("conv_called_twice", EXACT),
         # Standardised kernels have lengths of their own.
-        ("ws_conv_called_twice", EXACT),
+        pytest.param("ws_conv_called_twice", EXACT, marks=pytest.mark.exhaustive),
         pytest.param("ws_conv_grouped", MIXED, marks=pytest.mark.exhaustive),
     ],
 )

@@ -191,7 +191,7 @@ class TestSavedResults:
 
 
 class TestAccuracyOverEpsilon:
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_it_goes_on(self, tmp_path):
         flags = ("--seeds=1", "--epochs=2", f"--output_dir={tmp_path}")
         text = run("accuracy_over_epsilon", "--target_epsilon=8", *flags)
@@ -229,7 +229,7 @@ class TestTrainDigits:
         report = exported / "assets.extra" / "privacy_report.json"
         assert json.loads(report.read_text())["epsilon"] <= epsilons[-1] + 1e-3
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_full(self, tmp_path):
         (tmp_path / "digits" / "9").mkdir(parents=True)
         text = run("train_digits", f"--output_dir={tmp_path}")
@@ -470,7 +470,7 @@ class TestFinetuneText:
         assert found["epsilon"] == pytest.approx(3, abs=0.01)
         assert any("embeddings" in name for name in found["not_trained"])
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_data_of_a_folder(self, tmp_path):
         """Private reviews of one kind, public ones of the other."""
         (tmp_path / "sst2").mkdir()
@@ -640,7 +640,7 @@ class TestFederatedMnist:
         assert " ± " in more
         assert (tmp_path / "compact-10" / "switch-0.2" / "1" / "state.npz").is_file()
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_large_network(self, small_mnist, tmp_path):
         text = run(
             "federated_mnist",
@@ -748,7 +748,7 @@ class TestCifar10Bam:
         assert len(re.findall(r"^epsilon (1\.9\d|2\.00), ", text, re.M)) == 2
         assert re.search(r"bias of bam below that of dp_sgd with [01] of 1 seeds", text)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_only_what_is_needed_is_decoded_and_runs_are_kept(self, folder):
         arrays = np.load(folder / "cifar10.npz")
         coded = {}
@@ -770,7 +770,7 @@ class TestCifar10Bam:
         assert "run before" in text
         assert "  epoch" not in text
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_run_that_was_killed_goes_on_with_its_epoch(self, folder):
         flags = ("--methods=sat", "--seeds=1", "--delta=1e-3", "--epochs=3")
         command = [
@@ -919,7 +919,7 @@ class TestOnePosteriorSample:
         path = f"--output={tmp_path / 'plot.png'}"
         check_refusal("one_posterior_sample", flag, path, message=message)
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_chain_is_refused(self, tmp_path):
         flags = ("--epsilon=9", "--trials=1", f"--output={tmp_path / 'plot.png'}")
         process = start("one_posterior_sample", *flags)

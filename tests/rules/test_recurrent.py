@@ -99,14 +99,18 @@ MODELS = {
     "called_twice": called_twice,
 }
 QUICK = {"lstm"}
+# What differs little from the others.
+ONE_MORE = {"cells", "gru_inputs_of_gates", "unrolled"}
+
+
+def marks_of(name):
+    if name in QUICK:
+        return []
+    return [pytest.mark.exhaustive if name in ONE_MORE else pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name in MODELS
-    ],
+    "name", [pytest.param(name, marks=marks_of(name)) for name in MODELS]
 )
 def test_each_row_is_clipped_under_its_own_masks(name, rng):
     check_clipping_under_masks(MODELS[name], rng)
@@ -133,7 +137,7 @@ def test_graphs_see_the_same_masks(rng):
     ("name", "is_exact"),
     [
         ("lstm", False),
-        pytest.param("lstm", True, marks=pytest.mark.slow),
+        pytest.param("lstm", True, marks=pytest.mark.exhaustive),
         pytest.param("gru_reset_before", False, marks=pytest.mark.slow),
         pytest.param("gru_reset_before", True, marks=pytest.mark.exhaustive),
     ],

@@ -147,7 +147,7 @@ def test_time_over_depth(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_prints_what_starting_takes():
     process = small("--startup", "--rows=bookkeeping")
     assert process.returncode == 0, process.stdout + process.stderr

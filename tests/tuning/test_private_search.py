@@ -186,7 +186,7 @@ def test_no_tries_leave_nothing():
     assert search.ledger.epsilon(DELTA) > once.epsilon(DELTA)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_never_had_a_number_loses():
     search = search_of(number=2, space={"rate": [0.1]}, score="private_accuracy")
     callbacks = scores_in_turn([0, math.nan, -5.0])
@@ -194,7 +194,7 @@ def test_what_never_had_a_number_loses():
     assert search.score == -5.0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_less_may_be_better():
     search = search_of(
         number=2, space={"rate": [0.1]}, score="private_accuracy", mode="min"
@@ -252,7 +252,7 @@ def test_candidates_count_with_the_dearest_of_the_grid():
     assert winner.ledger.segments[0].noise_multiplier == 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_samplers_draw_settings():
     seen = []
 
@@ -518,7 +518,7 @@ def test_weights_of_a_private_model_count_once(tmp_path):
     assert second.scheme == BestOf(search._tries, [[STEPS]])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_budget_may_end_tries():
     def callbacks(settings):
         return [tfdp.callbacks.PrivacyBudget(delta=DELTA, target_epsilon=2.0)]
