@@ -623,7 +623,7 @@ class DPModel(TrainingFunctions):
         with self._training(data, callbacks, to_run, class_weight) as (data, callbacks):
             is_weighed = self._replicas.strategy is not None
             return super().fit(
-                x=data.batches,
+                x=data.x,
                 y=data.y,
                 batch_size=data.batch_size,
                 epochs=epochs,
@@ -695,6 +695,8 @@ class DPModel(TrainingFunctions):
                         rows_per_unit=session.clipper.rows_per_unit,
                         class_weight=class_weight,
                     )
+                else:
+                    data = data.as_pipeline(self.steps_per_execution)
                 self.__dict__["_acting"] = session.callbacks
                 try:
                     yield data, [first, *callbacks, *kept]

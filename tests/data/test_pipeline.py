@@ -41,6 +41,22 @@ def test_batches_are_the_draws_of_the_epochs(steps):
         same.on_epoch_end()
 
 
+@pytest.mark.parametrize("steps", [5, 150])
+def test_one_epoch_follows_another(steps):
+    data, same = dataset(steps_per_epoch=steps), dataset(steps_per_epoch=steps)
+    pipeline = pipeline_of(data, is_endless=True)
+    batches = [y.numpy() for _, y in pipeline.take(2 * steps + 3)]
+    expected = []
+    for _ in range(3):
+        expected += [same[index][1] for index in range(steps)]
+        same.on_epoch_end()
+    for one, other in zip(batches, expected, strict=False):
+        np.testing.assert_array_equal(one, other)
+    # Another iterator has epochs of its own.
+    drawn = {b.tobytes() for b in expected}
+    assert not drawn & {y.numpy().tobytes() for _, y in pipeline.take(3)}
+
+
 def test_no_iteration_has_the_draws_of_another():
     pipeline = pipeline_of(dataset())
     drawn = [b"|".join(y.tobytes() for _, y in epoch(pipeline)) for _ in range(4)]

@@ -57,6 +57,35 @@ def test_what_an_epoch_draws_anew_is_another_pass(sampling):
     assert data.planned_releases(3) == 3
 
 
+@pytest.mark.parametrize(
+    ("options", "steps_per_execution", "steps"),
+    [
+        ({}, 1, 3),
+        ({}, 3, 3),
+        # Keras would take more steps than an epoch has.
+        ({}, 2, None),
+        ({"steps_per_epoch": 4}, 2, 4),
+        # An epoch is a pass.
+        ({"sampling": "balls_in_bins"}, 1, None),
+        # Keras draws these itself.
+        ({"sampling": "shuffle"}, 1, None),
+    ],
+)
+def test_streams_without_an_end(options, steps_per_execution, steps):
+    data = of(X, Y, batch_size=4, **options).as_pipeline(steps_per_execution)
+    assert data.keras_steps_per_epoch == steps
+    if steps is not None:
+        assert data.x.cardinality() == tf.data.UNKNOWN_CARDINALITY
+
+
+@pytest.mark.filterwarnings("ignore:Draws made with a `seed`")
+def test_seeded_draws_are_of_the_epoch_that_asks_for_them():
+    drawn = PoissonDataset(X, Y, expected_batch_size=4, seed=3)
+    data = of(drawn).as_pipeline(1)
+    assert data.keras_steps_per_epoch is None
+    assert data.x.cardinality() == len(drawn)
+
+
 def generator():
     yield from [(X[:0], Y[:0]), (X[:4], Y[:4]), (X[4:], Y[4:])]
 

@@ -1,7 +1,10 @@
 """Book-keeping and ghost clipping against one example at a time in float64."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 import tfdp
@@ -17,7 +20,9 @@ from tests.engine_checks import (
 )
 from tests.problems import PROBLEMS, Batch, Problem, cases, floats, sequential, take
 from tests.reference import assert_all_close, clipped_sum, problem_gradients
+from tfdp.ascent.losses import Ascent
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
+from tfdp.losses.objective import Batch as RowsOfBatch
 from tfdp.losses.objective import Objective
 from tfdp.losses.regularizers import GaussianDivergence
 
@@ -63,6 +68,68 @@ def those(names, slow=SLOW):
 
 
 few = those(FEW)
+
+
+class Doubled(layers.Layer):
+    """Calls a layer with each row twice."""
+
+    def build(self, shape):
+        self.inner = layers.Dense(2, activation="relu", name="inner")
+        self.inner.build(shape)
+
+    def call(self, x):
+        return self.inner(ops.concatenate([x, x]))[: ops.shape(x)[0]]
+
+
+def traced_for_any_rows(engine, model, ascent=None):
+    """Return a graph that knows neither how many rows there are nor what was proven."""
+    objective = Objective.of(model, "mse")
+    objective = dataclasses.replace(objective, ascent=ascent)
+
+    @tf.function(
+        autograph=False,
+        input_signature=[tf.TensorSpec([None, *model.input_shape[1:]])] * 2,
+    )
+    def run(x, y):
+        padding = tf.zeros([tf.shape(x)[0]], tf.bool)
+        return engine.clip_and_sum(
+            objective,
+            RowsOfBatch(x, y, None, padding),
+            l2_norm_clip=tf.constant(0.1),
+            rows_per_unit=1,
+        )[0]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "ascent",
+    [None, Ascent(lambda: tf.constant(0.1, tf.float64), 0.5, False)],
+    ids=["here", "uphill"],
+)
+@pytest.mark.parametrize("engine", [BookkeepingEngine(), GhostEngine()], ids=repr)
+def test_nothing_is_summed_along_an_axis_of_something_else(engine, ascent):
+    run = traced_for_any_rows(engine, sequential((2,), Doubled()), ascent)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must be those of the b"):
+        run(tf.ones([3, 2]), tf.ones([3, 2]))
+
+
+def test_nothing_lies_between_a_layer_and_its_activation():
+    """TensorFlow computes both in one operation only if no other asks for the first."""
+    model = sequential((3,), layers.Dense(3, "relu"), layers.Dense(3))
+    graph = (
+        traced_for_any_rows(BookkeepingEngine(), model).get_concrete_function().graph
+    )
+    (of_layer,) = [
+        operation.inputs[0].op
+        for operation in graph.get_operations()
+        if operation.type == "Relu"
+    ]
+    while of_layer.type == "Identity":
+        assert len(of_layer.outputs[0].consumers()) == 1
+        of_layer = of_layer.inputs[0].op
+    assert of_layer.type == "BiasAdd"
+    assert len(of_layer.outputs[0].consumers()) == 1
 
 
 @pytest.mark.smoke

@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tfdp.engines.passes import run as run_batch
+from tfdp.losses.objective import Batch as RowsOfBatch
 
 pytestmark = pytest.mark.keras_private
 
@@ -66,10 +67,11 @@ def in_graph_of_any_size(run):
     return lambda data: traced(*data[:2])
 
 
+@pytest.mark.parametrize("is_filled_up", [False, True], ids=["even", "filled_up"])
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("rows_per_unit", [1, 3])
 @pytest.mark.parametrize("number", SIZES)
-def test_passes_add_up(number, rows_per_unit, in_graph):
+def test_passes_add_up(number, rows_per_unit, in_graph, is_filled_up):
     sizes = tf.Variable(tf.zeros([4], tf.int32))
     passes = tf.Variable(0)
     batches = []
@@ -85,6 +87,7 @@ def test_passes_add_up(number, rows_per_unit, in_graph):
             data,
             rows_per_unit=rows_per_unit,
             physical_batch_size=6,
+            is_filled_up=is_filled_up,
             on_outputs=on_outputs,
         )
 
@@ -93,10 +96,42 @@ def test_passes_add_up(number, rows_per_unit, in_graph):
     (total,), norms = run(rows(number))
     np.testing.assert_allclose(total, np.sum(rows(number)[0]["numbers"], axis=0))
     np.testing.assert_allclose(norms, expected_norms(number, rows_per_unit))
-    assert all(batch.is_padding.shape == [6] for batch in batches)
-    real = [size for size in sizes.numpy() if size]
-    assert real == [6] * (number // 6) + [number % 6] * (number % 6 > 0)
     assert int(passes) == max(-(-number // 6), 1)
+    size = 6
+    if not is_filled_up:
+        units = max(-(-number // rows_per_unit), 1)
+        size = -(-units // int(passes)) * rows_per_unit
+    known = None if in_graph and not is_filled_up else size
+    assert {batch.is_padding.shape[0] for batch in batches} == {known}
+    real = [size for size in sizes.numpy() if size]
+    assert real == [size] * (number // size) + [number % size] * (number % size > 0)
+
+
+@pytest.mark.parametrize("size", [None, 6])
+@pytest.mark.parametrize("rows_per_unit", [1, 3])
+def test_units_of_padding_take_no_time(rows_per_unit, size):
+    marks = np.isin(np.arange(13), [1, 3, 4, 5, 9, 10, 11, 12])
+    seen, shown = [], []
+    x, y, _ = rows(13)
+    (total,), norms = run_batch(
+        sums_of_units(rows_per_unit, seen),
+        RowsOfBatch(x, y, None, tf.constant(marks)),
+        rows_per_unit=rows_per_unit,
+        physical_batch_size=size,
+        on_outputs=lambda data, real, outputs: shown.extend(outputs.numpy()),
+    )
+    of_rows = np.where(marks, 0, np.sum(x["numbers"], axis=1))
+    units = np.split(of_rows, range(rows_per_unit, 13, rows_per_unit))
+    is_empty = [
+        each.all() for each in np.split(marks, range(rows_per_unit, 13, rows_per_unit))
+    ]
+    np.testing.assert_allclose(total, np.sum(x["numbers"][~marks], axis=0))
+    np.testing.assert_allclose(
+        norms, [u.sum() for u, empty in zip(units, is_empty, strict=True) if not empty]
+    )
+    assert shown == np.arange(13)[~marks].tolist()
+    # Rows 0, 2, 6, 7, 8; units of three with one of these.
+    assert sum(len(batch.is_padding) for batch in seen) == {1: 5, 3: 6}[rows_per_unit]
 
 
 def test_padding_repeats_the_last_row():

@@ -41,7 +41,7 @@ def is_read_by_one_thread(data: DrawnDataset) -> bool:
     )
 
 
-def pipeline_of(data: DrawnDataset) -> tf.data.Dataset:
+def pipeline_of(data: DrawnDataset, *, is_endless: bool = False) -> tf.data.Dataset:
     """Return the batches of an epoch as one stream, which TensorFlow reads ahead.
 
     Keras asks a `keras.utils.PyDataset` for single batches: ahead, in threads, twice
@@ -51,28 +51,31 @@ def pipeline_of(data: DrawnDataset) -> tf.data.Dataset:
     TensorFlow takes them apart.
 
     Guarantees:
-        Each iterator has the batches of an epoch of its own, in order and each once.
+        Each iterator has the batches of epochs of its own, in order and each once.
 
     Args:
         data: What is drawn from.
+        is_endless: Whether one epoch follows another, where an iterator is made once
+            for all: to make one and wait for its first batch takes as long as some steps.
 
     Returns:
-        Batches as `data[0]`, of any size; as many as an epoch has.
+        Batches as `data[0]`, of any size; as many as an epoch has, or without an end.
     """
     nothing = data.batch_of(np.array([], np.int64))
     leaves = keras.tree.flatten(nothing)
     draws = _draws_at_once(data, leaves)
-    reader = _Blocks(data, draws)
+    reader = _Blocks(data, draws, is_endless=is_endless)
+    number_of_blocks = np.iinfo(np.int64).max if is_endless else -(-len(data) // draws)
     dtypes = [tf.int64, *(tf.as_dtype(leaf.dtype) for leaf in leaves)]
     shapes = [[None], *([None, *leaf.shape[1:]] for leaf in leaves)]
 
-    def blocks(epoch: Tensor) -> tf.data.Dataset:
+    def blocks(iterator: Tensor) -> tf.data.Dataset:
         def block(number: Tensor) -> list[Tensor]:
-            read = tf.numpy_function(reader.read, [epoch, number], dtypes)
+            read = tf.numpy_function(reader.read, [iterator, number], dtypes)
             return [tf.ensure_shape(*pair) for pair in zip(read, shapes, strict=True)]
 
         # One after the other: they are in order.
-        return tf.data.Dataset.range(-(-len(data) // draws)).map(block)
+        return tf.data.Dataset.range(number_of_blocks).map(block)
 
     def batches(ends: Tensor, *rows: Tensor) -> tf.data.Dataset:
         def batch(place: Tensor) -> Nest:
@@ -81,7 +84,7 @@ def pipeline_of(data: DrawnDataset) -> tf.data.Dataset:
 
         return tf.data.Dataset.range(tf.size(ends, tf.int64) - 1).map(batch)
 
-    # An iterator gets the number of its epoch first.
+    # An iterator gets a number first.
     begun = tf.data.Dataset.range(1).map(
         lambda _: tf.ensure_shape(tf.numpy_function(reader.begin, [], tf.int64), [])
     )
@@ -90,8 +93,9 @@ def pipeline_of(data: DrawnDataset) -> tf.data.Dataset:
         stream = stream.map(lambda _, *rows: keras.tree.pack_sequence_as(nothing, rows))
     else:
         stream = stream.flat_map(batches)
-    length = tf.data.experimental.assert_cardinality(len(data))
-    return stream.apply(length).prefetch(tf.data.AUTOTUNE)
+    if not is_endless:
+        stream = stream.apply(tf.data.experimental.assert_cardinality(len(data)))
+    return stream.prefetch(tf.data.AUTOTUNE)
 
 
 class _Blocks:
@@ -100,30 +104,35 @@ class _Blocks:
     Args:
         data: What is drawn from.
         draws: How many at a time.
+        is_endless: Whether an iterator goes on with epoch after epoch.
     """
 
-    def __init__(self, data: DrawnDataset, draws: int) -> None:
+    def __init__(self, data: DrawnDataset, draws: int, *, is_endless: bool) -> None:
         self._data = data
         self._draws = draws
+        self._is_endless = is_endless
         self._lock = threading.Lock()
         self._begun = itertools.count()
-        # What is left of the epoch of each iterator, that of the last ones alone: who
+        # What is left of the epochs of each iterator, those of the last ones alone: who
         # has dropped an iterator does not say so.
         self._remaining: dict[int, Iterator[NDArray[np.int64]]] = {}
 
     def begin(self) -> Array:
-        """Begin an epoch, and return a number for it."""
+        """Begin the epochs of an iterator, and return a number for it."""
         with self._lock:
             number = next(self._begun)
-            self._remaining[number] = self._data.draws_of_an_epoch()
+            epochs = itertools.count() if self._is_endless else range(1)
+            self._remaining[number] = itertools.chain.from_iterable(
+                self._data.draws_of_an_epoch() for _ in epochs
+            )
             self._remaining.pop(number - _MOST_ITERATORS, None)
         return np.asarray(number)
 
-    def read(self, epoch: Array, number: Array) -> list[Array]:
+    def read(self, iterator: Array, number: Array) -> list[Array]:
         """Return where each draw of a block ends, from 0 on, and the rows of all."""
         del number  # They come in order.
         with self._lock:
-            draws = list(itertools.islice(self._remaining[int(epoch)], self._draws))
+            draws = list(itertools.islice(self._remaining[int(iterator)], self._draws))
         ends = np.cumsum([0, *map(len, draws)], dtype=np.int64)
         rows = [self._data.batch_of(indices) for indices in draws]
         leaves = zip(*map(keras.tree.flatten, rows), strict=True)

@@ -71,14 +71,32 @@ class TrainingData:
             return None
         return rows_of(self.x, self.y, self.sample_weight)
 
-    @property
-    def batches(self) -> Nest:
-        """What Keras gets as `x`."""
-        if self.drawn is None or not (
-            self.scheme.counts_passes or is_read_by_one_thread(self.drawn)
+    def as_pipeline(self, steps_per_execution: int) -> Self:
+        """Return what tfdp draws as one stream, where nothing is lost by that.
+
+        Args:
+            steps_per_execution: That of the model.
+
+        Returns:
+            The data as Keras gets them.
+        """
+        drawn, counts_passes = self.drawn, self.scheme.counts_passes
+        if drawn is None or not (counts_passes or is_read_by_one_thread(drawn)):
+            return self
+        # Keras takes whole executions of a stream without an end. What is seeded has
+        # draws that can be told by their epoch.
+        if (
+            counts_passes
+            or drawn.seeded
+            or self.steps_per_epoch is None
+            or self.steps_per_epoch % steps_per_execution
         ):
-            return self.x
-        return pipeline_of(self.drawn)
+            return dataclasses.replace(self, x=pipeline_of(drawn))
+        return dataclasses.replace(
+            self,
+            x=pipeline_of(drawn, is_endless=True),
+            keras_steps_per_epoch=self.steps_per_epoch,
+        )
 
     @property
     def static_batch_size(self) -> int | None:

@@ -225,7 +225,8 @@ class RecordedForward:
                 )
             # Not `squares_and_terms`: what a trace notes as read is listed by `read`.
             terms = self._here.terms_by_variable()
-            bounds = squares_and_joined(terms, self.units, norms, keeps=True)
+            squares, ready = squares_and_joined(terms, self.units, norms, keeps=True)
+            bounds = self._here.once_of_rows(squares), ready
             self._uphill = Uphill(objective, objective.ascent, self.units, *bounds)
         with contextlib.ExitStack() as entered:
             moves = None
@@ -266,8 +267,7 @@ class RecordedForward:
         # Losses are scaled by way of their weights: the tape has recorded them as they
         # are, and what comes back is unscaled before it is squared.
         scale = self._objective.loss_scale
-        # No gradient is taken before what is watched is known to be of rows.
-        of_rows = self._recording.with_rows_checked(self._shares * scale)
+        of_rows = self._shares * scale
         if weights is not None:
             repeated = tf.repeat(tf.cast(weights, tf.float64), self._rows_per_unit)
             of_rows *= tf.ensure_shape(repeated, of_rows.shape)
@@ -279,6 +279,7 @@ class RecordedForward:
             [tensors, values],
             output_gradients=tf.cast(of_rows, self.losses.dtype),
         )
+        self._recording.note_gradients(tensors, gradients)
         found: dict[int, list[Term]] = {id(v): [] for v in self._objective.variables}
         for watched, of_call in zip(self._recording.watched, gradients, strict=True):
             if all(gradient is None for gradient in of_call):
@@ -345,7 +346,14 @@ class RecordedForward:
         squares, ready = squares_and_joined(terms, self.units, self._norms, keeps=keeps)
         if self._uphill is not None:
             squares.append(self._uphill.lost)
-        return squares, ready
+        return self.once_of_rows(squares), ready
+
+    def once_of_rows(self, squares: list[Tensor]) -> list[Tensor]:
+        """Return squared norms, once all that was watched is known to be of rows.
+
+        No unit has a norm before, and no gradient a place in a sum.
+        """
+        return [self._recording.with_rows_checked(squares[0]), *squares[1:]]
 
     def clipped(
         self, terms: list[Term | None], norms: Tensor, l2_norm_clip: Tensor

@@ -1,4 +1,4 @@
-"""Runs a batch of any size through an engine, whole or in passes of fixed size."""
+"""Runs a batch of any size through an engine, whole or in passes."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,23 +22,27 @@ def run(
     *,
     rows_per_unit: int | Tensor,
     physical_batch_size: int | None = None,
+    is_filled_up: bool = False,
     on_outputs: OnOutputs | None = None,
     shared_states: Sequence[Variable] = (),
 ) -> tuple[list[Tensor], Tensor]:
-    """Run all rows in passes of `physical_batch_size`, adding the sums up.
+    """Run all rows in passes of at most `physical_batch_size`, adding the sums up.
 
     Memory is that of one pass. The first pass always runs, and outside of the loop
     of the others, where TensorFlow's graph optimizer reaches it: it was seen to run
     in two thirds of the time.
 
     Args:
-        run_pass: What the engine does with a batch; sees batches of one static shape
-            only, where there are several passes.
+        run_pass: What the engine does with a batch; all passes have as many rows.
         data: A `Batch`, or ``(x, y, sample_weight)``, nested tensors of N rows; N may
             be 0.
         rows_per_unit: Consecutive rows that are clipped together.
-        physical_batch_size: Rows in a pass, a multiple of `rows_per_unit`; None for all
-            rows in one, filled up to whole units and to one unit at least.
+        physical_batch_size: Most rows in a pass, a multiple of `rows_per_unit`; None for
+            all rows in one, filled up to whole units and to one unit at least.
+        is_filled_up: Whether every pass has just as many rows, with padding in place of
+            those that there are not: compilers, and what sees how many rows there are,
+            need one size. Otherwise none is more than it must be: padding costs what rows
+            cost.
         on_outputs: Sees the rows of each pass, how many they are, and the model's
             outputs.
         shared_states: Variables that are put back before each of several passes. What
@@ -49,32 +53,35 @@ def run(
         Clipped sums, and the units' norms.
     """
     data = Batch.of(data)
+    if not is_filled_up:
+        data = _without_empty_units(data, rows_per_unit)
     rows = number_of_rows(data)
-    units = (rows + rows_per_unit - 1) // rows_per_unit
-    size = physical_batch_size
+    units = _divided(rows, rows_per_unit)
+    most = physical_batch_size
+    number_of_passes = 1 if most is None else _at_least_one(_divided(rows, most))
+    even = _at_least_one(_divided(units, number_of_passes)) * rows_per_unit
+    size = most if most is None or is_filled_up else even
+    # Once, and not in each pass.
+    existing = _never_empty(data, rows)
     at_begin = [tf.identity(state.value) for state in shared_states]
 
     def one_pass(number: int | Tensor) -> tuple[list[Tensor], Tensor]:
         for state, value in zip(shared_states, at_begin, strict=True):
             state.assign(value)
         if size is None:
-            batch = _whole(data, rows, rows_per_unit)
+            batch = _whole(existing, rows, rows_per_unit)
         else:
-            first = number * size
-            batch = _fill(data, first + tf.range(size), rows, rows_per_unit)
-            batch = _tree.map_tensors(
-                lambda tensor: tf.ensure_shape(tensor, [size, *tensor.shape[1:]]), batch
-            )
+            batch = _part(existing, number * size, size, rows, rows_per_unit)
         sums, norms, outputs = run_pass(batch)
         if on_outputs is not None:
-            shown, real = data, tf.convert_to_tensor(rows)
+            shown, real = data, rows
             if size is not None:
                 marks = None if data.is_padding is None else batch.is_padding
-                real = tf.clip_by_value(rows - first, 0, size)
+                real = tf.clip_by_value(rows - number * size, 0, size)
                 shown = _first(batch._replace(is_padding=marks), real)
-            if size is not None or not _is_of_whole_units(rows, rows_per_unit):
+            if real is not rows or not _is_of_whole_units(rows, rows_per_unit):
                 outputs = _first(outputs, real)
-            _show(on_outputs, shown, real, outputs)
+            _show(on_outputs, shown, tf.convert_to_tensor(real), outputs)
         return sums, norms
 
     sums, norms = one_pass(0)
@@ -89,10 +96,9 @@ def run(
         sums = [total + part for total, part in zip(sums, parts, strict=True)]
         return number + 1, sums, norms.write(number, pass_norms)
 
-    passes = tf.maximum((rows + size - 1) // size, 1)
-    found = tf.TensorArray(norms.dtype, passes, element_shape=norms.shape)
+    found = tf.TensorArray(norms.dtype, number_of_passes, element_shape=norms.shape)
     _, sums, found = tf.while_loop(
-        lambda number, *_: number < passes,
+        lambda number, *_: number < number_of_passes,
         body,
         (tf.constant(1), sums, found.write(0, norms)),
         parallel_iterations=1,  # Several at once take the memory of several.
@@ -100,14 +106,40 @@ def run(
     return sums, _of_real_units(found.concat()[:units], data, rows_per_unit)
 
 
+def _divided(number: int | Tensor, by: int | Tensor) -> int | Tensor:
+    """Divide, and round up."""
+    return (number + by - 1) // by
+
+
+def _at_least_one(number: int | Tensor) -> int | Tensor:
+    return max(number, 1) if isinstance(number, int) else tf.maximum(number, 1)
+
+
 def _of_real_units(norms: Tensor, data: Batch, rows_per_unit: int | Tensor) -> Tensor:
     """Leave out the norms of units that are nothing but padding: they are nobody's."""
     if data.is_padding is None:
         return norms
-    missing = tf.size(norms) * rows_per_unit - tf.size(data.is_padding)
-    marks = tf.pad(data.is_padding, [[0, missing]], constant_values=True)
-    is_empty = tf.reduce_all(tf.reshape(marks, [-1, rows_per_unit]), axis=1)
-    return tf.boolean_mask(norms, ~is_empty)
+    return tf.boolean_mask(norms, ~_is_empty(data.is_padding, rows_per_unit))
+
+
+def _is_empty(is_padding: Tensor, rows_per_unit: int | Tensor) -> Tensor:
+    """Tell which units are nothing but padding; the last may lack rows."""
+    missing = -tf.size(is_padding) % rows_per_unit
+    marks = tf.pad(is_padding, [[0, missing]], constant_values=True)
+    return tf.reduce_all(tf.reshape(marks, [-1, rows_per_unit]), axis=1)
+
+
+def _without_empty_units(data: Batch, rows_per_unit: int | Tensor) -> Batch:
+    """Leave out units that are nothing but padding."""
+    if data.is_padding is None:
+        return data
+    is_empty = _is_empty(data.is_padding, rows_per_unit)
+    is_real = ~tf.repeat(is_empty, rows_per_unit)[: tf.size(data.is_padding)]
+    left: Batch = _tree.map_tensors(lambda each: tf.boolean_mask(each, is_real), data)
+    if isinstance(rows_per_unit, int) and rows_per_unit == 1:
+        # No padding is left.
+        return left._replace(is_padding=None)
+    return left
 
 
 def _first(nest: Nest, rows: int | Tensor) -> Nest:
@@ -144,32 +176,51 @@ def _whole(data: Batch, rows: int | Tensor, rows_per_unit: int | Tensor) -> Batc
             return data._replace(is_padding=tf.zeros([rows], tf.bool))
         if isinstance(rows_per_unit, int) and rows_per_unit == 1:
             # Nothing is missing but the one row of an empty batch.
-            missing = tf.cast(tf.equal(rows, 0), tf.int32)
-            filled: Batch = _tree.map_tensors(
-                lambda tensor: tf.concat([tensor, _zeros(missing, tensor)], 0), data
-            )
-            return filled._replace(is_padding=tf.fill([rows + missing], missing > 0))
-    units = (rows + rows_per_unit - 1) // rows_per_unit
-    indices = tf.range(tf.maximum(units, 1) * rows_per_unit)
+            padding = tf.fill([_at_least_one(rows)], tf.equal(rows, 0))
+            return data._replace(is_padding=padding)
+    units = _at_least_one(_divided(rows, rows_per_unit))
+    indices = tf.range(units * rows_per_unit)
     return _fill(data, indices, rows, rows_per_unit)
 
 
-def _zeros(rows: Tensor, like: Tensor) -> Tensor:
-    """Return so many rows of zeros, or of empty strings, beside those of a tensor."""
-    return tf.zeros(tf.concat([[rows], tf.shape(like)[1:]], 0), like.dtype)
+def _part(
+    data: Batch,
+    first: int | Tensor,
+    size: int | Tensor,
+    rows: int | Tensor,
+    rows_per_unit: int | Tensor,
+) -> Batch:
+    """Take consecutive rows, filled up to so many."""
+    batch = _fill(data, first + tf.range(size), rows, rows_per_unit)
+    known = tf.get_static_value(size)
+    part: Batch = _tree.map_tensors(
+        lambda tensor: tf.ensure_shape(tensor, [known, *tensor.shape[1:]]), batch
+    )
+    return part
+
+
+def _never_empty(data: Batch, rows: int | Tensor) -> Batch:
+    """Give an empty batch a row of zeros, or of empty strings."""
+    if isinstance(rows, int) and rows > 0:
+        return data
+    missing = tf.cast(tf.equal(rows, 0), tf.int32)
+
+    def with_row(tensor: Tensor) -> Tensor:
+        shape = tf.concat([[missing], tf.shape(tensor)[1:]], 0)
+        return tf.concat([tensor, tf.zeros(shape, tensor.dtype)], 0)
+
+    existing: Batch = _tree.map_tensors(with_row, data)
+    return existing
 
 
 def _fill(
     data: Batch, indices: Tensor, rows: int | Tensor, rows_per_unit: int | Tensor
 ) -> Batch:
     """Take rows of whole units by index; what lies past the last row repeats it."""
-    # An empty batch has no row to repeat: it gets one of zeros.
-    is_empty = tf.cast(tf.equal(rows, 0), tf.int32)
-    existing = tf.minimum(indices, tf.maximum(rows, 1) - 1)
+    existing = tf.minimum(indices, _at_least_one(rows) - 1)
 
     def take(tensor: Tensor) -> Tensor:
-        filled = tf.concat([tensor, _zeros(is_empty, tensor)], 0)
-        return tf.gather(filled, existing)
+        return tf.gather(tensor, existing)
 
     is_padding = indices >= rows
     if data.is_padding is None:

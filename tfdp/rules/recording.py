@@ -37,15 +37,15 @@ class _SizeToCheck(NamedTuple):
 
     Attributes:
         path: Path of the layer whose call it is of.
-        size: Numbers in the tensor.
+        tensor: The tensor.
         of_each_row: Numbers that there must be for each row of the batch.
-        rows_first: The tensor, if its first axis must be that of the batch.
+        is_rows_first: Whether its first axis must be that of the batch.
     """
 
     path: str
-    size: Tensor
+    tensor: Tensor
     of_each_row: int | Tensor
-    rows_first: Tensor | None
+    is_rows_first: bool
 
 
 class Watched(NamedTuple):
@@ -140,6 +140,7 @@ class Recording:
         self._refusals: list[str] = []
         # Of tensors whose leading axes are known only when the graph runs.
         self._sizes: list[_SizeToCheck] = []
+        self._gradient_sizes: dict[int, Tensor] = {}
         self._graph = tf.compat.v1.get_default_graph()
         # What calls with a rule have read, calls in them first: the variables' ids.
         self._read: list[int] = []
@@ -502,7 +503,7 @@ class Recording:
     def _watch_use(self, variable: Variable, use: Use, found: Met) -> None:
         path, rule = variable.path, use.op.type
         place = found.place
-        self._with_rows(path, found.rows, place.axis, place.of_row)
+        self._check_rows(path, found.rows, place.axis, place.of_row)
         watched = Watched(
             path,
             rule,
@@ -553,30 +554,30 @@ class Recording:
         for tensor, shift in zip(tensors, shifts, strict=True):
             # The tape knows tensors by identity: another call may have this one too.
             own = _keras.identity_with_gradient(
-                self._with_rows(path, tensor),
-                functools.partial(self._own_gradients.see, path),
+                tensor, functools.partial(self._own_gradients.see, path)
             )
             if self.moves is not None and shift is not None:
                 own = self.moves.moved(own, shift)
+            self._check_rows(path, own)
             self.tape.watch(own)
             # Some layers attach a mask in their own code.
             watched.tensors.append(_keras.with_mask_of(own, tensor))
         self.watched.append(watched)
         return watched.tensors
 
-    def _with_rows(
+    def _check_rows(
         self, path: str, tensor: Tensor, axis: int = 0, of_row: int = 1
-    ) -> Tensor:
+    ) -> None:
         """Make sure that the leading axis, or another, holds the rows of the batch."""
         # Norms are taken along it: an axis of something else would be clipped instead.
         if self._is_of_one_unit:
-            return tensor
+            return
         of_row *= self.repeats
         leading = tensor.shape[axis] if tensor.shape.rank else 0
         rows = self._static_rows
         if leading is not None:
             if rows is not None and leading == rows * of_row:
-                return tensor
+                return
             which = f"axis {axis}" if axis else "leading axis"
             raise UnsupportedLayerError(
                 f"The {which} of what a layer computes must be that of the batch. Received: "
@@ -588,12 +589,9 @@ class Recording:
         if numbers is None:
             shape = tf.shape(tensor, tf.int64)
             numbers = tf.reduce_prod(shape[:axis]) * tf.reduce_prod(shape[axis + 1 :])
-        size = tf.size(tensor, tf.int64)
-        is_of_rows = axis == 0 and of_row == 1
         self._sizes.append(
-            _SizeToCheck(path, size, of_row * numbers, tensor if is_of_rows else None)
+            _SizeToCheck(path, tensor, of_row * numbers, axis == 0 and of_row == 1)
         )
-        return tensor
 
     @property
     def rows_first(self) -> list[Tensor]:
@@ -601,14 +599,33 @@ class Recording:
 
         Where lengths are known they have been compared, and nothing is left to prove.
         """
-        return [each.rows_first for each in self._sizes if each.rows_first is not None]
+        return [each.tensor for each in self._sizes if each.is_rows_first]
+
+    def note_gradients(self, tensors: Nest, gradients: Nest) -> None:
+        """Note the gradients that were taken of what is watched, for their sizes."""
+        watched = {id(each.tensor) for each in self._sizes}
+        for tensor, gradient in zip(
+            tf.nest.flatten(tensors), tf.nest.flatten(gradients), strict=True
+        ):
+            if id(tensor) in watched and isinstance(gradient, tf.Tensor):
+                self._gradient_sizes[id(tensor)] = tf.size(gradient, tf.int64)
 
     def with_rows_checked(self, tensor: Tensor) -> Tensor:
-        """Return a tensor, once the leading axis of all that is watched is the batch's."""
+        """Return a tensor, once the leading axis of all that is watched is the batch's.
+
+        Of gradients that were noted, which is what norms are made of; of what is watched
+        itself where there is none. TensorFlow computes a layer and its activation in one
+        operation only if nothing else, like its size, is asked of what lies between.
+        """
         if not self._sizes:
             return tensor
         # One check for all. Its message shows no sizes: each would take operations.
-        sizes = tf.stack([each.size for each in self._sizes])
+        sizes = tf.stack([
+            self._gradient_sizes[id(each.tensor)]
+            if id(each.tensor) in self._gradient_sizes
+            else tf.size(each.tensor, tf.int64)
+            for each in self._sizes
+        ])
         of_each_row = tf.stack([each.of_each_row for each in self._sizes])
         expected = tf.cast(self._rows, tf.int64) * tf.cast(of_each_row, tf.int64)
         paths = "`, `".join(each.path for each in self._sizes)

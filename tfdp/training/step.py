@@ -248,6 +248,7 @@ class BatchClipper:
             batch,
             rows_per_unit=self.rows_per_unit,
             physical_batch_size=size,
+            is_filled_up=is_seen or self.jit_compile or _keras.inside_xla(),
             on_outputs=on_outputs,
             shared_states=_keras.shared_seed_states(self.model) if in_passes else (),
         )
