@@ -245,7 +245,8 @@ class DPModel(TrainingFunctions):
 
         Returns:
             A table: layer, rule, how its norm is computed, and the bytes that this
-            takes for one example.
+            takes for one example. Many steps of a loop that are alike are one
+            line.
 
         Raises:
             UnsupportedLayerError: If the engine asked for cannot be used.

@@ -30,6 +30,15 @@ def explained(model, **options):
     return [line.split() for line in lines[1:]]
 
 
+def test_many_steps_of_a_loop_that_are_alike_are_one_line():
+    step = Explanation("rnn/cell/kernel", "MatMul", "Gram", 4)
+    lines = table([*[step] * 40, step._replace(norm="instantiated"), step]).splitlines()
+    assert [line.split("  ")[0] for line in lines[1:]] == [
+        "rnn/cell/kernel, 40 times",
+        *["rnn/cell/kernel"] * 2,
+    ]
+
+
 @pytest.mark.parametrize("engine", ["auto", "bookkeeping", "ghost"])
 def test_a_functional_model(engine):
     rows = explained(PROBLEMS["dict_losses"].build(), engine=engine)

@@ -1,5 +1,6 @@
 """A table of what the clipping of each layer takes."""
 
+import itertools
 import math
 from collections.abc import Container
 from typing import Any, NamedTuple
@@ -16,6 +17,9 @@ from tfdp.rules.terms import Units
 
 # What is said of the ways to a norm that `Term.how` names.
 _WAYS = {"gram": "Gram", "keep": "instantiated", "drop": "instantiated"}
+
+# So many lines that are alike are one.
+_MANY = 4
 
 
 class Explanation(NamedTuple):
@@ -35,12 +39,14 @@ class Explanation(NamedTuple):
 
 
 def table(rows: list[Explanation]) -> str:
-    """Lay explanations out as text, with a heading."""
+    """Lay explanations out as text, with a heading; many that are alike in one line."""
     cells = [("layer", "rule", "norm", "bytes per example")]
-    cells += [
-        (path, rule, norm, "unknown" if size is None else f"{size:,}")
-        for path, rule, norm, size in rows
-    ]
+    for (path, rule, norm, size), alike in itertools.groupby(rows):
+        number = len(list(alike))
+        # A loop over time that is taken step by step has one for each step.
+        layers = [path] * number if number < _MANY else [f"{path}, {number} times"]
+        bytes_of_each = "unknown" if size is None else f"{size:,}"
+        cells += [(layer, rule, norm, bytes_of_each) for layer in layers]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
