@@ -106,9 +106,9 @@ class DPModel(TrainingFunctions):
             `"vectorized"`, for any model; `"auto"`, book-keeping where it can, with each
             example by itself where rows are not proven to stay apart; or an engine
             object.
-        physical_batch_size: Rows that go through the model at once, on each replica.
-            A batch of any size runs in passes of this size, within their memory, as
-            one step. By default a batch runs whole.
+        physical_batch_size: Most rows that go through the model at once, on each
+            replica. A batch of any size runs in passes, within their memory, as one
+            step. By default a batch runs whole.
         sampling: For arrays given to `fit`: `"poisson"`; `"balls_in_bins"`, every row
             once an epoch, in a batch that a coin of its own decides; `"shuffle"`, whose
             epsilon is larger; `"cyclic_poisson"`, by coins from one half of the rows and

@@ -255,7 +255,7 @@ def problem_of(name):
     return Problem(name, make_model, example, loss)
 
 
-# Loops, and what differs little from the others.
+# Loops.
 DEAR = {"cell", "many_steps", "map"}
 
 

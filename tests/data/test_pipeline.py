@@ -50,7 +50,7 @@ def test_one_epoch_follows_another(steps):
     for _ in range(3):
         expected += [same[index][1] for index in range(steps)]
         same.on_epoch_end()
-    for one, other in zip(batches, expected, strict=False):
+    for one, other in zip(batches, expected[: 2 * steps + 3], strict=True):
         np.testing.assert_array_equal(one, other)
     # Another iterator has epochs of its own.
     drawn = {b.tobytes() for b in expected}

@@ -38,7 +38,7 @@ def expected_norms(number, rows_per_unit):
 
 @pytest.mark.parametrize("rows_per_unit", [1, 3])
 @pytest.mark.parametrize("number", SIZES)
-def test_a_whole_batch_is_filled_up_to_units(number, rows_per_unit):
+def test_a_whole_batch_has_fixed_size_to_units(number, rows_per_unit):
     seen = []
     shown = []
     (total,), norms = run_batch(
@@ -67,11 +67,11 @@ def in_graph_of_any_size(run):
     return lambda data: traced(*data[:2])
 
 
-@pytest.mark.parametrize("is_filled_up", [False, True], ids=["even", "filled_up"])
+@pytest.mark.parametrize("has_fixed_size", [False, True], ids=["even", "fixed"])
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("rows_per_unit", [1, 3])
 @pytest.mark.parametrize("number", SIZES)
-def test_passes_add_up(number, rows_per_unit, in_graph, is_filled_up):
+def test_passes_add_up(number, rows_per_unit, in_graph, has_fixed_size):
     sizes = tf.Variable(tf.zeros([4], tf.int32))
     passes = tf.Variable(0)
     batches = []
@@ -87,7 +87,7 @@ def test_passes_add_up(number, rows_per_unit, in_graph, is_filled_up):
             data,
             rows_per_unit=rows_per_unit,
             physical_batch_size=6,
-            is_filled_up=is_filled_up,
+            has_fixed_size=has_fixed_size,
             on_outputs=on_outputs,
         )
 
@@ -98,10 +98,10 @@ def test_passes_add_up(number, rows_per_unit, in_graph, is_filled_up):
     np.testing.assert_allclose(norms, expected_norms(number, rows_per_unit))
     assert int(passes) == max(-(-number // 6), 1)
     size = 6
-    if not is_filled_up:
+    if not has_fixed_size:
         units = max(-(-number // rows_per_unit), 1)
         size = -(-units // int(passes)) * rows_per_unit
-    known = None if in_graph and not is_filled_up else size
+    known = None if in_graph and not has_fixed_size else size
     assert {batch.is_padding.shape[0] for batch in batches} == {known}
     real = [size for size in sizes.numpy() if size]
     assert real == [size] * (number // size) + [number % size] * (number % size > 0)
@@ -109,7 +109,7 @@ def test_passes_add_up(number, rows_per_unit, in_graph, is_filled_up):
 
 @pytest.mark.parametrize("size", [None, 6])
 @pytest.mark.parametrize("rows_per_unit", [1, 3])
-def test_units_of_padding_take_no_time(rows_per_unit, size):
+def test_units_of_padding_do_not_reach_the_model(rows_per_unit, size):
     marks = np.isin(np.arange(13), [1, 3, 4, 5, 9, 10, 11, 12])
     seen, shown = [], []
     x, y, _ = rows(13)

@@ -40,7 +40,7 @@ class _Plain(Family):
         if gradient_accumulation_steps not in {None, 1}:
             raise ValueError(
                 "`gradient_accumulation_steps` is not needed: large batches run in "
-                "passes of a fixed size, with one noise. Received: "
+                "passes of a bounded size, with one noise. Received: "
                 f"gradient_accumulation_steps={gradient_accumulation_steps}. Use "
                 "`tfdp.DPModel(model, physical_batch_size=...)`."
             )

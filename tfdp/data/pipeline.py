@@ -42,7 +42,7 @@ def is_read_by_one_thread(data: DrawnDataset) -> bool:
 
 
 def pipeline_of(data: DrawnDataset, *, is_endless: bool = False) -> tf.data.Dataset:
-    """Return the batches of an epoch as one stream, which TensorFlow reads ahead.
+    """Return the batches of one epoch, or of all, as a stream that TensorFlow reads ahead.
 
     Keras asks a `keras.utils.PyDataset` for single batches: ahead, in threads, twice
     for the first ones, and again for those of an epoch that has ended early. Where the
@@ -51,12 +51,14 @@ def pipeline_of(data: DrawnDataset, *, is_endless: bool = False) -> tf.data.Data
     TensorFlow takes them apart.
 
     Guarantees:
-        Each iterator has the batches of epochs of its own, in order and each once.
+        Each iterator has the batches of epochs of its own, in order and each once. What
+        is read ahead and not asked for is never drawn again.
 
     Args:
         data: What is drawn from.
-        is_endless: Whether one epoch follows another, where an iterator is made once
-            for all: to make one and wait for its first batch takes as long as some steps.
+        is_endless: Whether epochs follow each other without an end, so that one iterator
+            serves a whole `fit`: to make one, and to wait for its first batch, takes as
+            long as some steps.
 
     Returns:
         Batches as `data[0]`, of any size; as many as an epoch has, or without an end.
@@ -69,9 +71,9 @@ def pipeline_of(data: DrawnDataset, *, is_endless: bool = False) -> tf.data.Data
     dtypes = [tf.int64, *(tf.as_dtype(leaf.dtype) for leaf in leaves)]
     shapes = [[None], *([None, *leaf.shape[1:]] for leaf in leaves)]
 
-    def blocks(iterator: Tensor) -> tf.data.Dataset:
+    def blocks(iterator_number: Tensor) -> tf.data.Dataset:
         def block(number: Tensor) -> list[Tensor]:
-            read = tf.numpy_function(reader.read, [iterator, number], dtypes)
+            read = tf.numpy_function(reader.read, [iterator_number, number], dtypes)
             return [tf.ensure_shape(*pair) for pair in zip(read, shapes, strict=True)]
 
         # One after the other: they are in order.
@@ -84,7 +86,7 @@ def pipeline_of(data: DrawnDataset, *, is_endless: bool = False) -> tf.data.Data
 
         return tf.data.Dataset.range(tf.size(ends, tf.int64) - 1).map(batch)
 
-    # An iterator gets a number first.
+    # An iterator gets a number first, by which `_Blocks` knows its draws.
     begun = tf.data.Dataset.range(1).map(
         lambda _: tf.ensure_shape(tf.numpy_function(reader.begin, [], tf.int64), [])
     )
@@ -128,11 +130,13 @@ class _Blocks:
             self._remaining.pop(number - _MOST_ITERATORS, None)
         return np.asarray(number)
 
-    def read(self, iterator: Array, number: Array) -> list[Array]:
+    def read(self, iterator_number: Array, number: Array) -> list[Array]:
         """Return where each draw of a block ends, from 0 on, and the rows of all."""
         del number  # They come in order.
         with self._lock:
-            draws = list(itertools.islice(self._remaining[int(iterator)], self._draws))
+            draws = list(
+                itertools.islice(self._remaining[int(iterator_number)], self._draws)
+            )
         ends = np.cumsum([0, *map(len, draws)], dtype=np.int64)
         rows = [self._data.batch_of(indices) for indices in draws]
         leaves = zip(*map(keras.tree.flatten, rows), strict=True)

@@ -33,7 +33,8 @@ class TrainingData:
     """Data in the form that Keras takes, and how they are accounted.
 
     Attributes:
-        x: The data, as `fit` got them or as tfdp draws from them.
+        x: The data, as `fit` got them or as tfdp draws from them; for Keras also as one
+            stream, see `as_pipeline`.
         scheme: How the batches are drawn.
         y: What Keras gets as `y`.
         sample_weight: What Keras gets as `sample_weight`.
@@ -72,30 +73,28 @@ class TrainingData:
         return rows_of(self.x, self.y, self.sample_weight)
 
     def as_pipeline(self, steps_per_execution: int) -> Self:
-        """Return what tfdp draws as one stream, where nothing is lost by that.
+        """Return what tfdp draws as one stream.
 
         Args:
             steps_per_execution: That of the model.
 
         Returns:
-            The data as Keras gets them.
+            The data as Keras gets them: a `tf.data.Dataset` as `x`, of one epoch for each
+            iterator or, with `keras_steps_per_epoch`, of epochs without an end; no `drawn`
+            and no `rows`. These data if tfdp does not draw them, or if threads read them.
         """
         drawn, counts_passes = self.drawn, self.scheme.counts_passes
         if drawn is None or not (counts_passes or is_read_by_one_thread(drawn)):
             return self
-        # Keras takes whole executions of a stream without an end. What is seeded has
-        # draws that can be told by their epoch.
-        if (
-            counts_passes
-            or drawn.seeded
-            or self.steps_per_epoch is None
-            or self.steps_per_epoch % steps_per_execution
-        ):
-            return dataclasses.replace(self, x=pipeline_of(drawn))
+        steps = self.steps_per_epoch or len(drawn)
+        # Keras takes whole executions: of 3 steps, in executions of 2, it would take 4. A
+        # seed tells draws by their epochs, and what reads ahead has begun the next one.
+        # Passes must begin with epochs, whatever ends these early.
+        is_endless = not (counts_passes or drawn.seeded or steps % steps_per_execution)
         return dataclasses.replace(
             self,
-            x=pipeline_of(drawn, is_endless=True),
-            keras_steps_per_epoch=self.steps_per_epoch,
+            x=pipeline_of(drawn, is_endless=is_endless),
+            keras_steps_per_epoch=steps if is_endless else self.keras_steps_per_epoch,
         )
 
     @property

@@ -226,7 +226,7 @@ class RecordedForward:
             # Not `squares_and_terms`: what a trace notes as read is listed by `read`.
             terms = self._here.terms_by_variable()
             squares, ready = squares_and_joined(terms, self.units, norms, keeps=True)
-            bounds = self._here.once_of_rows(squares), ready
+            bounds = self._here.squares_of_rows(squares), ready
             self._uphill = Uphill(objective, objective.ascent, self.units, *bounds)
         with contextlib.ExitStack() as entered:
             moves = None
@@ -252,6 +252,10 @@ class RecordedForward:
 
     def terms_by_variable(self, weights: Tensor | None = None) -> list[list[Term]]:
         """Go back through the pass, each unit's loss with a weight or with 1.
+
+        Nothing checks here that what was watched has the rows of the batch: whoever
+        makes norms of the terms does, see `squares_of_rows`. Weights that are made of
+        such norms need no second check, and one unit alone has nothing to check.
 
         Returns:
             For each variable of the objective, what its gradients are made of.
@@ -346,12 +350,16 @@ class RecordedForward:
         squares, ready = squares_and_joined(terms, self.units, self._norms, keeps=keeps)
         if self._uphill is not None:
             squares.append(self._uphill.lost)
-        return self.once_of_rows(squares), ready
+        return self.squares_of_rows(squares), ready
 
-    def once_of_rows(self, squares: list[Tensor]) -> list[Tensor]:
-        """Return squared norms, once all that was watched is known to be of rows.
+    def squares_of_rows(self, squares: list[Tensor]) -> list[Tensor]:
+        """Return squared norms, which wait for the check of what they are made of.
 
-        No unit has a norm before, and no gradient a place in a sum.
+        That all that was watched has the rows of the batch, where only the data tell. One
+        of the squares waits: norms are made of all of them, and sums of norms.
+
+        Raises:
+            tf.errors.InvalidArgumentError: If something has not, when it runs.
         """
         return [self._recording.with_rows_checked(squares[0]), *squares[1:]]
 

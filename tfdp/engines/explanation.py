@@ -1,6 +1,6 @@
 """A table of what the clipping of each layer takes."""
 
-import itertools
+import collections
 import math
 from collections.abc import Container
 from typing import Any, NamedTuple
@@ -41,12 +41,17 @@ class Explanation(NamedTuple):
 def table(rows: list[Explanation]) -> str:
     """Lay explanations out as text, with a heading; many that are alike in one line."""
     cells = [("layer", "rule", "norm", "bytes per example")]
-    for (path, rule, norm, size), alike in itertools.groupby(rows):
-        number = len(list(alike))
+    alike = collections.Counter(rows)
+    merged: set[Explanation] = set()
+    for row in rows:
+        path, rule, norm, size = row
+        if row in merged:
+            continue
         # A loop over time that is taken step by step has one for each step.
-        layers = [path] * number if number < _MANY else [f"{path}, {number} times"]
-        bytes_of_each = "unknown" if size is None else f"{size:,}"
-        cells += [(layer, rule, norm, bytes_of_each) for layer in layers]
+        if alike[row] >= _MANY:
+            merged.add(row)
+            path = f"{path}, {alike[row]} times"
+        cells.append((path, rule, norm, "unknown" if size is None else f"{size:,}"))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -22,7 +22,7 @@ def run(
     *,
     rows_per_unit: int | Tensor,
     physical_batch_size: int | None = None,
-    is_filled_up: bool = False,
+    has_fixed_size: bool = False,
     on_outputs: OnOutputs | None = None,
     shared_states: Sequence[Variable] = (),
 ) -> tuple[list[Tensor], Tensor]:
@@ -33,16 +33,17 @@ def run(
     in two thirds of the time.
 
     Args:
-        run_pass: What the engine does with a batch; all passes have as many rows.
+        run_pass: What the engine does with a batch. All passes of a batch have one number
+            of rows, of whole units.
         data: A `Batch`, or ``(x, y, sample_weight)``, nested tensors of N rows; N may
             be 0.
         rows_per_unit: Consecutive rows that are clipped together.
         physical_batch_size: Most rows in a pass, a multiple of `rows_per_unit`; None for
             all rows in one, filled up to whole units and to one unit at least.
-        is_filled_up: Whether every pass has just as many rows, with padding in place of
-            those that there are not: compilers, and what sees how many rows there are,
-            need one size. Otherwise none is more than it must be: padding costs what rows
-            cost.
+        has_fixed_size: Whether every pass has exactly `physical_batch_size` rows, filled
+            up with padding, for compilers and for layers that see their number. Otherwise
+            there are as few passes as possible, as even as possible, and units that are
+            nothing but padding are left out.
         on_outputs: Sees the rows of each pass, how many they are, and the model's
             outputs.
         shared_states: Variables that are put back before each of several passes. What
@@ -50,28 +51,28 @@ def run(
             without one row, others would be in other passes.
 
     Returns:
-        Clipped sums, and the units' norms.
+        Clipped sums, and the norms of units that are not all padding, in order.
     """
     data = Batch.of(data)
-    if not is_filled_up:
+    if not has_fixed_size:
         data = _without_empty_units(data, rows_per_unit)
     rows = number_of_rows(data)
     units = _divided(rows, rows_per_unit)
-    most = physical_batch_size
-    number_of_passes = 1 if most is None else _at_least_one(_divided(rows, most))
-    even = _at_least_one(_divided(units, number_of_passes)) * rows_per_unit
-    size = most if most is None or is_filled_up else even
-    # Once, and not in each pass.
-    existing = _never_empty(data, rows)
+    number_of_passes, size = _cut(
+        rows, rows_per_unit, physical_batch_size, has_fixed_size=has_fixed_size
+    )
+    # Here, since in the loop it would copy the batch in each pass.
+    sources = _never_empty(data, rows)
     at_begin = [tf.identity(state.value) for state in shared_states]
 
     def one_pass(number: int | Tensor) -> tuple[list[Tensor], Tensor]:
         for state, value in zip(shared_states, at_begin, strict=True):
             state.assign(value)
         if size is None:
-            batch = _whole(existing, rows, rows_per_unit)
+            batch = _whole(sources, rows, rows_per_unit)
         else:
-            batch = _part(existing, number * size, size, rows, rows_per_unit)
+            indices = number * size + tf.range(size)
+            batch = _fill(sources, indices, rows, rows_per_unit)
         sums, norms, outputs = run_pass(batch)
         if on_outputs is not None:
             shown, real = data, rows
@@ -104,6 +105,23 @@ def run(
         parallel_iterations=1,  # Several at once take the memory of several.
     )
     return sums, _of_real_units(found.concat()[:units], data, rows_per_unit)
+
+
+def _cut(
+    rows: int | Tensor,
+    rows_per_unit: int | Tensor,
+    most: int | None,
+    *,
+    has_fixed_size: bool,
+) -> tuple[int | Tensor, int | Tensor | None]:
+    """Return in how many passes rows go, and how many each of them has, None for all."""
+    if most is None:
+        return 1, None
+    number = _at_least_one(_divided(rows, most))
+    if has_fixed_size:
+        return number, most
+    units_of_pass = _divided(_divided(rows, rows_per_unit), number)
+    return number, _at_least_one(units_of_pass) * rows_per_unit
 
 
 def _divided(number: int | Tensor, by: int | Tensor) -> int | Tensor:
@@ -183,22 +201,6 @@ def _whole(data: Batch, rows: int | Tensor, rows_per_unit: int | Tensor) -> Batc
     return _fill(data, indices, rows, rows_per_unit)
 
 
-def _part(
-    data: Batch,
-    first: int | Tensor,
-    size: int | Tensor,
-    rows: int | Tensor,
-    rows_per_unit: int | Tensor,
-) -> Batch:
-    """Take consecutive rows, filled up to so many."""
-    batch = _fill(data, first + tf.range(size), rows, rows_per_unit)
-    known = tf.get_static_value(size)
-    part: Batch = _tree.map_tensors(
-        lambda tensor: tf.ensure_shape(tensor, [known, *tensor.shape[1:]]), batch
-    )
-    return part
-
-
 def _never_empty(data: Batch, rows: int | Tensor) -> Batch:
     """Give an empty batch a row of zeros, or of empty strings."""
     if isinstance(rows, int) and rows > 0:
@@ -216,7 +218,7 @@ def _never_empty(data: Batch, rows: int | Tensor) -> Batch:
 def _fill(
     data: Batch, indices: Tensor, rows: int | Tensor, rows_per_unit: int | Tensor
 ) -> Batch:
-    """Take rows of whole units by index; what lies past the last row repeats it."""
+    """Take rows of whole units by index, of one at least; what lies past the last repeats it."""
     existing = tf.minimum(indices, _at_least_one(rows) - 1)
 
     def take(tensor: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class Simulation:
             simulation can; `"per_client"` draws it client by client.
         metrics: Keras metrics, or their names, for the validation data.
         engine: See `tfdp.DPModel`.
-        physical_batch_size: How many examples to run at a time, those of whole
+        physical_batch_size: The most examples to run at a time, those of whole
             clients; None for all of a round.
         jit_compile: Whether to compile the gradients with XLA.
         noise_seed: For tests only: makes the noise reproducible, and warns.

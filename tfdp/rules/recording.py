@@ -140,6 +140,7 @@ class Recording:
         self._refusals: list[str] = []
         # Of tensors whose leading axes are known only when the graph runs.
         self._sizes: list[_SizeToCheck] = []
+        # Numbers in the gradients of the tensors in `_sizes`, by the ids of these.
         self._gradient_sizes: dict[int, Tensor] = {}
         self._graph = tf.compat.v1.get_default_graph()
         # What calls with a rule have read, calls in them first: the variables' ids.
@@ -568,7 +569,13 @@ class Recording:
     def _check_rows(
         self, path: str, tensor: Tensor, axis: int = 0, of_row: int = 1
     ) -> None:
-        """Make sure that the leading axis, or another, holds the rows of the batch."""
+        """Refuse a leading axis, or another, that is known not to hold the batch's rows.
+
+        Where only the data tell, `with_rows_checked` does.
+
+        Raises:
+            UnsupportedLayerError: If it holds something else.
+        """
         # Norms are taken along it: an axis of something else would be clipped instead.
         if self._is_of_one_unit:
             return

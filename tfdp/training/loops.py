@@ -62,7 +62,7 @@ def clipped_gradients(
             sensitivity. Sound for batches of one fixed size only: the number of
             examples in a group comes from the batch.
         engine: See `tfdp.DPModel`.
-        physical_batch_size: None to run all rows at once, or how many to run at a
+        physical_batch_size: None to run all rows at once, or the most to run at a
             time, in the memory of so many; whole microbatches, or users.
         is_padding: None, or bools of shape ``(N,)`` that mark rows which are nobody's:
             those that come with batches of a `tfdp.data.PoissonDataset` which have a

@@ -57,7 +57,7 @@ class BatchClipper:
             `engine` turns out not to support.
         examples_per_unit: Examples whose mean gradient is clipped.
         rows_per_example: Consecutive rows that are one example: those of a user.
-        physical_batch_size: Rows in a pass through the model; None where a batch of
+        physical_batch_size: Most rows in a pass through the model; None where a batch of
             any size runs whole.
         replicas: Each has a share of the batch.
         augmentation: Makes the views of each example, if any.
@@ -248,7 +248,7 @@ class BatchClipper:
             batch,
             rows_per_unit=self.rows_per_unit,
             physical_batch_size=size,
-            is_filled_up=is_seen or self.jit_compile or _keras.inside_xla(),
+            has_fixed_size=is_seen or self.jit_compile or _keras.inside_xla(),
             on_outputs=on_outputs,
             shared_states=_keras.shared_seed_states(self.model) if in_passes else (),
         )
