@@ -552,7 +552,8 @@ class DPModel(TrainingFunctions):
 
         Args:
             x: Arrays, which are sampled as `sampling` says, with `batch_size` as
-                the expected size of a batch; a `tfdp.data.PoissonDataset`; what
+                the expected size of a batch, and must not change meanwhile: batches
+                of later epochs are read ahead; a `tfdp.data.PoissonDataset`; what
                 `tfdp.data.declare` returns; or any other data that Keras takes,
                 for which every step counts in full.
             y: Targets, if `x` is arrays.
