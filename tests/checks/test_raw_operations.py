@@ -411,7 +411,67 @@ def mean_along_a_chosen_axis(x):
     return x - tf.reduce_mean(x, axes[1, 0], keepdims=True)
 
 
+def of_a_list(items):
+    """The same list, out of a list of lists."""
+    outer = empty_list([], tf.variant)
+    outer = RAW.TensorListPushBack(input_handle=outer, tensor=items)
+    _, popped = RAW.TensorListPopBack(
+        input_handle=outer,
+        element_shape=tf.constant([], tf.int32),
+        element_dtype=tf.variant,
+    )
+    return popped
+
+
+def features(x):
+    """A list with a tensor for each feature, of all rows."""
+    return RAW.TensorListFromTensor(
+        tensor=tf.transpose(x), element_shape=tf.constant([-1])
+    )
+
+
+def zeros_of_a_list(x):
+    shape = tf.stack([number_of(x)])
+    zeros = stacked(of_a_list(never_set(x, shape)), shape, x.dtype)
+    return x * tf.reduce_sum(tf.ones_like(zeros))
+
+
+def shape_of_a_list(x, shape):
+    zeros = stacked(of_a_list(never_set(x, shape)), SHAPE, x.dtype)
+    return mean_by_rank(x, tf.exp(zeros))
+
+
+def mean_of_a_list(x):
+    rows = stacked(of_a_list(features(x)), tf.constant([-1]), x.dtype)
+    return x - tf.reduce_mean(rows, 1)
+
+
+def rows_in_a_list(x):
+    items = RAW.TensorListFromTensor(tensor=x, element_shape=tf.constant([D]))
+    return times(x, RAW.TensorListLength(input_handle=of_a_list(items)))
+
+
+def on_other_axes_of_a_list(x):
+    """The lists have rows on different axes, and either may come out."""
+    outer = empty_list([], tf.variant)
+    for each in (x, tf.transpose(x)):
+        items = RAW.TensorListFromTensor(tensor=each[None], element_shape=-1)
+        outer = RAW.TensorListPushBack(input_handle=outer, tensor=items)
+    _, popped = RAW.TensorListPopBack(
+        input_handle=outer,
+        element_shape=tf.constant([], tf.int32),
+        element_dtype=tf.variant,
+    )
+    return x + tf.reduce_sum(stacked(popped, tf.constant([D, -1]), x.dtype)[0])
+
+
 HIDDEN = [
+    zeros_of_a_list,
+    lambda x: shape_of_a_list(x, SHAPE),
+    lambda x: shape_of_a_list(x, -1),
+    mean_of_a_list,
+    rows_in_a_list,
+    on_other_axes_of_a_list,
     reversed_by_truths,
     mean_handed_on,
     batch_for_a_space,
@@ -492,3 +552,11 @@ def projected_by_rows(x):
 )
 def test_sizes_with_as_many_numbers_as_rows_are_no_rows(function, rows):
     assert found(function, (D,), rows=rows)
+
+
+def test_lists_in_lists_keep_rows_where_they_are():
+    def function(x):
+        rows = stacked(of_a_list(features(x)), tf.constant([-1]), x.dtype)
+        return tf.transpose(rows)
+
+    assert not found(function, (D,))

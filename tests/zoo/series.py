@@ -189,6 +189,43 @@ def state_space(_):
     return keras.Model(inputs, layers.Dense(1)(x[:, -1]))
 
 
+class SelectiveStateSpace(layers.Layer):
+    """A linear system that its inputs decide about, in a scan over two arrays."""
+
+    def __init__(self, units, **kwargs):
+        super().__init__(**kwargs)
+        self.units = units
+
+    def build(self, shape):
+        width = shape[-1]
+        self.decay = self.add_weight(shape=(width, self.units), name="decay")
+        self.parameters = layers.Dense(2 * self.units, use_bias=False)
+        self.step = layers.Dense(width, "softplus")
+        self.parameters.build(shape)
+        self.step.build(shape)
+
+    def call(self, x):
+        step = self.step(x)
+        taken, shown = ops.split(self.parameters(x), 2, -1)
+        kept = ops.exp(ops.einsum("btd,dn->btdn", step, -ops.exp(self.decay)))
+        added = ops.einsum("btd,btn,btd->btdn", step, taken, x)
+
+        def update(state, of_step):
+            kept, added = of_step
+            state = kept * state + added
+            return state, state
+
+        of_steps = ops.moveaxis(kept, 1, 0), ops.moveaxis(added, 1, 0)
+        _, states = ops.scan(update, ops.zeros_like(added[:, 0]), of_steps)
+        return ops.einsum("tbdn,btn->btd", states, shown)
+
+
+def selective_state_space(_):
+    inputs = keras.Input((7, 3))
+    x = inputs + SelectiveStateSpace(4)(layers.RMSNormalization()(inputs))
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
 class MinimalCell(layers.Layer):
     """A cell as in Keras's guide, with a gate."""
 
@@ -239,6 +276,13 @@ ENTRIES = [
     Entry("cepstrum", cepstrum, images(64), CLASSES, "bookkeeping", dtype="float32"),
     Entry("vectors_of_time", vectors_of_time, numbers(6, 1), "mse", "bookkeeping"),
     Entry("state_space", state_space, numbers(7, 3), "mse", "bookkeeping"),
+    Entry(
+        "selective_state_space",
+        selective_state_space,
+        numbers(7, 3, targets=(7, 1)),
+        "mse",
+        "bookkeeping",
+    ),
     Entry("own_cell", own_cell, numbers(6, 3), "mse", "bookkeeping"),
     Entry("neural_ode", neural_ode, images(3), CLASSES, "bookkeeping"),
     Entry("transformer_of_time", transformer, images(10, 1), CLASSES, "bookkeeping"),

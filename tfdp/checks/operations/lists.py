@@ -1,5 +1,7 @@
 """Lists of tensors, as loops have them: described as if they were stacked."""
 
+import tensorflow as tf
+
 from tfdp.checks.node import COUNTS, NONE, Node, counting, lengths_from, rule
 from tfdp.checks.sizes import Lengths, constant, is_fixed, same
 from tfdp.checks.values import (
@@ -44,7 +46,8 @@ def _shape_from(shape: Value) -> Lengths:
 
 def _asked(node: Node, value: Value, shape: Value) -> Value:
     """Return a list whose tensors, if it has none, have the shape that is asked for."""
-    if not is_open(value):
+    if not is_open(value) or node.op.get_attr("element_dtype") == tf.variant:
+        # The shape of a list in a list says nothing of its tensors.
         return value
     if shape.numbers is None or value.lengths is None:
         causes = value.causes | shape.causes | counting(node)
@@ -107,7 +110,11 @@ def _element(node: Node, value: Value, causes: frozenset[Cause]) -> Value:
     if value.axis == 0:
         return node.mixed("takes the rows of a batch apart", causes=causes)
     numbers = None if value.numbers is NO_NUMBERS else value.numbers
-    return node.like(value.dropped([0]), causes)._replace(numbers=numbers)
+    element = value.dropped([0])
+    if node.tensor.dtype == tf.variant:
+        # A list that was put into a list, whatever was in it: the graph has no shape.
+        return Value(*element[:3], numbers, causes, PERHAPS_NEW)
+    return node.like(element, causes)._replace(numbers=numbers)
 
 
 @rule("TensorListSetItem", rows_in=[0, 2], otherwise=_PART_BY_ROWS)
