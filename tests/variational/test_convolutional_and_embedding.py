@@ -14,6 +14,7 @@ from tfdp.clipping import clip_as_tensor
 from tfdp.engines import BookkeepingEngine
 from tfdp.losses.objective import Batch, Objective
 from tfdp.variational import (
+    VariationalConv1D,
     VariationalConv2D,
     VariationalEmbedding,
     posterior,
@@ -77,6 +78,19 @@ def convolution(draws, **options):
     ])  # fmt: skip
 
 
+def series(draws, **options):
+    options = OPTIONS | {"draws": draws} | options
+    return keras.Sequential([
+        keras.Input((8, 2), dtype="float64"),
+        VariationalConv1D(
+            3, 3, padding="causal", strides=2, activation="tanh", name="one", **options
+        ),
+        VariationalConv1D(2, 2, use_bias=False, name="two", **options),
+        keras.layers.GlobalAveragePooling1D(dtype="float64"),
+        keras.layers.Dense(1, dtype="float64"),
+    ])
+
+
 def embedding(draws, **options):
     options = OPTIONS | {"draws": draws} | options
     return keras.Sequential([
@@ -95,7 +109,8 @@ def data(network, rng, views):
     if network is embedding:
         # Ids occur more than once in a row.
         return rng.integers(0, 6, size=(number, 4)).astype("int32"), y
-    return rng.normal(size=(number, 5, 6, 2)), y
+    shape = (8, 2) if network is series else (5, 6, 2)
+    return rng.normal(size=(number, *shape)), y
 
 
 @pytest.mark.slow
@@ -104,7 +119,7 @@ def data(network, rng, views):
     [
         *(
             (network, *options)
-            for network in (convolution, embedding)
+            for network in (convolution, series, embedding)
             for options in (
                 ("shared", 1, "inside"),
                 ("shared", 3, "outside"),
@@ -113,6 +128,7 @@ def data(network, rng, views):
         ),
         (convolution, "flipout", 1, "outside"),
         (convolution, "flipout", 2, "inside"),
+        (series, "flipout", 2, "inside"),
     ],
 )
 def test_norms_and_sums_are_those_of_single_units(network, draws, views, kl, rows, rng):
@@ -166,8 +182,22 @@ def test_a_convolution_at_inference_is_that_of_its_means(padding, rng):
     assert layer.compute_output_shape(x.shape) == found.shape
 
 
+@pytest.mark.parametrize("strides", [1, 2])
+@pytest.mark.parametrize("padding", ["same", "valid", "causal"])
+def test_a_series_at_inference_is_that_of_its_means(padding, strides, rng):
+    x = rng.normal(size=(2, 9, 3)).astype("float32")
+    options = {"strides": strides, "padding": padding}
+    layer = VariationalConv1D(4, 3, number_of_examples=40, **options)
+    plain = keras.layers.Conv1D(4, 3, **options)
+    plain.build(x.shape)
+    found = layer(x)
+    plain.set_weights([layer.kernel_mean.numpy(), layer.bias_mean.numpy()])
+    np.testing.assert_allclose(found, plain(x), atol=1e-5)
+    assert layer.compute_output_shape(x.shape) == found.shape
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("network", [convolution, embedding])
+@pytest.mark.parametrize("network", [convolution, series, embedding])
 def test_models_train_predict_and_are_loaded(network, tmp_path, rng):
     model = network("shared", dtype="float32")
     private = tfdp.DPModel(model, engine="bookkeeping")
@@ -201,6 +231,12 @@ def test_models_train_predict_and_are_loaded(network, tmp_path, rng):
             lambda: VariationalConv2D(1, 3, number_of_examples=9, padding="causal"),
             "padding",
         ),
+        (lambda: VariationalConv1D(1, (3, 3), number_of_examples=9), "kernel_size"),
+        (lambda: VariationalConv1D(1, 3, strides=0, number_of_examples=9), "strides"),
+        (
+            lambda: VariationalConv1D(1, 3, number_of_examples=9, padding="full"),
+            "padding",
+        ),
         (lambda: VariationalEmbedding(0, 3, number_of_examples=9), "input_dim"),
         (lambda: VariationalEmbedding(3, np.nan, number_of_examples=9), "output_dim"),
         *(
@@ -223,3 +259,9 @@ def test_arguments_out_of_range_are_refused(make, argument):
 def test_inputs_of_another_shape_are_refused(shape):
     with pytest.raises(ValueError, match=r"known shape|must fit"):
         VariationalConv2D(2, 3, number_of_examples=40).build(shape)
+
+
+@pytest.mark.parametrize("shape", [(None, 5), (None, None, 1), (None, 2, 1)])
+def test_series_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=r"known shape|must fit"):
+        VariationalConv1D(2, 3, number_of_examples=40).build(shape)

@@ -3,6 +3,7 @@
 from tfdp import rules
 from tfdp.variational.annealing import KLAnnealing as KLAnnealing
 from tfdp.variational.averaged import AveragedPosterior as AveragedPosterior
+from tfdp.variational.convolutional import VariationalConv1D as VariationalConv1D
 from tfdp.variational.convolutional import VariationalConv2D as VariationalConv2D
 from tfdp.variational.embedding import VariationalEmbedding as VariationalEmbedding
 from tfdp.variational.layers import VariationalDense as VariationalDense
@@ -27,5 +28,6 @@ from tfdp.variational.sgld import dp_sgld as dp_sgld
 
 rules.register(VariationalDense, variational_product)
 rules.register(PredictiveLogit, predictive_logit)
+rules.register(VariationalConv1D, variational_product)
 rules.register(VariationalConv2D, variational_product)
 rules.register(VariationalEmbedding, variational_embedding)
