@@ -465,7 +465,75 @@ def on_other_axes_of_a_list(x):
     return x + tf.reduce_sum(stacked(popped, tf.constant([D, -1]), x.dtype)[0])
 
 
+def popped_twice(x):
+    """A list of one row, that had three."""
+    items = RAW.TensorListFromTensor(
+        tensor=tf.ones([D, 2], x.dtype), element_shape=tf.constant([2])
+    )
+    for _ in range(D - 1):
+        items, _ = RAW.TensorListPopBack(
+            input_handle=items, element_shape=tf.constant([2]), element_dtype=x.dtype
+        )
+    return items
+
+
+def pushed_behind(x):
+    items = RAW.TensorListFromTensor(
+        tensor=tf.ones([1, 2], x.dtype), element_shape=tf.constant([2])
+    )
+    return RAW.TensorListPushBack(input_handle=items, tensor=tf.ones([2], x.dtype))
+
+
+def split_by_length(x, items):
+    """Parts of the batch in place of features, if the length is not what it seems."""
+    number = tf.shape(stacked(items, tf.constant([2]), x.dtype))[0]
+    return tf.reshape(x, [-1, number])[: number_of(x)]
+
+
+def split_by_shape_of_lists(x):
+    items = RAW.TensorListFromTensor(
+        tensor=tf.ones([D], x.dtype), element_shape=tf.constant([], tf.int32)
+    )
+    outer = RAW.TensorListPushBack(
+        input_handle=empty_list([], tf.variant), tensor=items
+    )
+    shape = RAW.TensorListElementShape(input_handle=outer, shape_type=tf.int32)
+    return tf.reshape(x, [-1, tf.reduce_prod(shape)])[: number_of(x)]
+
+
+def zeros_of(x, change):
+    """Zeros that nobody has set, as many as there are rows, in a list that was moved."""
+    items = RAW.TensorListReserve(
+        element_shape=tf.constant([-1]), num_elements=2, element_dtype=x.dtype
+    )
+    zeros = stacked(change(items), tf.stack([number_of(x)]), x.dtype)
+    return x * tf.reduce_sum(tf.ones_like(zeros))
+
+
+MOVED = {
+    "stacked": lambda items: tf.stack([items, items])[0],
+    "gathered": lambda items: tf.gather(tf.stack([items, items]), 1),
+    "reshaped": lambda items: tf.reshape(tf.reshape(items, [1]), []),
+    "filled": lambda items: tf.fill([2], items)[0],
+    "chosen": lambda items: tf.where(LENGTH > 1, items, items),
+    "joined": lambda items: RAW.TensorListConcatLists(
+        input_a=items, input_b=items, element_dtype=tf.float64
+    ),
+    "in_a_list": of_a_list,
+    "twice": lambda items: of_a_list(of_a_list(items)),
+}
+
+
+@pytest.mark.parametrize("change", MOVED.values(), ids=MOVED)
+def test_lists_that_were_moved_may_still_be_new(change):
+    assert found(lambda x: zeros_of(x, change), (D,))
+
+
 HIDDEN = [
+    lambda x: split_by_length(x, popped_twice(x)),
+    lambda x: split_by_length(x, of_a_list(popped_twice(x))),
+    lambda x: split_by_length(x, pushed_behind(x)),
+    split_by_shape_of_lists,
     zeros_of_a_list,
     lambda x: shape_of_a_list(x, SHAPE),
     lambda x: shape_of_a_list(x, -1),

@@ -34,6 +34,7 @@ from tfdp.checks.sizes import (
 from tfdp.checks.values import (
     NEW_LIST,
     NO_NUMBERS,
+    OF_LISTS,
     PERHAPS_NEW,
     PLAIN,
     WITHIN,
@@ -347,6 +348,8 @@ class Analysis:
             # After a loop without a round there still is nothing in a list.
             is_new = first.variable == second.variable == NEW_LIST
             name = NEW_LIST if is_new else PERHAPS_NEW
+            if OF_LISTS in (first.variable, second.variable):
+                name = OF_LISTS
             if _loses_count(first, lengths) or _loses_count(second, lengths):
                 causes |= counting(node)
         return main._replace(

@@ -254,6 +254,11 @@ def _description(node: Node) -> Describe:
     if any(node.inputs[n].axis == WITHIN for n in with_rows):
         return _within
     rule = RULES.get(node.op.type)
+    if not _keeps_lists(node.op) and any(
+        tensor.dtype == tf.variant for tensor in node.op.inputs
+    ):
+        # What may be in the lists that it moves would be forgotten.
+        return Node.unknown
     if rule is None:
         # What is made of nothing but what is free of data, whatever it does.
         is_free = not with_rows and not has_effect(node.op)
@@ -263,6 +268,18 @@ def _description(node: Node) -> Describe:
     if rule.otherwise is None:
         return Node.unknown
     return functools.partial(Node.mixed, why=rule.otherwise)
+
+
+# What hands lists on as they are, or makes one of the same kind.
+_ON_LISTS = frozenset({
+    *("AddN", "Identity", "IdentityN", "PreventGradient", "StopGradient", "ZerosLike"),
+    "EmptyTensorList",
+})
+
+
+def _keeps_lists(op: tf.Operation) -> bool:
+    of_lists = op.type.startswith("TensorList") and op.type in RULES
+    return of_lists or op.type in _ON_LISTS
 
 
 def _within(node: Node) -> Value:

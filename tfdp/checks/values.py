@@ -169,6 +169,8 @@ def laid_out(values: Sequence[Value]) -> list[Value]:
 # lengths the first is its own; those of its tensors are there if their number is known.
 NEW_LIST = "a new list"
 PERHAPS_NEW = "a list that may be new"
+# A list of lists, which may be new. Its axes are those of what is in them, stacked twice.
+OF_LISTS = "a list of lists"
 
 # The numbers of a list that has no tensors yet.
 NO_NUMBERS = np.empty([0], object)
@@ -176,7 +178,7 @@ NO_NUMBERS = np.empty([0], object)
 
 def is_open(value: Value) -> bool:
     """Tell whether a list may have no tensors."""
-    return value.variable in (NEW_LIST, PERHAPS_NEW)
+    return value.variable in (NEW_LIST, PERHAPS_NEW, OF_LISTS)
 
 
 def with_shape(

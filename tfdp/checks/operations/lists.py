@@ -7,6 +7,7 @@ from tfdp.checks.sizes import Lengths, constant, is_fixed, same
 from tfdp.checks.values import (
     NEW_LIST,
     NO_NUMBERS,
+    OF_LISTS,
     PERHAPS_NEW,
     PLAIN,
     Cause,
@@ -88,6 +89,9 @@ def _about_list(node: Node) -> Value:
     if value.axis == 0:
         return node.mixed(COUNTS)
     is_shape = node.op.type == "TensorListElementShape"
+    if is_shape and value.variable == OF_LISTS:
+        # That of lists, not of what is in them.
+        return node.unknown()
     lengths = value.lengths or (None,)
     shown = lengths[1:] if is_shape else lengths[:1]
     causes = node.causes
@@ -124,8 +128,19 @@ def _with_item(node: Node) -> Value:
     if value.axis == 0:
         return node.mixed("writes an item over one of the rows", causes=causes)
     grown = _grown(node, value, item, causes)
+    if node.attr("resize_if_index_out_of_bounds"):
+        grown = _of_any_number(grown)
     # There may be others in it that nobody has set.
-    return grown._replace(variable=PERHAPS_NEW) if is_open(value) else grown
+    if is_open(value) and grown.variable is None:
+        return grown._replace(variable=PERHAPS_NEW)
+    return grown
+
+
+def _of_any_number(value: Value) -> Value:
+    """Forget how many tensors are in a list."""
+    if value.lengths is None:
+        return value
+    return value._replace(lengths=(None, *value.lengths[1:]))
 
 
 @rule("TensorListPushBack", rows_in=[0, 1])
@@ -133,12 +148,16 @@ def _pushed(node: Node) -> Value:
     value, item = node.inputs
     if value.axis == 0:
         return node.mixed(_PUTS_BEHIND)
-    return _grown(node, value, item, node.causes)
+    return _of_any_number(_grown(node, value, item, node.causes))
 
 
 def _grown(node: Node, value: Value, item: Value, causes: frozenset[Cause]) -> Value:
     """Describe a list with one more tensor in it."""
     axis, layout, lengths, *_ = value
+    is_of_lists = node.attr("element_dtype") == tf.variant
+    if is_of_lists and item.variable == OF_LISTS:
+        # What comes out of it would have to be told from a list of tensors.
+        return node.unknown()
     rows = item.inserted(0, None)
     if rows.axis is not None:
         if axis is not None and (axis, layout) != rows[:2]:
@@ -152,7 +171,11 @@ def _grown(node: Node, value: Value, item: Value, causes: frozenset[Cause]) -> V
             return node.mixed("puts rows to tensors without any", causes=causes)
     # What is in each of its tensors is known if they are all alike.
     is_alike = value.numbers is NO_NUMBERS or same(value.numbers, item.numbers)
-    return Value(axis, layout, lengths, item.numbers if is_alike else None, causes)
+    numbers, name = (
+        item.numbers if is_alike else None,
+        OF_LISTS if is_of_lists else None,
+    )
+    return Value(axis, layout, lengths, numbers, causes, name)
 
 
 def _common(lengths: Lengths, of_item: Lengths | None) -> Lengths | None:
@@ -169,7 +192,7 @@ def _popped(node: Node) -> Value:
     if value.axis == 0:
         return node.mixed("takes the rows of a batch apart")
     if node.number == 0:
-        return value
+        return _of_any_number(value)
     value = _asked(node, value, node.inputs[1])
     return _element(node, value, value.causes)
 
@@ -181,7 +204,7 @@ def _resized(node: Node) -> Value:
         return node.mixed(_PUTS_BEHIND)
     lengths = None if value.lengths is None else (None, *value.lengths[1:])
     # What it is longer by, nobody has set.
-    name = NEW_LIST if value.variable == NEW_LIST else PERHAPS_NEW
+    name = value.variable if value.variable in (NEW_LIST, OF_LISTS) else PERHAPS_NEW
     return Value(value.axis, value.layout, lengths, None, node.causes, name)
 
 
