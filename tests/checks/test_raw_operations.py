@@ -411,10 +411,11 @@ def mean_along_a_chosen_axis(x):
     return x - tf.reduce_mean(x, axes[1, 0], keepdims=True)
 
 
-def of_a_list(items):
-    """The same list, out of a list of lists."""
+def last_of(*lists):
+    """Lists are put into a list, and the last comes out again."""
     outer = empty_list([], tf.variant)
-    outer = RAW.TensorListPushBack(input_handle=outer, tensor=items)
+    for items in lists:
+        outer = RAW.TensorListPushBack(input_handle=outer, tensor=items)
     _, popped = RAW.TensorListPopBack(
         input_handle=outer,
         element_shape=tf.constant([], tf.int32),
@@ -432,37 +433,32 @@ def features(x):
 
 def zeros_of_a_list(x):
     shape = tf.stack([number_of(x)])
-    zeros = stacked(of_a_list(never_set(x, shape)), shape, x.dtype)
+    zeros = stacked(last_of(never_set(x, shape)), shape, x.dtype)
     return x * tf.reduce_sum(tf.ones_like(zeros))
 
 
 def shape_of_a_list(x, shape):
-    zeros = stacked(of_a_list(never_set(x, shape)), SHAPE, x.dtype)
+    zeros = stacked(last_of(never_set(x, shape)), SHAPE, x.dtype)
     return mean_by_rank(x, tf.exp(zeros))
 
 
 def mean_of_a_list(x):
-    rows = stacked(of_a_list(features(x)), tf.constant([-1]), x.dtype)
+    rows = stacked(last_of(features(x)), tf.constant([-1]), x.dtype)
     return x - tf.reduce_mean(rows, 1)
 
 
 def rows_in_a_list(x):
     items = RAW.TensorListFromTensor(tensor=x, element_shape=tf.constant([D]))
-    return times(x, RAW.TensorListLength(input_handle=of_a_list(items)))
+    return times(x, RAW.TensorListLength(input_handle=last_of(items)))
 
 
 def on_other_axes_of_a_list(x):
     """The lists have rows on different axes, and either may come out."""
-    outer = empty_list([], tf.variant)
-    for each in (x, tf.transpose(x)):
-        items = RAW.TensorListFromTensor(tensor=each[None], element_shape=-1)
-        outer = RAW.TensorListPushBack(input_handle=outer, tensor=items)
-    _, popped = RAW.TensorListPopBack(
-        input_handle=outer,
-        element_shape=tf.constant([], tf.int32),
-        element_dtype=tf.variant,
-    )
-    return x + tf.reduce_sum(stacked(popped, tf.constant([D, -1]), x.dtype)[0])
+    lists = [
+        RAW.TensorListFromTensor(tensor=each[None], element_shape=-1)
+        for each in (x, tf.transpose(x))
+    ]
+    return x + tf.reduce_sum(stacked(last_of(*lists), tf.constant([D, -1]), x.dtype)[0])
 
 
 def popped_twice(x):
@@ -519,8 +515,8 @@ MOVED = {
     "joined": lambda items: RAW.TensorListConcatLists(
         input_a=items, input_b=items, element_dtype=tf.float64
     ),
-    "in_a_list": of_a_list,
-    "twice": lambda items: of_a_list(of_a_list(items)),
+    "in_a_list": last_of,
+    "twice": lambda items: last_of(last_of(items)),
 }
 
 
@@ -531,7 +527,7 @@ def test_lists_that_were_moved_may_still_be_new(change):
 
 HIDDEN = [
     lambda x: split_by_length(x, popped_twice(x)),
-    lambda x: split_by_length(x, of_a_list(popped_twice(x))),
+    lambda x: split_by_length(x, last_of(popped_twice(x))),
     lambda x: split_by_length(x, pushed_behind(x)),
     split_by_shape_of_lists,
     zeros_of_a_list,
@@ -624,7 +620,7 @@ def test_sizes_with_as_many_numbers_as_rows_are_no_rows(function, rows):
 
 def test_lists_in_lists_keep_rows_where_they_are():
     def function(x):
-        rows = stacked(of_a_list(features(x)), tf.constant([-1]), x.dtype)
+        rows = stacked(last_of(features(x)), tf.constant([-1]), x.dtype)
         return tf.transpose(rows)
 
     assert not found(function, (D,))

@@ -38,7 +38,7 @@ def expected_norms(number, rows_per_unit):
 
 @pytest.mark.parametrize("rows_per_unit", [1, 3])
 @pytest.mark.parametrize("number", SIZES)
-def test_a_whole_batch_has_fixed_size_to_units(number, rows_per_unit):
+def test_a_whole_batch_is_filled_up_to_units(number, rows_per_unit):
     seen = []
     shown = []
     (total,), norms = run_batch(

@@ -169,26 +169,24 @@ def gradients_one_by_one(model, x, y, views, rows):
     return [np.stack(of_variable) for of_variable in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("padding", ["same", "valid"])
-def test_a_convolution_at_inference_is_that_of_its_means(padding, rng):
-    x = rng.normal(size=(2, 7, 6, 3)).astype("float32")
-    options = {"strides": 2, "padding": padding}
-    layer = VariationalConv2D(4, 3, number_of_examples=40, **options)
-    plain = keras.layers.Conv2D(4, 3, **options)
-    plain.build(x.shape)
-    found = layer(x)
-    plain.set_weights([layer.kernel_mean.numpy(), layer.bias_mean.numpy()])
-    np.testing.assert_allclose(found, plain(x), atol=1e-5)
-    assert layer.compute_output_shape(x.shape) == found.shape
+IMAGES = (VariationalConv2D, keras.layers.Conv2D, (7, 6, 3))
+SERIES = (VariationalConv1D, keras.layers.Conv1D, (9, 3))
 
 
 @pytest.mark.parametrize("strides", [1, 2])
-@pytest.mark.parametrize("padding", ["same", "valid", "causal"])
-def test_a_series_at_inference_is_that_of_its_means(padding, strides, rng):
-    x = rng.normal(size=(2, 9, 3)).astype("float32")
+@pytest.mark.parametrize(
+    ("kinds", "padding"),
+    [
+        *((kinds, each) for kinds in (IMAGES, SERIES) for each in ("same", "valid")),
+        (SERIES, "causal"),
+    ],
+)
+def test_at_inference_it_is_that_of_the_means(kinds, padding, strides, rng):
+    of_posterior, of_keras, shape = kinds
+    x = rng.normal(size=(2, *shape)).astype("float32")
     options = {"strides": strides, "padding": padding}
-    layer = VariationalConv1D(4, 3, number_of_examples=40, **options)
-    plain = keras.layers.Conv1D(4, 3, **options)
+    layer = of_posterior(4, 3, number_of_examples=40, **options)
+    plain = of_keras(4, 3, **options)
     plain.build(x.shape)
     found = layer(x)
     plain.set_weights([layer.kernel_mean.numpy(), layer.bias_mean.numpy()])

@@ -47,7 +47,7 @@ def _shape_from(shape: Value) -> Lengths:
 
 def _asked(node: Node, value: Value, shape: Value) -> Value:
     """Return a list whose tensors, if it has none, have the shape that is asked for."""
-    if not is_open(value) or node.op.get_attr("element_dtype") == tf.variant:
+    if not is_open(value) or node.attr("element_dtype") == tf.variant:
         # The shape of a list in a list says nothing of its tensors.
         return value
     if shape.numbers is None or value.lengths is None:
@@ -171,10 +171,8 @@ def _grown(node: Node, value: Value, item: Value, causes: frozenset[Cause]) -> V
             return node.mixed("puts rows to tensors without any", causes=causes)
     # What is in each of its tensors is known if they are all alike.
     is_alike = value.numbers is NO_NUMBERS or same(value.numbers, item.numbers)
-    numbers, name = (
-        item.numbers if is_alike else None,
-        OF_LISTS if is_of_lists else None,
-    )
+    numbers = item.numbers if is_alike else None
+    name = OF_LISTS if is_of_lists else None
     return Value(axis, layout, lengths, numbers, causes, name)
 
 
