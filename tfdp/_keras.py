@@ -32,7 +32,12 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context, record, tape
 from tensorflow.python.framework import function_def_to_graph
-from tensorflow.python.ops import control_flow_util, resource_variable_ops
+from tensorflow.python.ops import (
+    control_flow_util,
+    gradients_util,
+    resource_variable_ops,
+    tensor_array_ops,
+)
 from tensorflow.python.ops.parallel_for import pfor
 from tensorflow.python.util import _pywrap_util_port
 
@@ -154,6 +159,44 @@ def without_tapes() -> Iterator[None]:
         yield
     for variable in used.watched_variables():
         tape.variable_accessed(variable)
+
+
+def note_loop(
+    outputs: list[Tensor],
+    inputs: list[Tensor],
+    see: Callable[[Tensor], Tensor],
+) -> None:
+    """Let tapes know what a loop comes from that was made without them.
+
+    With tapes that may be asked twice, TensorFlow would put the loop into a function and
+    prepare for gradients of gradients, which takes most of a second.
+
+    Args:
+        outputs: What the loop has made, in the graph that is being made.
+        inputs: What it was made of.
+        see: Is given the gradients of outputs, and returns them.
+    """
+    inputs = [
+        each
+        for each in inputs
+        if gradients_util.PossibleTapeGradientTypes([each])
+        != gradients_util.POSSIBLE_GRADIENT_TYPES_NONE
+    ]
+
+    def backward(*upstream: Tensor | None) -> Nest:
+        known = [
+            (output, see(gradient))
+            for output, gradient in zip(outputs, upstream, strict=True)
+            if gradient is not None
+        ]
+        return tf.gradients(
+            [output for output, _ in known],
+            inputs,
+            [gradient for _, gradient in known],
+            stop_gradients=inputs,
+        )
+
+    record.record_operation("While", outputs, inputs, backward)
 
 
 def identity_with_gradient(
@@ -792,6 +835,11 @@ def _unchanged(what: Nest) -> Nest:
 def with_class_weights(class_weight: dict[int, float], x: Nest, y: Nest) -> Nest:
     """Return ``(x, y, sample_weight)`` with the weight of each row's class."""
     return tf_dataset_adapter.make_class_weight_map_fn(class_weight)(x, y)
+
+
+def array_with_flow(array: tf.TensorArray, flow: Tensor) -> tf.TensorArray:
+    """Return an array as another one, after what a loop has done to it."""
+    return tensor_array_ops.build_ta_with_new_flow(array, flow)
 
 
 def function_graph(graph: tf.Graph, name: str) -> tf.Graph:

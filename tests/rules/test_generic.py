@@ -79,7 +79,7 @@ class Scan(Leaf):
 
     def call(self, x):
         def step(h, x):
-            h = ops.tanh(ops.matmul(h, self.kernel) + x)
+            h = tf.nn.silu(ops.matmul(h, self.kernel) + x)
             return h, h
 
         start = ops.zeros_like(x[:, 0])
@@ -224,10 +224,10 @@ class Hidden(Vectors):
 
 @register
 class Looped(Vectors):
-    """Does so in a loop that is too long to be unrolled."""
+    """Does so in a loop that is neither taken whole nor, as long as it is, unrolled."""
 
     def call(self, x):
-        scale = lambda _, h: h * tf.identity(self.scale._value)  # noqa: E731
+        scale = lambda _, h: tf.nn.silu(h) * tf.identity(self.scale._value)  # noqa: E731
         return ops.fori_loop(0, 65, scale, x) + self.offset
 
 
@@ -246,10 +246,11 @@ class Noisy(Vectors):
 
 @register
 class NoisyLoop(Noisy):
-    """Draws, and multiplies in a loop that is too long to be unrolled."""
+    """Draws, and multiplies in such a loop."""
 
     def call(self, x):
-        return ops.fori_loop(0, 65, lambda _, h: h * self.scale, super().call(x))
+        step = lambda _, h: tf.nn.silu(h) * self.scale  # noqa: E731
+        return ops.fori_loop(0, 65, step, super().call(x))
 
 
 def called_twice():

@@ -221,7 +221,7 @@ class RecordedForward:
                     rows_per_unit,
                     norms=norms,
                     splits_losses=splits_losses,
-                    **found_out,
+                    **(found_out | {"takes_loops_whole": False}),
                 )
             # Not `squares_and_terms`: what a trace notes as read is listed by `read`.
             terms = self._here.terms_by_variable()

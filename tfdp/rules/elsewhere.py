@@ -77,18 +77,19 @@ class Met(NamedTuple):
 def met(
     followed: Followed,
     use: Use,
-    tape: tf.GradientTape,
     rows: int | None,
     place: Place | None,
+    *,
+    is_recorded: bool,
 ) -> Met:
     """Say what the gradient of what a use makes adds to that of the variable.
 
     Args:
         followed: The variable, and what becomes of it.
         use: One of its uses.
-        tape: Has recorded the pass.
         rows: How many rows there are, None where that is not static.
         place: Where they lie in what it makes, None where that has to be guessed.
+        is_recorded: Whether its gradient is known.
 
     Returns:
         What to ask of it.
@@ -98,7 +99,7 @@ def met(
     """
     op = use.op
     # Of what it does not know, a tape may still tell a part of the gradient.
-    if not has_recorded(tape, use.output):
+    if not is_recorded:
         raise NotFollowedError(f"{named(op)}, which no tape has recorded")
     if len(op.outputs) != 1 or use.tensor.shape.rank is None:
         raise NotFollowedError(named(op))
@@ -359,5 +360,5 @@ def has_recorded(tape: tf.GradientTape, tensor: Tensor) -> bool:
 
     with tape:
         end = probe(tensor)
-    tape.gradient(end, tensor)
+    tape.gradient(end, tensor, output_gradients=end)
     return bool(asked)

@@ -17,11 +17,13 @@ from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.call import Call, Terms
 from tfdp.rules.elsewhere import Met, has_recorded, met
+from tfdp.rules.loops import NotTakenWholeError, Tap, taken_whole
 from tfdp.rules.moves import Moves
 from tfdp.rules.places import Place, Places
 from tfdp.rules.registry import (
     Rule,
     find,
+    has_cell_without_rule,
     is_for_leaves,
     is_leaf,
     own_variables,
@@ -100,6 +102,7 @@ class Recording:
         follows_leaves: Whether the variables of layers whose rule is one of `Leaves` are
             followed to where they meet the rows, and the rule is left out.
         unrolls_loops: Whether loops that rules do not make are taken step by step.
+        takes_loops_whole: Whether they are taken whole, where they are not.
 
     Attributes:
         tape: Has recorded the pass, from what is watched.
@@ -120,6 +123,7 @@ class Recording:
         places: Places = MappingProxyType({}),
         follows_leaves: bool = False,
         unrolls_loops: bool | None = None,
+        takes_loops_whole: bool = True,
     ) -> None:
         self.tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self.watched: list[Watched] = []
@@ -160,6 +164,15 @@ class Recording:
         # What units move needs the rules.
         self._follows_leaves = follows_leaves and moves is None and not is_of_one_unit
         self._unrolls_loops = unrolls_loops
+        self._takes_loops_whole = (
+            takes_loops_whole
+            and not unrolls_loops
+            and moves is None
+            and not is_of_one_unit
+        )
+        self._is_looked_at = False
+        # Of uses of variables in loops that are repeated outside, by their operations.
+        self._taps: dict[str, Tap] = {}
         # How often each layer has been called, and each variable used, by their paths.
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -218,7 +231,7 @@ class Recording:
         *args: Nest,
         **kwargs: Nest,
     ) -> Nest:
-        if self._follows_leaves and not self._is_by_rule and is_leaf(layer):
+        if self._is_looked_at or (not self._is_by_rule and self._is_followed(layer)):
             return function(*args, **kwargs)
         call = Call(layer, args, kwargs, path, self, rule, function)
         first, before = self._made(), (len(self.watched), len(self._sizes))
@@ -260,10 +273,40 @@ class Recording:
         self._by_rules.append(range(first, self._made()))
         return outputs
 
+    def _is_followed(self, layer: keras.layers.Layer) -> bool:
+        """Tell whether the variables of a layer with a rule are followed without it."""
+        if self._follows_leaves and is_leaf(layer):
+            return True
+        return self._takes_loops_whole and has_cell_without_rule(layer)
+
     def _run_loop(self, *args: Nest, **kwargs: Nest) -> Nest:
-        """Run a `tf.while_loop`, step by step if that is asked for."""
-        if self._unrolls_loops and not self._is_by_rule and self._is_here():
+        """Run a `tf.while_loop`, step by step if that is asked for, or whole."""
+        if self._is_by_rule or not self._is_here() or self._is_looked_at:
+            return while_loop(*args, **kwargs)
+        if self._unrolls_loops:
             return unrolled(*args, **kwargs)
+        if self._takes_loops_whole:
+            self._is_looked_at = True
+            try:
+                found = taken_whole(
+                    self._trainable.values(),
+                    self._rows,
+                    self._free,
+                    self.tape,
+                    functools.partial(self._own_gradients.see, "a loop"),
+                    *args,
+                    **kwargs,
+                )
+            except NotTakenWholeError:
+                # Calls of layers in it say what is the matter.
+                found = None
+            finally:
+                self._is_looked_at = False
+            if found is not None:
+                self._note_loop()
+                results, taps = found
+                self._taps |= taps
+                return results
         return while_loop(*args, **kwargs)
 
     def _note_loop(self) -> None:
@@ -471,23 +514,31 @@ class Recording:
                 followed.uses[:] = [
                     use
                     for use in followed.uses
-                    if operations.matters(use, self._losses)
+                    if use.op.name in self._taps
+                    or operations.matters(use, self._losses)
                 ]
-                places = [
-                    self._noted_place(
-                        variable.path,
-                        [use.output],
-                        is_recorded=has_recorded(self.tape, use.output),
-                    )
-                    for use in followed.uses
-                ]
+                places = [self._place_of_use(variable, use) for use in followed.uses]
                 met_rows.append((followed, reason, places))
         # Once all is noted, for those who look where rows lie.
         for followed, reason, places in met_rows:
             with self._following(followed.variable, reason):
                 for use, place in zip(followed.uses, places, strict=True):
-                    found = met(followed, use, self.tape, rows, place)
+                    is_recorded = use.op.name in self._taps or has_recorded(
+                        self.tape, use.output
+                    )
+                    found = met(followed, use, rows, place, is_recorded=is_recorded)
                     self._watch_use(followed.variable, use, found)
+        asked = {
+            (name, path) for name, tap in self._taps.items() for path in tap.variables
+        }
+        for followed, _, _ in met_rows:
+            path = followed.variable.path
+            asked -= {(use.op.name, path) for use in followed.uses}
+        # What steps of a loop do with variables must not be lost.
+        self._refusals += [
+            f"A loop must use variables on rows. Received: `{path}` in `{name}`."
+            for name, path in sorted(asked)
+        ]
 
     @contextlib.contextmanager
     def _following(self, variable: Variable, reason: str) -> Iterator[None]:
@@ -501,17 +552,28 @@ class Recording:
                 f"{reason} `{variable.path}` is not followed: nothing is known of {error}."
             )
 
+    def _place_of_use(self, variable: Variable, use: Use) -> Place | None:
+        tap = self._taps.get(use.op.name)
+        if tap is not None:
+            return tap.place
+        return self._noted_place(
+            variable.path,
+            [use.output],
+            is_recorded=has_recorded(self.tape, use.output),
+        )
+
     def _watch_use(self, variable: Variable, use: Use, found: Met) -> None:
         path, rule = variable.path, use.op.type
-        place = found.place
-        self._check_rows(path, found.rows, place.axis, place.of_row)
+        tensor, terms, place = use.output, found.terms, found.place
+        tap = self._taps.get(use.op.name)
+        if tap is None:
+            self._check_rows(path, found.rows, place.axis, place.of_row)
+        else:
+            # What the use makes outside of the loop, nobody needs.
+            tensor, terms = tap.zeros, lambda g: found.terms(tap.gradients(g))
+            self._check_rows(path, tap.rows, of_row=tap.steps)
         watched = Watched(
-            path,
-            rule,
-            [use.output],
-            found.terms,
-            place.of_row,
-            must_be_reached=True,
+            path, rule, [tensor], terms, place.of_row, must_be_reached=True
         )
         self.watched.append(watched)
 

@@ -151,6 +151,11 @@ def is_leaf(layer: keras.layers.Layer) -> bool:
     return is_for_leaves(find(of))
 
 
+def has_cell_without_rule(layer: keras.layers.Layer) -> bool:
+    """Tell whether a layer is Keras's loop over a cell that has layers in it, and no rule."""
+    return type(layer) is keras.layers.RNN and find(layer.cell) is None
+
+
 def own_variables(layer: keras.layers.Layer) -> list[Variable]:
     """List the variables that a layer's rule covers, not those of layers in it."""
     cell = layer.cell if isinstance(layer, keras.layers.RNN) else layer

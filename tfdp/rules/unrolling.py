@@ -7,21 +7,12 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
-from tfdp._types import Nest, Tensor
+from tfdp._types import Nest
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.made import again_on
-from tfdp.rules.uses import static_length
+from tfdp.rules.counting import known_scalar
 
 # Each takes its operations once more in the graph.
 MOST_UNROLLED = 64
-
-# What counts steps, and compares the count.
-_COUNTING = frozenset({
-    "AddV2", "Cast", "Equal", "FloorDiv", "FloorMod", "Greater", "GreaterEqual",
-    "Identity", "Less", "LessEqual", "LogicalAnd", "LogicalNot", "LogicalOr", "Max", "Maximum",
-    "Minimum", "Mul", "Neg", "NotEqual", "StridedSlice", "Sub",
-})  # fmt: skip
-
 
 while_loop = tf.while_loop
 
@@ -86,12 +77,12 @@ def unrolled(
         # It may be that no gradient is to come back through it.
         return while_loop(cond, body, loop_vars, *args, **options)
     values = [_counted(each) for each in tf.nest.flatten(loop_vars)]
-    most = None if maximum_iterations is None else _known(maximum_iterations)
+    most = None if maximum_iterations is None else known_scalar(maximum_iterations)
     is_limited = maximum_iterations is not None
     for steps in range(MOST_UNROLLED + 1):
         if is_limited and most is not None and steps >= most:
             return tf.nest.pack_sequence_as(loop_vars, values)
-        goes_on = _known(cond(*tf.nest.pack_sequence_as(loop_vars, values)))
+        goes_on = known_scalar(cond(*tf.nest.pack_sequence_as(loop_vars, values)))
         if goes_on is None or (is_limited and most is None):
             if steps:
                 break
@@ -114,25 +105,5 @@ def _counted(value: Nest) -> Nest:
     if isinstance(value, tf.TensorArray):
         return value
     tensor = tf.convert_to_tensor(value)
-    known = _known(tensor) if tensor.shape.rank == 0 else None
+    known = known_scalar(tensor) if tensor.shape.rank == 0 else None
     return tensor if known is None else tf.constant(known, tensor.dtype)
-
-
-def _known(value: Nest) -> Nest:
-    """Return the value of a scalar that is the same for all data; None if it is not."""
-    tensor = tf.convert_to_tensor(value)
-    known = tf.get_static_value(tensor)
-    if known is None:
-        known = static_length(tensor.op)
-    if known is not None or tensor.op.type not in _COUNTING:
-        return known
-    inputs = [_known(each) for each in tensor.op.inputs]
-    if any(each is None for each in inputs):
-        return None
-    dtypes = [each.dtype for each in tensor.op.inputs]
-    precision = next((dtype for dtype in dtypes if dtype.is_floating), tf.float32)
-    with tf.init_scope():
-        made: Tensor = again_on(
-            tensor.op, list(map(tf.constant, inputs, dtypes)), precision
-        )
-        return made.numpy()

@@ -101,8 +101,12 @@ class Free:
 
     def add(self, rows: Iterable[Tensor]) -> None:
         """Note tensors that are rows, whatever made them: they may be constants."""
+        self.note(rows, is_free=False)
+
+    def note(self, tensors: Iterable[Tensor], *, is_free: bool) -> None:
+        """Note of tensors whether they are, of which their operations do not tell."""
         self._known |= {
-            each.op.name: False for each in rows if tf.is_symbolic_tensor(each)
+            each.op.name: is_free for each in tensors if tf.is_symbolic_tensor(each)
         }
 
     def holds(self, tensor: Tensor) -> bool:
@@ -169,6 +173,8 @@ class Pass:
         free: What is made without rows.
         by_rules: Where operations are that rules answer for.
         dead: Where operations are that nobody uses.
+        captures: The handles of variables, and what they are in the graph; those that
+            the graph has captured if None.
     """
 
     def __init__(
@@ -177,9 +183,11 @@ class Pass:
         free: Free,
         by_rules: list[range],
         dead: list[range],
+        captures: list[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        self._graph = tf.compat.v1.get_default_graph()
-        operations = self._graph.get_operations()
+        graph = tf.compat.v1.get_default_graph()
+        operations = graph.get_operations()
+        self._captures = graph.captures if captures is None else captures
         self._places = {op.name: place for place, op in enumerate(operations)}
         self._first = first
         self._by_rules = by_rules
@@ -203,11 +211,34 @@ class Pass:
         assigns = [op for op in touched if op.type in _ASSIGNS]
         for op in touched:
             if op.type != "ReadVariableOp" and op.type not in _ASSIGNS:
-                raise NotFollowedError(named(op), is_in_function=_has_functions(op))
+                raise NotFollowedError(named(op), is_in_function=has_functions(op))
         if not reads:
             raise NotFollowedError("a graph of its own", is_in_function=True)
-        followed = Followed(variable, {op.name: op for op in reads}, [])
-        stack = [tensor for op in reads for tensor in op.outputs]
+        made = {op.name: op for op in reads}
+        uses = self.uses_of([tensor for op in reads for tensor in op.outputs], made)
+        if assigns and uses:
+            # Nobody knows which of its values that was.
+            raise NotFollowedError(named(assigns[0]))
+        return Followed(variable, made, uses)
+
+    def uses_of(
+        self, tensors: list[Tensor], made: dict[str, tf.Operation]
+    ) -> list[Use]:
+        """Find where something that is made of variables meets the rows.
+
+        Args:
+            tensors: What is followed.
+            made: The operations that made them, by their names; gains those that make
+                something of them and of no data.
+
+        Returns:
+            The uses.
+
+        Raises:
+            NotFollowedError: If something is not known.
+        """
+        uses: list[Use] = []
+        stack = list(tensors)
         while stack:
             tensor = stack.pop()
             consumers = self._consumers(tensor)
@@ -215,22 +246,19 @@ class Pass:
                 # It may be the losses themselves.
                 raise NotFollowedError(f"{named(tensor.op)}, which nothing follows")
             for op in consumers:
-                if op.name in followed.made:
+                if op.name in made:
                     continue
                 check_is_plain(op)
                 if self._meets_rows(op):
-                    followed.uses.extend(
+                    uses.extend(
                         Use(op, place)
                         for place, each in enumerate(op.inputs)
                         if each.name == tensor.name
                     )
                     continue
-                followed.made[op.name] = op
+                made[op.name] = op
                 stack += [each for each in op.outputs if each.dtype.is_floating]
-        if assigns and followed.uses:
-            # Nobody knows which of its values that was.
-            raise NotFollowedError(named(assigns[0]))
-        return followed
+        return uses
 
     def matters(self, use: Use, losses: Tensor | None) -> bool:
         """Tell whether a gradient may come back to a use: none does from an `argmin`.
@@ -298,7 +326,7 @@ class Pass:
         handles = {id(each.handle) for each in _keras.tensorflow_variables(variable)}
         return [
             op
-            for outer, inner in self._graph.captures
+            for outer, inner in self._captures
             if id(outer) in handles
             for op in _different(inner.consumers())
             if self._places.get(op.name, -1) >= self._first and op.type not in _SIZES
@@ -360,7 +388,7 @@ def check_is_plain(op: tf.Operation) -> None:
     Raises:
         NotFollowedError: If it does.
     """
-    if _has_functions(op):
+    if has_functions(op):
         raise NotFollowedError(named(op), is_in_function=True)
     if (
         op.op_def.is_stateful
@@ -370,7 +398,8 @@ def check_is_plain(op: tf.Operation) -> None:
         raise NotFollowedError(named(op))
 
 
-def _has_functions(op: tf.Operation) -> bool:
+def has_functions(op: tf.Operation) -> bool:
+    """Tell whether an operation calls functions, as loops and branches do."""
     return any("func" in attribute.type for attribute in op.op_def.attr)
 
 

@@ -1,0 +1,207 @@
+"""Loops that are taken whole: what each step does with variables, for all steps at once."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfdp
+from tests.engine_checks import (
+    BATCHES,
+    OUTLIER,
+    check,
+    check_clipped,
+    clipped,
+    ghost_like,
+    runner,
+)
+from tests.problems.building import sequential
+from tests.problems.loops import (
+    PROBLEMS,
+    TIME,
+    UNROLLED,
+    WIDTH,
+    Cell,
+    of,
+    of_a_gradient,
+    over_time,
+)
+from tests.problems.problem import register
+from tfdp.checks.engine import choose
+from tfdp.engines.bookkeeping import BookkeepingEngine
+from tfdp.errors import UnsupportedLayerError
+from tfdp.losses.objective import Batch as RowsOfBatch
+from tfdp.losses.objective import Objective
+from tfdp.rules.loops import taken_whole
+from tfdp.rules.uses import Free
+
+pytestmark = pytest.mark.keras_private
+
+WHOLE = {name: each for name, each in PROBLEMS.items() if name not in UNROLLED}
+QUICK = {"cell", "masked_cell", "of_made", "of_series"}
+NAMES = [
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for name in WHOLE
+]
+
+
+def chosen(problem, engine="auto"):
+    objective = Objective.of(problem.build(), problem.loss())
+    return choose(engine, objective, tuple(problem.batch(3)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loop_equals_one_example_at_a_time(name):
+    problem = WHOLE[name]
+    engine = chosen(problem)
+    assert type(engine) is BookkeepingEngine
+    assert engine.unrolls_loops is None
+    run = runner(problem, [engine, ghost_like(engine)], "graph")
+    for rows in BATCHES if name in QUICK else [OUTLIER]:
+        check(problem, run, rows)
+    check_clipped(problem, run, [1e6])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_under_xla_with_units_of_two(name):
+    problem = WHOLE[name]
+    engine = chosen(problem)
+    run = runner(problem, [engine, ghost_like(engine)], "xla", unit_size=2)
+    check(problem, run, OUTLIER, unit_size=2)
+
+
+def test_the_graph_does_not_grow_with_the_steps():
+    """One loop forwards and one backwards, whatever their number."""
+
+    def operations(time):
+        problem = of(over_time, time, WIDTH)
+        objective = Objective.of(problem.build(), "mse")
+
+        @tf.function(autograph=False)
+        def run(x, y):
+            rows = RowsOfBatch(x, y, None, tf.zeros([3], tf.bool))
+            clip = tf.constant(1.0)
+            return BookkeepingEngine().clip_and_sum(
+                objective, rows, l2_norm_clip=clip, rows_per_unit=1
+            )[0]
+
+        x, y, _ = problem.batch(3)
+        graph = run.get_concrete_function(tf.constant(x), tf.constant(y)).graph
+        types = [op.type for op in graph.get_operations()]
+        assert sum(name.endswith("While") for name in types) == 2
+        return types
+
+    assert operations(4) == operations(40)
+
+
+COUNTED = (
+    (lambda i: i < 3, lambda i: i + 1, 0, None, 3),
+    (lambda t: t < 1, lambda t: t + 0.25, 0.0, None, 4),
+    (lambda i: (i < 10) & (i % 7 < 6), lambda i: i * 2, 1, None, 4),
+    (lambda i: i < 100, lambda i: i + 1, 0, 5, 5),
+)
+
+
+@pytest.mark.parametrize(("cond", "body", "start", "most", "steps"), COUNTED)
+def test_it_counts_as_a_loop_does(cond, body, start, most, steps):
+    own = keras.Variable([2.0, -3.0])
+
+    @tf.function(autograph=False)
+    def both(x):
+        loop = (
+            lambda number, _: cond(number),
+            lambda number, h: (body(number), h * own + tf.cast(number, tf.float32)),
+            (tf.constant(start), x),
+        )
+        free = Free(3)
+        free.add([x])
+        with tf.GradientTape(persistent=True) as tape:
+            found, taps = taken_whole(
+                [own], 3, free, tape, tf.identity, *loop, maximum_iterations=most
+            )
+        assert [tap.steps for tap in taps.values()] == [steps]
+        return found, tf.while_loop(*loop, maximum_iterations=most)
+
+    found, expected = both(tf.constant([[1.0, 2.0], [3.0, 4.0], [-5.0, 6.0]]))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_a_step_draws_once(rng):
+    """Dropout in a cell: the gradients are those of what was drawn, in every step."""
+
+    @register
+    class Dropping(Cell):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.dropout = layers.Dropout(0.5, seed=1)
+
+        def call(self, x, states):
+            return super().call(self.dropout(x, training=True), states)
+
+    def build():
+        model = sequential((TIME, WIDTH), layers.RNN(Dropping()))
+        for weight in model.trainable_variables:
+            weight.assign(np.random.default_rng(1).normal(size=weight.shape))
+        return model
+
+    shapes = (1, TIME, WIDTH), (1, WIDTH)
+    x, y = (tf.constant(rng.normal(size=each), tf.float32) for each in shapes)
+    model, objective = build(), Objective.of(build(), "mse")
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+    expected = tape.gradient(loss, model.trainable_variables)
+
+    @tf.function(autograph=False)
+    def run(x, y):
+        return clipped(BookkeepingEngine(), objective, x, y, 1e6)
+
+    for one, other in zip(run(x, y)[0], expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_gradient_of_ones_own_goes_through_single_steps():
+    """Another way from the weights to the loss than by what a step makes of rows."""
+    problem = of(of_a_gradient, WIDTH)
+    engine = chosen(problem)
+    assert engine.unrolls_loops
+    check(problem, runner(problem, [engine], "graph"), OUTLIER)
+
+
+@pytest.mark.slow
+def test_a_model_with_a_loop_trains_and_is_explained(rng):
+    private = tfdp.DPModel(PROBLEMS["counted"].build())
+    optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+    private.compile(optimizer, "mse")
+    x, y = rng.normal(size=(8, WIDTH)), rng.normal(size=(8, 2))
+    private.fit(x, y, batch_size=4, verbose=0)
+    assert "own" in private.explain()
+
+
+def mixing(layer, x):
+    """Rows that meet in a step."""
+    step = lambda _, h: ops.tanh(ops.matmul(h - ops.mean(h, 0), layer.own))  # noqa: E731
+    return ops.fori_loop(0, TIME, step, x)
+
+
+def rolled(layer, x):
+    """Rows that take each other's places."""
+    step = lambda _, h: ops.matmul(ops.roll(h, 1, 0), layer.own)  # noqa: E731
+    return ops.fori_loop(0, TIME, step, x)
+
+
+def remembering(layer, x):
+    """The first row, seen by all others in the last step."""
+    step = lambda _, h: ops.matmul(h, layer.own) + h[:1]  # noqa: E731
+    return ops.fori_loop(0, TIME, step, x)
+
+
+@pytest.mark.parametrize("run", [mixing, rolled, remembering])
+def test_rows_that_meet_are_refused(run):
+    for engine in ("auto", "bookkeeping"):
+        with pytest.raises(UnsupportedLayerError, match="rows of a batch meet"):
+            chosen(of(run, WIDTH), engine)

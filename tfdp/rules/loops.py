@@ -1,0 +1,536 @@
+"""Takes loops whole: what a step does with variables is recorded for all steps at once.
+
+In the graph of a loop's step a variable is followed to where it meets the rows, as in
+`tfdp.rules.elsewhere`. The loop is then made once more, from the operations of its step:
+zeros are added to what such a use makes, whose gradients are those of all steps, and what
+it is made of is kept. With that the use is repeated outside, where all steps of a row are
+consecutive entries of it.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfdp import _keras
+from tfdp._types import Nest, Tensor, Variable
+from tfdp.rules.copies import Copies
+from tfdp.rules.counting import count_steps
+from tfdp.rules.made import ELEMENTWISE, looks_up_rows
+from tfdp.rules.places import Place
+from tfdp.rules.unrolling import while_loop
+from tfdp.rules.uses import (
+    Free,
+    NotFollowedError,
+    Pass,
+    Use,
+    check_is_plain,
+    named,
+)
+
+# Of what is given to a loop in TensorFlow's graph, these come before the caller's.
+_OWN_INPUTS = 2
+
+# Options of loops, and those that the loop that is made once more has too.
+_OPTIONS = {"maximum_iterations", "parallel_iterations", "swap_memory", "name"}
+_KEPT_OPTIONS = ("parallel_iterations", "swap_memory")
+
+
+class NotTakenWholeError(Exception):
+    """A loop uses variables in a way of which nothing is known; the message says where."""
+
+
+class Tap(NamedTuple):
+    """What stands for a use of variables in all steps of a loop.
+
+    Attributes:
+        zeros: Shape ``(T, N, ...)`` for T steps and N rows: what is added to what each step
+            makes, and has its gradients.
+        steps: T.
+        positions: How many entries of the first axis a use makes of a row in a step.
+        rows: What the use is made of, the T steps of each row consecutive entries of the
+            first axis.
+        variables: Paths of the variables.
+    """
+
+    zeros: Tensor
+    steps: int
+    positions: int
+    rows: Tensor
+    variables: set[str]
+
+    @property
+    def place(self) -> Place:
+        """Where rows lie in what the use makes outside of the loop."""
+        return Place(entries=self.steps * self.positions)
+
+    def gradients(self, of_zeros: Tensor) -> Tensor:
+        """Bring the gradients of the zeros into the order of the rows."""
+        found = _rows_first(of_zeros, self.steps)
+        return (
+            found if self.positions == 1 else tf.reshape(found, [-1, found.shape[-1]])
+        )
+
+
+def taken_whole(
+    variables: Iterable[Variable],
+    rows: int | Tensor,
+    free: Free,
+    tape: tf.GradientTape,
+    see: Callable[[Tensor], Tensor],
+    cond: Callable[..., Nest],
+    body: Callable[..., Nest],
+    loop_vars: Nest,
+    *args: Nest,
+    **kwargs: Nest,
+) -> tuple[Nest, dict[str, Tap]] | None:
+    """Do what `tf.while_loop` does, and record what each step does with variables.
+
+    Args:
+        variables: The variables.
+        rows: How many rows there are.
+        free: Knows what is made without rows, in the graph that is being made.
+        tape: Records the pass.
+        see: Is given each gradient that comes back to the loop, and returns it.
+        cond: As in `tf.while_loop`.
+        body: Likewise.
+        loop_vars: Likewise.
+        *args: Likewise.
+        **kwargs: Likewise.
+
+    Returns:
+        What `tf.while_loop` would, and the taps of the uses that are repeated outside, by
+        the names of their operations. None if no step uses one of the variables.
+
+    Raises:
+        NotTakenWholeError: If something in the loop is not known, or how many steps it has.
+    """
+
+    def traced() -> None:
+        while_loop(cond, body, loop_vars, *args, **kwargs)
+
+    # With tapes that record, TensorFlow would put the loop into one more function.
+    with _keras.without_tapes():
+        graph = tf.function(traced, autograph=False).get_concrete_function().graph
+    loops = [op for op in graph.get_operations() if op.type.endswith("While")]
+    handles = _Handles(variables, free)
+    if not any(handles.of(e) or handles.behind(e) for e, _ in graph.captures):
+        return None
+    leaves = tf.nest.flatten(loop_vars)
+    if (
+        args
+        or kwargs.keys() - _OPTIONS
+        or len(loops) != 1
+        or len(leaves) != len(tf.nest.flatten(loop_vars, expand_composites=True))
+    ):
+        raise NotTakenWholeError("a loop with other options, or not over tensors")
+    options = {name: kwargs[name] for name in _KEPT_OPTIONS if name in kwargs}
+    try:
+        loop = _Loop(loops[0], graph, handles, free)
+        values, taps = loop.made_again(rows, tape, see, options)
+    except (NotFollowedError, TypeError, ValueError) as error:
+        # Whatever TensorFlow says of it: there are other ways to take the loop.
+        raise NotTakenWholeError(str(error)) from error
+    results = [
+        _keras.array_with_flow(leaf, value)
+        if isinstance(leaf, tf.TensorArray)
+        else value
+        for leaf, value in zip(leaves, values, strict=False)
+    ]
+    return tf.nest.pack_sequence_as(loop_vars, results), taps
+
+
+class _Handles:
+    """Knows variables in the graph that is being made.
+
+    Args:
+        variables: The variables.
+        free: What is made without rows.
+    """
+
+    def __init__(self, variables: Iterable[Variable], free: Free) -> None:
+        self._free = free
+        known = {
+            id(each.handle): (variable, each)
+            for variable in variables
+            for each in _keras.tensorflow_variables(variable)
+        }
+        self._known = known
+        # In a graph a handle may be a placeholder itself.
+        self._placeholders = {
+            inner.name: known[id(handle)]
+            for handle, inner in tf.compat.v1.get_default_graph().captures
+            if id(handle) in known
+        }
+
+    def of(self, tensor: Tensor) -> tuple[Variable, tf.Variable] | None:
+        """Return the variable that a tensor is the handle of."""
+        if tf.is_symbolic_tensor(tensor):
+            return self._placeholders.get(tensor.name)
+        return self._known.get(id(tensor))
+
+    def behind(self, tensor: Tensor) -> list[str]:
+        """List the paths of variables that a tensor without rows is made of."""
+        if not (tensor.dtype.is_floating and self._free.holds(tensor)):
+            return []
+        paths, seen, stack = set(), set(), [tensor]
+        while stack:
+            each = stack.pop()
+            known = self.of(each)
+            if known is not None:
+                paths.add(known[0].path)
+            if tf.is_symbolic_tensor(each) and each.op.name not in seen:
+                seen.add(each.op.name)
+                stack += each.op.inputs
+        return sorted(paths)
+
+
+class _Seen(NamedTuple):
+    """What a use of variables in a step is made of, and makes.
+
+    Attributes:
+        op: Its operation.
+        rows: What it is made of besides, with one entry of the first axis for each row.
+        lengths: Of the other axes of what it makes.
+        positions: How many consecutive entries of the first axis it makes of a row.
+    """
+
+    op: tf.Operation
+    rows: list[Tensor]
+    lengths: list[int]
+    positions: int
+
+
+class _Root(NamedTuple):
+    """Something of variables that each step of a loop is given.
+
+    Attributes:
+        paths: Of the variables.
+        made: Operations that make something of it and of no data, by their names.
+        uses: Where that meets the rows.
+    """
+
+    paths: list[str]
+    made: dict[str, tf.Operation]
+    uses: list[Use]
+
+
+class _Loop:
+    """A loop of TensorFlow's that is to be made once more.
+
+    Args:
+        op: The loop, in a graph of its own.
+        graph: That graph.
+        handles: The variables whose uses are recorded.
+        free: What is made without rows, in the graph that is being made.
+
+    Raises:
+        NotFollowedError: If something in it is not known.
+    """
+
+    def __init__(
+        self,
+        op: tf.Operation,
+        graph: tf.Graph,
+        handles: _Handles,
+        free: Free,
+    ) -> None:
+        self._rows = free.number
+        self._cond, self._body = (
+            _keras.function_graph(graph, op.get_attr(name).name)
+            for name in ("cond", "body")
+        )
+        outside = Copies({inner.name: outer for outer, inner in graph.captures})
+        self._start = [outside.of(each) for each in op.inputs]
+        given, made = self._body.inputs, self._body.outputs
+        # What steps pass on as it is need not be carried.
+        self._carried = [
+            place
+            for place in range(_OWN_INPUTS, len(given))
+            if _made_as(made[place]).name != given[place].name
+        ]
+        self.steps = count_steps(self._cond, self._body, self._start)
+        self._free = Free(self._rows)
+        for place, each in enumerate(given):
+            is_kept = place >= _OWN_INPUTS and place not in self._carried
+            is_free = is_kept and free.holds(self._start[place])
+            self._free.note([each], is_free=is_free)
+        self._outside = Copies({
+            given[place].name: self._start[place]
+            for place in range(_OWN_INPUTS, len(given))
+            if place not in self._carried
+        })
+        self._roots = self._follow(handles)
+        self._made = {name for root in self._roots for name in root.made}
+        self._seen = {
+            use.op.name: self._seen_by(use) for root in self._roots for use in root.uses
+        }
+        if self.steps == 0 or not self._seen:
+            raise NotFollowedError("no step that uses variables")
+        self._operations = [
+            op
+            for op in self._body.get_operations()
+            if op.type != "Placeholder" and op.name not in self._made
+        ]
+
+    def _follow(self, handles: _Handles) -> list[_Root]:
+        """Follow what a step is given of variables to where it meets the rows."""
+        given = [
+            (inner, start)
+            for place, (inner, start) in enumerate(
+                zip(self._body.inputs, self._start, strict=True)
+            )
+            if place not in self._carried and place >= _OWN_INPUTS
+        ]
+        variables = [
+            (inner, *known) for inner, start in given if (known := handles.of(start))
+        ]
+        captures = [(copy.handle, inner) for inner, _, copy in variables]
+        roots = []
+        with self._body.as_default():
+            operations = Pass(0, self._free, [], [], captures)
+            for _, variable, _ in variables:
+                followed = operations.follow(variable)
+                roots.append(_Root([variable.path], followed.made, followed.uses))
+            for inner, start in given:
+                paths = handles.behind(start)
+                if paths:
+                    made = {inner.op.name: inner.op}
+                    roots.append(_Root(paths, made, operations.uses_of([inner], made)))
+        # Read outside, once: the gradients are those of uses that are repeated there.
+        for inner, _, copy in variables:
+            for read in inner.consumers():
+                if read.type == "ReadVariableOp":
+                    self._outside.known[read.outputs[0].name] = copy.read_value()
+        returned = {self._body.outputs[place].op.name for place in self._carried}
+        for root in roots:
+            if returned & root.made.keys():
+                raise NotFollowedError("a variable that steps pass on")
+        return roots
+
+    def _seen_by(self, use: Use) -> _Seen:
+        """Say what a use does to each entry of the first axis, to all the same.
+
+        Returns:
+            What it is made of, and makes. Whether these are entries of the rows, their
+            number tells in the end, and the proof.
+
+        Raises:
+            NotFollowedError: If that is not known.
+        """
+        op, made = use.op, use.output.shape
+        check_is_plain(op)
+        rows = [each for each in op.inputs if not self._free.holds(each)]
+        if not self._is_of_entries(use, rows):
+            raise NotFollowedError(named(op))
+        lengths, positions = made[1:].as_list(), 1
+        before = rows[0].op
+        if op.type == "MatMul" and before.type == "Reshape":
+            whole = before.inputs[0]
+            columns = use.tensor.shape[1 if op.get_attr("transpose_b") else 0]
+            if (whole.shape.rank or 0) > 2 and whole.shape[-1] == columns is not None:
+                # Positions that became entries are positions again.
+                lengths = [*whole.shape[1:-1], made[-1]]
+                rows, positions = [whole], whole.shape[1:-1].num_elements()
+        firsts = {each.shape[0] for each in rows} | (
+            {made[0]} if positions == 1 else set()
+        )
+        others = [*itertools.chain(*(each.shape[1:] for each in rows)), *lengths]
+        if not firsts <= {self._rows, None} or None in others:
+            raise NotFollowedError(f"the lengths of {named(op)}")
+        return _Seen(op, rows, lengths, positions)
+
+    def _is_of_entries(self, use: Use, rows: list[Tensor]) -> bool:
+        """Tell whether entries of the first axis are known not to meet in a use."""
+        op, given, made = use.op, use.tensor.shape, use.output.shape
+        if not made.rank or given.rank is None or any(not t.shape.rank for t in rows):
+            return False
+        are_alike = all(each.shape.rank == made.rank for each in rows)
+        is_of_all = given.rank < made.rank or given[0] == 1
+        if op.type == "MatMul":
+            return use.place == 1 and not op.get_attr("transpose_a")
+        if op.type in {"BatchMatMulV2", "BatchMatMulV3"}:
+            return use.place == 1 and are_alike and made.rank > 2 and is_of_all
+        if op.type == "BiasAdd":
+            return bool(op.get_attr("data_format") == b"NHWC")
+        if op.type == "GatherV2":
+            return use.place == 0 and looks_up_rows(op)
+        return op.type in ELEMENTWISE and are_alike and is_of_all
+
+    def made_again(
+        self,
+        rows: int | Tensor,
+        tape: tf.GradientTape,
+        see: Callable[[Tensor], Tensor],
+        options: dict[str, Nest],
+    ) -> tuple[list[Tensor], dict[str, Tap]]:
+        """Make the loop, and the uses outside.
+
+        Args:
+            rows: See `taken_whole`.
+            tape: See `taken_whole`.
+            see: See `taken_whole`.
+            options: Of the loop.
+
+        Returns:
+            What comes out for the caller's tensors and all that is given beside, and the
+            taps.
+        """
+        kept = {each.name: each for seen in self._seen.values() for each in seen.rows}
+        zeros = {
+            name: tf.zeros([self.steps, rows, *seen.lengths], seen.op.outputs[0].dtype)
+            for name, seen in self._seen.items()
+        }
+        for each in zeros.values():
+            tape.watch(each)
+        arrays = [
+            tf.TensorArray(_whole(each.dtype), self.steps, element_shape=each.shape)
+            for each in kept.values()
+        ]
+        # In the shape of what is made, positions being entries.
+        added = {
+            name: each
+            if self._seen[name].positions == 1
+            else tf.reshape(each, [self.steps, -1, each.shape[-1]])
+            for name, each in zeros.items()
+        }
+        # Lists that steps take the last of: their gradients are put behind one by one.
+        lists = {
+            name: tf.raw_ops.TensorListFromTensor(
+                tensor=each, element_shape=_shape_of_entries(each)
+            )
+            for name, each in added.items()
+        }
+
+        # No gradient comes back to variables in the loop: it would be that of all rows.
+        fixed = {
+            each.name: tf.stop_gradient(self._outside.of(each))
+            for op in self._operations
+            for each in op.inputs
+            if each.op.name in self._made
+        }
+
+        def step(number: Tensor, carried: Nest, lists: Nest, arrays: Nest) -> Nest:
+            left, of_step = {}, {}
+            for name, each in lists.items():
+                left[name], of_step[name] = tf.raw_ops.TensorListPopBack(
+                    input_handle=each,
+                    element_shape=_shape_of_entries(added[name]),
+                    element_dtype=added[name].dtype,
+                )
+            copies = self._step(number, carried, fixed, of_step)
+            outputs = [copies.known[self._body.outputs[n].name] for n in self._carried]
+            # Among the kept, a step's place is that of what it has taken from the lists.
+            arrays = [
+                array.write(self.steps - 1 - number, _as_whole(copies.known[name]))
+                for array, name in zip(arrays, kept, strict=True)
+            ]
+            return number + 1, outputs, left, arrays
+
+        carried = [self._start[place] for place in self._carried]
+        with _keras.without_tapes():
+            _, made, _, arrays = while_loop(
+                lambda number, *_: number < self.steps,
+                step,
+                (tf.constant(0), carried, lists, arrays),
+                maximum_iterations=self.steps,
+                **options,
+            )
+        kept_as_is = [
+            each
+            for place, each in enumerate(self._start)
+            if place not in self._carried
+            and not self._free.holds(self._body.inputs[place])
+        ]
+        _keras.note_loop(made, [*lists.values(), *carried, *kept_as_is], see)
+        values = list(self._start)
+        for place, value in zip(self._carried, made, strict=True):
+            values[place] = value
+        of_steps = {
+            name: _rows_first(_as_before(array.stack(), kept[name]), self.steps)
+            for name, array in zip(kept, arrays, strict=True)
+        }
+        self._outside.known |= of_steps
+        taps = {}
+        for name, seen in self._seen.items():
+            of_rows = of_steps[seen.rows[0].name]
+            if seen.positions > 1:
+                flat = seen.op.inputs[0]
+                self._outside.known[flat.name] = tf.reshape(
+                    of_rows, [-1, of_rows.shape[-1]]
+                )
+            for each in seen.op.inputs:
+                self._outside.of(each)
+            outside = self._outside.copy(seen.op)
+            used = {
+                path
+                for root in self._roots
+                if any(use.op.name == name for use in root.uses)
+                for path in root.paths
+            }
+            taps[outside.name] = Tap(
+                zeros[name], self.steps, seen.positions, of_rows, used
+            )
+        return values[_OWN_INPUTS:], taps
+
+    def _step(
+        self,
+        number: Tensor,
+        carried: list[Tensor],
+        fixed: dict[str, Tensor],
+        added: dict[str, Tensor],
+    ) -> Copies:
+        """Copy the operations of one step, and add what is to be."""
+        given = self._body.inputs
+        values = [number, *self._start[1:]]
+        for place, value in zip(self._carried, carried, strict=True):
+            values[place] = value
+        pairs = zip(given, values, strict=True)
+        copies = Copies({each.name: value for each, value in pairs} | fixed)
+        for op in self._operations:
+            made = copies.copy(op)
+            for old, new in zip(op.outputs, made.outputs, strict=True):
+                # Code may have known more of it than TensorFlow finds out.
+                new.set_shape(old.shape)
+            if op.name in added:
+                (output,) = made.outputs
+                copies.known[op.outputs[0].name] = output + added[op.name]
+        return copies
+
+
+def _rows_first(of_steps: Tensor, steps: int) -> Tensor:
+    """``(T, N, ...) -> (N * T, ...)``, the T steps of each row one after the other."""
+    flat = tf.reshape(of_steps, [-1, *of_steps.shape[2:]])
+    return Place(times=steps).rows_first(flat)
+
+
+def _shape_of_entries(tensor: Tensor) -> Tensor:
+    """Return the shape behind the first axis for a list, -1 where it is not static."""
+    return tf.constant([-1 if n is None else n for n in tensor.shape[1:]], tf.int32)
+
+
+# Of whole numbers a loop keeps no gradients, which would be computed in every step.
+_WHOLE = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+
+def _whole(dtype: tf.DType) -> tf.DType:
+    return _WHOLE[dtype.size] if dtype.is_floating else dtype
+
+
+def _as_whole(tensor: Tensor) -> Tensor:
+    """Take numbers for whole ones of the same bits."""
+    dtype = _whole(tensor.dtype)
+    return tensor if dtype == tensor.dtype else tf.bitcast(tensor, dtype)
+
+
+def _as_before(tensor: Tensor, like: Tensor) -> Tensor:
+    """Undo `_as_whole`."""
+    return tensor if tensor.dtype == like.dtype else tf.bitcast(tensor, like.dtype)
+
+
+def _made_as(tensor: Tensor) -> Tensor:
+    """Return what a graph returns a copy of."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
