@@ -137,6 +137,12 @@ def decaying(layer, x):
     return ops.fori_loop(0, TIME, step, (x, own))[0]
 
 
+def renewed(layer, x):
+    """A matrix that each step reads for the next one."""
+    step = lambda _, pair: (ops.tanh(pair[0] @ pair[1]), layer.own * 1.0)  # noqa: E731
+    return ops.fori_loop(0, TIME, step, (x, tf.eye(WIDTH, dtype=x.dtype)))[0]
+
+
 def without_rows(layer, x):
     """A loop that makes something of a weight alone, and one of the rows."""
     step = lambda _, v: ops.tanh(ops.matmul(v, layer.own) + 1)  # noqa: E731
@@ -226,7 +232,7 @@ def of_masked_cell():
 
 _ON_VECTORS = (
     counted, called, until, at_most, over_constants, of_made, passed_on, looked_up, long,
-    nested, by_number, decaying, without_rows, with_a_gradient,
+    nested, by_number, decaying, renewed, without_rows, with_a_gradient,
 )  # fmt: skip
 
 PROBLEMS = {
@@ -239,4 +245,6 @@ PROBLEMS = {
 }
 
 # What is taken step by step, where it is.
-UNROLLED = {"nested", "by_number", "decaying", "without_rows", "with_a_gradient"}
+UNROLLED = {
+    "nested", "by_number", "decaying", "renewed", "without_rows", "with_a_gradient",
+}  # fmt: skip
