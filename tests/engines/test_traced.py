@@ -259,13 +259,17 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize(
-    ("is_known", "name", "way"),
-    [
-        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
-        for each in itertools.product([True, False], LOOPS, WAYS)
-    ],
-)
+def loops_and_ways():
+    """Every loop in every way, of which half are one more: known or not, in turns."""
+    for place, each in enumerate(itertools.product(LOOPS, WAYS)):
+        for is_known in (True, False):
+            is_one_more = is_known == bool(place % 2)
+            marks = pytest.mark.exhaustive if is_one_more else pytest.mark.slow
+            case = is_known, *each
+            yield pytest.param(*case, marks=() if case in QUICK else marks)
+
+
+@pytest.mark.parametrize(("is_known", "name", "way"), loops_and_ways())
 def test_loops_run_what_was_proven(name, way, is_known, rows_meet):
     """Whatever code has become since then."""
     inner = meeting_later()

@@ -39,7 +39,10 @@ UNDER_DROPOUT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["frames_of_numbers", "images"])
+@pytest.mark.parametrize(
+    "name",
+    ["frames_of_numbers", pytest.param("images", marks=pytest.mark.exhaustive)],
+)
 def test_each_row_is_clipped_under_its_own_masks(name, rng):
     check_clipping_under_masks(UNDER_DROPOUT[name], rng)
 

@@ -316,10 +316,26 @@ def test_a_graph_equals_one_example_at_a_time(problem):
         check(problem, run, rows)
 
 
+# Of each way to take a use apart, one.
+COMPILED = {
+    "broadcast", "einsum", "heads", "in_a_list", "masked", "nearest", "part", "places_in_part",
+    "repeated", "tied_over_time", "transposed", "twice", "norm_of_vector", "in_time",
+}  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [*((name, "xla") for name in PROBLEMS), ("tied", "graph"), ("tiled", "graph")],
+    [
+        *(
+            pytest.param(
+                name, "xla", marks=[] if name in COMPILED else pytest.mark.exhaustive
+            )
+            for name in PROBLEMS
+        ),
+        ("tied", "graph"),
+        ("tiled", "graph"),
+    ],
 )
 def test_in_every_mode_with_units_of_two(name, mode):
     problem = PROBLEMS[name]

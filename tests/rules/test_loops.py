@@ -28,6 +28,7 @@ from tests.problems.loops import (
     over_time,
 )
 from tests.problems.problem import register
+from tests.reference import assert_all_close, clipped_sum, problem_gradients
 from tfdp.checks.engine import choose
 from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.errors import UnsupportedLayerError
@@ -63,8 +64,17 @@ def test_a_loop_equals_one_example_at_a_time(name):
     check_clipped(problem, run, [1e6])
 
 
+COMPILED = {"cell", "looked_up", "of_series", "until"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in COMPILED else pytest.mark.exhaustive)
+        for name in WHOLE
+    ],
+)
 def test_under_xla_with_units_of_two(name):
     problem = WHOLE[name]
     engine = chosen(problem)
@@ -127,6 +137,46 @@ def test_it_counts_as_a_loop_does(cond, body, start, most, steps):
     found, expected = both(tf.constant([[1.0, 2.0], [3.0, 4.0], [-5.0, 6.0]]))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def of_no_rows(layer, x):
+    """A loop over as many rows of a matrix as the batch may have."""
+    step = lambda _, v: ops.tanh(ops.matmul(v, layer.own))  # noqa: E731
+    return ops.matmul(x, ops.fori_loop(0, TIME, step, ops.eye(WIDTH)))
+
+
+def rows_second(layer, x):
+    """A matrix whose rows come before those of the batch."""
+    step = lambda _, h: ops.tanh(ops.sum(layer.own[:, None] * h, 0) + h)  # noqa: E731
+    return ops.fori_loop(0, TIME, step, x)
+
+
+def rows_last(layer, x):
+    """The rows on the last axis."""
+    step = lambda _, h: ops.tanh(ops.matmul(layer.own, h))  # noqa: E731
+    return ops.transpose(ops.fori_loop(0, TIME, step, ops.transpose(x)))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        of_no_rows,
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (rows_second, rows_last)
+        ),
+    ],
+)
+def test_as_many_rows_as_features(run):
+    """Lengths of other axes than the rows' are theirs too."""
+    problem = of(run, WIDTH)
+    batch = problem.batch(WIDTH)
+    expected, norms = clipped_sum(problem_gradients(problem, batch), 0.1)
+    found = tfdp.clipped_gradients(
+        problem.build(), "mse", batch.x, batch.y, l2_norm_clip=0.1
+    )
+    np.testing.assert_allclose(found.norms, norms, rtol=2e-5)
+    assert_all_close(found.gradients, expected, rtol=0, atol=2e-5 * 0.1 * WIDTH)
 
 
 @pytest.mark.slow

@@ -155,8 +155,26 @@ def test_kernels_equal_one_example_at_a_time(name):
     check(of_problem, runner(of_problem, [chosen(of_problem)]), OUTLIER)
 
 
+# One for each kind of convolution, and for what is done to a kernel.
+COMPILED = {
+    "itself",
+    "normed",
+    "series",
+    "depthwise",
+    "transposed",
+    "twice",
+    "assigned",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in COMPILED else pytest.mark.exhaustive)
+        for name in LAYERS
+    ],
+)
 def test_under_xla_with_units_of_two(name):
     of_problem = problem(name)
     run = runner(of_problem, [chosen(of_problem)], "xla", unit_size=2)

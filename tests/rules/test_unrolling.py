@@ -23,15 +23,19 @@ def chosen(problem, engine="auto"):
     return choose(engine, objective, tuple(problem.batch(3)))
 
 
-# And one of each kind that is not taken so where nobody asks for it.
-NAMES = sorted(UNROLLED | {"called", "until", "at_most", "over_time", "cell"})
+# Taken so where somebody asks for it.
+ASKED = ("called", "at_most", "over_time", "cell")
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "by_number" else pytest.param(name, marks=pytest.mark.slow)
-        for name in NAMES
+        "by_number",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in [*sorted(UNROLLED - {"by_number"}), "until"]
+        ),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ASKED),
     ],
 )
 def test_a_loop_equals_one_example_at_a_time(name):
