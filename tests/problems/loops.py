@@ -188,6 +188,11 @@ class Mixed(layers.Layer):
         return h, [h]
 
 
+def of_activation():
+    """What the rule of the layer gives up for the weights of its activation."""
+    return sequential((TIME, WIDTH), layers.SimpleRNN(WIDTH, activation=layers.PReLU()))
+
+
 def with_zeros(rng):
     x = rng.normal(size=(TIME, WIDTH))
     x[rng.integers(TIME)] = 0
@@ -239,6 +244,12 @@ PROBLEMS = {
     **{run.__name__: of(run, WIDTH) for run in _ON_VECTORS},
     **{run.__name__: of(run, TIME, WIDTH) for run in (over_time, of_series)},
     "cell": problem("cell", lambda: fresh(of_cell), floats((TIME, WIDTH), (2,)), "mse"),
+    "of_activation": problem(
+        "of_activation",
+        lambda: fresh(of_activation),
+        floats((TIME, WIDTH), (WIDTH,)),
+        "mse",
+    ),
     "masked_cell": problem(
         "masked_cell", lambda: fresh(of_masked_cell), with_zeros, "mse"
     ),
