@@ -161,11 +161,23 @@ def without_tapes() -> Iterator[None]:
         tape.variable_accessed(variable)
 
 
-def note_loop(
-    outputs: list[Tensor],
-    inputs: list[Tensor],
-    see: Callable[[Tensor], Tensor],
-) -> None:
+@contextlib.contextmanager
+def paused(tapes: Iterable[tf.GradientTape]) -> Iterator[None]:
+    """Let some tapes record nothing, those that do not already; others do."""
+    with contextlib.ExitStack() as entered:
+        for each in tapes:
+            if each._recording:
+                entered.enter_context(each.stop_recording())
+        yield
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Tell whether some tape that records now knows what a tensor comes from."""
+    known = gradients_util.PossibleTapeGradientTypes([tensor])
+    return bool(known != gradients_util.POSSIBLE_GRADIENT_TYPES_NONE)
+
+
+def note_loop(outputs: list[Tensor], inputs: list[Tensor]) -> None:
     """Let tapes know what a loop comes from that was made without them.
 
     With tapes that may be asked twice, TensorFlow would put the loop into a function and
@@ -174,18 +186,12 @@ def note_loop(
     Args:
         outputs: What the loop has made, in the graph that is being made.
         inputs: What it was made of.
-        see: Is given the gradients of outputs, and returns them.
     """
-    inputs = [
-        each
-        for each in inputs
-        if gradients_util.PossibleTapeGradientTypes([each])
-        != gradients_util.POSSIBLE_GRADIENT_TYPES_NONE
-    ]
+    inputs = list(filter(is_recorded, inputs))
 
     def backward(*upstream: Tensor | None) -> Nest:
         known = [
-            (output, see(gradient))
+            (output, gradient)
             for output, gradient in zip(outputs, upstream, strict=True)
             if gradient is not None
         ]
@@ -783,7 +789,8 @@ def strategy_of_optimizer(
 
 def tensorflow_variables(variable: Variable) -> list[tf.Variable]:
     """List what tapes know a Keras variable by: a copy of it on each device, too."""
-    value = variable.value
+    # Not `value`, which in a call of a layer may be a tensor: cast, or what stands for it.
+    value = variable._value
     return [value, *getattr(value, "values", ())]
 
 

@@ -212,6 +212,18 @@ def of(run, *shape):
     return problem(run.__name__, lambda: fresh(make), floats(shape, (2,)), "mse")
 
 
+def of_gradients_inside(layer, x):
+    """A gradient that each step takes."""
+
+    def step(_, h):
+        with tf.GradientTape() as tape:
+            tape.watch(h)
+            value = ops.sum(ops.square(ops.tanh(ops.matmul(h, layer.own))), -1)
+        return ops.tanh(h @ layer.own) - 0.3 * tape.gradient(value, h)
+
+    return ops.fori_loop(0, TIME, step, x)
+
+
 def of_a_gradient(layer, x):
     """A gradient that the layer takes itself, back through the loop."""
     with tf.GradientTape() as tape:
@@ -236,7 +248,8 @@ def of_masked_cell():
 
 
 _ON_VECTORS = (
-    counted, called, until, at_most, over_constants, of_made, passed_on, looked_up, long,
+    counted, called, until, at_most, over_constants, of_made, of_gradients_inside, passed_on,
+    looked_up, long,
     nested, by_number, decaying, renewed, without_rows, with_a_gradient,
 )  # fmt: skip
 

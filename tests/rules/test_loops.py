@@ -16,7 +16,7 @@ from tests.engine_checks import (
     ghost_like,
     runner,
 )
-from tests.problems.building import sequential
+from tests.problems.building import floats, sequential
 from tests.problems.loops import (
     PROBLEMS,
     TIME,
@@ -27,9 +27,10 @@ from tests.problems.loops import (
     of_a_gradient,
     over_time,
 )
-from tests.problems.problem import register
+from tests.problems.problem import problem, register
 from tests.reference import assert_all_close, clipped_sum, problem_gradients
 from tfdp.checks.engine import choose
+from tfdp.engines.apart import ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Batch as RowsOfBatch
@@ -128,11 +129,9 @@ def test_it_counts_as_a_loop_does(cond, body, start, most, steps):
         free = Free(3)
         free.add([x])
         with tf.GradientTape(persistent=True) as tape:
-            found, taps = taken_whole(
-                [own], 3, free, tape, tf.identity, *loop, maximum_iterations=most
-            )
-        assert [tap.steps for tap in taps.values()] == [steps]
-        return found, tf.while_loop(*loop, maximum_iterations=most)
+            taken = taken_whole([own], 3, free, [tape], *loop, maximum_iterations=most)
+        assert [tap.steps for tap in taken.taps.values()] == [steps]
+        return taken.results, tf.while_loop(*loop, maximum_iterations=most)
 
     found, expected = both(tf.constant([[1.0, 2.0], [3.0, 4.0], [-5.0, 6.0]]))
     for one, other in zip(found, expected, strict=True):
@@ -223,6 +222,52 @@ def test_a_gradient_of_ones_own_goes_through_single_steps():
 
 
 @pytest.mark.slow
+def test_functions_in_a_step_stay_what_they_are():
+    """TensorFlow keeps what it has traced once, also a tape that did not record."""
+
+    @tf.function(autograph=False)
+    def slope(h):
+        with tf.GradientTape() as tape:
+            tape.watch(h)
+            value = tf.reduce_sum(tf.tanh(h) ** 3)
+        return tape.gradient(value, h, unconnected_gradients="zero")
+
+    def sloping(layer, x):
+        step = lambda _, h: ops.tanh(ops.matmul(h, layer.own)) + slope(h)  # noqa: E731
+        return ops.fori_loop(0, TIME, step, x)
+
+    x, y, _ = of(sloping, WIDTH).batch(3)
+    tfdp.clipped_gradients(of(sloping, WIDTH).build(), "mse", x, y, l2_norm_clip=1.0)
+    expected = np.tanh(x) ** 2 * (1 - np.tanh(x) ** 2) * 3
+    np.testing.assert_allclose(slope(tf.constant(x)), expected, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_loops_of_half_precision_are_taken_whole():
+    def build():
+        cell = Cell(dtype="mixed_float16")
+        return sequential((TIME, WIDTH), layers.RNN(cell, dtype="mixed_float16"))
+
+    halved = problem("halved", build, floats((TIME, WIDTH), (WIDTH,)), "mse")
+    engine = chosen(halved)
+    assert type(engine) is BookkeepingEngine
+    assert engine.unrolls_loops is None
+    batch = halved.batch(5)
+    expected, norms = clipped_sum(problem_gradients(halved, batch), 1e6)
+    found = tfdp.clipped_gradients(
+        halved.build(), "mse", batch.x, batch.y, l2_norm_clip=1e6
+    )
+    np.testing.assert_allclose(found.norms, norms, rtol=0.02)
+    assert_all_close(found.gradients, expected, rtol=0, atol=0.02 * norms.max())
+
+
+@pytest.mark.slow
+def test_cells_are_not_lost_apart():
+    problem = WHOLE["cell"]
+    check(problem, runner(problem, [ApartEngine()]), OUTLIER)
+
+
+@pytest.mark.slow
 def test_a_model_with_a_loop_trains_and_is_explained(rng):
     private = tfdp.DPModel(PROBLEMS["counted"].build())
     optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
@@ -250,7 +295,16 @@ def remembering(layer, x):
     return ops.fori_loop(0, TIME, step, x)
 
 
-@pytest.mark.parametrize("run", [mixing, rolled, remembering])
+def of_weights(layer, x):
+    """The gradient of a weight, which all rows are in."""
+    with tf.GradientTape() as tape:
+        step = lambda _, h: ops.tanh(ops.matmul(h, layer.own))  # noqa: E731
+        h = ops.fori_loop(0, TIME, step, x)
+    gradient = tape.gradient(h, layer.own.value, unconnected_gradients="zero")
+    return h * (1 + ops.sum(ops.square(gradient)))
+
+
+@pytest.mark.parametrize("run", [mixing, rolled, remembering, of_weights])
 def test_rows_that_meet_are_refused(run):
     for engine in ("auto", "bookkeeping"):
         with pytest.raises(UnsupportedLayerError, match="rows of a batch meet"):

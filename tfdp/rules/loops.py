@@ -73,26 +73,41 @@ class Tap(NamedTuple):
         )
 
 
+class Taken(NamedTuple):
+    """A loop that was taken whole.
+
+    Attributes:
+        results: What `tf.while_loop` returns.
+        taps: Of the uses of variables that are repeated outside, by the names of their
+            operations.
+        given: What the loop is given of variables, which no gradient comes back to, and
+            how many operations use that.
+    """
+
+    results: Nest
+    taps: dict[str, Tap]
+    given: list[tuple[Tensor, int]]
+
+
 def taken_whole(
     variables: Iterable[Variable],
     rows: int | Tensor,
     free: Free,
-    tape: tf.GradientTape,
-    see: Callable[[Tensor], Tensor],
+    tapes: list[tf.GradientTape],
     cond: Callable[..., Nest],
     body: Callable[..., Nest],
     loop_vars: Nest,
     *args: Nest,
     **kwargs: Nest,
-) -> tuple[Nest, dict[str, Tap]] | None:
+) -> Taken | None:
     """Do what `tf.while_loop` does, and record what each step does with variables.
 
     Args:
         variables: The variables.
         rows: How many rows there are.
         free: Knows what is made without rows, in the graph that is being made.
-        tape: Records the pass.
-        see: Is given each gradient that comes back to the loop, and returns it.
+        tapes: Those of the pass, of which the first one records it. Others may ask for
+            gradients that the loop does not give them: those of the variables.
         cond: As in `tf.while_loop`.
         body: Likewise.
         loop_vars: Likewise.
@@ -100,37 +115,42 @@ def taken_whole(
         **kwargs: Likewise.
 
     Returns:
-        What `tf.while_loop` would, and the taps of the uses that are repeated outside, by
-        the names of their operations. None if no step uses one of the variables.
+        The loop; None if no step uses one of the variables.
 
     Raises:
-        NotTakenWholeError: If something in the loop is not known, or how many steps it has.
+        NotTakenWholeError: If something in the loop is not known, how many steps it has, or
+            who asks for its gradients.
     """
+    leaves = tf.nest.flatten(loop_vars)
+    handles = _Handles(variables, free)
 
     def traced() -> None:
         while_loop(cond, body, loop_vars, *args, **kwargs)
 
-    # With tapes that record, TensorFlow would put the loop into one more function.
-    with _keras.without_tapes():
-        graph = tf.function(traced, autograph=False).get_concrete_function().graph
-    loops = [op for op in graph.get_operations() if op.type.endswith("While")]
-    handles = _Handles(variables, free)
-    if not any(handles.of(e) or handles.behind(e) for e, _ in graph.captures):
-        return None
-    leaves = tf.nest.flatten(loop_vars)
-    if (
-        args
-        or kwargs.keys() - _OPTIONS
-        or len(loops) != 1
-        or len(leaves) != len(tf.nest.flatten(loop_vars, expand_composites=True))
-    ):
-        raise NotTakenWholeError("a loop with other options, or not over tensors")
-    options = {name: kwargs[name] for name in _KEPT_OPTIONS if name in kwargs}
     try:
-        loop = _Loop(loops[0], graph, handles, free)
-        values, taps = loop.made_again(rows, tape, see, options)
-    except (NotFollowedError, TypeError, ValueError) as error:
-        # Whatever TensorFlow says of it: there are other ways to take the loop.
+        # Code in the loop may have tapes of its own, which record. With those of the pass
+        # TensorFlow would put the loop into one more function.
+        with _keras.paused(tapes):
+            graph = tf.function(traced, autograph=False).get_concrete_function().graph
+        if not any(handles.of(e) or handles.behind(e) for e, _ in graph.captures):
+            return None
+        (op,) = (op for op in graph.get_operations() if op.type.endswith("While"))
+        if (
+            args
+            or kwargs.keys() - _OPTIONS
+            or len(leaves) != len(tf.nest.flatten(loop_vars, expand_composites=True))
+        ):
+            raise NotTakenWholeError("a loop with other options, or not over tensors")
+        options = {name: kwargs[name] for name in _KEPT_OPTIONS if name in kwargs}
+        loop = _Loop(op, graph, handles, free)
+        with _keras.paused(tapes):
+            if any(map(_keras.is_recorded, loop.made_of)):
+                raise NotTakenWholeError(
+                    "a loop whose gradients another tape may ask for"
+                )
+        values, taps = loop.made_again(rows, tapes[0], options)
+    except Exception as error:
+        # Whatever it is: there are other ways to take a loop.
         raise NotTakenWholeError(str(error)) from error
     results = [
         _keras.array_with_flow(leaf, value)
@@ -138,7 +158,7 @@ def taken_whole(
         else value
         for leaf, value in zip(leaves, values, strict=False)
     ]
-    return tf.nest.pack_sequence_as(loop_vars, results), taps
+    return Taken(tf.nest.pack_sequence_as(loop_vars, results), taps, loop.given)
 
 
 class _Handles:
@@ -152,9 +172,9 @@ class _Handles:
     def __init__(self, variables: Iterable[Variable], free: Free) -> None:
         self._free = free
         known = {
-            id(each.handle): (variable, each)
+            id(copy.handle): (variable, copy)
             for variable in variables
-            for each in _keras.tensorflow_variables(variable)
+            for copy in _keras.tensorflow_variables(variable)
         }
         self._known = known
         # In a graph a handle may be a placeholder itself.
@@ -225,6 +245,9 @@ class _Loop:
         handles: The variables whose uses are recorded.
         free: What is made without rows, in the graph that is being made.
 
+    Attributes:
+        given: See `Taken`; once it is made again.
+
     Raises:
         NotFollowedError: If something in it is not known.
     """
@@ -236,6 +259,7 @@ class _Loop:
         handles: _Handles,
         free: Free,
     ) -> None:
+        self.given: list[tuple[Tensor, int]] = []
         self._rows = free.number
         self._cond, self._body = (
             _keras.function_graph(graph, op.get_attr(name).name)
@@ -273,6 +297,23 @@ class _Loop:
             for op in self._body.get_operations()
             if op.type != "Placeholder" and op.name not in self._made
         ]
+
+    @property
+    def made_of(self) -> list[Tensor]:
+        """What gradients may come back to, variables included."""
+        read = [
+            self._outside.known[each.name]
+            for root in self._roots
+            for op in root.made.values()
+            for each in op.outputs
+            if each.name in self._outside.known
+        ]
+        differentiable = [
+            each
+            for each in self._start
+            if each.dtype.is_floating or each.dtype == tf.variant
+        ]
+        return [*differentiable, *read]
 
     def _follow(self, handles: _Handles) -> list[_Root]:
         """Follow what a step is given of variables to where it meets the rows."""
@@ -362,15 +403,13 @@ class _Loop:
         self,
         rows: int | Tensor,
         tape: tf.GradientTape,
-        see: Callable[[Tensor], Tensor],
         options: dict[str, Nest],
     ) -> tuple[list[Tensor], dict[str, Tap]]:
         """Make the loop, and the uses outside.
 
         Args:
             rows: See `taken_whole`.
-            tape: See `taken_whole`.
-            see: See `taken_whole`.
+            tape: Records the pass.
             options: Of the loop.
 
         Returns:
@@ -443,7 +482,8 @@ class _Loop:
             if place not in self._carried
             and not self._free.holds(self._body.inputs[place])
         ]
-        _keras.note_loop(made, [*lists.values(), *carried, *kept_as_is], see)
+        _keras.note_loop(made, [*lists.values(), *carried, *kept_as_is])
+        self.given = [(each, len(each.consumers())) for each in fixed.values()]
         values = list(self._start)
         for place, value in zip(self._carried, made, strict=True):
             values[place] = value

@@ -23,9 +23,8 @@ from tfdp.rules.places import Place, Places
 from tfdp.rules.registry import (
     Rule,
     find,
-    has_cell_without_rule,
-    is_for_leaves,
     is_leaf,
+    loops_over_a_cell,
     own_variables,
     takes_entries_alone,
 )
@@ -170,7 +169,11 @@ class Recording:
             and moves is None
             and not is_of_one_unit
         )
+        # Whether a loop is traced to be looked at, and whether a cell is called before one.
         self._is_looked_at = False
+        self._tries_a_cell = False
+        # What loops are given of variables, and how many operations use that.
+        self._given_to_loops: list[tuple[Tensor, int]] = []
         # Of uses of variables in loops that are repeated outside, by their operations.
         self._taps: dict[str, Tap] = {}
         # How often each layer has been called, and each variable used, by their paths.
@@ -196,8 +199,7 @@ class Recording:
                 )
                 rule = find(layer) if layer.trainable_variables else None
                 # The rules of all others take the leading axis for one of rows.
-                is_for_rows = is_for_leaves(rule)
-                if rule is None or (self._is_of_one_unit and is_for_rows):
+                if rule is None or (self._is_of_one_unit and is_leaf(layer)):
                     continue
                 run = functools.partial(self._run, rule, path, layer, layer.call)
                 call = functools.wraps(layer.call)(run)
@@ -210,6 +212,7 @@ class Recording:
                 entered.enter_context(loops_run_by(self._run_loop))
             yield
         self._note_foreign(outside.watched_variables())
+        self._refuse_gradients_of_loops()
         self._watch_foreign()
         self._refuse_out_of_reach()
         if self._refusals:
@@ -231,8 +234,21 @@ class Recording:
         *args: Nest,
         **kwargs: Nest,
     ) -> Nest:
-        if self._is_looked_at or (not self._is_by_rule and self._is_followed(layer)):
+        if self._is_looked_at or (self._tries_a_cell and self._is_here()):
             return function(*args, **kwargs)
+        if not self._is_by_rule and self._follows_leaves and is_leaf(layer):
+            return function(*args, **kwargs)
+        if (
+            not self._is_by_rule
+            and self._takes_loops_whole
+            and loops_over_a_cell(layer)
+        ):
+            # Before the loop Keras calls the cell once, for the shape of what it returns.
+            self._tries_a_cell = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._tries_a_cell = False
         call = Call(layer, args, kwargs, path, self, rule, function)
         first, before = self._made(), (len(self.watched), len(self._sizes))
         read_before = len(self._read)
@@ -273,12 +289,6 @@ class Recording:
         self._by_rules.append(range(first, self._made()))
         return outputs
 
-    def _is_followed(self, layer: keras.layers.Layer) -> bool:
-        """Tell whether the variables of a layer with a rule are followed without it."""
-        if self._follows_leaves and is_leaf(layer):
-            return True
-        return self._takes_loops_whole and has_cell_without_rule(layer)
-
     def _run_loop(self, *args: Nest, **kwargs: Nest) -> Nest:
         """Run a `tf.while_loop`, step by step if that is asked for, or whole."""
         if self._is_by_rule or not self._is_here() or self._is_looked_at:
@@ -288,25 +298,24 @@ class Recording:
         if self._takes_loops_whole:
             self._is_looked_at = True
             try:
-                found = taken_whole(
-                    self._trainable.values(),
+                taken = taken_whole(
+                    self._model.trainable_variables,
                     self._rows,
                     self._free,
-                    self.tape,
-                    functools.partial(self._own_gradients.see, "a loop"),
+                    [self.tape, *self._variable_tapes],
                     *args,
                     **kwargs,
                 )
             except NotTakenWholeError:
                 # Calls of layers in it say what is the matter.
-                found = None
+                taken = None
             finally:
                 self._is_looked_at = False
-            if found is not None:
+            if taken is not None:
                 self._note_loop()
-                results, taps = found
-                self._taps |= taps
-                return results
+                self._taps |= taken.taps
+                self._given_to_loops += taken.given
+                return taken.results
         return while_loop(*args, **kwargs)
 
     def _note_loop(self) -> None:
@@ -486,6 +495,17 @@ class Recording:
     @property
     def _static_rows(self) -> int | None:
         return self._rows if isinstance(self._rows, int) else None
+
+    def _refuse_gradients_of_loops(self) -> None:
+        """Refuse that the model itself has gone back through a loop that was taken whole.
+
+        By such a gradient variables reach the loss in one more way, which no tap is in.
+        """
+        if any(len(each.consumers()) > number for each, number in self._given_to_loops):
+            self._refusals.append(
+                "A model or a loss that takes gradients itself needs whole gradients of "
+                "each example. Received: a gradient through a loop."
+            )
 
     def _watch_foreign(self) -> None:
         """Watch what variables meet the rows in that rules do not answer for."""

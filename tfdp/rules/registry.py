@@ -151,9 +151,10 @@ def is_leaf(layer: keras.layers.Layer) -> bool:
     return is_for_leaves(find(of))
 
 
-def has_cell_without_rule(layer: keras.layers.Layer) -> bool:
-    """Tell whether a layer is Keras's loop over a cell that has layers in it, and no rule."""
-    return type(layer) is keras.layers.RNN and find(layer.cell) is None
+def loops_over_a_cell(layer: keras.layers.Layer) -> bool:
+    """Tell whether a layer is Keras's loop over a cell with layers in it, and no rule."""
+    is_loop = type(layer) is keras.layers.RNN and not layer.unroll
+    return is_loop and find(layer.cell) is None
 
 
 def own_variables(layer: keras.layers.Layer) -> list[Variable]:
