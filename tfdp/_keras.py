@@ -177,7 +177,7 @@ def is_recorded(tensor: Tensor) -> bool:
     return bool(known != gradients_util.POSSIBLE_GRADIENT_TYPES_NONE)
 
 
-def note_loop(outputs: list[Tensor], inputs: list[Tensor]) -> None:
+def record_loop(outputs: list[Tensor], inputs: list[Tensor]) -> None:
     """Let tapes know what a loop comes from that was made without them.
 
     With tapes that may be asked twice, TensorFlow would put the loop into a function and

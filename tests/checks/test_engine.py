@@ -239,7 +239,7 @@ UNSUPPORTED = {
         lambda: sequential((65, 1), layers.RNN([layers.SimpleRNNCell(2, "silu")])),
         floats((65, 1), 2),
         "mse",
-        ["simple_rnn_cell", "fixed, small number of steps"],
+        ["simple_rnn_cell", "fixed number of steps"],
     ),
 }
 

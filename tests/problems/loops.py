@@ -118,6 +118,16 @@ def of_series(layer, x):
     return ops.fori_loop(0, TIME, step, x)[:, -1]
 
 
+def of_one(layer, x):
+    """A single position that becomes an entry, and a position again."""
+
+    def step(_, h):
+        flat = ops.matmul(ops.reshape(h, (-1, WIDTH)), layer.own)
+        return ops.tanh(ops.reshape(flat, (-1, 1, WIDTH)) + layer.inner(h))
+
+    return ops.fori_loop(0, TIME, step, x)[:, -1]
+
+
 def long(layer, x):
     """More steps than are taken one by one."""
     step = lambda _, h: ops.tanh(layer.inner(h) + x)  # noqa: E731
@@ -256,6 +266,7 @@ _ON_VECTORS = (
 PROBLEMS = {
     **{run.__name__: of(run, WIDTH) for run in _ON_VECTORS},
     **{run.__name__: of(run, TIME, WIDTH) for run in (over_time, of_series)},
+    "of_one": of(of_one, 1, WIDTH),
     "cell": problem("cell", lambda: fresh(of_cell), floats((TIME, WIDTH), (2,)), "mse"),
     "of_activation": problem(
         "of_activation",
@@ -268,7 +279,7 @@ PROBLEMS = {
     ),
 }
 
-# What is taken step by step, where it is.
+# Problems whose loops are not taken whole.
 UNROLLED = {
     "nested", "by_number", "decaying", "renewed", "without_rows", "with_a_gradient",
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Loops that are taken whole: what each step does with variables, for all steps at once."""
 
-import keras
+import contextlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -23,6 +24,7 @@ from tests.problems.loops import (
     UNROLLED,
     WIDTH,
     Cell,
+    Mixed,
     of,
     of_a_gradient,
     over_time,
@@ -35,8 +37,6 @@ from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Batch as RowsOfBatch
 from tfdp.losses.objective import Objective
-from tfdp.rules.loops import taken_whole
-from tfdp.rules.uses import Free
 
 pytestmark = pytest.mark.keras_private
 
@@ -105,37 +105,6 @@ def test_the_graph_does_not_grow_with_the_steps():
         return types
 
     assert operations(4) == operations(40)
-
-
-COUNTED = (
-    (lambda i: i < 3, lambda i: i + 1, 0, None, 3),
-    (lambda t: t < 1, lambda t: t + 0.25, 0.0, None, 4),
-    (lambda i: (i < 10) & (i % 7 < 6), lambda i: i * 2, 1, None, 4),
-    (lambda i: i < 100, lambda i: i + 1, 0, 5, 5),
-)
-
-
-@pytest.mark.parametrize(("cond", "body", "start", "most", "steps"), COUNTED)
-def test_it_counts_as_a_loop_does(cond, body, start, most, steps):
-    own = keras.Variable([2.0, -3.0])
-
-    @tf.function(autograph=False)
-    def both(x):
-        loop = (
-            lambda number, _: cond(number),
-            lambda number, h: (body(number), h * own + tf.cast(number, tf.float32)),
-            (tf.constant(start), x),
-        )
-        free = Free(3)
-        free.add([x])
-        with tf.GradientTape(persistent=True) as tape:
-            taken = taken_whole([own], 3, free, [tape], *loop, maximum_iterations=most)
-        assert [tap.steps for tap in taken.taps.values()] == [steps]
-        return taken.results, tf.while_loop(*loop, maximum_iterations=most)
-
-    found, expected = both(tf.constant([[1.0, 2.0], [3.0, 4.0], [-5.0, 6.0]]))
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def of_no_rows(layer, x):
@@ -212,10 +181,24 @@ def test_a_step_draws_once(rng):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-6)
 
 
+def symbolic(layer, x):
+    """A gradient by no tape, where there is one, which does not ask for the weight."""
+    with (
+        tf.GradientTape()
+        if tf.executing_eagerly()
+        else contextlib.nullcontext() as tape
+    ):
+        if tape is not None:
+            tape.watch(x)
+        h = ops.fori_loop(0, TIME, lambda _, h: ops.tanh(h + layer.own[0]), x)
+    return h + (tf.gradients(h, x)[0] if tape is None else tape.gradient(h, x))
+
+
 @pytest.mark.slow
-def test_a_gradient_of_ones_own_goes_through_single_steps():
+@pytest.mark.parametrize("run", [of_a_gradient, symbolic])
+def test_a_gradient_of_ones_own_goes_through_single_steps(run):
     """Another way from the weights to the loss than by what a step makes of rows."""
-    problem = of(of_a_gradient, WIDTH)
+    problem = of(run, WIDTH)
     engine = chosen(problem)
     assert engine.unrolls_loops
     check(problem, runner(problem, [engine], "graph"), OUTLIER)
@@ -275,6 +258,18 @@ def test_a_model_with_a_loop_trains_and_is_explained(rng):
     x, y = rng.normal(size=(8, WIDTH)), rng.normal(size=(8, 2))
     private.fit(x, y, batch_size=4, verbose=0)
     assert "own" in private.explain()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cell", "weights"), [(Cell, 3), (Mixed, 3)])
+def test_each_weight_of_a_cell_is_explained_once(cell, weights, rng):
+    private = tfdp.DPModel(sequential((TIME, WIDTH), layers.RNN(cell())))
+    optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+    private.compile(optimizer, "mse")
+    x, y = rng.normal(size=(8, TIME, WIDTH)), rng.normal(size=(8, WIDTH))
+    private.fit(x, y, batch_size=4, verbose=0)
+    lines = [line for line in private.explain().splitlines() if "rnn/" in line]
+    assert len(lines) == weights, lines
 
 
 def mixing(layer, x):

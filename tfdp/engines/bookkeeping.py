@@ -56,8 +56,8 @@ class BookkeepingEngine(Engine):
             apart, in place of asking for each row alone.
         follows_leaves: Found likewise: whether the variables of layers without a rule are
             followed; see `tfdp.rules.recording.Recording`.
-        unrolls_loops: Found likewise: whether loops of layers are taken step by step; None
-            if that was not needed.
+        unrolls_loops: Found likewise: whether loops of layers are taken step by step, where
+            they cannot be taken whole; None if that was not needed, False if it failed.
 
     References:
         .. [1] Bu et al., "Differentially Private Optimization on Large Model at Small

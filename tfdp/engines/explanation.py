@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Nest
+from tfdp._types import Nest, Tensor
 from tfdp.clipping import at_least_float32
 from tfdp.losses.objective import number_of_rows
 from tfdp.rules.recording import Recording, Watched
@@ -87,12 +87,20 @@ def explained(
         rows = number_of_rows(x)
         recording = Recording(model, rows, is_of_one_unit=is_of_one_unit, **found_out)
         with recording.observing():
-            _keras.run_model(model, x, training=True)
+            outputs = keras.tree.flatten(_keras.run_model(model, x, training=True))
+            reached = [
+                each for each in [*outputs, *model.losses] if each.dtype.is_floating
+            ]
+            recording.note_losses(tf.add_n([tf.zeros([]), *map(_total, reached)]))
         for watched in recording.watched:
             found.extend(_explained(watched, norms, leaves_out))
 
     tf.function(run, autograph=False).get_concrete_function(signature)
     return found
+
+
+def _total(tensor: Tensor) -> Tensor:
+    return tf.reduce_sum(tf.cast(tensor, tf.float32))
 
 
 def _explained(

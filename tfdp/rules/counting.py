@@ -10,7 +10,7 @@ from tfdp.rules.copies import Copies
 from tfdp.rules.made import again_on
 from tfdp.rules.uses import NotFollowedError, static_length
 
-# A loop with more steps is taken to be without end.
+# A loop with as many steps is taken to be without end.
 _MOST_COUNTED = 4096
 
 # What counts steps, and compares the count.

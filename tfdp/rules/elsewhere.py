@@ -89,7 +89,7 @@ def met(
         use: One of its uses.
         rows: How many rows there are, None where that is not static.
         place: Where they lie in what it makes, None where that has to be guessed.
-        is_recorded: Whether its gradient is known.
+        is_recorded: Whether a tape, or a loop that was taken whole, has its gradient.
 
     Returns:
         What to ask of it.

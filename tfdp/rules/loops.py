@@ -29,7 +29,7 @@ from tfdp.rules.uses import (
     named,
 )
 
-# Of what is given to a loop in TensorFlow's graph, these come before the caller's.
+# TensorFlow's counter and limit come before what the caller gives a loop.
 _OWN_INPUTS = 2
 
 # Options of loops, and those that the loop that is made once more has too.
@@ -80,13 +80,13 @@ class Taken(NamedTuple):
         results: What `tf.while_loop` returns.
         taps: Of the uses of variables that are repeated outside, by the names of their
             operations.
-        given: What the loop is given of variables, which no gradient comes back to, and
-            how many operations use that.
+        is_differentiated: Tells whether somebody has gone back through the loop since it
+            was made.
     """
 
     results: Nest
     taps: dict[str, Tap]
-    given: list[tuple[Tensor, int]]
+    is_differentiated: Callable[[], bool]
 
 
 def taken_whole(
@@ -132,7 +132,7 @@ def taken_whole(
         # TensorFlow would put the loop into one more function.
         with _keras.paused(tapes):
             graph = tf.function(traced, autograph=False).get_concrete_function().graph
-        if not any(handles.of(e) or handles.behind(e) for e, _ in graph.captures):
+        if not any(handles.of(e) or handles.paths_behind(e) for e, _ in graph.captures):
             return None
         (op,) = (op for op in graph.get_operations() if op.type.endswith("While"))
         if (
@@ -144,11 +144,11 @@ def taken_whole(
         options = {name: kwargs[name] for name in _KEPT_OPTIONS if name in kwargs}
         loop = _Loop(op, graph, handles, free)
         with _keras.paused(tapes):
-            if any(map(_keras.is_recorded, loop.made_of)):
+            if any(map(_keras.is_recorded, loop.differentiable)):
                 raise NotTakenWholeError(
                     "a loop whose gradients another tape may ask for"
                 )
-        values, taps = loop.made_again(rows, tapes[0], options)
+        values, taps = loop.remade(rows, tapes[0], options)
     except Exception as error:
         # Whatever it is: there are other ways to take a loop.
         raise NotTakenWholeError(str(error)) from error
@@ -158,7 +158,8 @@ def taken_whole(
         else value
         for leaf, value in zip(leaves, values, strict=False)
     ]
-    return Taken(tf.nest.pack_sequence_as(loop_vars, results), taps, loop.given)
+    packed = tf.nest.pack_sequence_as(loop_vars, results)
+    return Taken(packed, taps, loop.is_differentiated)
 
 
 class _Handles:
@@ -190,7 +191,7 @@ class _Handles:
             return self._placeholders.get(tensor.name)
         return self._known.get(id(tensor))
 
-    def behind(self, tensor: Tensor) -> list[str]:
+    def paths_behind(self, tensor: Tensor) -> list[str]:
         """List the paths of variables that a tensor without rows is made of."""
         if not (tensor.dtype.is_floating and self._free.holds(tensor)):
             return []
@@ -245,9 +246,6 @@ class _Loop:
         handles: The variables whose uses are recorded.
         free: What is made without rows, in the graph that is being made.
 
-    Attributes:
-        given: See `Taken`; once it is made again.
-
     Raises:
         NotFollowedError: If something in it is not known.
     """
@@ -259,7 +257,6 @@ class _Loop:
         handles: _Handles,
         free: Free,
     ) -> None:
-        self.given: list[tuple[Tensor, int]] = []
         self._rows = free.number
         self._cond, self._body = (
             _keras.function_graph(graph, op.get_attr(name).name)
@@ -274,7 +271,7 @@ class _Loop:
             for place in range(_OWN_INPUTS, len(given))
             if _made_as(made[place]).name != given[place].name
         ]
-        self.steps = count_steps(self._cond, self._body, self._start)
+        self._steps = count_steps(self._cond, self._body, self._start)
         self._free = Free(self._rows)
         for place, each in enumerate(given):
             is_kept = place >= _OWN_INPUTS and place not in self._carried
@@ -290,7 +287,7 @@ class _Loop:
         self._seen = {
             use.op.name: self._seen_by(use) for root in self._roots for use in root.uses
         }
-        if self.steps == 0 or not self._seen:
+        if self._steps == 0 or not self._seen:
             raise NotFollowedError("no step that uses variables")
         self._operations = [
             op
@@ -299,7 +296,7 @@ class _Loop:
         ]
 
     @property
-    def made_of(self) -> list[Tensor]:
+    def differentiable(self) -> list[Tensor]:
         """What gradients may come back to, variables included."""
         read = [
             self._outside.known[each.name]
@@ -335,7 +332,7 @@ class _Loop:
                 followed = operations.follow(variable)
                 roots.append(_Root([variable.path], followed.made, followed.uses))
             for inner, start in given:
-                paths = handles.behind(start)
+                paths = handles.paths_behind(start)
                 if paths:
                     made = {inner.op.name: inner.op}
                     roots.append(_Root(paths, made, operations.uses_of([inner], made)))
@@ -367,18 +364,22 @@ class _Loop:
             raise NotFollowedError(named(op))
         lengths, positions = made[1:].as_list(), 1
         before = rows[0].op
+        if op.type == "MatMul":
+            columns = use.tensor.shape[1 if op.get_attr("transpose_b") else 0]
+            rows[0].set_shape([None, columns])
         if op.type == "MatMul" and before.type == "Reshape":
             whole = before.inputs[0]
-            columns = use.tensor.shape[1 if op.get_attr("transpose_b") else 0]
             if (whole.shape.rank or 0) > 2 and whole.shape[-1] == columns is not None:
-                # Positions that became entries are positions again.
-                lengths = [*whole.shape[1:-1], made[-1]]
-                rows, positions = [whole], whole.shape[1:-1].num_elements()
+                between = whole.shape[1:-1]
+                if between.num_elements() != 1:
+                    # Positions that became entries are positions again.
+                    rows, positions = [whole], between.num_elements() or 0
+                    lengths = [*between, made[-1]]
         firsts = {each.shape[0] for each in rows} | (
             {made[0]} if positions == 1 else set()
         )
         others = [*itertools.chain(*(each.shape[1:] for each in rows)), *lengths]
-        if not firsts <= {self._rows, None} or None in others:
+        if not positions or not firsts <= {self._rows, None} or None in others:
             raise NotFollowedError(f"the lengths of {named(op)}")
         return _Seen(op, rows, lengths, positions)
 
@@ -399,7 +400,7 @@ class _Loop:
             return use.place == 0 and looks_up_rows(op)
         return op.type in ELEMENTWISE and are_alike and is_of_all
 
-    def made_again(
+    def remade(
         self,
         rows: int | Tensor,
         tape: tf.GradientTape,
@@ -416,24 +417,43 @@ class _Loop:
             What comes out for the caller's tensors and all that is given beside, and the
             taps.
         """
-        kept = {each.name: each for seen in self._seen.values() for each in seen.rows}
         zeros = {
-            name: tf.zeros([self.steps, rows, *seen.lengths], seen.op.outputs[0].dtype)
+            name: tf.zeros([self._steps, rows, *seen.lengths], seen.op.outputs[0].dtype)
             for name, seen in self._seen.items()
         }
         for each in zeros.values():
             tape.watch(each)
-        arrays = [
-            tf.TensorArray(_whole(each.dtype), self.steps, element_shape=each.shape)
-            for each in kept.values()
-        ]
         # In the shape of what is made, positions being entries.
         added = {
             name: each
             if self._seen[name].positions == 1
-            else tf.reshape(each, [self.steps, -1, each.shape[-1]])
+            else tf.reshape(each, [self._steps, -1, each.shape[-1]])
             for name, each in zeros.items()
         }
+        carried, of_steps = self._run(added, options)
+        values = list(self._start)
+        for place, value in zip(self._carried, carried, strict=True):
+            values[place] = value
+        return values[_OWN_INPUTS:], self._repeated_outside(zeros, of_steps)
+
+    def _run(
+        self, added: dict[str, Tensor], options: dict[str, Nest]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Run the loop.
+
+        Args:
+            added: What is added in all steps, by the names of the uses.
+            options: Of the loop.
+
+        Returns:
+            What is carried, after the last step; and what the uses are made of, by the
+            names in a step, the steps of each row consecutive entries.
+        """
+        kept = {each.name: each for seen in self._seen.values() for each in seen.rows}
+        arrays = [
+            tf.TensorArray(_integers_for(t.dtype), self._steps, element_shape=t.shape)
+            for t in kept.values()
+        ]
         # Lists that steps take the last of: their gradients are put behind one by one.
         lists = {
             name: tf.raw_ops.TensorListFromTensor(
@@ -441,7 +461,6 @@ class _Loop:
             )
             for name, each in added.items()
         }
-
         # No gradient comes back to variables in the loop: it would be that of all rows.
         fixed = {
             each.name: tf.stop_gradient(self._outside.of(each))
@@ -462,7 +481,7 @@ class _Loop:
             outputs = [copies.known[self._body.outputs[n].name] for n in self._carried]
             # Among the kept, a step's place is that of what it has taken from the lists.
             arrays = [
-                array.write(self.steps - 1 - number, _as_whole(copies.known[name]))
+                array.write(self._steps - 1 - number, _as_integers(copies.known[name]))
                 for array, name in zip(arrays, kept, strict=True)
             ]
             return number + 1, outputs, left, arrays
@@ -470,36 +489,55 @@ class _Loop:
         carried = [self._start[place] for place in self._carried]
         with _keras.without_tapes():
             _, made, _, arrays = while_loop(
-                lambda number, *_: number < self.steps,
+                lambda number, *_: number < self._steps,
                 step,
                 (tf.constant(0), carried, lists, arrays),
-                maximum_iterations=self.steps,
+                maximum_iterations=self._steps,
                 **options,
             )
-        kept_as_is = [
-            each
-            for place, each in enumerate(self._start)
-            if place not in self._carried
-            and not self._free.holds(self._body.inputs[place])
+        unchanged = [
+            start
+            for place, (start, each) in enumerate(
+                zip(self._start, self._body.inputs, strict=True)
+            )
+            if place not in self._carried and not self._free.holds(each)
         ]
-        _keras.note_loop(made, [*lists.values(), *carried, *kept_as_is])
-        self.given = [(each, len(each.consumers())) for each in fixed.values()]
-        values = list(self._start)
-        for place, value in zip(self._carried, made, strict=True):
-            values[place] = value
-        of_steps = {
-            name: _rows_first(_as_before(array.stack(), kept[name]), self.steps)
+        _keras.record_loop(made, [*lists.values(), *carried, *unchanged])
+        self._note_uses(_made_as(arrays[0].flow).op, list(fixed.values()))
+        return made, {
+            name: _rows_first(_as_before(array.stack(), kept[name]), self._steps)
             for name, array in zip(kept, arrays, strict=True)
         }
+
+    def _note_uses(self, loop: tf.Operation, given: list[Tensor]) -> None:
+        """Note who uses what, to tell later whether gradients have been taken."""
+
+        def uses() -> int:
+            # A gradient asks for what was given, or makes the loop keep more than it did.
+            return len(loop.outputs) + sum(len(each.consumers()) for each in given)
+
+        before = uses()
+        self.is_differentiated = lambda: uses() > before
+
+    def _repeated_outside(
+        self, zeros: dict[str, Tensor], of_steps: dict[str, Tensor]
+    ) -> dict[str, Tap]:
+        """Repeat the uses of all steps at once.
+
+        Args:
+            zeros: What was added in the steps, by the names of the uses.
+            of_steps: See `_run`.
+
+        Returns:
+            Their taps, by the names of their operations.
+        """
         self._outside.known |= of_steps
         taps = {}
         for name, seen in self._seen.items():
             of_rows = of_steps[seen.rows[0].name]
             if seen.positions > 1:
-                flat = seen.op.inputs[0]
-                self._outside.known[flat.name] = tf.reshape(
-                    of_rows, [-1, of_rows.shape[-1]]
-                )
+                flat = tf.reshape(of_rows, [-1, of_rows.shape[-1]])
+                self._outside.known[seen.op.inputs[0].name] = flat
             for each in seen.op.inputs:
                 self._outside.of(each)
             outside = self._outside.copy(seen.op)
@@ -510,9 +548,9 @@ class _Loop:
                 for path in root.paths
             }
             taps[outside.name] = Tap(
-                zeros[name], self.steps, seen.positions, of_rows, used
+                zeros[name], self._steps, seen.positions, of_rows, used
             )
-        return values[_OWN_INPUTS:], taps
+        return taps
 
     def _step(
         self,
@@ -551,21 +589,21 @@ def _shape_of_entries(tensor: Tensor) -> Tensor:
 
 
 # Of whole numbers a loop keeps no gradients, which would be computed in every step.
-_WHOLE = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
+_INTEGERS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
-def _whole(dtype: tf.DType) -> tf.DType:
-    return _WHOLE[dtype.size] if dtype.is_floating else dtype
+def _integers_for(dtype: tf.DType) -> tf.DType:
+    return _INTEGERS[dtype.size] if dtype.is_floating else dtype
 
 
-def _as_whole(tensor: Tensor) -> Tensor:
+def _as_integers(tensor: Tensor) -> Tensor:
     """Take numbers for whole ones of the same bits."""
-    dtype = _whole(tensor.dtype)
+    dtype = _integers_for(tensor.dtype)
     return tensor if dtype == tensor.dtype else tf.bitcast(tensor, dtype)
 
 
 def _as_before(tensor: Tensor, like: Tensor) -> Tensor:
-    """Undo `_as_whole`."""
+    """Undo `_as_integers`."""
     return tensor if tensor.dtype == like.dtype else tf.bitcast(tensor, like.dtype)
 
 

@@ -101,7 +101,8 @@ class Recording:
         follows_leaves: Whether the variables of layers whose rule is one of `Leaves` are
             followed to where they meet the rows, and the rule is left out.
         unrolls_loops: Whether loops that rules do not make are taken step by step.
-        takes_loops_whole: Whether they are taken whole, where they are not.
+        takes_loops_whole: Whether loops that are not taken step by step are taken whole;
+            see `tfdp.rules.loops`.
 
     Attributes:
         tape: Has recorded the pass, from what is watched.
@@ -171,9 +172,11 @@ class Recording:
         )
         # Whether a loop is traced to be looked at, and whether a cell is called before one.
         self._is_looked_at = False
+        # What was not known of the last loop that was not taken whole.
+        self._not_known = "it may have functions"
         self._tries_a_cell = False
-        # What loops are given of variables, and how many operations use that.
-        self._given_to_loops: list[tuple[Tensor, int]] = []
+        # Of loops taken whole: whether somebody has gone back through them.
+        self._are_differentiated: list[Callable[[], bool]] = []
         # Of uses of variables in loops that are repeated outside, by their operations.
         self._taps: dict[str, Tap] = {}
         # How often each layer has been called, and each variable used, by their paths.
@@ -261,13 +264,13 @@ class Recording:
                 if not self._is_here():
                     self._note_loop()
                     raise UnsupportedLayerError(
-                        "Only calls outside of branches, and of loops that are not of a "
-                        "fixed, small number of steps, can be recorded. Received: "
-                        f"`{path}` ({type(layer).__name__}), called in a graph of its "
-                        "own. Use `keras.ops.fori_loop(0, 8, body, x)` with a fixed "
-                        "number of steps, `unroll=True` in a recurrent layer, or "
-                        "register a rule for the layer that loops: "
-                        "`tfdp.rules.register(MyLayer, rule)`."
+                        "Only calls outside of branches can be recorded, and in loops of a "
+                        "fixed number of steps in which all is known, or of 64 steps at "
+                        f"most. Received: `{path}` ({type(layer).__name__}), called in a "
+                        f"graph of its own, where this is not known: {self._not_known}. Use "
+                        "`keras.ops.fori_loop(0, 8, body, x)` with a fixed number of steps, "
+                        "`unroll=True` in a recurrent layer, or register a rule for the "
+                        "layer that loops: `tfdp.rules.register(MyLayer, rule)`."
                     )
                 if not self._is_of_one_unit and self._is_without_rows(call):
                     raise UnsupportedLayerError(
@@ -306,20 +309,21 @@ class Recording:
                     *args,
                     **kwargs,
                 )
-            except NotTakenWholeError:
+            except NotTakenWholeError as error:
                 # Calls of layers in it say what is the matter.
-                taken = None
+                taken, self._not_known = None, str(error)
             finally:
                 self._is_looked_at = False
             if taken is not None:
+                # If the proof fails, single steps may be proven.
                 self._note_loop()
                 self._taps |= taken.taps
-                self._given_to_loops += taken.given
+                self._are_differentiated.append(taken.is_differentiated)
                 return taken.results
         return while_loop(*args, **kwargs)
 
     def _note_loop(self) -> None:
-        """Note for a trace that something is out of reach in a graph of its own."""
+        """Note for a trace that taking loops step by step may help."""
         trace = tracing()
         if trace is not None:
             trace.note_loop()
@@ -501,7 +505,7 @@ class Recording:
 
         By such a gradient variables reach the loss in one more way, which no tap is in.
         """
-        if any(len(each.consumers()) > number for each, number in self._given_to_loops):
+        if any(each() for each in self._are_differentiated):
             self._refusals.append(
                 "A model or a loss that takes gradients itself needs whole gradients of "
                 "each example. Received: a gradient through a loop."

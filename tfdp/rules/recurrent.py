@@ -17,14 +17,14 @@ from tfdp.rules.call import Call
 from tfdp.rules.registry import find, own_variables, rule
 from tfdp.rules.scan import Cell, Matrices, Scan
 from tfdp.rules.terms import Columns, PerRow, Term
-
-# Each takes a cell's operations once more in the graph.
-_MOST_UNROLLED = 64
+from tfdp.rules.unrolling import MOST_UNROLLED
 
 
 @rule(keras.layers.RNN)
 def rnn(call: Call) -> Nest:
     """Rule of `keras.layers.RNN`: that of its cell, at once or step by step.
+
+    Loops over cells with layers in them come here only where they are not taken whole.
 
     Args:
         call: The call.
@@ -40,9 +40,9 @@ def rnn(call: Call) -> Nest:
     if of_cell in (simple_rnn, lstm, gru):
         return of_cell(call)
     steps = call.inputs.shape[1]
-    if steps is None or steps > _MOST_UNROLLED:
+    if steps is None or steps > MOST_UNROLLED:
         raise UnsupportedLayerError(
-            f"Cells of one's own can be taken step by step up to {_MOST_UNROLLED} steps. "
+            f"Cells of one's own can be taken step by step up to {MOST_UNROLLED} steps. "
             f"Received: `{call.path}` with inputs of shape {call.inputs.shape}. Use "
             "`keras.Input((steps, features))` with fewer, or one of Keras's layers for "
             "each cell, such as `keras.layers.LSTM(8)`."

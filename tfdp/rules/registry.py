@@ -152,7 +152,7 @@ def is_leaf(layer: keras.layers.Layer) -> bool:
 
 
 def loops_over_a_cell(layer: keras.layers.Layer) -> bool:
-    """Tell whether a layer is Keras's loop over a cell with layers in it, and no rule."""
+    """Tell whether a layer is Keras's `RNN`, not unrolled, over a cell without a rule."""
     is_loop = type(layer) is keras.layers.RNN and not layer.unroll
     return is_loop and find(layer.cell) is None
 

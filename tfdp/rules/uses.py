@@ -104,7 +104,7 @@ class Free:
         self.note(rows, is_free=False)
 
     def note(self, tensors: Iterable[Tensor], *, is_free: bool) -> None:
-        """Note of tensors whether they are, of which their operations do not tell."""
+        """Note whether tensors are made without rows, where operations do not tell."""
         self._known |= {
             each.op.name: is_free for each in tensors if tf.is_symbolic_tensor(each)
         }
