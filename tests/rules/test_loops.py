@@ -41,7 +41,7 @@ from tfdp.losses.objective import Objective
 pytestmark = pytest.mark.keras_private
 
 WHOLE = {name: each for name, each in PROBLEMS.items() if name not in UNROLLED}
-QUICK = {"cell", "masked_cell", "of_made", "of_series"}
+QUICK = {"cell", "masked_cell", "of_gradients_inside", "of_made", "of_series"}
 NAMES = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in WHOLE
@@ -194,8 +194,9 @@ def symbolic(layer, x):
     return h + (tf.gradients(h, x)[0] if tape is None else tape.gradient(h, x))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", [of_a_gradient, symbolic])
+@pytest.mark.parametrize(
+    "run", [symbolic, pytest.param(of_a_gradient, marks=pytest.mark.slow)]
+)
 def test_a_gradient_of_ones_own_goes_through_single_steps(run):
     """Another way from the weights to the loss than by what a step makes of rows."""
     problem = of(run, WIDTH)
