@@ -363,10 +363,11 @@ def test_random_layers_draw_for_each_example_and_each_call():
 
 
 class NoisyLoop(Noisy):
-    """Draws, and multiplies in a loop that is too long to be unrolled."""
+    """Draws in a loop that is neither taken whole nor, as long as it is, unrolled."""
 
     def call(self, x):
-        return ops.fori_loop(0, 65, lambda _, h: h + super(NoisyLoop, self).call(h), x)
+        step = lambda _, h: ops.silu(h) + super(NoisyLoop, self).call(h)  # noqa: E731
+        return ops.fori_loop(0, 65, step, x)
 
 
 @pytest.mark.slow

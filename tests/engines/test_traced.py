@@ -269,7 +269,7 @@ def loops_and_ways():
             yield pytest.param(*case, marks=() if case in QUICK else marks)
 
 
-@pytest.mark.parametrize(("is_known", "name", "way"), loops_and_ways())
+@pytest.mark.parametrize(("is_known", "name", "way"), list(loops_and_ways()))
 def test_loops_run_what_was_proven(name, way, is_known, rows_meet):
     """Whatever code has become since then."""
     inner = meeting_later()

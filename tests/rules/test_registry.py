@@ -130,23 +130,24 @@ class Recurrent(layers.SimpleRNN):
 @pytest.mark.slow
 def test_what_is_said_of_subclasses_helps():
     data = np.ones((ROWS, 3, 2), "float32"), np.ones((ROWS, 2), "float32"), None
-    of_cell, loop, unrolled = (
+    in_loop, of_cell, loop, unrolled = (
         Objective.of(sequential((3, 2), layer), "mse")
         for layer in (
             layers.RNN(Cell(2)),
+            layers.RNN(Cell(2), unroll=True),
             Recurrent(2),
             Recurrent(2, unroll=True),
         )
     )
     # Where layers see the number of rows, rules are asked; elsewhere weights are followed.
-    for objective in (of_cell, loop):
-        assert choose("bookkeeping", objective, data).unrolls_loops
+    for objective in (in_loop, loop):
+        assert choose("bookkeeping", objective, data).unrolls_loops is None
     advice = r"`tfdp.rules.register\(Cell, tfdp.rules.recurrent.gru\)`"
     with pytest.raises(tfdp.errors.UnsupportedLayerError, match=advice):
         choose("bookkeeping", of_cell, data, ROWS)
     rules.register(Cell, rules.recurrent.gru)
     assert choose("bookkeeping", of_cell, data) == BookkeepingEngine()
-    assert choose("bookkeeping", loop, data, ROWS).unrolls_loops
+    assert choose("bookkeeping", loop, data, ROWS).unrolls_loops is None
     assert choose("bookkeeping", unrolled, data) == BookkeepingEngine()
 
 
