@@ -41,7 +41,7 @@ from tfdp.losses.objective import Objective
 pytestmark = pytest.mark.keras_private
 
 WHOLE = {name: each for name, each in PROBLEMS.items() if name not in UNROLLED}
-QUICK = {"cell", "masked_cell", "of_gradients_inside", "of_made", "of_series"}
+QUICK = {"cell", "of_gradients_inside", "of_made"}
 NAMES = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in WHOLE
