@@ -153,6 +153,13 @@ def renewed(layer, x):
     return ops.fori_loop(0, TIME, step, (x, tf.eye(WIDTH, dtype=x.dtype)))[0]
 
 
+def given_back(layer, x):
+    """A matrix that the last step gives to what follows the loop."""
+    step = lambda _, pair: (ops.tanh(pair[0] @ layer.own), layer.own * 2.0)  # noqa: E731
+    h, own = ops.fori_loop(0, TIME, step, (x, tf.eye(WIDTH, dtype=x.dtype)))
+    return h @ own
+
+
 def without_rows(layer, x):
     """A loop that makes something of a weight alone, and one of the rows."""
     step = lambda _, v: ops.tanh(ops.matmul(v, layer.own) + 1)  # noqa: E731
@@ -260,7 +267,7 @@ def of_masked_cell():
 _ON_VECTORS = (
     counted, called, until, at_most, over_constants, of_made, of_gradients_inside, passed_on,
     looked_up, long,
-    nested, by_number, decaying, renewed, without_rows, with_a_gradient,
+    nested, by_number, decaying, renewed, given_back, without_rows, with_a_gradient,
 )  # fmt: skip
 
 PROBLEMS = {
@@ -281,5 +288,5 @@ PROBLEMS = {
 
 # Problems whose loops are not taken whole.
 UNROLLED = {
-    "nested", "by_number", "decaying", "renewed", "without_rows", "with_a_gradient",
+    "nested", "by_number", "decaying", "renewed", "given_back", "without_rows", "with_a_gradient",
 }  # fmt: skip
