@@ -246,9 +246,14 @@ class _Loop:
         handles: The variables whose uses are recorded.
         free: What is made without rows, in the graph that is being made.
 
+    Attributes:
+        is_differentiated: See `Taken`; once it is made.
+
     Raises:
         NotFollowedError: If something in it is not known.
     """
+
+    is_differentiated: Callable[[], bool]
 
     def __init__(
         self,

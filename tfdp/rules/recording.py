@@ -171,10 +171,10 @@ class Recording:
             and not is_of_one_unit
         )
         # Whether a loop is traced to be looked at, and whether a cell is called before one.
-        self._is_looked_at = False
+        self._looks_at_a_loop = False
+        self._tries_a_cell = False
         # What was not known of the last loop that was not taken whole.
         self._not_known = "it may have functions"
-        self._tries_a_cell = False
         # Of loops taken whole: whether somebody has gone back through them.
         self._are_differentiated: list[Callable[[], bool]] = []
         # Of uses of variables in loops that are repeated outside, by their operations.
@@ -237,7 +237,7 @@ class Recording:
         *args: Nest,
         **kwargs: Nest,
     ) -> Nest:
-        if self._is_looked_at or (self._tries_a_cell and self._is_here()):
+        if self._looks_at_a_loop or (self._tries_a_cell and self._is_here()):
             return function(*args, **kwargs)
         if not self._is_by_rule and self._follows_leaves and is_leaf(layer):
             return function(*args, **kwargs)
@@ -294,12 +294,12 @@ class Recording:
 
     def _run_loop(self, *args: Nest, **kwargs: Nest) -> Nest:
         """Run a `tf.while_loop`, step by step if that is asked for, or whole."""
-        if self._is_by_rule or not self._is_here() or self._is_looked_at:
+        if self._is_by_rule or not self._is_here() or self._looks_at_a_loop:
             return while_loop(*args, **kwargs)
         if self._unrolls_loops:
             return unrolled(*args, **kwargs)
         if self._takes_loops_whole:
-            self._is_looked_at = True
+            self._looks_at_a_loop = True
             try:
                 taken = taken_whole(
                     self._model.trainable_variables,
@@ -313,7 +313,7 @@ class Recording:
                 # Calls of layers in it say what is the matter.
                 taken, self._not_known = None, str(error)
             finally:
-                self._is_looked_at = False
+                self._looks_at_a_loop = False
             if taken is not None:
                 # If the proof fails, single steps may be proven.
                 self._note_loop()
