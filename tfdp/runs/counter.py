@@ -100,7 +100,7 @@ class StepCounter:
     ) -> None:
         """Begin another segment, without a limit; see `LedgerRecorder.begin`."""
         self.scheme, self.planned_releases = scheme, planned_releases
-        self._releases.assign(tf.zeros_like(self._releases))
+        self._releases.assign(np.zeros(_ROWS, np.int64))
         has_plan = len(noise_multipliers) > 0
         self._levels.assign(noise_levels(noise_multipliers) if has_plan else _NO_LEVELS)
         self._begun.assign(0)
@@ -119,7 +119,8 @@ class StepCounter:
     @property
     def is_inside_release(self) -> bool:
         """Whether the next step belongs to a release that has begun."""
-        return not bool(self.begins_release())
+        # In Python: each kind of operation that TensorFlow runs takes milliseconds at first.
+        return int(self._steps_in_release.numpy()) < self.steps_per_release
 
     @property
     def steps_per_release(self) -> int:
