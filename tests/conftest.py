@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def pipelines_without_tuner():
-    """Turn off the tuner of TensorFlow's input pipelines, which `fit` prefetches from.
+    """Turn off the tuner of TensorFlow's input pipelines.
 
     An iterator sometimes waits for its tuner when it is freed, up to a minute (seen
     with TensorFlow 2.18 and 2.21), in whichever test that happens.
@@ -50,16 +50,33 @@ def pipelines_without_tuner():
     if tf is None:
         yield
         return
-    prefetch = tf.data.Dataset.prefetch
     options = tf.data.Options()
     options.autotune.enabled = False
+    iterate = tf.data.Dataset.__iter__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            tf.data.Dataset,
+            "__iter__",
+            lambda self: iterate(self.with_options(options)),
+        )
+        yield
 
-    def untuned(self, *args, **kwargs):
-        return prefetch(self, *args, **kwargs).with_options(options)
 
-    tf.data.Dataset.prefetch = untuned
-    yield
-    tf.data.Dataset.prefetch = prefetch
+@pytest.fixture(scope="session", autouse=True)
+def kernels_are_kept():
+    """Let kernels of operations live on where global seeds are set and names forgotten.
+
+    To make those that a test runs eagerly takes milliseconds each, a tenth of the time
+    of all tests. (TensorFlow forgets them for random operations that know their seed.)
+    """
+    if "tensorflow" not in sys.modules:
+        yield
+        return
+    from tensorflow.python import pywrap_tfe
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pywrap_tfe, "TFE_ContextClearCaches", lambda _: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

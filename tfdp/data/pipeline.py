@@ -97,7 +97,11 @@ def pipeline_of(data: DrawnDataset, *, is_endless: bool = False) -> tf.data.Data
         stream = stream.flat_map(batches)
     if not is_endless:
         stream = stream.apply(tf.data.experimental.assert_cardinality(len(data)))
-    return stream.prefetch(tf.data.AUTOTUNE)
+    # Nothing here has a number of threads to be tuned, and an iterator that is freed
+    # sometimes waits for its tuner, up to a minute.
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return stream.prefetch(tf.data.AUTOTUNE).with_options(options)
 
 
 class _Blocks:
