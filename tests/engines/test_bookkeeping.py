@@ -19,6 +19,7 @@ from tests.engine_checks import (
     runner,
 )
 from tests.problems import PROBLEMS, Batch, Problem, cases, floats, sequential, take
+from tests.problems.loops import PROBLEMS as LOOPS
 from tests.reference import assert_all_close, clipped_sum, problem_gradients
 from tfdp.ascent.losses import Ascent
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
@@ -391,17 +392,21 @@ def test_updates_of_low_rank_are_scaled(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "physical_batch_size", "jit_compile"),
+    ("problem", "engine", "physical_batch_size", "jit_compile"),
     [
-        ("bookkeeping", None, False),
-        ("bookkeeping", 3, True),
-        ("ghost", None, True),
-        ("ghost", 3, False),
-        ("vectorized", 3, False),
+        (PROBLEMS["cnn"], "bookkeeping", None, False),
+        (PROBLEMS["cnn"], "bookkeeping", 3, True),
+        (PROBLEMS["cnn"], "ghost", None, True),
+        (PROBLEMS["cnn"], "ghost", 3, False),
+        (PROBLEMS["cnn"], "vectorized", 3, False),
+        (LOOPS["cell"], "bookkeeping", 3, True),
+        (LOOPS["cell"], "ghost", 3, False),
     ],
 )
-def test_a_step_of_fit_is_the_clipped_mean(engine, physical_batch_size, jit_compile):
-    problem, rows = PROBLEMS["cnn"], 7
+def test_a_step_of_fit_is_the_clipped_mean(
+    problem, engine, physical_batch_size, jit_compile
+):
+    rows = 7
     batch = problem.batch(rows)
     total, norms = clipped_sum(problem_gradients(problem, batch), 0.3)
     assert np.any(norms > 0.3)
