@@ -329,8 +329,8 @@ class _Trained:
 
 
 def _value(variable: Variable) -> np.ndarray:
-    value: np.ndarray = keras.ops.convert_to_numpy(variable.value)
-    return value
+    """Look at a value, without a copy of it: on a CPU it is the variable's own memory."""
+    return np.asarray(tf.convert_to_tensor(variable.value))
 
 
 def _digest(value: np.ndarray) -> tuple[str, int, int]:
