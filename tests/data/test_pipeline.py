@@ -109,3 +109,9 @@ def test_what_python_has_to_read_is_left_to_keras(tmp_path):
     assert not is_read_by_one_thread(
         tfdp.data.PoissonDataset(in_file, expected_batch_size=8)
     )
+
+
+@pytest.mark.parametrize("is_endless", [False, True])
+def test_an_iterator_has_no_tuner_to_wait_for(is_endless):
+    stream = pipeline_of(dataset(), is_endless=is_endless)
+    assert stream.options().autotune.enabled is False

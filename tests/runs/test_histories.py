@@ -29,6 +29,7 @@ from tests.runs.models import (
     part,
     private,
 )
+from tfdp.runs import histories
 from tfdp.runs.histories import history_of
 from tfdp.runs.recorder import LedgerRecorder
 
@@ -413,3 +414,12 @@ def test_a_forked_process_counts_in_a_run_of_its_own():
     with os.fdopen(receive) as of_child:
         assert of_child.read() not in {"", run}
     assert recorder.run == run
+
+
+def test_a_value_that_is_looked_at_is_no_copy_and_stays():
+    variable = keras.Variable(np.ones(5, "float32"))
+    seen = histories._value(variable)
+    assert not seen.flags.owndata
+    variable.assign_add(np.ones(5, "float32"))
+    np.testing.assert_array_equal(seen, 1)
+    np.testing.assert_array_equal(histories._value(variable), 2)
