@@ -99,7 +99,6 @@ def test_the_winner_has_the_cost_of_the_search(searched):
     assert winner.recorder.all_steps == 6
 
 
-@pytest.mark.slow
 def test_the_first_of_the_best_wins_and_the_others_are_gone(searched):
     search, winner, built, *_ = searched
     assert search.score == 0.7
@@ -109,13 +108,11 @@ def test_the_first_of_the_best_wins_and_the_others_are_gone(searched):
     assert built[2]() is winner
 
 
-@pytest.mark.slow
 def test_names_do_not_number_the_tries(searched):
     _, winner, _, _, names = searched
     assert set(names) == {tuple(weight.path for weight in winner.model.weights)}
 
 
-@pytest.mark.slow
 def test_logs_stay_inside(searched):
     _, winner, *_ = searched
     assert winner.history is None
