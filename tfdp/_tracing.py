@@ -82,6 +82,13 @@ def made_of_rows(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     return outputs if trace is None else trace.note_made_of_rows(outputs, inputs)
 
 
+def note_loop() -> None:
+    """Note, if a trace is being made, that taking loops step by step may help."""
+    trace = tracing()
+    if trace is not None:
+        trace.note_loop()
+
+
 @contextlib.contextmanager
 def traced_by(trace: Tracing) -> Iterator[None]:
     """Let what runs inside be part of a trace."""

@@ -56,6 +56,7 @@ from tfdp.training.arguments import (
     note_slow_cpu,
 )
 from tfdp.training.augmentation import Augmentation
+from tfdp.training.batch_clipper import BatchClipper
 from tfdp.training.callback import StepCallback, find_queries
 from tfdp.training.checked_model import CheckedModel
 from tfdp.training.fit_callbacks import LedgerCallback, sorted_callbacks
@@ -67,7 +68,7 @@ from tfdp.training.model_ledger import (
     steps_of_plain_keras,
 )
 from tfdp.training.releases import ReleasingCallback, Trained, WatchingCallback
-from tfdp.training.step import BatchClipper, Session, private_step
+from tfdp.training.step import Session, private_step
 from tfdp.training.units import with_sizes
 
 
@@ -1035,13 +1036,13 @@ class DPModel(TrainingFunctions):
 
     def _check(self, data: TrainingData, clipper: BatchClipper) -> TrainingData:
         """Refuse layers and losses that mix examples."""
-        seen = self._checked.rows_seen(data.static_batch_size, clipper)
+        static_rows = self._checked.static_rows(data.static_batch_size, clipper)
         spec = data.element_spec
-        if spec is None or not self._checked.knows(spec, seen):
+        if spec is None or not self._checked.knows(spec, static_rows):
             data, sample = data.with_sample()
             like = sample if spec is None else spec
-            if not self._checked.knows(like, seen):
-                self._check_rows(like, sample, seen)
+            if not self._checked.knows(like, static_rows):
+                self._check_rows(like, sample, static_rows)
         return data
 
     def _check_batch(
@@ -1053,21 +1054,21 @@ class DPModel(TrainingFunctions):
         else.
         """
         data = batch[:3]
-        seen = self._checked.rows_seen(rows, clipper)
-        if self._checked.knows(data, seen):
+        static_rows = self._checked.static_rows(rows, clipper)
+        if self._checked.knows(data, static_rows):
             return
         shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]
         has_sample = all(shape.is_fully_defined() for shape in shapes)
         with _keras.outside_of_graphs():
-            self._check_rows(data, data if has_sample else None, seen)
+            self._check_rows(data, data if has_sample else None, static_rows)
 
-    def _check_rows(self, data: Nest, sample: Nest, seen: int | None) -> None:
+    def _check_rows(self, data: Nest, sample: Nest, static_rows: int | None) -> None:
         check_targets(data[1], needs_them=self._checked.needs_targets)
         # A graph of several replicas is traced for what has been built before.
         is_in_graph = any(map(tf.is_symbolic_tensor, _tree.tensors(data)))
         if self._replicas.strategy is not None and not is_in_graph:
             self.build_all(sample)
-        self._checked.check(data, sample, seen, self.optimizer.iterations)
+        self._checked.check(data, sample, static_rows, self.optimizer.iterations)
         _keras.build_metrics(self, *self._checked.outputs)
         self.built = True
 

@@ -12,7 +12,7 @@ import tfdp
 from tests.problems import PROBLEMS, precision, scale_outlier
 from tests.reference import clipped_sum, problem_gradients
 from tfdp.callbacks import BiasLogger
-from tfdp.training.step import BatchClipper
+from tfdp.training.batch_clipper import BatchClipper
 
 NAMES = (
     "bias_magnitude",

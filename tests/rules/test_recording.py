@@ -142,7 +142,7 @@ def test_rows_must_be_those_of_the_batch_where_only_the_data_tell():
     )
     def run(x, rows):
         recording, outputs = recorded_here(model, x, rows)
-        return recording.with_rows_checked(outputs)
+        return recording.lengths.checked(outputs)
 
     run(tf.ones([4, 3]), 4)
     with pytest.raises(tf.errors.InvalidArgumentError, match="in `head` must be those"):

@@ -10,8 +10,8 @@ import tfdp
 from tests.small import data, logits_loss, network, noiseless, optimizer, private
 from tfdp.distribute.replicas import ONE_DEVICE
 from tfdp.losses import BAM
+from tfdp.training.batch_clipper import BatchClipper
 from tfdp.training.checked_model import CheckedModel, rows_to_check
-from tfdp.training.step import BatchClipper
 
 
 def weights_of(model):
@@ -144,7 +144,7 @@ def test_layers_see_no_number_of_rows_but_of_derivatives(loss, batch_size, seen)
     clipper = BatchClipper(model, checked.engine)
     of_passes = BatchClipper(model, checked.engine, 1, physical_batch_size=8)
     assert seen == tuple(
-        checked.rows_seen(batch_size, each) for each in (clipper, of_passes)
+        checked.static_rows(batch_size, each) for each in (clipper, of_passes)
     )
 
 

@@ -12,7 +12,7 @@ from tfdp.sampling import (
     Shuffled,
     Unknown,
 )
-from tfdp.training.step import BatchClipper
+from tfdp.training.batch_clipper import BatchClipper
 from tfdp.training.units import filled_up, with_sizes
 
 

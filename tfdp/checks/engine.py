@@ -30,7 +30,7 @@ def choose(
     engine: str | engines.Engine,
     objective: Objective,
     data: Nest,
-    seen: int | None = None,
+    static_rows: int | None = None,
     *,
     sample: Nest = None,
     passes: list[TracedPass] | None = None,
@@ -47,9 +47,10 @@ def choose(
         data: ``(x, y, sample_weight)``, nested arrays of a few rows, or tensors or
             `tf.TensorSpec`: only shapes and dtypes matter. Lengths that are unknown may
             be any.
-        seen: How many rows layers see, if they see it. What is right for that number may
-            be wrong for another, which it is the divisor of, or the length of a table
-            with an entry for each place in the batch: any number is proven as well.
+        static_rows: How many rows layers see, if they see it. What is right for that
+            number may be wrong for another, which it is the divisor of, or the length of
+            a table with an entry for each place in the batch: any number is proven as
+            well.
         sample: Rows on which rules that somebody has registered are compared with
             gradients taken one by one; by default `data`, if these are arrays.
         passes: Where to put what was traced whole for units of one row, and for as many
@@ -68,7 +69,7 @@ def choose(
     """
     moved: set[str] = set()
     chosen = engines.get(engine)
-    sizes = [None] if seen is None else [None, seen]
+    sizes = [None] if static_rows is None else [None, static_rows]
     if not chosen.notes_what_it_reads:
         # It may prove nothing, as it does whose units are each evaluated alone. What is
         # kept of the data outlives them all the same.

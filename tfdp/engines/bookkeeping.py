@@ -178,7 +178,7 @@ class RecordedForward:
         units: How the rows are grouped.
         losses: One for each row.
         y_pred: The model's outputs; see `Objective.forward`.
-        rows_first: See `Recording`.
+        rows_first: See `Lengths`.
 
     Raises:
         UnsupportedLayerError: If some layer's gradients are out of reach, or some unit
@@ -245,7 +245,7 @@ class RecordedForward:
                 batch, is_of_one_unit=is_of_one_unit, splits_losses=splits_losses
             )
             self._recording.note_losses(self.losses)
-        self.rows_first = self._recording.rows_first
+        self.rows_first = self._recording.lengths.rows_first
         if self._here is not None:
             # Metrics are those of the model, not of weights uphill from it.
             self.y_pred = self._here.y_pred
@@ -283,7 +283,7 @@ class RecordedForward:
             [tensors, values],
             output_gradients=tf.cast(of_rows, self.losses.dtype),
         )
-        self._recording.note_gradients(tensors, gradients)
+        self._recording.lengths.note_gradients(tensors, gradients)
         found: dict[int, list[Term]] = {id(v): [] for v in self._objective.variables}
         for watched, of_call in zip(self._recording.watched, gradients, strict=True):
             if all(gradient is None for gradient in of_call):
@@ -361,7 +361,7 @@ class RecordedForward:
         Raises:
             tf.errors.InvalidArgumentError: If something has not, when it runs.
         """
-        return [self._recording.with_rows_checked(squares[0]), *squares[1:]]
+        return [self._recording.lengths.checked(squares[0]), *squares[1:]]
 
     def clipped(
         self, terms: list[Term | None], norms: Tensor, l2_norm_clip: Tensor

@@ -128,7 +128,7 @@ def _of_rows(use: Use, rows: int | None, place: Place | None) -> tuple[_OfRows, 
         return _of_copies(use, rows_of_copies(op, rows) if axis is None else axis)
     if op.type == "Einsum":
         return _of_einsum(use, rows, axis)
-    # Rows are taken to be on the first axis if nobody knows; `Recording` checks its length.
+    # Rows are taken to be on the first axis if nobody knows; `Lengths` checks it.
     axis = axis or 0
     made, given = use.output.shape, use.tensor.shape
     # What is the same for all has no such axis, or 1 there.

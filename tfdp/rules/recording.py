@@ -12,13 +12,14 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._tracing import tracing
+from tfdp._tracing import note_loop, tracing
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.call import Call, Terms
 from tfdp.rules.elsewhere import Met, has_recorded, met
-from tfdp.rules.loops import NotTakenWholeError, Tap, taken_whole
+from tfdp.rules.lengths import Lengths
 from tfdp.rules.moves import Moves
+from tfdp.rules.own_gradients import OwnGradients, refusal
 from tfdp.rules.places import Place, Places
 from tfdp.rules.registry import (
     Rule,
@@ -31,22 +32,7 @@ from tfdp.rules.registry import (
 from tfdp.rules.terms import Term
 from tfdp.rules.unrolling import loops_run_by, unrolled, while_loop
 from tfdp.rules.uses import Followed, Free, NotFollowedError, Pass, Use, named
-
-
-class _SizeToCheck(NamedTuple):
-    """What a graph has to check of a tensor when it runs.
-
-    Attributes:
-        path: Path of the layer whose call it is of.
-        tensor: The tensor.
-        of_each_row: Numbers that there must be for each row of the batch.
-        is_rows_first: Whether its first axis must be that of the batch.
-    """
-
-    path: str
-    tensor: Tensor
-    of_each_row: int | Tensor
-    is_rows_first: bool
+from tfdp.rules.whole_loops import WholeLoops
 
 
 class Watched(NamedTuple):
@@ -110,6 +96,7 @@ class Recording:
             their ids.
         watched: What was watched, in the order of the calls.
         repeats: Rows of the call that runs for each row of the batch.
+        lengths: Checks that what was watched has the rows of the batch.
         moves: See above.
     """
 
@@ -128,6 +115,7 @@ class Recording:
         self.tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self.watched: list[Watched] = []
         self.repeats = 1
+        self.lengths = Lengths(rows)
         self.moves = moves
         self.elsewhere: dict[int, Variable] = {}
         self._out_of_reach: dict[int, str] = {}
@@ -142,10 +130,6 @@ class Recording:
         }
         self._variable_tapes: list[tf.GradientTape] = []
         self._refusals: list[str] = []
-        # Of tensors whose leading axes are known only when the graph runs.
-        self._sizes: list[_SizeToCheck] = []
-        # Numbers in the gradients of the tensors in `_sizes`, by the ids of these.
-        self._gradient_sizes: dict[int, Tensor] = {}
         self._graph = tf.compat.v1.get_default_graph()
         # What calls with a rule have read, calls in them first: the variables' ids.
         self._read: list[int] = []
@@ -158,7 +142,7 @@ class Recording:
         self._by_rules: list[range] = []
         self._given_up: list[range] = []
         self._free = Free(self._static_rows)
-        self._own_gradients = _OwnGradients()
+        self._own_gradients = OwnGradients()
         self._places = places
         self._losses: Tensor | None = None
         # What units move needs the rules.
@@ -170,15 +154,9 @@ class Recording:
             and moves is None
             and not is_of_one_unit
         )
-        # Whether a loop is traced to be looked at, and whether a cell is called before one.
-        self._looks_at_a_loop = False
+        self._loops = WholeLoops(model.trainable_variables, rows, self._free)
+        # Whether a cell is called before its loop.
         self._tries_a_cell = False
-        # What was not known of the last loop that was not taken whole.
-        self._not_known = "it may have functions"
-        # Of loops taken whole: whether somebody has gone back through them.
-        self._are_differentiated: list[Callable[[], bool]] = []
-        # Of uses of variables in loops that are repeated outside, by their operations.
-        self._taps: dict[str, Tap] = {}
         # How often each layer has been called, and each variable used, by their paths.
         self._counts: collections.Counter[str] = collections.Counter()
 
@@ -191,7 +169,7 @@ class Recording:
                 among it variables used outside of the calls of their own layer.
         """
         with contextlib.ExitStack() as entered:
-            entered.enter_context(self._own_gradients.looked_for())
+            entered.enter_context(self._own_gradients.refused())
             entered.enter_context(self.tape)
             self.tape.watch([v.value for v in self._without_rule()])
             outside = entered.enter_context(self._tape_of_variables())
@@ -215,7 +193,8 @@ class Recording:
                 entered.enter_context(loops_run_by(self._run_loop))
             yield
         self._note_foreign(outside.watched_variables())
-        self._refuse_gradients_of_loops()
+        if self._loops.are_differentiated():
+            self._refusals.append(refusal("a loop"))
         self._watch_foreign()
         self._refuse_out_of_reach()
         if self._refusals:
@@ -237,7 +216,7 @@ class Recording:
         *args: Nest,
         **kwargs: Nest,
     ) -> Nest:
-        if self._looks_at_a_loop or (self._tries_a_cell and self._is_here()):
+        if self._loops.is_looking or (self._tries_a_cell and self._is_here()):
             return function(*args, **kwargs)
         if not self._is_by_rule and self._follows_leaves and is_leaf(layer):
             return function(*args, **kwargs)
@@ -253,7 +232,7 @@ class Recording:
             finally:
                 self._tries_a_cell = False
         call = Call(layer, args, kwargs, path, self, rule, function)
-        first, before = self._made(), (len(self.watched), len(self._sizes))
+        first, before = self._made(), (len(self.watched), len(self.lengths.open))
         read_before = len(self._read)
         with (
             # The outer tape must not see what the rule uses: the rule answers for it.
@@ -262,13 +241,13 @@ class Recording:
         ):
             try:
                 if not self._is_here():
-                    self._note_loop()
+                    note_loop()
                     raise UnsupportedLayerError(
                         "Only calls outside of branches can be recorded, and in loops of a "
                         "fixed number of steps in which all is known, or of 64 steps at "
                         f"most. Received: `{path}` ({type(layer).__name__}), called in a "
-                        f"graph of its own, where this is not known: {self._not_known}. Use "
-                        "`keras.ops.fori_loop(0, 8, body, x)` with a fixed number of steps, "
+                        f"graph of its own, where this is not known: {self._loops.not_known}. "
+                        "Use `keras.ops.fori_loop(0, 8, body, x)` with a fixed number of steps, "
                         "`unroll=True` in a recurrent layer, or register a rule for the "
                         "layer that loops: `tfdp.rules.register(MyLayer, rule)`."
                     )
@@ -282,7 +261,7 @@ class Recording:
                 self._check_is_read(path, layer, self._read[read_before:])
                 self._refuse_foreign(used.watched_variables(), own_variables(layer))
             except UnsupportedLayerError as error:
-                del self.watched[before[0] :], self._sizes[before[1] :]
+                del self.watched[before[0] :], self.lengths.open[before[1] :]
                 self._given_up.append(range(first, self._made()))
                 # The pass goes on, as if the layer had no rule.
                 self.tape.watch([v.value for v in own_variables(layer)])
@@ -294,39 +273,14 @@ class Recording:
 
     def _run_loop(self, *args: Nest, **kwargs: Nest) -> Nest:
         """Run a `tf.while_loop`, step by step if that is asked for, or whole."""
-        if self._is_by_rule or not self._is_here() or self._looks_at_a_loop:
+        if self._is_by_rule or not self._is_here() or self._loops.is_looking:
             return while_loop(*args, **kwargs)
         if self._unrolls_loops:
             return unrolled(*args, **kwargs)
         if self._takes_loops_whole:
-            self._looks_at_a_loop = True
-            try:
-                taken = taken_whole(
-                    self._model.trainable_variables,
-                    self._rows,
-                    self._free,
-                    [self.tape, *self._variable_tapes],
-                    *args,
-                    **kwargs,
-                )
-            except NotTakenWholeError as error:
-                # Calls of layers in it say what is the matter.
-                taken, self._not_known = None, str(error)
-            finally:
-                self._looks_at_a_loop = False
-            if taken is not None:
-                # If the proof fails, single steps may be proven.
-                self._note_loop()
-                self._taps |= taken.taps
-                self._are_differentiated.append(taken.is_differentiated)
-                return taken.results
+            tapes = [self.tape, *self._variable_tapes]
+            return self._loops.run(tapes, *args, **kwargs)
         return while_loop(*args, **kwargs)
-
-    def _note_loop(self) -> None:
-        """Note for a trace that taking loops step by step may help."""
-        trace = tracing()
-        if trace is not None:
-            trace.note_loop()
 
     def _by_rule(self, call: Call, rule: Rule) -> Nest:
         """Call a layer by its rule, its rows brought into order where they are not."""
@@ -500,17 +454,6 @@ class Recording:
     def _static_rows(self) -> int | None:
         return self._rows if isinstance(self._rows, int) else None
 
-    def _refuse_gradients_of_loops(self) -> None:
-        """Refuse that the model itself has gone back through a loop that was taken whole.
-
-        By such a gradient variables reach the loss in one more way, which no tap is in.
-        """
-        if any(each() for each in self._are_differentiated):
-            self._refusals.append(
-                "A model or a loss that takes gradients itself needs whole gradients of "
-                "each example. Received: a gradient through a loop."
-            )
-
     def _watch_foreign(self) -> None:
         """Watch what variables meet the rows in that rules do not answer for."""
         reasons = [reason for _, reason in self._foreign.values()]
@@ -538,8 +481,7 @@ class Recording:
                 followed.uses[:] = [
                     use
                     for use in followed.uses
-                    if use.op.name in self._taps
-                    or operations.matters(use, self._losses)
+                    if self._loops.tap_of(use) or operations.matters(use, self._losses)
                 ]
                 places = [self._place_of_use(variable, use) for use in followed.uses]
                 met_rows.append((followed, reason, places))
@@ -547,22 +489,11 @@ class Recording:
         for followed, reason, places in met_rows:
             with self._following(followed.variable, reason):
                 for use, place in zip(followed.uses, places, strict=True):
-                    is_recorded = use.op.name in self._taps or has_recorded(
-                        self.tape, use.output
+                    found = met(
+                        followed, use, rows, place, is_recorded=self._is_recorded(use)
                     )
-                    found = met(followed, use, rows, place, is_recorded=is_recorded)
                     self._watch_use(followed.variable, use, found)
-        asked = {
-            (name, path) for name, tap in self._taps.items() for path in tap.variables
-        }
-        for followed, _, _ in met_rows:
-            path = followed.variable.path
-            asked -= {(use.op.name, path) for use in followed.uses}
-        # What steps of a loop do with variables must not be lost.
-        self._refusals += [
-            f"A loop must use variables on rows. Received: `{path}` in `{name}`."
-            for name, path in sorted(asked)
-        ]
+        self._refusals += self._loops.unanswered(each for each, _, _ in met_rows)
 
     @contextlib.contextmanager
     def _following(self, variable: Variable, reason: str) -> Iterator[None]:
@@ -571,31 +502,34 @@ class Recording:
             yield
         except NotFollowedError as error:
             if error.is_in_function:
-                self._note_loop()
+                note_loop()
             self._refusals.append(
                 f"{reason} `{variable.path}` is not followed: nothing is known of {error}."
             )
 
+    def _is_recorded(self, use: Use) -> bool:
+        return self._loops.tap_of(use) is not None or has_recorded(
+            self.tape, use.output
+        )
+
     def _place_of_use(self, variable: Variable, use: Use) -> Place | None:
-        tap = self._taps.get(use.op.name)
+        tap = self._loops.tap_of(use)
         if tap is not None:
             return tap.place
         return self._noted_place(
-            variable.path,
-            [use.output],
-            is_recorded=has_recorded(self.tape, use.output),
+            variable.path, [use.output], is_recorded=self._is_recorded(use)
         )
 
     def _watch_use(self, variable: Variable, use: Use, found: Met) -> None:
         path, rule = variable.path, use.op.type
         tensor, terms, place = use.output, found.terms, found.place
-        tap = self._taps.get(use.op.name)
+        tap = self._loops.tap_of(use)
         if tap is None:
-            self._check_rows(path, found.rows, place.axis, place.of_row)
+            self.lengths.check(path, found.rows, place.of_row, place.axis)
         else:
             # What the use makes outside of the loop, nobody needs.
             tensor, terms = tap.zeros, lambda g: found.terms(tap.gradients(g))
-            self._check_rows(path, tap.rows, of_row=tap.steps)
+            self.lengths.check(path, tap.rows, tap.steps)
         watched = Watched(
             path, rule, [tensor], terms, place.of_row, must_be_reached=True
         )
@@ -645,125 +579,17 @@ class Recording:
             )
             if self.moves is not None and shift is not None:
                 own = self.moves.moved(own, shift)
-            self._check_rows(path, own)
+            if not self._is_of_one_unit:
+                self.lengths.check(path, own, self.repeats)
             self.tape.watch(own)
             # Some layers attach a mask in their own code.
             watched.tensors.append(_keras.with_mask_of(own, tensor))
         self.watched.append(watched)
         return watched.tensors
 
-    def _check_rows(
-        self, path: str, tensor: Tensor, axis: int = 0, of_row: int = 1
-    ) -> None:
-        """Refuse a leading axis, or another, that is known not to hold the batch's rows.
-
-        Where only the data tell, `with_rows_checked` does.
-
-        Raises:
-            UnsupportedLayerError: If it holds something else.
-        """
-        # Norms are taken along it: an axis of something else would be clipped instead.
-        if self._is_of_one_unit:
-            return
-        of_row *= self.repeats
-        leading = tensor.shape[axis] if tensor.shape.rank else 0
-        rows = self._static_rows
-        if leading is not None:
-            if rows is not None and leading == rows * of_row:
-                return
-            which = f"axis {axis}" if axis else "leading axis"
-            raise UnsupportedLayerError(
-                f"The {which} of what a layer computes must be that of the batch. Received: "
-                f"`{path}` with {which} of length {leading} in a batch of "
-                f"{'any number of' if rows is None else rows} rows."
-            )
-        others = [n for place, n in enumerate(tensor.shape) if place != axis]
-        numbers = tf.TensorShape(others).num_elements()
-        if numbers is None:
-            shape = tf.shape(tensor, tf.int64)
-            numbers = tf.reduce_prod(shape[:axis]) * tf.reduce_prod(shape[axis + 1 :])
-        self._sizes.append(
-            _SizeToCheck(path, tensor, of_row * numbers, axis == 0 and of_row == 1)
-        )
-
-    @property
-    def rows_first(self) -> list[Tensor]:
-        """What is watched and must have the batch's rows on its first axis.
-
-        Where lengths are known they have been compared, and nothing is left to prove.
-        """
-        return [each.tensor for each in self._sizes if each.is_rows_first]
-
-    def note_gradients(self, tensors: Nest, gradients: Nest) -> None:
-        """Note the gradients that were taken of what is watched, for their sizes."""
-        watched = {id(each.tensor) for each in self._sizes}
-        for tensor, gradient in zip(
-            tf.nest.flatten(tensors), tf.nest.flatten(gradients), strict=True
-        ):
-            if id(tensor) in watched and isinstance(gradient, tf.Tensor):
-                self._gradient_sizes[id(tensor)] = tf.size(gradient, tf.int64)
-
-    def with_rows_checked(self, tensor: Tensor) -> Tensor:
-        """Return a tensor, once the leading axis of all that is watched is the batch's.
-
-        Of gradients that were noted, which is what norms are made of; of what is watched
-        itself where there is none. TensorFlow computes a layer and its activation in one
-        operation only if nothing else, like its size, is asked of what lies between.
-        """
-        if not self._sizes:
-            return tensor
-        # One check for all. Its message shows no sizes: each would take operations.
-        sizes = tf.stack([
-            self._gradient_sizes[id(each.tensor)]
-            if id(each.tensor) in self._gradient_sizes
-            else tf.size(each.tensor, tf.int64)
-            for each in self._sizes
-        ])
-        of_each_row = tf.stack([each.of_each_row for each in self._sizes])
-        expected = tf.cast(self._rows, tf.int64) * tf.cast(of_each_row, tf.int64)
-        paths = "`, `".join(each.path for each in self._sizes)
-        check = tf.debugging.Assert(
-            tf.reduce_all(tf.equal(sizes, expected)),
-            [f"The leading axes in `{paths}` must be those of the batch."],
-        )
-        with tf.control_dependencies([] if check is None else [check]):
-            return tf.identity(tensor)
-
 
 def _tensors(nest: Nest) -> list[Tensor]:
     return [leaf for leaf in keras.tree.flatten(nest) if tf.is_tensor(leaf)]
-
-
-class _OwnGradients:
-    """Finds gradients that a model or a loss takes itself, on the way to its outputs.
-
-    They go back through the layers, by way of variables, of which the terms of rules
-    know nothing. Tapes keep what watches for them, and would never be freed if that
-    had a tape.
-    """
-
-    def __init__(self) -> None:
-        self._is_forward = False
-        self._found: dict[str, None] = {}
-
-    @contextlib.contextmanager
-    def looked_for(self) -> Iterator[None]:
-        self._is_forward = True
-        try:
-            yield
-        finally:
-            self._is_forward = False
-        if self._found:
-            raise UnsupportedLayerError(
-                "A model or a loss that takes gradients itself needs whole gradients of "
-                "each example. Received: a gradient through "
-                f"`{'`, `'.join(self._found)}`."
-            )
-
-    def see(self, path: str, gradient: Tensor) -> Tensor:
-        if self._is_forward:
-            self._found[path] = None
-        return gradient
 
 
 def _used_elsewhere(variable: Variable) -> str:

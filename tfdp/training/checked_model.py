@@ -26,8 +26,9 @@ from tfdp.runs.recorder import LedgerRecorder
 from tfdp.sampling import Scheme
 from tfdp.training.attributes import attributes_of
 from tfdp.training.augmentation import Augmentation
+from tfdp.training.batch_clipper import BatchClipper, keeps_static_rows
 from tfdp.training.callback import StepCallback, acts_in_steps
-from tfdp.training.step import BatchClipper, Session, sees_rows
+from tfdp.training.step import Session
 from tfdp.training.units import filled_up
 
 if TYPE_CHECKING:
@@ -202,14 +203,17 @@ class CheckedModel:
         optimizer.mechanism.check(session.scheme)
         return session
 
-    def rows_seen(self, batch_size: int | None, clipper: BatchClipper) -> int | None:
-        """Return how many rows layers see at once, if they see it; see `sees_rows`.
+    def static_rows(self, batch_size: int | None, clipper: BatchClipper) -> int | None:
+        """Return how many rows layers see at once; see `keeps_static_rows`.
 
         Args:
             batch_size: Of all batches, or of some; None if that is not known.
             clipper: Cuts them.
+
+        Returns:
+            None if layers do not see it, or it is not known.
         """
-        if not sees_rows(self.ascent) or self._replicas.strategy is not None:
+        if not keeps_static_rows(self.ascent) or self._replicas.strategy is not None:
             return None
         rows = clipper.physical_batch_size
         if rows is None and batch_size is not None:
@@ -217,20 +221,20 @@ class CheckedModel:
         views = 1 if self._augmentation is None else self._augmentation.multiplicity
         return rows and rows * views
 
-    def knows(self, data: Nest, seen: int | None) -> bool:
+    def knows(self, data: Nest, static_rows: int | None) -> bool:
         """Tell whether such rows were checked, and take the engine that was chosen.
 
         Args:
             data: ``(x, y, sample_weight)``; only shapes and dtypes are read.
-            seen: What `rows_seen` returned.
+            static_rows: What `static_rows` returned.
 
         Returns:
             False if `check` has to be called.
         """
-        return self._is_as_checked() and self._take(_rows_like(data), seen)
+        return self._is_as_checked() and self._take(_rows_like(data), static_rows)
 
     def check(
-        self, data: Nest, sample: Nest, seen: int | None, iterations: Variable
+        self, data: Nest, sample: Nest, static_rows: int | None, iterations: Variable
     ) -> None:
         """Refuse layers and losses that mix examples, and choose the engine.
 
@@ -242,7 +246,7 @@ class CheckedModel:
                 and lengths that are unknown may be any.
             sample: ``(x, y, sample_weight)`` of rows to look at; their shapes are
                 known. None where there are none.
-            seen: What `rows_seen` returned.
+            static_rows: What `static_rows` returned.
             iterations: The optimizer's.
 
         Raises:
@@ -273,17 +277,17 @@ class CheckedModel:
             noting = dataclasses.replace(objective, losses=self._noting(objective))
             passes: list[TracedPass] = []
             chosen = choose(
-                *(self._asked, noting, data, seen),
+                *(self._asked, noting, data, static_rows),
                 sample=rows,
                 passes=passes,
             )
         self._attributes = self._attributes_now()
         # Any number of rows was proven as well.
-        self._engines |= {(like, rows): chosen for rows in (None, seen)}
+        self._engines |= {(like, rows): chosen for rows in (None, static_rows)}
         self.passes += [
             dataclasses.replace(proven, objective=objective) for proven in passes
         ]
-        self._take(like, seen)
+        self._take(like, static_rows)
         if rows is not None:
             self.signature = signature_of(rows[0])
 
@@ -297,7 +301,7 @@ class CheckedModel:
 
         return losses
 
-    def _take(self, like: _Rows, seen: int | None) -> bool:
+    def _take(self, like: _Rows, static_rows: int | None) -> bool:
         """Take the engine for such rows, if it is known."""
         # What was proven for all that is like them.
         known = [
@@ -307,7 +311,9 @@ class CheckedModel:
         ]
         # What takes each unit by itself is right for any number of rows; once it was
         # needed for one, it is taken for all.
-        if not any(rows == seen or any(_care_of(engine)) for rows, engine in known):
+        if not any(
+            rows == static_rows or any(_care_of(engine)) for rows, engine in known
+        ):
             return False
         self.engine = max((engine for _, engine in known), key=_care_of)
         return True

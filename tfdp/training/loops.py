@@ -17,8 +17,8 @@ from tfdp.losses.objective import Batch, Objective, number_of_rows
 from tfdp.runs.histories import note_reads, recognise_copies
 from tfdp.runs.recorder import revoke_all
 from tfdp.training.attributes import CHECKED, attributes_of
+from tfdp.training.batch_clipper import BatchClipper, keeps_static_rows
 from tfdp.training.checked_model import rows_to_check
-from tfdp.training.step import BatchClipper, sees_rows
 from tfdp.training.units import check_whole_units, filled_up
 
 
@@ -259,7 +259,7 @@ def _checked_once(
         The engine to use, and what it was proven for.
     """
     model, ascent = objective.model, objective.ascent
-    seen = rows if sees_rows(ascent) else None
+    static_rows = rows if keeps_static_rows(ascent) else None
     key = (
         engine if isinstance(engine, str) else id(engine),
         None if ascent is None else (ascent.is_exact, ascent.mix, radius),
@@ -276,7 +276,7 @@ def _checked_once(
             for path, leaf in keras.tree.flatten_with_path(data)
             if leaf is not None
         ),
-        seen,
+        static_rows,
     )
     # The model holds it, as it holds the model: a weak dictionary would never let go. Not
     # by an attribute, which Keras would track.
@@ -292,7 +292,9 @@ def _checked_once(
     if all(t.shape[1:].is_fully_defined() for t in _tree.tensors(data)):
         with _keras.outside_of_graphs():
             rows_to_look_at = rows_to_check(data)
-            chosen = choose(engine, objective, rows_to_look_at, seen, passes=passes)
+            chosen = choose(
+                engine, objective, rows_to_look_at, static_rows, passes=passes
+            )
     else:
         if engine == "auto":
             logging.warning(

@@ -5,7 +5,7 @@ import math
 
 from tfdp.optimizers import DPOptimizer
 from tfdp.sampling import Scheme
-from tfdp.training.step import BatchClipper
+from tfdp.training.batch_clipper import BatchClipper
 
 
 def with_sizes(
