@@ -33,6 +33,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context, record, tape
 from tensorflow.python.framework import function_def_to_graph
 from tensorflow.python.ops import (
+    array_ops,
     control_flow_util,
     gradients_util,
     resource_variable_ops,
@@ -248,6 +249,25 @@ def _own_gradient(op: tf.Operation, gradient: Tensor) -> Tensor:
 def has_own_gradient(op: tf.Operation) -> bool:
     """Tell whether an operation has another gradient than that of its type."""
     return "_gradient_op_type" in op.node_def.attr
+
+
+def sums_spread_by_broadcasting() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the gradients of sums are spread by `tf.broadcast_to`.
+
+    Where lengths are static TensorFlow makes tiles of them, which on CPUs takes many times
+    as long.
+    """
+    return attributes_replaced(array_ops, tile=_spread)
+
+
+def _spread(tensor: Tensor, multiples: Nest, name: str | None = None) -> Tensor:
+    """Do what `tf.tile` does, by broadcasting where each axis has one entry or one copy."""
+    shape, copies = tensor.shape, tf.get_static_value(tf.convert_to_tensor(multiples))
+    if copies is None or not (shape.rank and shape.is_fully_defined()):
+        return tf.tile(tensor, multiples, name)
+    if any(length > 1 < number for length, number in zip(shape, copies, strict=True)):
+        return tf.tile(tensor, multiples, name)
+    return tf.broadcast_to(tensor, [int(n) for n in copies * shape.as_list()], name)
 
 
 @contextlib.contextmanager

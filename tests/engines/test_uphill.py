@@ -20,7 +20,8 @@ from tests.engine_checks import (
 )
 from tests.problems import PROBLEMS, precision, take
 from tests.reference import uphill_gradients
-from tfdp.ascent.losses import Ascent
+from tfdp import clipped_gradients
+from tfdp.ascent.losses import BAM, Ascent
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.engines.vectorized import VectorizedEngine, unit_gradients
 from tfdp.errors import UnsupportedLayerError
@@ -223,3 +224,24 @@ def test_layers_that_are_not_linear_are_named(name):
     run = runner(problem, [BookkeepingEngine()], "graph", ascent=SAM)
     with pytest.raises(UnsupportedLayerError, match=r"linear in them. Received: `"):
         run(take(pool(problem).batch, [0, 1]), 1.0)
+
+
+def test_gradients_of_sums_are_spread_by_broadcasting():
+    # TensorFlow would make tiles of them, which takes many times as long.
+    model = keras.Sequential([
+        keras.Input((8, 6)),
+        layers.GroupNormalization(2),
+        layers.Flatten(),
+        layers.Dense(1),
+    ])
+    loss = BAM("mse", radius=0.3, ascent="exact")
+
+    @tf.function(autograph=False)
+    def gradients(x, y):
+        return clipped_gradients(model, loss, x, y, l2_norm_clip=1.0).gradients
+
+    specs = tf.TensorSpec([4, 8, 6]), tf.TensorSpec([4, 1])
+    graph = gradients.get_concrete_function(*specs).graph.as_graph_def()
+    made = {node.op for each in graph.library.function for node in each.node_def}
+    assert "BroadcastTo" in made
+    assert "Tile" not in made

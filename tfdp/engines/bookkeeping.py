@@ -278,11 +278,12 @@ class RecordedForward:
         tensors = [watched.tensors for watched in self._recording.watched]
         elsewhere = self._recording.elsewhere
         values = [variable.value for variable in elsewhere.values()]
-        gradients, of_values = self._recording.tape.gradient(
-            self.losses,
-            [tensors, values],
-            output_gradients=tf.cast(of_rows, self.losses.dtype),
-        )
+        with _keras.sums_spread_by_broadcasting():
+            gradients, of_values = self._recording.tape.gradient(
+                self.losses,
+                [tensors, values],
+                output_gradients=tf.cast(of_rows, self.losses.dtype),
+            )
         self._recording.lengths.note_gradients(tensors, gradients)
         found: dict[int, list[Term]] = {id(v): [] for v in self._objective.variables}
         for watched, of_call in zip(self._recording.watched, gradients, strict=True):

@@ -133,15 +133,16 @@ class Uphill:
         tensors = list(found.values())
         weights = [tf.zeros_like(tensor) for tensor in tensors]
         try:
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(weights)
-                weighted = self._step_tape.gradient(
-                    tensors,
-                    self._step,
-                    output_gradients=weights,
-                    unconnected_gradients=tf.UnconnectedGradients.ZERO,
-                )
-            derivatives = tape.gradient(weighted, weights)
+            with _keras.sums_spread_by_broadcasting():
+                with tf.GradientTape(watch_accessed_variables=False) as tape:
+                    tape.watch(weights)
+                    weighted = self._step_tape.gradient(
+                        tensors,
+                        self._step,
+                        output_gradients=weights,
+                        unconnected_gradients=tf.UnconnectedGradients.ZERO,
+                    )
+                derivatives = tape.gradient(weighted, weights)
         except LookupError as error:
             raise UnsupportedLayerError(
                 "`ascent='exact'` differentiates gradients. Received: an operation "

@@ -1,8 +1,8 @@
 """Filter gradients of convolutions, of all examples together and of each alone."""
 
-import itertools
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -56,19 +56,10 @@ def filter_gradients(
             or (set(geometry.strides) == {1} and kernel_shape[-2] >= _MANY_CHANNELS)
         )
         if not by_offsets:
-            # Units are taken by number: given as elements, all would be copied.
-            gradients = tf.map_fn(
-                lambda unit: filter_gradient(
-                    inputs[unit],
-                    output_gradients[unit],
-                    kernel_shape=kernel_shape,
-                    geometry=geometry,
-                ),
-                tf.range(tf.shape(inputs)[0]),
-                fn_output_signature=tf.TensorSpec(kernel_shape, inputs.dtype),
+            of_unit = functools.partial(
+                filter_gradient, kernel_shape=kernel_shape, geometry=geometry
             )
-            # That of each unit is made of its own inputs and gradients.
-            return made_of_rows([gradients], [inputs, output_gradients])[0]
+            return unit_by_unit(of_unit, inputs, output_gradients, kernel_shape)
     return _by_offsets(inputs, output_gradients, kernel_shape, geometry, groups)
 
 
@@ -118,44 +109,30 @@ def filter_gradient(
     )[0]
 
 
-def convolved(
-    inputs: Tensor, kernels: Tensor, *, positions: Sequence[int], geometry: Geometry
+def unit_by_unit(
+    function: Callable[[Tensor, Tensor], Tensor],
+    a: Tensor,
+    b: Tensor,
+    shape: Sequence[int | None],
 ) -> Tensor:
-    """Convolve each unit with a kernel of its own.
+    """Loop over units, each of which has a part of its own of two tensors.
 
     Args:
-        inputs: Shape ``(U, K, *spatial, C)``, static but for ``U`` and ``K``.
-        kernels: Shape ``(U, *kernel size, C / groups, O)``.
-        positions: ``spatial'`` of the outputs.
-        geometry: Strides, dilations and padding.
+        function: Takes the two parts of a unit.
+        a: The parts, units on the first axis.
+        b: Likewise.
+        shape: Of what the function returns.
 
     Returns:
-        Shape ``(U, K, *spatial', O)``.
+        Shape ``(U, *shape)`` and the dtype of `a`.
     """
-    kernel_shape = tuple(kernels.shape[1:].as_list())
-    depth, filters = kernel_shape[-2:]
-    groups = geometry.groups(inputs.shape, kernel_shape)
-    padded = geometry.padded(inputs, kernel_shape)
-    units, rows = tf.unstack(tf.shape(inputs)[:2])
-    seen = rows * math.prod(positions)
-    places = itertools.product(*map(range, kernel_shape[:-2]))
-    parts: list[Tensor] = []
-    for place, window in zip(
-        places, geometry.windows(positions, kernel_shape), strict=True
-    ):
-        kernel = kernels[:, *place]
-        a = padded[:, :, *window]
-        if groups == 1:
-            parts.append(tf.matmul(tf.reshape(a, [units, seen, depth]), kernel))
-        else:
-            a = tf.reshape(a, [units, seen, groups, depth])
-            kernel = tf.reshape(kernel, [units, depth, groups, filters // groups])
-            part = tf.einsum("ntgc,ncgo->ntgo", a, kernel)
-            parts.append(tf.reshape(part, [units, seen, filters]))
-    shape = [units, rows, *positions, filters]
-    return tf.ensure_shape(
-        tf.reshape(tf.add_n(parts), shape), [None, None, *positions, filters]
+    # Units are taken by number: given as elements, all would be copied.
+    made = tf.map_fn(
+        lambda unit: function(a[unit], b[unit]),
+        tf.range(tf.shape(a)[0]),
+        fn_output_signature=tf.TensorSpec(shape, a.dtype),
     )
+    return made_of_rows([made], [a, b])[0]
 
 
 def depthwise_gradients(

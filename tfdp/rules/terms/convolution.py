@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32
-from tfdp.rules import filters, patches
+from tfdp.rules import filters, own_kernels, patches
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.products import (
     dots,
@@ -222,7 +222,7 @@ class Convolution(Movable):
         return tf.add_n([
             dots(
                 g,
-                filters.convolved(
+                own_kernels.convolved(
                     x, kernels, positions=g.shape[2:-1], geometry=self.geometry
                 ),
             )
