@@ -211,8 +211,11 @@ class OuterProducts(Movable):
 
     def applied_back(self, g: Tensor, units: Units) -> Tensor:
         """``sum_t <g, g_t> a_t``."""
+        # No norm is made of it: sums need no parts, which loops would make in each step.
         return tf.add_n([
-            matmul_by_unit(inner_products(g, h), self._dense(a, h.dtype))
+            matmul_by_unit(
+                matmul_by_unit(g, h, transpose_b=True), self._dense(a, h.dtype)
+            )
             for a, h in in_pairs(self.factors(units))
         ])
 
