@@ -1,7 +1,6 @@
 """Convolutions in which each unit has a kernel of its own."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -54,9 +53,13 @@ def convolved(
         if goes_one_by_one
         else (_by_windows, _by_windows_back)
     )
-    of_kernels = functools.partial(
-        filter_gradients, kernel_shape=kernel_shape, geometry=geometry
-    )
+    # Units have mostly gone to where they are, and nobody asks how the kernels came about.
+    is_recorded = _keras.is_recorded(kernels)
+
+    def of_kernels(x: Tensor, g: Tensor) -> Tensor | None:
+        if not is_recorded:
+            return None
+        return filter_gradients(x, g, kernel_shape=kernel_shape, geometry=geometry)
 
     # TensorFlow's gradient of each window would begin with a tensor full of zeros, and that
     # of a loop with lists of what its steps have used.
