@@ -11,9 +11,10 @@ from absl import logging
 from tfdp import _keras, _seeds, _tree, engines, rules
 from tfdp._tree import signature_of
 from tfdp._types import Nest, Tensor
+from tfdp.checks.found import LOSS, Found
 from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
 from tfdp.checks.registered_rules import compare_on_rows
-from tfdp.checks.tracing import LOSS, SEED_AS_NUMBER, Found, Trace, units_checked
+from tfdp.checks.tracing import SEED_AS_NUMBER, Trace, units_checked
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines.engine import Clipped
 from tfdp.engines.traced import TracedPass

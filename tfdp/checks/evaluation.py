@@ -8,8 +8,9 @@ from absl import logging
 
 from tfdp import _tree
 from tfdp._types import Nest, Tensor
+from tfdp.checks.found import Found
 from tfdp.checks.problems import layer_problems, raise_if
-from tfdp.checks.tracing import Found, Trace
+from tfdp.checks.tracing import Trace
 from tfdp.losses.added import Predicted
 from tfdp.losses.metrics import RowMetric
 from tfdp.losses.objective import Batch, Objective, each_row_alone

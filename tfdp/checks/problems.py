@@ -7,8 +7,9 @@ from typing import NamedTuple
 import keras
 
 from tfdp.checks.comparisons import COMPARISONS, MEETING, OWN_COMPARISONS
+from tfdp.checks.found import LOSS, Found
 from tfdp.checks.node import BY_PLACE, MEMORY
-from tfdp.checks.tracing import LOOPS, LOSS, NO_GRADIENT, Found, Trace
+from tfdp.checks.tracing import LOOPS, NO_GRADIENT, Trace
 from tfdp.errors import UnsupportedLayerError
 
 

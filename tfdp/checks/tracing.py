@@ -2,11 +2,7 @@
 
 import contextlib
 import functools
-import os
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -15,8 +11,9 @@ from tfdp import _keras, _seeds
 from tfdp._tracing import traced_by, units_checked_by
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.checks.comparisons import OWN_COMPARISONS, Comparisons, warn_of_change
+from tfdp.checks.found import GRADIENTS, LOSS, Found, Owner, differentiated
 from tfdp.checks.graph import METRIC, Analysis
-from tfdp.checks.node import COUNTS, SEEDS, SHARED_SEEDS
+from tfdp.checks.node import SEEDS, SHARED_SEEDS
 from tfdp.checks.operations.chance import READ
 from tfdp.checks.sizes import Length, Size
 from tfdp.checks.values import FREE, PLAIN, WITHIN, Cause, Layout, Value
@@ -40,9 +37,6 @@ _LENGTHS = (
 # A number of rows, where one must be known: no likely length of another axis.
 _MANY = 97
 
-# In place of a layer: the loss.
-LOSS = "loss"
-
 # What moves on if a seed is taken for more than to draw.
 SEED_AS_NUMBER = "the state of a seed generator, read as a number"
 
@@ -50,48 +44,6 @@ SEED_AS_NUMBER = "the state of a seed generator, read as a number"
 NO_GRADIENT = "has no gradient in a loop over rows"
 
 LOOPS = ("While", "StatelessWhile")
-
-_LIBRARIES = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (keras, tf))
-_STANDARD = sysconfig.get_path("stdlib")
-_OWN = f"{Path(__file__).parents[1]}{os.sep}"
-
-
-# Where the operations of a backward pass are.
-_GRADIENTS = "gradient_tape/"
-
-# Whose operations they are: a layer's; `LOSS`, or the path of a variable; or nobody's.
-Owner: TypeAlias = keras.layers.Layer | str | None
-
-
-class Found(NamedTuple):
-    """Something that lets rows meet, or keeps what they hold.
-
-    Attributes:
-        layer: The innermost layer whose call does it; `LOSS`, or the path of the
-            variable whose gradient is in question; None elsewhere.
-        cause: What does it.
-    """
-
-    layer: Owner
-    cause: Cause
-
-    @property
-    def counts_rows(self) -> bool:
-        """Whether the matter is how many rows there are."""
-        return self.cause.why == COUNTS
-
-    @property
-    def is_of_gradient(self) -> bool:
-        """Whether it is part of a backward pass."""
-        return bool(self.cause.outer.name.startswith(_GRADIENTS))
-
-    @property
-    def operation(self) -> str:
-        """What does what, and where: words for a message."""
-        op = self.cause.op
-        line = _line_of(op)
-        where = f" ({line})" if line else ""
-        return f"operation {op.type} `{op.name}`{where}"
 
 
 class Trace:
@@ -607,8 +559,8 @@ class Trace:
     def _layer_of(self, cause: Cause, order: dict[str, int]) -> Owner:
         op = cause.outer
         graph, place = op.graph, order[op.name]
-        if op.name.startswith(_GRADIENTS):
-            near = _differentiated(op)
+        if op.name.startswith(GRADIENTS):
+            near = differentiated(op)
             place = order[near[0].name] if near else place
         spans = [
             (past - first, layer)
@@ -685,39 +637,3 @@ def _given(
         # It meets no other, wherever its entries go.
         return Value(WITHIN, lengths=tuple(lengths))
     return Value(0, Layout(1, views), tuple(lengths))
-
-
-def _line_of(op: tf.Operation) -> str | None:
-    """Return the line of somebody's own code that made an operation, if one did."""
-    # No code but that of libraries makes gradients: of what it is one says more.
-    of_gradient = _differentiated(op) if op.name.startswith(_GRADIENTS) else []
-    for each in [op, *of_gradient]:
-        line = None
-        is_called = False
-        for frame in each.traceback or ():
-            if frame.filename.startswith(_OWN):
-                is_called = True
-            elif is_called and not _is_of_library(frame.filename):
-                line = f"{frame.filename}:{frame.lineno}"
-        if line is not None:
-            return line
-    return None
-
-
-def _is_of_library(filename: str) -> bool:
-    # What is installed may be in a folder of the standard library.
-    is_standard = filename.startswith(_STANDARD) and "-packages" not in filename
-    return is_standard or filename.startswith(_LIBRARIES)
-
-
-def _differentiated(op: tf.Operation) -> list[tf.Operation]:
-    """List operations that one of a backward pass is the gradient of, or near it."""
-    scope = op.name
-    while scope.startswith(_GRADIENTS):
-        scope = scope.removeprefix(_GRADIENTS)
-    operations = op.graph.get_operations()
-    near: list[tf.Operation] = []
-    while "/" in scope and not near:
-        scope = scope.rpartition("/")[0]
-        near = [each for each in operations if f"{each.name}/".startswith(f"{scope}/")]
-    return near

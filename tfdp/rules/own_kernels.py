@@ -53,7 +53,7 @@ def convolved(
         if goes_one_by_one
         else (_by_windows, _by_windows_back)
     )
-    # Units have mostly gone to where they are, and nobody asks how the kernels came about.
+    # Uphill they are given, and nobody asks how they came about.
     is_recorded = _keras.is_recorded(kernels)
 
     def of_kernels(x: Tensor, g: Tensor) -> Tensor | None:
