@@ -16,7 +16,7 @@ from tfdp.engines.traced import TracedPass
 from tfdp.losses.objective import Batch
 from tfdp.mechanisms import mechanism
 from tfdp.mechanisms.mechanism import add_noise
-from tfdp.training import checked_model, step
+from tfdp.training import batch_clipper, checked_model
 
 ROWS = 60
 
@@ -49,7 +49,7 @@ def unproven_pass(engine, objective, batch, rows_per_unit):
 @pytest.fixture
 def unchecked(monkeypatch):
     """Models that DPModel would refuse go into the engine that would be the quickest."""
-    monkeypatch.setattr(step, "proven_pass", unproven_pass)
+    monkeypatch.setattr(batch_clipper, "proven_pass", unproven_pass)
     monkeypatch.setattr(
         checked_model, "choose", lambda *_, **__: engines.get("bookkeeping")
     )
