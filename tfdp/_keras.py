@@ -260,10 +260,11 @@ def sums_spread_by_broadcasting() -> contextlib.AbstractContextManager[None]:
     return attributes_replaced(array_ops, tile=_spread)
 
 
-def _spread(tensor: Tensor, multiples: Nest, name: str | None = None) -> Tensor:
+def _spread(tensor: Nest, multiples: Nest, name: str | None = None) -> Tensor:
     """Do what `tf.tile` does, by broadcasting where each axis has one entry or one copy."""
-    shape, copies = tensor.shape, tf.get_static_value(tf.convert_to_tensor(multiples))
-    if copies is None or not (shape.rank and shape.is_fully_defined()):
+    copies = tf.get_static_value(tf.convert_to_tensor(multiples))
+    shape = tensor.shape if tf.is_tensor(tensor) and tensor.dtype.is_floating else None
+    if copies is None or not (shape and shape.is_fully_defined()):
         return tf.tile(tensor, multiples, name)
     if any(length > 1 < number for length, number in zip(shape, copies, strict=True)):
         return tf.tile(tensor, multiples, name)
