@@ -27,6 +27,8 @@ from tfdp.engines.vectorized import VectorizedEngine, unit_gradients
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Batch as RowsOfBatch
 from tfdp.losses.objective import Objective
+from tfdp.rules import own_kernels, patches
+from tfdp.rules.terms import Convolution
 
 pytestmark = pytest.mark.keras_private
 
@@ -245,3 +247,21 @@ def test_gradients_of_sums_are_spread_by_broadcasting():
     made = {node.op for each in graph.library.function for node in each.node_def}
     assert "BroadcastTo" in made
     assert "Tile" not in made
+
+
+@pytest.mark.parametrize("ascent", [SAM, slow(EXACT)], ids=["sam", "exact"])
+def test_large_images_go_uphill_with_kernels_of_their_own(ascent, monkeypatch):
+    """As `test_engines_equal_one_unit_at_a_time`: with an outlier, and clipped."""
+    one_by_one, found = own_kernels._one_by_one, []
+
+    def spied(*args):
+        found.append(args)
+        return one_by_one(*args)
+
+    monkeypatch.setattr(own_kernels, "_one_by_one", spied)
+    monkeypatch.setattr(patches, "_LARGEST_PATCHES", 0)
+    monkeypatch.setattr(Convolution, "how", lambda *_: "keep")
+    problem = PROBLEMS["cnn"]
+    run = runner(problem, ENGINES[1:2], "graph", ascent=ascent)
+    check(problem, run, OUTLIER, tolerance(problem), ascent=ascent)
+    assert found
