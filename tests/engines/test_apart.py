@@ -5,6 +5,7 @@ import functools
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 import tfdp
@@ -149,6 +150,26 @@ class EachRow(layers.Layer):
 
 
 @register
+class Chosen(layers.Layer):
+    """Changes some of the points alone: two of each row, or those that are positive."""
+
+    def __init__(self, has_two):
+        super().__init__()
+        self.has_two = has_two
+        self.inner = keras.Sequential([layers.Dense(3, "tanh"), layers.Dense(3)])
+
+    def build(self, shape):
+        self.inner.build((None, shape[-1]))
+
+    def call(self, x):
+        x = tf.convert_to_tensor(x)
+        first = x[..., 0]
+        least = tf.sort(first, axis=1)[:, 2:3] if self.has_two else 0.0
+        chosen = tf.where(first > least)
+        return tf.tensor_scatter_nd_add(x, chosen, self.inner(tf.gather_nd(x, chosen)))
+
+
+@register
 class Rolled(layers.Layer):
     """A leaf without a rule, which turns its last axis."""
 
@@ -213,6 +234,12 @@ MODELS = {
     "each_row": Problem(
         "each_row", lambda: points_model(EachRow()), floats((5, 3), 1), "mse"
     ),
+    "two_chosen": Problem(
+        "two_chosen", lambda: points_model(Chosen(True)), floats((5, 3), 1), "mse"
+    ),
+    "some_chosen": Problem(
+        "some_chosen", lambda: points_model(Chosen(False)), floats((5, 3), 1), "mse"
+    ),
     "layer_norm_of_vector": Problem(
         "layer_norm_of_vector",
         lambda: text_model(OfVector(layers.LayerNormalization())),
@@ -234,7 +261,7 @@ MODELS = {
         pytest.param(
             name,
             id=name,
-            marks=[pytest.mark.slow] if name not in {"tied", "each_row"} else [],
+            marks=[pytest.mark.slow] if name not in {"tied", "each_row", "two_chosen"} else [],
         )
         for name in MODELS
     ],

@@ -165,7 +165,10 @@ def _stackable(term: Term, units: Units) -> Term:
     if len(lengths) == 1 and None not in lengths and not has_terms:
         return term
     # What is for all rows of a unit would not be so for the rows of all units.
-    return term.kept(units)
+    kept = term.kept(units)
+    # Whatever was called with it, the unit has one gradient.
+    gradient = tf.ensure_shape(kept.gradients, [1, None])
+    return kept.copy_with(gradients=gradient)
 
 
 def _of_all_units(

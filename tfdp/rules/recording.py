@@ -43,7 +43,7 @@ class Watched(NamedTuple):
         rule: Name of the rule; there, the type of the operation that uses it.
         tensors: What to differentiate by.
         terms: From their gradients, in that order, to the terms.
-        repeats: Rows of the call for each row of the batch.
+        repeats: Rows of the call for each row of the batch; None if they may be any.
         must_be_reached: Whether it would be a mistake if no loss depended on them.
     """
 
@@ -51,7 +51,7 @@ class Watched(NamedTuple):
     rule: str
     tensors: list[Tensor]
     terms: Terms
-    repeats: int
+    repeats: int | None
     must_be_reached: bool = False
 
     def terms_of(self, gradients: list[Tensor]) -> list[Term]:
@@ -562,7 +562,9 @@ class Recording:
     ) -> list[Tensor]:
         """Watch tensors of a call; see `Call.watch_all`."""
         name = getattr(rule, "__name__", str(rule))
-        watched = Watched(path, name, [], terms, self.repeats)
+        # The leading axis of a call in one unit may be of anything.
+        repeats = None if self._is_of_one_unit else self.repeats
+        watched = Watched(path, name, [], terms, repeats)
         shifts: list[Tensor | None] = [None] * len(tensors)
         if self.moves is not None:
             if linear_terms is None:
