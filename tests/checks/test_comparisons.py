@@ -281,9 +281,9 @@ def over_masks(y, p):
     return ops.mean(of_row)
 
 
-def over_all_masks(y, p):
-    errors = ops.mean(ops.square(p["positions"]), axis=-1) * y["mask"]
-    return ops.sum(errors) / ops.maximum(ops.sum(y["mask"]), 1.0)
+def up_to_the_longest(y, p):
+    mask = ops.cast(tf.sequence_mask(y["label"] + 1), "float32")
+    return ops.mean(ops.sum(mask, axis=1) * squares(y, p))
 
 
 def kept_rows(y, p):
@@ -452,7 +452,7 @@ HONEST = [
         times_count,
         with_constants,
         over_masks,
-        over_all_masks,
+        up_to_the_longest,
         kept_rows,
     ),
     *(
@@ -472,7 +472,7 @@ HONEST = [
         label_by_place,
     ),
     *(label_by_pairs, label_along_axis, diagonal, penalty, without_nan),
-    *(mapped, inside_one_row, focal, cosine, dice, in_batch_of_none),
+    *(mapped, inside_one_row, focal, cosine, in_batch_of_none),
 ]
 
 
@@ -540,6 +540,20 @@ def flat_target(y, p):
     return ops.mean(ops.square(ops.cast(y["label"], "float32") - p["score"]))
 
 
+def over_all_masks(y, p):
+    errors = ops.mean(ops.square(p["positions"]), axis=-1) * y["mask"]
+    return ops.sum(errors) / ops.maximum(ops.sum(y["mask"]), 1.0)
+
+
+def overlap_of_the_batch(y, p):
+    z, target = ops.sigmoid(p["positions"][..., 0]), y["mask"]
+    return 1 - 2 * ops.sum(z * target) / (ops.sum(z) + ops.sum(target))
+
+
+def worst_of_the_batch(y, p):
+    return ops.max(squares(y, p))
+
+
 def marginal(y, p):
     mean = ops.mean(ops.softmax(p["query"]), axis=0)
     return ops.sum(mean * ops.log(mean))
@@ -548,7 +562,7 @@ def marginal(y, p):
 CHANGED = [
     *(root, log_of_mean, roots_of_columns, all_pixels, by_weights_of_rows),
     *(share_of_each_class, of_counted_classes, flat_pixels_sorted, flat_target),
-    marginal,
+    *(marginal, over_all_masks, overlap_of_the_batch, dice, worst_of_the_batch),
 ]
 
 

@@ -17,6 +17,7 @@ OF_PRODUCTS = "is a function of products that are summed over the batch"
 _OF_SUMS = "is a function of a mean or a sum over the batch"
 _WEIGHS = "multiplies or divides by a sum over the batch"
 _OF_ONE_EACH = "adds up one number of each row"
+_EXTREME = "takes the largest, the smallest or the product over the batch"
 
 COMPARISONS = (WITH_OTHERS, WITH_MEAN, OF_PRODUCTS)
 
@@ -49,7 +50,8 @@ _TAKING = "takes some of the rows"
 # Behind these, rows still are where they are looked for.
 _KEEPING = (BY_PLACE, COUNTS, "puts other entries between or behind the rows")
 
-_REDUCTIONS = ("Sum", "Mean", "Prod", "Max", "Min", "EuclideanNorm")
+_EXTREMES = ("Max", "Min", "Prod")
+_REDUCTIONS = ("Sum", "Mean", "EuclideanNorm")
 _PRODUCTS = ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
 _QUOTIENTS = ("RealDiv", "DivNoNan")
 # Functions that make no sum of a sum.
@@ -122,11 +124,11 @@ class Comparisons:
             self._note(node, _WEIGHS, is_certain=False)
 
     def _weighs(self, node: Node) -> bool:
-        """Tell whether sums of one number of each row multiply data, or divide."""
+        """Tell whether sums over the rows divide, or those of one number each multiply."""
         sums = [self._sums_in([each]) for each in node.inputs]
-        of_one_each = [bool(each - {_OF_SUMS}) for each in sums]
         if node.op.type in _QUOTIENTS:
-            return of_one_each[1]
+            return bool(sums[1])
+        of_one_each = [bool(each - {_OF_SUMS}) for each in sums]
         are_data = [
             each.axis is not None or bool(of_it)
             for each, of_it in zip(node.inputs, sums, strict=True)
@@ -157,7 +159,11 @@ class Comparisons:
         """Note what adds up the rows."""
         kind = node.op.type
         has_one = _have_one_each(with_rows)
-        if kind in _REDUCTIONS and node.inputs[1].numbers is not None:
+        if kind in _EXTREMES:
+            # Of whole numbers it may be how long a mask is to be.
+            if node.tensor.dtype.is_floating:
+                self._note(node, _EXTREME, is_certain=False)
+        elif kind in _REDUCTIONS and node.inputs[1].numbers is not None:
             value, along = node.inputs
             axes = {int(n) % len(value.shape) for n in known(along.numbers).ravel()}
             others = [value.shape[axis] for axis in axes - {value.axis}]
