@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdp._types import Array, Tensor
 from tfdp.checks.node import COUNTS, Node, depth_of
-from tfdp.checks.sizes import Length, is_fixed
+from tfdp.checks.sizes import Length, Size, is_fixed
 from tfdp.checks.values import Cause, Layout, Value, causes_of, known
 
 _WHOLE = (tf.int32, tf.int64)
@@ -217,12 +217,30 @@ class _Bounding:
             # Never the first: no number is negative, and counts from the end.
             is_third = value[:3] == before[2][:3]
             return inputs[2]._replace(largest_compared=largest) if is_third else None
+        if op.type == "SelectV2" and self._is_for_one_row(op, *inputs[1:]):
+            return inputs[1]
         arrays = rule.describe(Step(tensor, value, before), *inputs)
         if arrays is None:
             return None
         found = Bounds(*arrays, rule.causes(inputs, before), largest)
         # What is one number is the same however many rows there are.
         return found._replace(causes=frozenset()) if is_exact(found) else found
+
+
+    def _is_for_one_row(self, select: tf.Operation, many: Bounds, one: Bounds) -> bool:
+        """Tell whether `one` is chosen for a single row, of which it is the number, too.
+
+        TensorFlow's maps over rows pick each by ``where(rows > 1, range(rows), 0)``.
+        """
+        more = select.inputs[0].op
+        if more.type != "Greater" or not is_exact(one):
+            return False
+        rows, least = (self._value_of(each).numbers for each in more.inputs)
+        return (
+            (rows is not None and rows.tolist() == Size(1))
+            and (least is not None and least.tolist() == 1)
+            and bool(np.all((many.low <= one.low) & (one.high <= many.high)))
+        )
 
 
 def _extent(bounds: Bounds) -> float:
