@@ -261,7 +261,9 @@ MODELS = {
         pytest.param(
             name,
             id=name,
-            marks=[pytest.mark.slow] if name not in {"tied", "each_row", "two_chosen"} else [],
+            marks=[pytest.mark.slow]
+            if name not in {"tied", "each_row", "two_chosen"}
+            else [],
         )
         for name in MODELS
     ],
@@ -274,11 +276,14 @@ def test_layers_that_do_not_see_the_rows_of_a_batch(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pooled", "each_row"])
-def test_what_stops_book_keeping_over_the_batch(name):
+@pytest.mark.parametrize(
+    ("name", "engine"), [("pooled", ApartEngine()), ("each_row", BookkeepingEngine())]
+)
+def test_what_stops_book_keeping_over_the_batch(name, engine):
     problem = MODELS[name]
     objective = Objective.of(problem.build(), problem.loss())
-    assert choose("auto", objective, tuple(problem.batch(3))) == ApartEngine()
+    assert choose("auto", objective, tuple(problem.batch(3))) == engine
+    check(problem, runner(problem, [engine]), OUTLIER)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,26 @@ class NodesFirst(Stacked):
 
 
 @register
+class Views(Stacked):
+    """Calls layers on all rows, and on all of them otherwise, one after the other."""
+
+    def __init__(self, *stack, joins=True, **kwargs):
+        super().__init__(*stack, **kwargs)
+        self.joins = joins
+
+    def call(self, x):
+        rows = ops.shape(x)[0]
+        if self.joins:
+            x = ops.concatenate([x, ops.square(x)], axis=0)
+        else:
+            x = ops.tile(x, (2, *[1] * (len(x.shape) - 1)))
+        for layer in self.stack:
+            x = layer(x)
+        first, second = (x[:rows], x[rows:]) if self.joins else ops.split(x, 2)
+        return first * ops.tanh(second)
+
+
+@register
 class OwnMatrix(layers.Layer):
     """A matrix, a bias for each position, and one that is looked up."""
 
@@ -151,7 +171,8 @@ MODELS = {
     ),
     "attention_in_windows": lambda: sequential((2, 3, 2), Windows(Attention())),
     "nodes": lambda: sequential(
-        (3, 2), Nodes(layers.Dense(3, "tanh"), layers.Dense(2))
+        (3, 2),
+        Nodes(layers.Dense(3, "tanh"), layers.LayerNormalization(), layers.Dense(2)),
     ),
     "nodes_of_sequences": masked,
     "nodes_between": lambda: sequential(
@@ -166,6 +187,12 @@ MODELS = {
     "nodes_of_windows": lambda: sequential(
         (2, 3, 2),
         Nodes(layers.TimeDistributed(layers.Dense(2, "tanh")), layers.Dense(1)),
+    ),
+    "views": lambda: sequential(
+        (4, 2), Views(layers.Dense(3, "tanh"), OwnMatrix()), layers.Dense(2)
+    ),
+    "views_of_sequences": lambda: sequential(
+        (3, 2), Views(layers.LSTM(3), layers.LayerNormalization(), joins=False)
     ),
     "twice": twice,
 }
@@ -207,7 +234,7 @@ def names(*quick):
     )
 
 
-@names("attention_in_windows", "nodes_first")
+@names("attention_in_windows", "nodes_first", "views")
 def test_gradients_equal_one_example_at_a_time(name):
     engine = engine_of(name)
     assert isinstance(engine, BookkeepingEngine)

@@ -226,12 +226,9 @@ class _Bounding:
         # What is one number is the same however many rows there are.
         return found._replace(causes=frozenset()) if is_exact(found) else found
 
-
     def _is_for_one_row(self, select: tf.Operation, many: Bounds, one: Bounds) -> bool:
-        """Tell whether `one` is chosen for a single row, of which it is the number, too.
-
-        TensorFlow's maps over rows pick each by ``where(rows > 1, range(rows), 0)``.
-        """
+        """Tell whether `one` is chosen for a single row, of which it is the number, too."""
+        # TensorFlow's maps over rows pick each by `where(rows > 1, range(rows), 0)`.
         more = select.inputs[0].op
         if more.type != "Greater" or not is_exact(one):
             return False

@@ -189,8 +189,8 @@ class Comparisons:
 
 
 def _have_one_each(values: Sequence[Value]) -> bool:
-    """Tell whether each row has one entry on the axis of the rows."""
-    return all(each.layout.times * each.layout.entries == 1 for each in values)
+    """Tell whether each row has one entry on the axis of the rows, or in each view."""
+    return all(each.layout.entries == 1 for each in values)
 
 
 def _meets(node: Node, cause: Cause, with_rows: Sequence[Value]) -> bool:

@@ -59,9 +59,11 @@ def _concat(node: Node) -> Value:
     if one.axis == axis:
         # With nothing but empty tensors beside them, the rows stay what they are.
         others = [v for v in values if v.lengths is None or v.lengths[axis] != 0]
-        if len(others) != 1:
+        if any(each.axis is None for each in others) or one.layout.words:
             return node.mixed("puts other entries between or behind the rows")
-        one = others[0]
+        # All rows, and all rows again: views of them, or pairs.
+        times = one.layout.times * len(others)
+        one = one._replace(layout=one.layout._replace(times=times))
     return node.like(one._replace(lengths=lengths), causes)
 
 
@@ -100,6 +102,14 @@ def _split(node: Node) -> Value:
     axis = axis_from(along, len(value.shape))
     length = value.shape[axis]
     parts = len(node.op.outputs)
+    if value.numbers is not None:
+        part = np.split(value.numbers, parts, axis)[node.number]
+        return of_numbers(node, part)
+    if value.axis == axis and value.layout.times % parts == 0:
+        times = value.layout.times // parts
+        layout = value.layout._replace(times=times)
+        lengths = (*value.shape[:axis], node.of_rows(layout), *value.shape[axis + 1 :])
+        return node.like(Value(axis, layout, lengths))
     return _part(node, value, axis, None if length is None else length // parts)
 
 

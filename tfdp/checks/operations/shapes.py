@@ -161,7 +161,18 @@ def _broadcast_to(node: Node) -> Value:
     value, shape = node.inputs
     lengths = lengths_from(shape)
     rows = None if value.from_end is None else len(lengths) + value.from_end
-    return node.like(Value(rows, value.layout, lengths), value.causes)
+    spread = node.like(Value(rows, value.layout, lengths), value.causes)
+    if value.axis is not None or spread.axis is None:
+        return spread
+    own = spread.axis + len(value.shape) - len(lengths)
+    return _alike(spread) if own < 0 or value.shape[own] == 1 else spread
+
+
+def _alike(value: Value) -> Value:
+    """Say that entries are all equal along the axis of the rows."""
+    if value.layout == PLAIN:
+        return value
+    return value._replace(layout=value.layout._replace(is_alike=True))
 
 
 _SPREADS = "spreads what depends on rows over a whole tensor"
@@ -172,10 +183,7 @@ def _fill(node: Node) -> Value:
     shape, value = node.inputs
     if shape.numbers is None:
         return node.free()
-    filled = node.free(lengths_from(shape), value.causes)
-    if filled.layout == PLAIN:
-        return filled
-    return filled._replace(layout=filled.layout._replace(is_alike=True))
+    return _alike(node.free(lengths_from(shape), value.causes))
 
 
 @rule("Empty", rows_in=NONE)
@@ -197,8 +205,12 @@ def _tile(node: Node) -> Value:
         known_product([n, m]) if n is not None or isinstance(m, int) else UNKNOWN
         for n, m in zip(value.shape, times, strict=True)
     ]
-    if value.axis is not None and times[value.axis] != 1:
-        return node.mixed("repeats all rows one after the other")
     if value.axis is not None and not is_fixed(times):
         return node.mixed("repeats rows as often as there are rows")
+    again = 1 if value.axis is None else times[value.axis]
+    if again != 1:
+        if isinstance(again, Size) or again < 1 or value.layout.words:
+            return node.mixed("repeats all rows one after the other")
+        layout = value.layout._replace(times=value.layout.times * again)
+        value = value._replace(layout=layout)
     return node.like(value.with_lengths(lengths), value.causes)

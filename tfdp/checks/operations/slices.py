@@ -12,7 +12,7 @@ from tfdp.checks.node import (
     rule,
 )
 from tfdp.checks.sizes import Length, Size, is_fixed, slice_masks
-from tfdp.checks.values import Value, known
+from tfdp.checks.values import Layout, Value, known
 
 _PART_BY_ROWS = "takes a part that depends on rows"
 
@@ -26,6 +26,7 @@ class _Taken(NamedTuple):
         takes_all: Whether that is all of the axis; None if not known.
         is_dropped: Whether the part does not have the axis any more.
         entry: Which entry of the slice says so; None if none names this axis.
+        begin: Where a part begins that has all that lies behind, up to its end.
     """
 
     axis: int | None
@@ -33,6 +34,7 @@ class _Taken(NamedTuple):
     takes_all: bool | None = True
     is_dropped: bool = False
     entry: int | None = None
+    begin: Length | None = None
 
 
 @rule("Slice", otherwise=_PART_BY_ROWS)
@@ -43,10 +45,17 @@ def _slice(node: Node) -> Value:
         if value.axis is not None:
             return node.mixed("takes a part that is not known", is_certain=False)
         return node.free()
-    numbers = zip(begin.numbers.ravel(), size.numbers.ravel(), strict=True)
+    firsts = begin.numbers.ravel()
+    numbers = zip(firsts, size.numbers.ravel(), strict=True)
     parts = [_sliced(n, *each) for n, each in zip(lengths, numbers, strict=True)]
     found = [
-        _Taken(axis, part, is_same_length(part, lengths[axis]), entry=axis)
+        _Taken(
+            axis,
+            part,
+            is_same_length(part, lengths[axis]),
+            entry=axis,
+            begin=firsts[axis],
+        )
         for axis, part in enumerate(parts)
     ]
     return _cut(node, value, found, [begin, size])
@@ -104,8 +113,14 @@ def _part(
     if isinstance(length, int) and is_fixed([begin, end, stride]):
         first = None if has["begin"] else begin
         part = slice(first, None if has["end"] else end, stride)
-        return _Taken(None, len(range(*part.indices(length))), takes_all=False)
-    return _Taken(None, takes_all=False)
+        places = range(*part.indices(length))
+        first = places.start if stride == 1 else None
+        return _Taken(None, len(places), takes_all=False, begin=first)
+    if stride != 1:
+        return _Taken(None, takes_all=False)
+    past = length if to_end else end
+    between = None if past is None else past - begin
+    return _Taken(None, between, takes_all=False, begin=begin)
 
 
 @rule("StridedSlice", otherwise=_PART_BY_ROWS)
@@ -124,11 +139,35 @@ def _cut(
         # Which part is taken may count rows.
         return node.free(lengths)
     of_rows = next(taken for taken in found if taken.axis == value.axis)
+    layout = value.layout
     if not of_rows.takes_all:
-        is_certain = of_rows.takes_all is not None
-        return node.mixed("takes some of the rows", is_certain=is_certain)
+        times = _times(node, layout.entries, of_rows)
+        if times is None or layout.words or times[1] > layout.times:
+            is_certain = of_rows.takes_all is not None
+            return node.mixed("takes some of the rows", is_certain=is_certain)
+        layout = layout._replace(times=times[1] - times[0])
     causes = value.causes if _are_fixed(indices, of_rows.entry) else node.causes
-    return node.like(Value(kept.index(of_rows), value.layout, lengths), causes)
+    return node.like(Value(kept.index(of_rows), layout, lengths), causes)
+
+
+def _times(node: Node, entries: int, taken: _Taken) -> tuple[int, int] | None:
+    """Say which of several times that all rows come a part has: from the first to before."""
+    if taken.begin is None or taken.length is None:
+        return None
+    first = 0 if taken.begin == 0 else node.entries_of(taken.begin)
+    number = node.entries_of(taken.length)
+    if first is None or not number or first < 0 or number < 0:
+        return None
+    if first % entries or number % entries:
+        return None
+    return first // entries, (first + number) // entries
+
+
+def _are_of(layout: Layout, times: tuple[int, int], whole: int) -> bool:
+    """Tell whether so many entries of each row are those of `layout`, and more of these."""
+    first, past = times
+    is_part = past - first == layout.times and past * layout.entries <= whole
+    return is_part and not whole % layout.entries and not layout.words
 
 
 @rule("StridedSliceGrad", rows_in=[4])
@@ -142,11 +181,16 @@ def _strided_slice_grad(node: Node) -> Value:
             return node.mixed("puts entries to some of the rows")
         return node.free(lengths)
     of_rows = [taken for taken in found if not taken.is_dropped][value.axis]
+    layout = value.layout
     if of_rows.axis is None or not of_rows.takes_all:
-        is_certain = of_rows.takes_all is not None
-        return node.mixed("puts rows to others", is_certain=is_certain)
+        times = _times(node, layout.entries, of_rows)
+        whole = None if times is None else node.entries_of(lengths[known(of_rows.axis)])
+        if times is None or not whole or not _are_of(layout, times, whole):
+            is_certain = of_rows.takes_all is not None
+            return node.mixed("puts rows to others", is_certain=is_certain)
+        layout = layout._replace(times=whole // layout.entries)
     causes = value.causes if _are_fixed(indices, of_rows.entry) else node.causes
-    return node.like(Value(of_rows.axis, value.layout, lengths), causes)
+    return node.like(Value(of_rows.axis, layout, lengths), causes)
 
 
 def _are_fixed(indices: Sequence[Value], entry: int | None) -> bool:
