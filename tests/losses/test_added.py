@@ -170,9 +170,11 @@ def test_a_layer_may_ask_its_regularizer_itself(function):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_TAKEN_APART)
-def test_other_losses_are_of_each_unit_by_itself(name):
+def test_other_losses_are_of_each_unit_by_itself_and_warned_of(name, caplog):
     problem = adding(NOT_TAKEN_APART[name])
     assert chosen(problem) == ApartEngine()
+    warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert any("may be another loss" in each for each in warned)
     with pytest.raises(UnsupportedLayerError, match=r"must be a sum.*Received: `addi"):
         chosen(problem, engine="bookkeeping")
 

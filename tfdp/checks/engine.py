@@ -21,6 +21,7 @@ from tfdp.engines.traced import TracedPass
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses import regularizers
+from tfdp.losses.added import AddedLossError
 from tfdp.losses.objective import Batch, Objective
 from tfdp.rules.generic import generic
 from tfdp.rules.registry import has_leaves
@@ -97,7 +98,9 @@ def choose(
             ) from error
         apart = engines.ApartEngine()
         if _can_take_apart(apart, objective, data, sizes, sample, passes, moved):
-            logging.info(
+            is_changed = isinstance(error, AddedLossError)
+            logging.log(
+                logging.WARNING if is_changed else logging.INFO,
                 "tfdp takes each example of model `%s` through it by itself: %s",
                 objective.model.name,
                 error,

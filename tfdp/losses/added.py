@@ -158,6 +158,10 @@ class AddedLosses:
         return tf.add_n(parts)
 
 
+class AddedLossError(UnsupportedLayerError):
+    """A loss that a layer adds is none of rows; of each row alone it may be another."""
+
+
 def _of_added(added: _Added, rows: int | Tensor, inputs: Nest) -> Tensor:
     loss = tf.convert_to_tensor(added.loss)
     if isinstance(rows, int) and rows == 1:
@@ -168,11 +172,12 @@ def _of_added(added: _Added, rows: int | Tensor, inputs: Nest) -> Tensor:
             return RowsOf(rows, inputs).of(loss)
         return RowsOf(rows, inputs, is_divided=True).of(added.total)
     except NotOfRowsError as error:
-        raise UnsupportedLayerError(
+        raise AddedLossError(
             "A loss that a layer adds must be a sum or a mean over the rows, or have a "
             f"value for each. Received: `{added.path}` ({type(added.layer).__name__}), "
-            f"which adds what {error}. Use `self.add_loss(...)` of a tensor of shape "
-            "(N,), e.g. `ops.mean(values, axis=-1)`."
+            f"which adds what {error}. What each row adds by itself may be another loss: "
+            "of a balance over the batch, one within each row. Use `self.add_loss(...)` "
+            "of a tensor of shape (N,), e.g. `ops.mean(values, axis=-1)`."
         ) from error
 
 

@@ -88,7 +88,9 @@ class RowsOf:
         if values.shape.rank is None or (
             length is not None and (known is None or length % known)
         ):
-            raise NotOfRowsError(f"has the shape {values.shape} in place of (N, ...)")
+            raise NotOfRowsError(
+                f"is made of a tensor of shape {values.shape} in place of (N, ...)"
+            )
         parts = reduce(values, axis=list(range(1, values.shape.rank)))
         if length is not None and length == known:
             return parts

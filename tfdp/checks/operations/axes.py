@@ -11,10 +11,21 @@ def _axes_of(value: Value, axes: Value) -> list[int] | None:
     return [int(n) % max(len(value.lengths), 1) for n in axes.numbers.ravel()]
 
 
-@rule(
-    *("Sum", "Mean", "Prod", "Max", "Min", "Any", "All", "EuclideanNorm", "ReduceJoin"),
-    rows_in=ANY,
-)
+# What reductions compute, in words.
+_NAMES = {
+    "Sum": "sum",
+    "Mean": "mean",
+    "Prod": "product",
+    "Max": "maximum",
+    "Min": "minimum",
+    "Any": "logical or",
+    "All": "logical and",
+    "EuclideanNorm": "norm",
+    "ReduceJoin": "joined text",
+}
+
+
+@rule(*_NAMES, rows_in=ANY)
 def _reduction(node: Node) -> Value:
     value, along = node.inputs
     axes = _axes_of(value, along)
@@ -24,7 +35,7 @@ def _reduction(node: Node) -> Value:
         return node.mixed("reduces over axes that are not known", is_certain=False)
     causes = value.causes
     if value.axis in axes:
-        causes |= {node.cause(f"computes a {node.op.type.lower()} over the rows")}
+        causes |= {node.cause(f"computes the {_NAMES[node.op.type]} over the rows")}
         value = value._replace(axis=None)
     if not node.attr("keep_dims"):
         return node.like(value.dropped(axes), causes)
@@ -57,8 +68,7 @@ def _arg(node: Node) -> Value:
 # the last two; first those whose outputs have the shape of their inputs.
 _OF_VECTORS = ("Softmax", "LogSoftmax", "FFT", "IFFT")
 _FROM_VECTORS = (
-    *("RFFT", "IRFFT", "InTopKV2", "LowerBound", "StatelessMultinomial", "Multinomial"),
-    "NthElement",
+    *("RFFT", "IRFFT", "InTopKV2", "StatelessMultinomial", "Multinomial", "NthElement"),
 )
 _OF_MATRICES = (
     *("FFT2D", "IFFT2D", "MatrixInverse", "Cholesky", "MatrixBandPart"),
@@ -67,6 +77,7 @@ _OF_MATRICES = (
 _FROM_MATRICES = (
     *("MatrixDeterminant", "MatrixDiagPart", "MatrixDiagPartV3"),
     *("LogMatrixDeterminant", "SelfAdjointEigV2", "Eig", "Svd", "Qr"),
+    *("RFFT2D", "IRFFT2D"),
 )
 
 
@@ -97,6 +108,14 @@ def _solved(node: Node) -> Value:
     if not rows:
         return node.free()
     return node.rows_of(rows[0]._replace(axis=rank + known(rows[0].from_end)))
+
+
+@rule("LowerBound", "UpperBound", rows_in=ANY)
+def _searched(node: Node) -> Value:
+    rows = [each for each in node.inputs if each.axis is not None]
+    if any(each[:2] != rows[0][:2] or each.axis != 0 for each in rows):
+        return node.mixed("goes along the rows")
+    return node.rows_of(rows[0]) if rows else node.free()
 
 
 @rule("MatrixSetDiagV3", rows_in=ANY)
