@@ -1,5 +1,7 @@
 """A vectorized map that keeps rows apart where TensorFlow's own does not."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -35,8 +37,20 @@ def vectorized_map(function: Any, elements: Nest) -> Nest:
         **dict.fromkeys(_SEGMENTS, _convert_segments),
         **dict.fromkeys(_SPARSE_SEGMENTS + _AS_LONG_AS_DATA_SAY, _refuse),
     }
-    with _keras.pfor_converters(converters):
+    with _keras.pfor_converters(converters), _without_messages():
         return tf.vectorized_map(function, elements, warn=False)  # noqa: TID251
+
+
+@contextlib.contextmanager
+def _without_messages() -> Iterator[None]:
+    """Keep TensorFlow from logging pages about what it cannot vectorize: one line does."""
+    logger = tf.get_logger()
+    level = logger.level
+    logger.setLevel("CRITICAL")
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 _SEGMENTS = tuple(f"UnsortedSegment{name}" for name in ("Sum", "Max", "Min", "Prod"))

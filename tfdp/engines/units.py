@@ -1,7 +1,6 @@
 """Runs a function on every unit of a batch, all units at once where TensorFlow can."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -22,7 +21,7 @@ def map_units(
     """Apply a function to every element, all at once where TensorFlow can."""
 
     def vectorized(elements: Nest) -> Nest:
-        with efficient_vectorization(), _without_messages():
+        with efficient_vectorization():
             return vectorized_map(function, elements)
 
     # A function of its own: what a failed attempt leaves behind must not run.
@@ -38,7 +37,9 @@ def map_units(
         try:
             traced = run_all.get_concrete_function(elements)
         except Exception as error:  # noqa: BLE001
-            reason = str(error)
+            # Of what TensorFlow says on several lines the last one says what it is.
+            lines = [line.strip(" .") for line in str(error).splitlines()]
+            reason = next(filter(None, lines[::-1]), type(error).__name__)
     if reason is None:
         _look_into(traced.graph, elements, in_turn=False)
         mapped: tuple[list[Tensor], Nest] = run_all(elements)
@@ -71,18 +72,6 @@ def _look_into(graph: tf.Graph, elements: Nest, *, in_turn: bool) -> None:
     check = unit_check()
     if check is not None:
         check(graph, len(keras.tree.flatten(elements)), in_turn=in_turn)
-
-
-@contextlib.contextmanager
-def _without_messages() -> Iterator[None]:
-    """Keep TensorFlow from logging pages about what it cannot vectorize: one line does."""
-    logger = tf.get_logger()
-    level = logger.level
-    logger.setLevel("CRITICAL")
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _rehearse(
