@@ -1051,6 +1051,49 @@ def test_a_loop_over_rows_is_told_of_the_map_that_works():
     assert choose("auto", Objective.of(mapped, "mse"), data) == BookkeepingEngine()
 
 
+class OwnKernels(layers.Layer):
+    """A convolution of each row with a kernel that is made of it."""
+
+    def __init__(self, convolve):
+        super().__init__()
+        self.convolve = convolve
+
+    def build(self, shape):
+        self.kernels = layers.Dense(9 * shape[-1])
+        self.kernels.build((None, shape[-1]))
+
+    def call(self, x):
+        kernels = ops.reshape(
+            self.kernels(ops.mean(x, (1, 2))), (-1, 9 * x.shape[-1], 1)
+        )
+        return self.convolve(x, kernels)
+
+
+def by_a_map(x, kernels):
+    return ops.vectorized_map(
+        lambda row: ops.conv(row[0][None], ops.reshape(row[1], (3, 3, -1, 1)))[0],
+        (x, kernels),
+    )
+
+
+def by_patches(x, kernels):
+    patches = ops.image.extract_patches(x, 3, padding="same")
+    return ops.einsum("nhwp,npk->nhwk", patches, kernels)
+
+
+@pytest.mark.slow
+def test_a_map_that_becomes_a_loop_is_told_of_the_product_that_works():
+    data = (np.ones((4, 5, 5, 2)), np.ones((4, 1)), None)
+
+    def objective(convolve):
+        inner = OwnKernels(convolve), layers.GlobalAveragePooling2D()
+        return Objective.of(keras.Sequential([keras.Input((5, 5, 2)), *inner]), "mse")
+
+    with pytest.raises(UnsupportedLayerError, match="extract_patches"):
+        choose("auto", objective(by_a_map), data)
+    assert choose("auto", objective(by_patches), data) == BookkeepingEngine()
+
+
 @pytest.mark.slow
 def test_a_loss_that_counts_rows_is_that_of_a_batch_of_one(caplog):
     def shared(y_true, y_pred):
@@ -1061,6 +1104,7 @@ def test_a_loss_that_counts_rows_is_that_of_a_batch_of_one(caplog):
     data = (np.ones((4, D)), np.ones((4, 1)), None)
     assert choose("auto", Objective.of(model, shared), data) == ApartEngine()
     assert "must not depend on how many examples there are" in caplog.text
+    assert ".." not in caplog.text
 
 
 # Whatever else is counted, these rows meet.

@@ -44,6 +44,13 @@ _LOOP = _MIXING._replace(
     fix=f"{_MIXING.fix} Where each row is taken by itself, as by `keras.ops.map(f, x)`, "
     "write `keras.ops.vectorized_map(f, x)`."
 )
+_LOOP_OF_MAP = _MIXING._replace(
+    fix="TensorFlow's map takes a loop for what it cannot do for all rows at once. "
+    "Without a map, `keras.ops.einsum('nij,njk->nik', a, b)` multiplies each row by a "
+    "matrix of its own; so does, for a convolution by a kernel of its own, "
+    "`keras.ops.einsum('nhwp,npk->nhwk', keras.ops.image.extract_patches(x, 3, "
+    "padding='same'), kernels)`."
+)
 _LOSS_OF_LAYER = (
     "A mean over the rows is for the end: `self.add_loss(ops.mean(losses))`, where "
     "`losses` has one value for each row."
@@ -122,7 +129,8 @@ class Problem:
 
     def __str__(self) -> str:
         """Return all of it in one line."""
-        return f"`{self.path}` ({self.layer_class}): {self.reason}. {self.fix}"
+        reason = self.reason.removesuffix(".")
+        return f"`{self.path}` ({self.layer_class}): {reason}. {self.fix}"
 
 
 def layer_problems(
@@ -193,6 +201,8 @@ def _flaw_of(layer: keras.layers.Layer, trace: Trace, found: Found) -> _Flaw:
     cause = found.cause
     if cause.is_certain:
         flaw = _LOOP if cause.outer.type in LOOPS else _MIXING
+        if "/pfor/" in cause.outer.name:
+            flaw = _LOOP_OF_MAP
     else:
         flaw = _COUNTING if found.counts_rows else _UNPROVEN
     flaw = {MEMORY: _OUTSIDE, BY_PLACE: _KNOWN_DRAWS}.get(cause.why, flaw)
