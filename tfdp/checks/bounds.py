@@ -77,7 +77,7 @@ def own_bounds(node: Node, number: int, layout: Layout) -> Bounds | None:
     """
     if not layout.is_plain_blocks:
         return None
-    bounds = _bounds_of_rows(node, number)
+    bounds = bounds_of_rows(node, number)
     is_own = bounds is not None and bounds.are_in_own(layout.entries)
     return bounds if is_own else None
 
@@ -118,7 +118,7 @@ def own_row_bounds(node: Node, number: int) -> Bounds | None:
         Bounds, if the first number is proven to be the row's own and nothing is known of
         the others but that they do not depend on its place; None otherwise.
     """
-    bounds = _bounds_of_rows(node, number)
+    bounds = bounds_of_rows(node, number)
     if bounds is None or bounds.largest_compared > 1:
         return None
     # What holds all along the last axis holds for the numbers of all axes.
@@ -132,7 +132,8 @@ def own_row_bounds(node: Node, number: int) -> Bounds | None:
     return bounds if is_own and not np.any(stride[..., 1:]) else None
 
 
-def _bounds_of_rows(node: Node, number: int) -> Bounds | None:
+def bounds_of_rows(node: Node, number: int) -> Bounds | None:
+    """Say where the numbers of an input lie, row by row; None if it is not known."""
     if node.has_open_lengths:
         # What is below a length that stands for any may be above others.
         return None
@@ -141,7 +142,7 @@ def _bounds_of_rows(node: Node, number: int) -> Bounds | None:
     if found is None or value.axis is not None:
         return found
     # Of rows whose number is static, numbers for them may be free of data.
-    entries = node.entries_of(value.shape[0])
+    entries = node.entries_of(value.shape[0]) if value.shape else None
     if not entries:
         return None
     arrays = _by_row(found[:3], 0, Layout(1, entries), node.rows)
@@ -219,6 +220,8 @@ class _Bounding:
             return inputs[2]._replace(largest_compared=largest) if is_third else None
         if op.type == "SelectV2" and self._is_for_one_row(op, *inputs[1:]):
             return inputs[1]
+        if op.type == "Maximum" and _is_never_less(*inputs):
+            return inputs[0]._replace(largest_compared=largest)
         arrays = rule.describe(Step(tensor, value, before), *inputs)
         if arrays is None:
             return None
@@ -238,6 +241,12 @@ class _Bounding:
             and (least is not None and least.tolist() == 1)
             and bool(np.all((many.low <= one.low) & (one.high <= many.high)))
         )
+
+
+def _is_never_less(value: Bounds, other: Bounds) -> bool:
+    """Tell whether numbers are never less than those of another tensor."""
+    is_so = (value.stride >= 0) & (value.low >= other.high)
+    return not np.any(other.stride) and bool(np.all(is_so))
 
 
 def _extent(bounds: Bounds) -> float:

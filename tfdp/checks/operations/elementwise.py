@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp._types import Tensor
+from tfdp.checks.bounds import bounds_of_rows
 from tfdp.checks.node import (
     ANY,
     Node,
     broadcast,
+    counts_rows,
     is_same_length,
     of_numbers,
     rule,
@@ -155,7 +158,22 @@ def _select(node: Node) -> Value:
         # A vector has one condition for each entry of the first axis.
         more = [1] * (len(others[0].lengths) - len(condition.lengths))
         condition = condition.with_lengths([*condition.lengths, *more])
+    if counts_rows(condition) and _is_always_so(node):
+        return joined(node, others)
     return joined(node, [condition, *others])
+
+
+def _is_always_so(node: Node) -> bool:
+    """Tell whether the condition of a choice holds for every row, wherever it is."""
+    bounds = bounds_of_rows(node, 0)
+    if bounds is None or not np.all(bounds.low == 1):
+        return False
+    # What was compared may overflow in the last rows of a large batch, unless entries as
+    # far apart are pointed to, which is refused then.
+    pointing, points_to = node.op.inputs[1].op, 0
+    if pointing.type == "GatherV2":
+        points_to = node.value_of(pointing.inputs[0]).layout.entries
+    return bounds.largest_compared <= points_to
 
 
 @rule("ZerosLike", "OnesLike")

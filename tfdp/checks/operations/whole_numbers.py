@@ -155,6 +155,30 @@ def _less(_: Step, a: Bounds, b: Bounds) -> Arrays | None:
     return np.zeros(always.shape), 1.0 * always, 1.0 * perhaps
 
 
+@bounds_rule("GreaterEqual")
+def _not_less(step: Step, a: Bounds, b: Bounds) -> Arrays | None:
+    less = _less(step, a, b)
+    return None if less is None else (less[0], 1.0 - less[2], 1.0 - less[1])
+
+
+@bounds_rule("LogicalAnd")
+def _both(_: Step, a: Bounds, b: Bounds) -> Arrays | None:
+    return _combined(np.minimum, np.minimum, a, b)
+
+
+@bounds_rule("ZerosLike", "OnesLike", value_inputs=0)
+def _constant(step: Step, _: Bounds) -> Arrays:
+    number = int(step.tensor.op.type == "OnesLike")
+    return everywhere(step.rank, number, number)
+
+
+@bounds_rule("Fill")
+def _filled(step: Step, _: Bounds, value: Bounds) -> Arrays | None:
+    if not is_exact(value):
+        return None
+    return everywhere(step.rank, value.low.item(), value.high.item())
+
+
 @bounds_rule("Sum")
 def _summed(step: Step, value: Bounds, along: Bounds) -> Arrays | None:
     lengths = step.inputs[0].lengths
