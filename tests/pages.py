@@ -1,18 +1,14 @@
 """Fenced blocks of Markdown pages, each run alone in a process of its own."""
 
-import multiprocessing
 import os
 import re
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.forks import FORKS
 
-# Processes are forks of one that has imported these and run nothing: as good as fresh
-# ones, seconds earlier.
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([__name__, "sklearn.datasets", "tfdp"])
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def blocks(page, language):
@@ -38,8 +34,8 @@ def _run(page: str, line: int, block: str, folder: str, errors: Connection) -> N
 
 def run_alone(page, line, block, folder):
     """Run a block in a fresh process, in a folder; return its traceback or None."""
-    receiver, sender = _FORKS.Pipe(duplex=False)
-    process = _FORKS.Process(
+    receiver, sender = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(
         target=_run, args=(str(page), line, block, str(folder), sender)
     )
     process.start()

@@ -1,20 +1,15 @@
 """PrivacyBudget: epsilon in the logs, and no step beyond the target."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
 import tfdp
+from tests import forks
 from tfdp.accounting import Ledger, PoissonSteps, ShuffledPasses, UnamplifiedSteps
 from tfdp.errors import NotPrivateError, PrivacyBudgetError
 
-ROOT = Path(__file__).parents[2]
 DELTA = 1e-3
 ROWS = 12
 
@@ -337,18 +332,20 @@ def test_processes_at_once_and_one_that_is_killed_and_goes_on(tmp_path):
     )
 
     def start(how):
-        command = [sys.executable, "-c", PROGRAM, how]
-        return subprocess.Popen(
-            command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}
-        )
+        (tmp_path / how).mkdir()
+        return forks.start(PROGRAM, how, output=tmp_path / how, cwd=tmp_path)
+
+    def exit_code(process):
+        process.join()
+        return process.exitcode
 
     both = [start("one"), start("die")]
-    assert [process.wait() for process in both] == [0, -9]
+    assert [exit_code(process) for process in both] == [0, -9]
     step = PoissonSteps(1, 8.0, 40, 10)
     # Of the one that was killed all that it had planned.
     assert project.ledger == Ledger((step.with_count(24),))
     assert len(project.unsettled) == 1
-    assert start("go on").wait() == 0
+    assert exit_code(start("go on")) == 0
     # It has lost what came after its backup, and that counts.
     assert project.unsettled == []
     assert project.ledger == Ledger((step.with_count(12 + 4 + 2 + 8),))

@@ -1,10 +1,6 @@
 """PrivateEvaluation: what it releases, what that costs, and what it refuses."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -13,6 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdp
+from tests import forks
 from tests.small import data, private
 from tfdp.accounting import Ledger, PoissonSteps, Segment
 from tfdp.callbacks import PrivateEvaluation
@@ -480,18 +477,8 @@ print(private.ledger.to_json())
 
 @pytest.mark.slow
 def test_a_release_that_nobody_saw_counts_after_a_kill(tmp_path):
-    def run(*arguments):
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        return subprocess.run(
-            [sys.executable, "-c", SCRIPT, tmp_path, *arguments],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    assert run("dies").returncode == 9
-    done = run("goes on")
+    assert forks.run(SCRIPT, tmp_path, "dies").returncode == 9
+    done = forks.run(SCRIPT, tmp_path, "goes on")
     assert done.returncode == 0, done.stderr[-2000:]
     ledger = Ledger.from_json(done.stdout.splitlines()[-1])
     # The third epoch was run twice, and so was its release.

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdp
+from tests import forks
 from tfdp.export import export_private_model, next_version
 from tfdp.export.signatures import inputs_of, named_outputs
 
@@ -168,15 +169,15 @@ def test_fresh_processes_give_the_same_names_and_load_without_tfdp(tmp_path):
     found = []
     for version, models_before in enumerate((0, 2), 1):
         path = str(tmp_path / "m" / str(version))
-        for program in (FRESH, LOAD):
-            arguments = [sys.executable, "-c", program, path]
-            done = subprocess.run(
-                [*arguments, str(models_before)],
-                check=False,
-                capture_output=True,
-                text=True,
-            )
-            assert done.returncode == 0, done.stderr
+        done = forks.run(FRESH, path, models_before)
+        assert done.returncode == 0, done.stderr
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD, path],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout.splitlines()[-1]))
     assert found[0] == found[1]
     assert found[0] == [

@@ -3,13 +3,8 @@
 import csv
 import functools
 import math
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -18,6 +13,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfdp
+from tests import forks
 from tests.reference import per_example_gradients
 from tfdp.accounting.local import TrustedQueries
 from tfdp.callbacks import AdaptiveMedianClip, AdaptiveQuantileClip, ClipNormScheduler
@@ -29,7 +25,6 @@ DELTA = 1e-5
 CLIP, STEP = 4.5, 2**-6
 NOISELESS = pytest.mark.filterwarnings("ignore:Training without noise")
 SEEDED = pytest.mark.filterwarnings("ignore:The privacy noise is reproducible")
-ROOT = Path(__file__).parents[2]
 
 
 def squares(y_true, y_pred):
@@ -540,15 +535,16 @@ def test_a_killed_run_goes_on(tmp_path):
         "import sys; from tests.federated.test_simulation import run_in_folder; "
         "assert 'flwr' not in sys.modules; run_in_folder(sys.argv[1], 50_000)"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-c", code, tmp_path / "killed"]
     state = tmp_path / "killed" / "history.csv"
-    with subprocess.Popen(command, env=environment) as killed:
+    killed = forks.start(code, tmp_path / "killed", output=tmp_path)
+    try:
         deadline = time.monotonic() + 120
         while not state.exists() and time.monotonic() < deadline:
-            assert killed.poll() is None
+            assert killed.is_alive()
             time.sleep(0.1)
-        killed.send_signal(signal.SIGKILL)
+    finally:
+        killed.kill()
+        killed.join()
     with state.open() as file:
         rounds = int(list(csv.DictReader(file))[-1]["round"]) + 20
     found = run_in_folder(tmp_path / "killed", rounds)

@@ -1,10 +1,7 @@
 """The noise has the right size and shape, covers everything and never repeats."""
 
 import math
-import os
 import secrets
-import subprocess
-import sys
 import warnings
 
 import keras
@@ -13,6 +10,7 @@ import pytest
 import tensorflow as tf
 from scipy import stats
 
+from tests import forks
 from tests.problems import PROBLEMS
 from tfdp import clipped_gradients
 from tfdp.clipping import ClippedSum
@@ -647,15 +645,8 @@ print(step())
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["secret", "seeded"])
 def test_a_forked_process_draws_noise_of_its_own(kind):
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED, kind],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-        timeout=120,
-    )
+    run = forks.run(FORKED, kind)
+    assert run.returncode == 0, run.stderr
     of_child, of_parent = run.stdout.splitlines()
     # Who gives a seed wants the same noise everywhere.
     assert (of_child == of_parent) == (kind == "seeded")

@@ -1,16 +1,10 @@
 """Checkpoints of TensorFlow have the ledger, and what they bring is known by it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import tensorflow as tf
 
+from tests import forks
 from tests.runs.models import fit, ledger_of, loop, optimizer, part, private
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -24,8 +18,6 @@ def test_a_checkpoint_of_tensorflow_has_the_ledger(tmp_path):
     # Eight steps have run, whatever was put back.
     assert model.ledger.steps == 8
     script = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
 import json, keras, tensorflow as tf, tfdp
 from tests.runs.models import fit, loop, optimizer, part, private
 from tfdp.runs.histories import was_trained
@@ -50,13 +42,7 @@ assert opt.ledger.steps == 1, opt.ledger
 loop(model, opt, traced=False)()
 assert opt.ledger.steps == private(model).ledger.steps == 2
 """
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"KERAS_BACKEND": "tensorflow"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = forks.run(script)
     assert result.returncode == 0, result.stderr
 
 

@@ -4,10 +4,7 @@ import copy
 import gc
 import os
 import pickle
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -16,6 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdp
+from tests import forks
 from tests.runs.models import (
     DELTA,
     NOISE,
@@ -32,9 +30,6 @@ from tests.runs.models import (
 from tfdp.runs import histories
 from tfdp.runs.histories import history_of
 from tfdp.runs.recorder import LedgerRecorder
-
-ROOT = Path(__file__).parents[2]
-
 
 # ------------------------------------------------------------------- one of several
 
@@ -252,24 +247,13 @@ def test_a_copy_of_a_loaded_model_is_recognised(tmp_path):
     fit(model)
     model.save(tmp_path / "model.keras")
     del model
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
+    result = forks.run(f"""
 import keras
 from tests.runs.models import private
 from tests.runs.test_histories import cloned
 loaded = keras.models.load_model({str(tmp_path / "model.keras")!r})
 assert private(cloned(loaded.model)).ledger.steps == 4
-""",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+""")
     assert result.returncode == 0, result.stderr
 
 

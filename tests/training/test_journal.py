@@ -1,10 +1,7 @@
 """Runs that are killed and go on: the ledger is never behind what ran."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfdp
+from tests import forks
 from tfdp.accounting import (
     Ledger,
     PoissonSteps,
@@ -29,7 +27,6 @@ from tfdp.sampling import Poisson, Shuffled
 from tfdp.training.journal import Journal, restored_journals
 from tfdp.training.noise_plan import NoisePlan
 
-ROOT = Path(__file__).parents[2]
 ROWS = 40
 
 POISSON = Poisson(ROWS, 4)
@@ -340,13 +337,7 @@ print(json.dumps({
 
 def run(folder, last_step, **options):
     """Return what a process printed, or nothing if it was killed."""
-    process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, folder, str(last_step), json.dumps(options)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    process = forks.run(SCRIPT, folder, last_step, json.dumps(options))
     if process.returncode == -signal.SIGKILL:
         return None
     assert process.returncode == 0, process.stderr
