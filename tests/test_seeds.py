@@ -210,8 +210,15 @@ def trained(name, train, **options):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "views" else pytest.param(name, marks=pytest.mark.slow)
-        for name in DRAWING
+        "views",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("bookkeeping", "vectorized", "in passes", "backward")
+        ),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("apart", "compiled")
+        ),
     ],
 )
 @pytest.mark.filterwarnings(

@@ -259,11 +259,17 @@ QUICK = {
 }
 
 
+# What XLA compiles is what a graph runs: these stand for all others.
+COMPILED = {"eager", "passes", "vectorized"}
+
+
 def loops_and_ways():
     """Every loop in every way, of which half are one more: known or not, in turns."""
     for place, each in enumerate(itertools.product(LOOPS, WAYS)):
+        loop, way = each
         for is_known in (True, False):
             is_one_more = is_known == bool(place % 2)
+            is_one_more |= way == "xla" and loop not in COMPILED
             marks = pytest.mark.exhaustive if is_one_more else pytest.mark.slow
             case = is_known, *each
             yield pytest.param(*case, marks=() if case in QUICK else marks)

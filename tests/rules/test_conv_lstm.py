@@ -1,4 +1,4 @@
-"""Frames, and cells that are taken step by step: one problem of each, in quick tests.
+"""Frames under dropout and of any number.
 
 All others are in `tests/engines/test_bookkeeping.py`.
 """
@@ -7,21 +7,11 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.engine_checks import OUTLIER, check, runner
 from tests.masks import check_clipping_under_masks
-from tests.problems import PROBLEMS, sequential
+from tests.problems import sequential
 from tfdp.checks.engine import choose
-from tfdp.engines import BookkeepingEngine
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Objective
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["conv_lstm_masked", "rnn_own_cells"])
-def test_clipped_as_single_rows(name):
-    problem = PROBLEMS[name]
-    check(problem, runner(problem, [BookkeepingEngine()]), OUTLIER)
-
 
 BOTH = {"dropout": 0.4, "recurrent_dropout": 0.4, "seed": 1}
 UNDER_DROPOUT = {

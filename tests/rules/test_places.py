@@ -223,18 +223,31 @@ def engine_of(name, ascent=None):
     return choose("auto", objective, tuple(problem.batch(3)))
 
 
-def names(*quick):
-    """Parametrize by models, of which the quick tests have these."""
+def names(*quick, one_more=()):
+    """Parametrize by models, of which the quick tests have these.
+
+    Args:
+        *quick: For the quick tests.
+        one_more: What differs little from the others.
+    """
+
+    def marks_of(name):
+        if name in quick:
+            return []
+        return [pytest.mark.exhaustive if name in one_more else pytest.mark.slow]
+
     return pytest.mark.parametrize(
-        "name",
-        [
-            pytest.param(name, marks=[] if name in quick else [pytest.mark.slow])
-            for name in MODELS
-        ],
+        "name", [pytest.param(name, marks=marks_of(name)) for name in MODELS]
     )
 
 
-@names("attention_in_windows", "nodes_first", "views")
+@names(
+    "attention_in_windows",
+    "nodes_first",
+    "views",
+    # Of what these are made of, others are left.
+    one_more={"nodes_of_windows", "windows", "nodes"},
+)
 def test_gradients_equal_one_example_at_a_time(name):
     engine = engine_of(name)
     assert isinstance(engine, BookkeepingEngine)
@@ -246,32 +259,46 @@ def test_gradients_equal_one_example_at_a_time(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["attention_in_windows", "nodes_first", "windows"])
-@pytest.mark.parametrize("mode", ["graph", "xla"])
-def test_gradients_are_the_same_eagerly_and_compiled(name, mode):
-    run = runner(problem_of(name), [engine_of(name)], mode)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nodes_first",
+        "windows",
+        pytest.param("attention_in_windows", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_gradients_are_the_same_when_they_are_compiled(name):
+    run = runner(problem_of(name), [engine_of(name)], "xla")
     check(problem_of(name), run, OUTLIER)
 
 
-@pytest.mark.slow
-@names("nodes_between")
+@names(
+    "nodes_between",
+    one_more=MODELS.keys() - {"nodes", "nodes_by_matrix", "twice", "views", "windows"},
+)
 def test_units_have_several_rows(name):
     run = runner(problem_of(name), [engine_of(name)], unit_size=2)
     check(problem_of(name), run, (0, 5, 3, 4), unit_size=2)
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "is_exact"),
     [
-        "windows",
+        ("windows", False),
         *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("windows_of_images", "nodes", "twice")
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("windows", True), ("nodes", True), ("twice", False))
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("nodes", False),
+                ("twice", True),
+                ("windows_of_images", False),
+                ("windows_of_images", True),
+            )
         ),
     ],
-)
-@pytest.mark.parametrize(
-    "is_exact", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
 def test_units_go_uphill(name, is_exact):
     ascent = Uphill(0.1, 0.7, is_exact)

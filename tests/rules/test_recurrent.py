@@ -90,9 +90,7 @@ MODELS = {
     "stacked_cells": stack(
         lambda: layers.RNN([
             layers.LSTMCell(2, **BOTH),
-            layers.GRUCell(3, **BOTH),
             layers.GRUCell(3, reset_after=False, **BOTH),
-            layers.SimpleRNNCell(2, **BOTH),
         ])
     ),
     "masked_bidirectional": masked,

@@ -67,12 +67,13 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("wrap", [plain, private])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "wrap"),
     [
-        "steps",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("keras", "function")),
+        ("steps", plain),
+        ("steps", private),
+        pytest.param("keras", private, marks=pytest.mark.slow),
+        pytest.param("function", plain, marks=pytest.mark.slow),
     ],
 )
 def test_each_step_has_the_pull_of_the_prior_times_its_weight(wrap, name):
