@@ -1,17 +1,13 @@
 """Starts worker processes, and waits for what they found."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
+from tests import forks
+
 WORKER = Path(__file__).with_name("worker.py")
-ENVIRONMENT = {
-    "PYTHONPATH": str(Path(__file__).parents[2]),
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-}
+LONGEST_SECONDS = 900
 
 
 def free_ports(number):
@@ -26,19 +22,27 @@ def free_ports(number):
 def run_mirrored(folder, job, *arguments, replicas=2):
     """Run a job on several logical devices of one process, and return its result."""
     output = folder / "mirrored.json"
-    environment = {**os.environ, **ENVIRONMENT, "REPLICAS": str(replicas)}
-    environment.pop("TF_CONFIG", None)
-    command = [sys.executable, WORKER, output, job, *arguments]
-    done = subprocess.run(
-        list(map(str, command)),
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    environment = {"REPLICAS": str(replicas), "TF_CONFIG": None}
+    process, printed = _started(folder, 0, environment, output, job, *arguments)
+    _wait(process)
+    assert process.exitcode == 0, printed.read_text()[-4000:]
     return json.loads(output.read_text())
+
+
+def _started(folder, number, environment, *arguments):
+    """Start a worker; return its process, and the file of its errors."""
+    printed = folder / f"printed_{number}"
+    printed.mkdir(exist_ok=True)
+    process = forks.start(WORKER, *arguments, output=printed, environment=environment)
+    return process, printed / "stderr"
+
+
+def _wait(process):
+    try:
+        process.join(LONGEST_SECONDS)
+    finally:
+        process.kill()
+    process.join()
 
 
 def run_workers(folder, job, *arguments, workers=2, replicas=1, may_fail=False):
@@ -56,26 +60,13 @@ def run_workers(folder, job, *arguments, workers=2, replicas=1, may_fail=False):
             "cluster": {"worker": addresses},
             "task": {"type": "worker", "index": index},
         }
-        environment = {
-            **os.environ,
-            **ENVIRONMENT,
-            "TF_CONFIG": json.dumps(config),
-            "REPLICAS": str(replicas),
-        }
-        command = [sys.executable, WORKER, output, job, *arguments]
-        log = (folder / f"worker_{index}.txt").open("w")
-        process = subprocess.Popen(
-            list(map(str, command)), env=environment, stdout=log, stderr=log
-        )
-        started.append((process, output, log))
+        environment = {"TF_CONFIG": json.dumps(config), "REPLICAS": str(replicas)}
+        process, printed = _started(folder, index, environment, output, job, *arguments)
+        started.append((process, output, printed))
     found = []
-    for process, output, log in started:
-        try:
-            process.wait(timeout=900)
-        finally:
-            process.kill()
-            log.close()
+    for process, output, printed in started:
+        _wait(process)
         if not may_fail:
-            assert process.returncode == 0, Path(log.name).read_text()[-4000:]
+            assert process.exitcode == 0, printed.read_text()[-4000:]
         found.append(json.loads(output.read_text()) if output.exists() else None)
     return found
