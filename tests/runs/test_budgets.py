@@ -253,7 +253,7 @@ def test_loops_under_a_budget_run_beside_others():
 
     both_steps()
     both = private(both_of(one, other), noise_multiplier=80.0)
-    fit(both, callbacks=[tfdp.callbacks.PrivacyBudget(DELTA, 5.0)])
+    fit(both, callbacks=[tfdp.callbacks.PrivacyBudget(DELTA, 0.3)])
     unrelated = private(part("unrelated"))
     for _ in range(3):
         both_steps()

@@ -28,7 +28,7 @@ def test_a_bound_near_the_mean_costs_what_dp_accounting_says():
     [
         (1000, 10, 1.0),
         pytest.param(1000, 1, 0.8, marks=pytest.mark.slow),
-        pytest.param(60_000, 256, 1.1, marks=pytest.mark.slow),
+        pytest.param(60_000, 256, 1.1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_free_bound_costs_less_than_a_percent(n, batch_size, z):
@@ -43,7 +43,7 @@ def test_a_free_bound_costs_less_than_a_percent(n, batch_size, z):
     ("n", "batch_size", "z", "steps", "delta"),
     [
         (1000, 10, 1.0, 128, 1e-6),
-        pytest.param(60_000, 256, 0.6, 5000, 1e-5, marks=pytest.mark.slow),
+        pytest.param(60_000, 256, 0.6, 5000, 1e-5, marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_draws_no_warning_costs_less_than_a_percent(
