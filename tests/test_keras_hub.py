@@ -161,11 +161,12 @@ def assert_engines_agree(model, tolerance, *engines):
 def marks_of(entry):
     if entry.is_quick:
         return []
-    # One for each kind of backbone.
-    is_one_more = entry.name.endswith("_lora") and entry.name not in {
-        *("bert_lora", "gemma_lora", "t5_lora", "vit_lora"),
+    # One for each kind of backbone, whole or with adapters.
+    is_of_a_kind = entry.name in {
+        *("albert", "bert", "bert_lora", "clip_vision", "gemma_lora", "gpt2"),
+        *("llama", "t5_lora", "vit_lora"),
     }
-    return [pytest.mark.exhaustive if is_one_more else pytest.mark.slow]
+    return [pytest.mark.slow if is_of_a_kind else pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,13 @@ def test_families_are_clipped_as_single_rows(entry, caplog):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["bert", "gpt2", "llama", "gemma", "gemma3", "mistral", "phi3", "qwen"],
+    [
+        *("bert", "gpt2", "gemma3", "llama"),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("gemma", "mistral", "phi3", "qwen")
+        ),
+    ],
 )
 def test_sequences_of_any_length(name):
     """Of whatever length the sentences of a batch are."""
@@ -270,9 +277,14 @@ def test_masked_words_are_taken_row_by_row(caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_adapted", [False, True])
 @pytest.mark.parametrize(
-    ("backbone", "task"), [(bert, classifier), (gpt2, language_model)]
+    ("backbone", "task", "is_adapted"),
+    [
+        (bert, classifier, True),
+        (gpt2, language_model, False),
+        pytest.param(bert, classifier, False, marks=pytest.mark.exhaustive),
+        pytest.param(gpt2, language_model, True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_training(backbone, task, is_adapted, caplog):
     """With dropout, chosen by itself and without a word."""

@@ -13,8 +13,53 @@ from tests.zoo.single_rows import check_single_rows, trained
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 TRAINED = {name: entry for name, entry in ZOO.items() if entry.engine != "refused"}
+# All of whose parts other models have, or tests of their rules.
+ONE_MORE = {
+    "autoencoder",
+    "bag_of_instances",
+    "bidirectional_lstm",
+    "cait",
+    "captions",
+    "cct",
+    "cepstrum",
+    "cnn_3d",
+    "conv_lstm",
+    "conv_mixer",
+    "crossed_features",
+    "decision_forest",
+    "deep_and_cross",
+    "entity_recognition",
+    "gated_residual",
+    "hierarchical_attention",
+    "last_word",
+    "lstm_of_time",
+    "miniature_gpt",
+    "mlp_mixer",
+    "molecules",
+    "nested_transformer",
+    "perceiver",
+    "point_transformer",
+    "pointnet",
+    "seq2seq_transformer",
+    "spatial_gating",
+    "swin",
+    "tab_transformer",
+    "text_cnn",
+    "traffic",
+    "transformer_of_time",
+    "unet",
+    "vit_patch_encoder",
+}
+
+
+def marks_of(name):
+    if TRAINED[name].is_quick:
+        return []
+    return [pytest.mark.exhaustive if name in ONE_MORE else pytest.mark.slow]
+
+
 CASES = [
-    pytest.param(entry, id=name, marks=[] if entry.is_quick else pytest.mark.slow)
+    pytest.param(entry, id=name, marks=marks_of(name))
     for name, entry in TRAINED.items()
 ]
 
