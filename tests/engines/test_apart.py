@@ -318,8 +318,22 @@ def test_a_recurrent_matrix_that_is_used_elsewhere(recurrent):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["positions", "class_token", "grouped"])
-@pytest.mark.parametrize("mode", ["graph", "xla"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("positions", "graph"),
+        ("class_token", "xla"),
+        ("grouped", "xla"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("positions", "xla"),
+                ("class_token", "graph"),
+                ("grouped", "graph"),
+            )
+        ),
+    ],
+)
 def test_in_every_mode_with_units_of_two(name, mode):
     problem = MODELS[name]
     check(problem, runner(problem, ENGINES, mode, unit_size=2), OUTLIER, unit_size=2)

@@ -53,15 +53,16 @@ SLOW = {
 }
 
 
-def those(names, slow=SLOW):
+def those(names, slow=SLOW, one_more=()):
+    def marks_of(name):
+        if name in one_more:
+            return [pytest.mark.exhaustive]
+        return [pytest.mark.slow] if name in slow else []
+
     return pytest.mark.parametrize(
         "problem",
         [
-            pytest.param(
-                PROBLEMS[name],
-                id=name,
-                marks=[pytest.mark.slow] if name in slow else [],
-            )
+            pytest.param(PROBLEMS[name], id=name, marks=marks_of(name))
             for name in names
             if name in PROBLEMS
         ],
@@ -163,8 +164,29 @@ def test_graphs_equal_one_example_at_a_time(problem):
         check(problem, run, rows)
 
 
+# What differs little from the others.
+ONE_MORE = {
+    *("attention_no_bias", "conv_lstm_other_axes", "cross_attention", "embedding_lstm"),
+    *("gru_no_bias", "gru_reset_before", "gru_stacked", "lstm_unrolled"),
+    *("rnn_of_cells", "simple_rnn", "time_distributed_lstm", "ws_conv"),
+}
+
+
+def without_one_more(cases):
+    """Leave to exhaustive tests what differs little from the others."""
+    return [
+        pytest.param(
+            *case.values,
+            id=case.id,
+            marks=pytest.mark.exhaustive if case.id in ONE_MORE else case.marks,
+        )
+        for case in cases
+    ]
+
+
 @pytest.mark.parametrize(
-    "problem", cases(lacking={"compiled", "random", "tied"}, is_slow=True)
+    "problem",
+    without_one_more(cases(lacking={"compiled", "random", "tied"}, is_slow=True)),
 )
 def test_all_problems_equal_one_example_at_a_time(problem):
     # Dice is no sum over rows.
@@ -179,7 +201,11 @@ def test_all_engines_equal_one_example_at_a_time(problem):
     check(problem, runner(problem, ENGINES[:4], "graph"), OUTLIER)
 
 
-@those(FEW, slow=set(FEW) - {"einsum_mixed_kernel", "reversible_tied"})
+@those(
+    FEW,
+    slow=set(FEW) - {"einsum_mixed_kernel", "reversible_tied"},
+    one_more={"gru_reset_before_masked", "ws_conv_called_twice"},
+)
 def test_all_engines_with_units_of_two(problem):
     run = runner(problem, ENGINES[2:], "graph", unit_size=2)
     check(problem, run, (1, 6, 5, 3, 4), unit_size=2)
@@ -340,7 +366,8 @@ RNN_DROPOUT = Problem(
             id="attention_dropout",
             marks=pytest.mark.slow,
         ),
-        pytest.param(RNN_DROPOUT, id="rnn_dropout", marks=pytest.mark.slow),
+        # Single rows under their masks: `tests/rules/test_recurrent.py`.
+        pytest.param(RNN_DROPOUT, id="rnn_dropout", marks=pytest.mark.exhaustive),
     ],
 )
 def test_norm_and_sum_see_the_same_dropout(problem):
@@ -396,11 +423,13 @@ def test_updates_of_low_rank_are_scaled(name):
     [
         (PROBLEMS["cnn"], "bookkeeping", None, False),
         (PROBLEMS["cnn"], "bookkeeping", 3, True),
-        (PROBLEMS["cnn"], "ghost", None, True),
+        pytest.param(
+            *(PROBLEMS["cnn"], "ghost", None, True), marks=pytest.mark.exhaustive
+        ),
         (PROBLEMS["cnn"], "ghost", 3, False),
         (PROBLEMS["cnn"], "vectorized", 3, False),
         (LOOPS["cell"], "bookkeeping", 3, True),
-        (LOOPS["cell"], "ghost", 3, False),
+        pytest.param(*(LOOPS["cell"], "ghost", 3, False), marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_step_of_fit_is_the_clipped_mean(

@@ -93,13 +93,15 @@ def largest(model, engine, ascent):
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ("plain", "ws_conv"),
-                ("plain", "attention"),
                 ("plain", "lstm"),
-                ("sam", "dense"),
                 ("exact", "dense"),
                 ("sam", "attention"),
                 ("exact", "conv"),
             ]
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [("plain", "attention"), ("sam", "dense")]
         ),
     ],
 )

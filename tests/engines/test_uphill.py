@@ -69,7 +69,13 @@ def tolerance(problem):
         slow("attention", ENGINES[:2], "graph", SAM),
         slow("cnn", ENGINES[:2], "graph", EXACT),
         slow("conv2d_grouped", ENGINES[1:2], "graph", SAM),
-        slow("conv_called_twice", ENGINES[:2], "graph", MIXED),
+        pytest.param(
+            "conv_called_twice",
+            ENGINES[:2],
+            "graph",
+            MIXED,
+            marks=pytest.mark.exhaustive,
+        ),
         slow("conv_transpose_padded", ENGINES[1:2], "graph", SAM),
         pytest.param(
             "embedding_lstm",
@@ -101,7 +107,7 @@ def test_engines_equal_one_unit_at_a_time(name, engines, mode, ascent):
     [
         ("linear_regression", ENGINES[1:2], EXACT),
         slow("cnn", ENGINES[:3], SAM),
-        slow("cnn", ENGINES[:3], EXACT),
+        pytest.param("cnn", ENGINES[:3], EXACT, marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_has_no_gradient_adds_nothing(name, engines, ascent):
@@ -129,7 +135,11 @@ def test_units_of_two_examples(name, ascent):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "engines"), [("cnn", ENGINES[:2]), ("simple_rnn", ENGINES[1:2])]
+    ("name", "engines"),
+    [
+        ("cnn", ENGINES[:2]),
+        pytest.param("simple_rnn", ENGINES[1:2], marks=pytest.mark.exhaustive),
+    ],
 )
 def test_float32_with_xla(name, engines):
     problem = PROBLEMS[name]
@@ -141,7 +151,13 @@ def test_float32_with_xla(name, engines):
     ("name", "engines", "mode", "ascent"),
     [
         ("cnn", ENGINES[2:3], "graph", EXACT),
-        slow("layer_norm", ENGINES[1:3], "graph", EXACT),
+        pytest.param(
+            "layer_norm",
+            ENGINES[1:3],
+            "graph",
+            EXACT,
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_half_precision_does_not_exceed_the_clip_norm(name, engines, mode, ascent):

@@ -80,7 +80,7 @@ def test_units_of_two_examples(name):
         ("dropout", "graph"),
         pytest.param("attention_dropout", "xla", marks=pytest.mark.slow),
         pytest.param("gaussian_noise", "graph", marks=pytest.mark.slow),
-        pytest.param("lstm_dropout", "xla", marks=pytest.mark.slow),
+        pytest.param("lstm_dropout", "xla", marks=pytest.mark.exhaustive),
     ],
 )
 def test_random_layers_draw_for_each_example_and_each_call(name, mode):

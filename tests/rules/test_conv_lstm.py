@@ -16,7 +16,7 @@ from tfdp.losses.objective import Objective
 BOTH = {"dropout": 0.4, "recurrent_dropout": 0.4, "seed": 1}
 UNDER_DROPOUT = {
     "frames_of_numbers": lambda: sequential(
-        (3, 5, 2),
+        (2, 5, 2),
         layers.ConvLSTM1D(2, 2, return_sequences=True, **BOTH),
         layers.ConvLSTM1D(3, 1, use_bias=False, recurrent_dropout=0.4, seed=2),
     ),

@@ -328,8 +328,22 @@ def chosen(problem, engine="auto", seen=None):
 
 # The others take seconds as well, and differ in no more than an operation.
 QUICK = {"in_a_map", "in_time", "part", "places", "rolled", "tied"}
+# Whose operations others have, too.
+ONE_MORE = {
+    "broadcast", "decay", "dense_of_vector", "ellipsis", "heads", "multiplied", "positions",
+    "repeated", "scaled", "shifted", "temperature", "twice", "weighed", "places_of_any_length",
+    "of_squares",
+}  # fmt: skip
+
+
+def marks_of(name):
+    if name in QUICK:
+        return []
+    return [pytest.mark.exhaustive if name in ONE_MORE else pytest.mark.slow]
+
+
 CASES = [
-    pytest.param(problem, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+    pytest.param(problem, id=name, marks=marks_of(name))
     for name, problem in PROBLEMS.items()
 ]
 
@@ -343,10 +357,7 @@ def test_a_graph_equals_one_example_at_a_time(problem):
 
 
 # Of each way to take a use apart, one.
-COMPILED = {
-    "broadcast", "einsum", "heads", "in_a_list", "masked", "nearest", "part", "places_in_part",
-    "repeated", "tied_over_time", "transposed", "twice", "norm_of_vector", "in_time",
-}  # fmt: skip
+COMPILED = {"einsum", "in_a_list", "in_time", "masked", "nearest", "repeated"}
 
 
 @pytest.mark.slow
@@ -393,7 +404,15 @@ def test_as_many_rows_as_places_are_no_places():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["scaled", "tiled", "tied", "places"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "places",
+        "tied",
+        pytest.param("scaled", marks=pytest.mark.exhaustive),
+        pytest.param("tiled", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_number_of_rows_may_be_static(name):
     assert chosen(PROBLEMS[name], seen=5) == BookkeepingEngine()
     problem = PROBLEMS[name]
@@ -489,10 +508,17 @@ REFUSED = {
 @pytest.mark.parametrize(
     "name",
     [
-        name
-        if name == "through_a_gradient"
-        else pytest.param(name, marks=pytest.mark.slow)
-        for name in REFUSED
+        "through_a_gradient",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                *("in_a_loop", "in_a_function", "with_a_gradient_inside"),
+                *("of_an_unknown_function", "complex", "without_a_gradient"),
+            )
+        ),
+        # Both are functions with a gradient of their own.
+        pytest.param("with_a_gradient", marks=pytest.mark.exhaustive),
+        pytest.param("remembered", marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_is_not_followed_is_taken_apart(name, monkeypatch):

@@ -42,10 +42,17 @@ pytestmark = pytest.mark.keras_private
 
 WHOLE = {name: each for name, each in PROBLEMS.items() if name not in UNROLLED}
 QUICK = {"cell", "of_gradients_inside", "of_made", "of_series"}
-NAMES = [
-    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-    for name in WHOLE
-]
+# Ways into a loop and out of it, not what its steps do with weights.
+ONE_MORE = {"at_most", "called", "counted", "over_constants", "over_time"}
+
+
+def marks_of(name):
+    if name in QUICK:
+        return []
+    return [pytest.mark.exhaustive if name in ONE_MORE else pytest.mark.slow]
+
+
+NAMES = [pytest.param(name, marks=marks_of(name)) for name in WHOLE]
 
 
 def chosen(problem, engine="auto"):
@@ -65,7 +72,7 @@ def test_a_loop_equals_one_example_at_a_time(name):
     check_clipped(problem, run, [1e6])
 
 
-COMPILED = {"cell", "looked_up", "of_series", "until"}
+COMPILED = {"looked_up", "of_series", "until"}
 
 
 @pytest.mark.slow

@@ -87,18 +87,19 @@ MODELS = {
         lambda: layers.RNN(layers.LSTMCell(3, **BOTH), return_sequences=True),
         lambda: layers.RNN(layers.GRUCell(3, implementation=1, **INPUTS)),
     ),
-    "stacked_cells": stack(
-        lambda: layers.RNN([
+    "stacked_cells": lambda: sequential(
+        (2, 3),
+        layers.RNN([
             layers.LSTMCell(2, **BOTH),
             layers.GRUCell(3, reset_after=False, **BOTH),
-        ])
+        ]),
     ),
     "masked_bidirectional": masked,
     "called_twice": called_twice,
 }
 QUICK = {"lstm"}
 # What differs little from the others.
-ONE_MORE = {"cells", "gru_inputs_of_gates", "unrolled"}
+ONE_MORE = {"cells", "gru_inputs_of_gates", "lstm_inputs", "unrolled"}
 
 
 def marks_of(name):
@@ -136,7 +137,7 @@ def test_graphs_see_the_same_masks(rng):
     [
         ("lstm", False),
         pytest.param("lstm", True, marks=pytest.mark.exhaustive),
-        pytest.param("gru_reset_before", False, marks=pytest.mark.slow),
+        pytest.param("gru_reset_before", False, marks=pytest.mark.exhaustive),
         pytest.param("gru_reset_before", True, marks=pytest.mark.exhaustive),
     ],
 )
