@@ -208,7 +208,7 @@ def test_coupled_losses_need_the_reference(problem):
         assert not all(map(np.allclose, plain, total))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("problem", cases(lacking={"lora", "random"}, is_few=True))
 def test_gradients_are_slopes_of_the_losses(problem, rng):
     batch, step = problem.batch(3, "float64"), 1e-6
@@ -263,7 +263,7 @@ def test_problems_are_deterministic(problem):
             assert left.dtype in {np.dtype("float32"), np.dtype("int32")}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("problem", cases(is_few=True))
 def test_tags_are_true(problem):
     model, batch = problem.build("float64"), problem.batch(5)

@@ -145,12 +145,18 @@ def check_single_rows(objective, engine):
 QUICK = {"keras", "with what layers add", "divided by the rows", "of a weight"}
 
 
+# Sums and means that others have as well.
+ONE_MORE = {"mean", "keras, summed"}
+
+
+def marks_of(name):
+    if name in QUICK:
+        return []
+    return [pytest.mark.exhaustive if name in ONE_MORE else pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name in SPLIT
-    ],
+    "name", [pytest.param(name, marks=marks_of(name)) for name in SPLIT]
 )
 def test_a_loss_of_all_rows_is_taken_apart(name):
     objective = objective_of(SPLIT[name])

@@ -72,7 +72,7 @@ def test_texts_are_for_bert():
     assert "--texts are for bert" in process.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_alone_are_kept_and_not_measured_again(tmp_path):
     path = tmp_path / "rows.jsonl"
     first = small("--rows=bookkeeping", f"--alone={path}")
@@ -156,7 +156,7 @@ def test_prints_what_starting_takes():
     assert all(float(seconds) > 0 for _, seconds, _ in found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_prints_passes_over_files():
     process = small("--reading")
     assert process.returncode == 0, process.stdout + process.stderr

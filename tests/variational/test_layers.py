@@ -171,12 +171,17 @@ FACTORED = (
     [
         ("local", 1, "inside"),
         ("local", 3, "outside"),
-        ("shared", 1, "outside"),
         ("shared", 3, "inside"),
-        ("per_example", 1, "outside"),
         ("per_example", 3, "inside"),
         ("flipout", 1, "outside"),
-        ("flipout", 3, "inside"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                ("shared", 1, "outside"),
+                ("per_example", 1, "outside"),
+                ("flipout", 3, "inside"),
+            ]
+        ),
     ],
 )
 def test_norms_and_sums_are_those_of_single_units(draws, views, kl, chosen, rng):
