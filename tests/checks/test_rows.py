@@ -73,6 +73,17 @@ def views(x):
     return tf.concat([x, tf.square(x), -x], axis=0)
 
 
+def ones(x, times):
+    """So many for each row, in a column."""
+    return tf.ones([times * tf.shape(x)[0], 1], x.dtype)
+
+
+def in_four(x, factors):
+    """Multiply each row, four times in turn, by factors of which all are beside it."""
+    repeated = tf.reshape(tf.stack([x] * 4, axis=1), [-1, D])
+    return tf.reshape(repeated * factors, [-1, 4, D])[:, 0]
+
+
 def gradient_of(function):
     def run(x):
         with tf.GradientTape() as tape:
@@ -186,6 +197,12 @@ MEETING = {
     "views as entries": lambda x: tf.reshape(views(x), [-1, 3, *x.shape[1:]])[:, 0],
     "views and a constant": lambda x: tf.concat([tf.ones([1, D], x.dtype), x], 0)[:-1],
     "views turned": lambda x: tf.roll(views(x), number_of(x), 0)[: number_of(x)],
+    "half of the rows": lambda x: in_four(
+        x, tf.concat([ones(x, 2), 0 * ones(x, 2)], 0)
+    ),
+    "a quarter of the rows": lambda x: in_four(
+        x, gradient_of(lambda z: z[: number_of(x)])(ones(x, 4))
+    ),
     "views of others": lambda x: tf.split(tf.concat([x, x[::-1]], 0), 2)[1],
     "permutation": tf.random.shuffle,
     "normalization": lambda x: tf.nn.batch_normalization(
@@ -1525,6 +1542,7 @@ def test_rows_of_static_number_are_proven_apart(name):
 def test_rows_of_static_number_that_meet_are_found(name):
     counts = {"number of rows", "number of ones", "parity", "if many"}
     # The gradient of a sum is the same for all rows, as long as their number is.
-    if name in counts | {"own place", "place in a table", "gradient"}:
+    places = {"own place", "place in a table", "half of the rows"}
+    if name in counts | places | {"a quarter of the rows", "gradient"}:
         pytest.skip("Where the number of rows is static, it is no secret.")
     assert found(MEETING[name], (D,), rows=6)

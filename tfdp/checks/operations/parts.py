@@ -59,11 +59,14 @@ def _concat(node: Node) -> Value:
     if one.axis == axis:
         # With nothing but empty tensors beside them, the rows stay what they are.
         others = [v for v in values if v.lengths is None or v.lengths[axis] != 0]
-        if any(each.axis is None for each in others) or one.layout.words:
+        has_others = not others or any(each.axis is None for each in others)
+        if has_others or one.layout.words:
             return node.mixed("puts other entries between or behind the rows")
         # All rows, and all rows again: views of them, or pairs.
-        times = one.layout.times * len(others)
-        one = one._replace(layout=one.layout._replace(times=times))
+        if len(others) > 1:
+            times = one.layout.times * len(others)
+            layout = one.layout._replace(times=times, is_alike=False)
+            one = one._replace(layout=layout)
     return node.like(one._replace(lengths=lengths), causes)
 
 

@@ -188,7 +188,8 @@ def _strided_slice_grad(node: Node) -> Value:
         if times is None or not whole or not _are_of(layout, times, whole):
             is_certain = of_rows.takes_all is not None
             return node.mixed("puts rows to others", is_certain=is_certain)
-        layout = layout._replace(times=whole // layout.entries)
+        # There are zeros beside what is put in.
+        layout = layout._replace(times=whole // layout.entries, is_alike=False)
     causes = value.causes if _are_fixed(indices, of_rows.entry) else node.causes
     return node.like(Value(of_rows.axis, layout, lengths), causes)
 
