@@ -91,6 +91,13 @@ def entries(x, own):
     return x + ops.take(own, numbers[:, :1] // 2 * 5 + numbers)[..., None]
 
 
+def pairs(x, own):
+    """Pick them by two numbers each."""
+    numbers = numbers_of(x)
+    firsts = ops.broadcast_to(numbers[:, :1], ops.shape(numbers))
+    return x + tf.gather_nd(tf.convert_to_tensor(own), tf.stack([firsts, numbers], -1))
+
+
 def cancelling(x, own):
     return x + 1e3 * (x * own) - 1e3 * (own * x)
 
@@ -125,6 +132,7 @@ SHAPES = {
     "nearest": (5, WIDTH),
     "in_a_list": (LENGTH, WIDTH),
     "entries": (WIDTH, 5),
+    "pairs": (5, 5, WIDTH),
     "of_exponentials": (5, WIDTH),
 }
 USES = {
@@ -156,6 +164,7 @@ USES = {
     "nearest": nearest,
     "in_a_list": in_a_list,
     "entries": entries,
+    "pairs": pairs,
     "of_exponentials": lambda x, own: x + ops.take(ops.exp(own), numbers_of(x), axis=0),
 }
 

@@ -105,6 +105,8 @@ def met(
         raise NotFollowedError(named(op))
     if op.type == "GatherV2" and use.place == 0:
         return _met_by_lookup(followed, use, place or ROWS_FIRST)
+    if op.type == "GatherNd" and use.place == 0:
+        return _met_by_entries(followed, use, place or ROWS_FIRST)
     if op.type in _FLAGS and use.place == 1 and use.tensor.shape.rank == 2:
         return _met_by_matrix(followed, use, place)
     if op.type in _SLIDING and use.place == _SLIDING[op.type][1]:
@@ -330,22 +332,50 @@ def _met_by_lookup(followed: Followed, use: Use, place: Place) -> Met:
 
     if is_own:
         return Met(factors, use.output, place)
+    return Met(_of_table(followed, use, lambda: ids, shape, place), use.output, place)
+
+
+def _met_by_entries(followed: Followed, use: Use, place: Place) -> Met:
+    """Take numbers of several axes for one of all their entries."""
+    ids, shape = use.op.inputs[1], use.tensor.shape
+    depth = ids.shape[-1] if ids.shape.rank else None
+    is_small = shape.is_fully_defined() and shape.num_elements() <= FEW_NUMBERS
+    if not depth or not is_small or place.axis >= ids.shape.rank - 1:
+        raise NotFollowedError(named(use.op))
+    table = tf.TensorShape([math.prod(shape[:depth]), *shape[depth:]])
+
+    def flat() -> Tensor:
+        # (n, m, d) by pairs: the entry (i, k) is m i + k of (n m, d).
+        strides = [math.prod(shape[axis + 1 : depth]) for axis in range(depth)]
+        return tf.reduce_sum(ids * tf.constant(strides, ids.dtype), axis=-1)
+
+    return Met(_of_table(followed, use, flat, table, place), use.output, place)
+
+
+def _of_table(
+    followed: Followed,
+    use: Use,
+    ids: Callable[[], Tensor],
+    table: tf.TensorShape,
+    place: Place,
+) -> Callable[[Tensor], list[Term]]:
+    """Return what adds gradients up in the entries of a small table that rows look up."""
     back = through(followed, use.tensor)
+    entries, size = table[0], math.prod(table[1:])
 
     def whole(g: Tensor) -> list[Term]:
-        of_rows, g = place.rows_first(ids), place.rows_first(g)
+        of_rows, g = place.rows_first(ids()), place.rows_first(g)
         number = tf.shape(of_rows)[0]
-        size = math.prod(shape[1:])
         picked = tf.one_hot(
             tf.reshape(of_rows, [number, tf.size(of_rows) // tf.maximum(number, 1)]),
-            shape[0],
+            entries,
             dtype=g.dtype,
         )
         g = tf.reshape(g, [number, tf.shape(picked)[1], size])
         found = tf.matmul(picked, g, transpose_a=True)
-        return [back(tf.reshape(found, [-1, *shape]))]
+        return [back(tf.reshape(found, [-1, *use.tensor.shape]))]
 
-    return Met(whole, use.output, place)
+    return whole
 
 
 def has_recorded(tape: tf.GradientTape, tensor: Tensor) -> bool:
