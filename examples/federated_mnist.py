@@ -485,7 +485,7 @@ def report(results: dict[str, list[Result]], output: Path) -> None:
         spread = f" ± {last.std(ddof=1):.2f}" if len(trials) > 1 else ""
         loss = np.mean([trial.history["val_loss"][-1] for trial in trials])
         clip = trials[0].history["l2_norm_clip"][-1]
-        middle = accuracy[:, accuracy.shape[1] // 2].mean()
+        middle = accuracy[:, (accuracy.shape[1] - 1) // 2].mean()
         print(
             f"{name:<22}{f'{last.mean():.2f}{spread}':>16}{middle:>10.2f}{loss:>9.3f}"
             f"{clip:>10.4g}"
