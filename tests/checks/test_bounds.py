@@ -56,6 +56,26 @@ def nothing(x, number):
     return clipped(tf.zeros([number], tf.int32), high=1)[None]
 
 
+def count(x):
+    """Count the rows of a batch."""
+    return tf.range(rows_of(x))
+
+
+def remainders(x):
+    """What is never negative, and is made of how many rows there are."""
+    return tf.zeros([rows_of(x)], tf.int32) + rows_of(x) % 5
+
+
+def none(x):
+    """Make no number."""
+    return tf.zeros([], x.dtype)
+
+
+def of_constants(x):
+    """Pick constants, one for each row."""
+    return tf.where(count(x) >= 0, tf.gather(tf.ones([1], x.dtype), 0), none(x))
+
+
 def clipped(numbers, low=0, high=T - 1):
     return tf.clip_by_value(numbers, low, high)
 
@@ -255,6 +275,57 @@ MEETING = {
         for name, of in NOT_IN_ROW.items()
     },
     "rows twice": lambda x: pick(tf.tile(x, [2, 1, 1]), largest(x) + places(x, 2 * T)),
+    "kept as often as there are rows": lambda x: tf.reduce_sum(
+        tf.where(remainders(x)[:, None, None, None] >= 0, x, none(x)), axis=1
+    ),
+    "picked as often as there are rows": lambda x: tf.reduce_sum(
+        tf.where(
+            count(x)[:, None, None] >= 0, tf.gather(x[:, 0], [0], axis=1), none(x)
+        ),
+        axis=1,
+    ),
+    "kept by columns": lambda x: tf.reduce_sum(
+        tf.where(count(x)[None] >= 0, tf.gather(x[:, 0], [0], axis=1), none(x)), axis=1
+    ),
+    "kept and picked by columns": lambda x: tf.reduce_sum(
+        tf.where(
+            count(x)[None] >= 0,
+            tf.gather(x[:, 0, :1], tf.maximum(count(x), 0)),
+            none(x),
+        ),
+        axis=1,
+    ),
+    "times the rows": lambda x: x * tf.reduce_sum(of_constants(x)),
+    "times the place": lambda x: x * tf.cumsum(of_constants(x))[:, None, None],
+    "by data, and for one row otherwise": lambda x: pick(
+        x,
+        tf.where(
+            rows_of(x) > 1,
+            tf.range(rows_of(x)) * T + clipped(whole(x))[:, 0],
+            1,
+        ),
+    ),
+    "as often as other rows say": lambda x: tf.reduce_sum(
+        tf.where(
+            tf.logical_and(
+                largest(x)[:, :1] + places(x) >= 0,
+                tf.zeros([tf.reduce_max(largest(x))], tf.int32) >= 0,
+            ),
+            tf.gather(
+                tf.reshape(x, [-1, D])[:, 0],
+                tf.maximum(largest(x)[:, :1] + places(x), 0),
+            ),
+            none(x),
+        ),
+        axis=1,
+    ),
+    "of another type than what is asked": lambda x: tf.where(
+        count(x)[:, None] * 10**6 >= 0,
+        tf.gather(
+            tf.reshape(x, [-1]), tf.maximum(tf.cast(count(x), tf.int64) * T * D, 0)
+        )[:, None],
+        none(x),
+    ),
     "kept unless numbers overflow": lambda x: tf.where(
         places(x, 2**20)[:, :, None] >= 0, x, 0.0
     ),
@@ -298,7 +369,11 @@ def test_others_are_not(name):
     "name", [name for name in MEETING if name.split(" ", 1)[1] not in STATIC]
 )
 def test_nor_are_they_for_a_static_number_of_rows(name):
-    of_places = "in row by place", "in row own place", "in row by the number of rows"
+    of_places = {
+        *("in row by place", "in row own place", "in row by the number of rows"),
+        *("times the rows", "times the place", "by data, and for one row otherwise"),
+        "of another type than what is asked",
+    }
     if name in of_places or name.startswith(("kept ", "picked ")):
         pytest.skip("Where the number of rows is static, places are numbers.")
     assert not is_proven(MEETING[name], SHAPE, rows=6)

@@ -230,7 +230,7 @@ class _Bounding:
         return found._replace(causes=frozenset()) if is_exact(found) else found
 
     def _is_for_one_row(self, select: tf.Operation, many: Bounds, one: Bounds) -> bool:
-        """Tell whether `one` is chosen for a single row, of which it is the number, too."""
+        """Tell whether `one` is chosen for a single row, and is what `many` has there."""
         # TensorFlow's maps over rows pick each by `where(rows > 1, range(rows), 0)`.
         more = select.inputs[0].op
         if more.type != "Greater" or not is_exact(one):
@@ -239,7 +239,7 @@ class _Bounding:
         return (
             (rows is not None and rows.tolist() == Size(1))
             and (least is not None and least.tolist() == 1)
-            and bool(np.all((many.low <= one.low) & (one.high <= many.high)))
+            and bool(np.all((many.low == one.low) & (many.high == one.low)))
         )
 
 

@@ -159,21 +159,51 @@ def _select(node: Node) -> Value:
         more = [1] * (len(others[0].lengths) - len(condition.lengths))
         condition = condition.with_lengths([*condition.lengths, *more])
     if counts_rows(condition) and _is_always_so(node):
-        return joined(node, others)
+        # Its shape has a part in the result, and what it asks has none.
+        condition = condition._replace(causes=frozenset())
     return joined(node, [condition, *others])
 
 
 def _is_always_so(node: Node) -> bool:
-    """Tell whether the condition of a choice holds for every row, wherever it is."""
-    bounds = bounds_of_rows(node, 0)
-    if bounds is None or not np.all(bounds.low == 1):
+    """Tell whether rows ask if numbers are negative that are proven to be their own."""
+    # So does TensorFlow's gradient of sums by numbers, `where(numbers >= 0,
+    # gather(gradient, maximum(numbers, 0)), 0)`. In the last rows of a large batch numbers
+    # may overflow, and are negative then; but not those by which entries are picked, of
+    # which there would be too many for their type.
+    asked, picked = (tensor.op for tensor in node.op.inputs[:2])
+    while asked.type in _ON_WHAT_IS_ASKED:
+        asked = asked.inputs[0].op
+    if asked.type != "GreaterEqual" or picked.type != "GatherV2":
         return False
-    # What was compared may overflow in the last rows of a large batch, unless entries as
-    # far apart are pointed to, which is refused then.
-    pointing, points_to = node.op.inputs[1].op, 0
-    if pointing.type == "GatherV2":
-        points_to = node.value_of(pointing.inputs[0]).layout.entries
-    return bounds.largest_compared <= points_to
+    params, numbers, axis = picked.inputs
+    is_by_those = numbers.op.type == "Maximum" and _is_one(
+        numbers.op.inputs[0], asked.inputs[0]
+    )
+    of_params, along = node.value_of(params), node.value_of(axis).numbers
+    if not is_by_those or along is None or picked.get_attr("batch_dims"):
+        return False
+    if None in node.inputs[0].shape:
+        # How long it is may be said by data.
+        return False
+    bounds = bounds_of_rows(node, 0)
+    return (
+        bounds is not None
+        and bool(np.all(bounds.low == 1))
+        and along.tolist() == of_params.axis == 0
+        and of_params.layout.is_plain_blocks
+        and bounds.largest_compared <= of_params.layout.entries
+    )
+
+
+# What may lie between a question and a choice: other shapes, and what else is asked.
+_ON_WHAT_IS_ASKED = ("Identity", "LogicalAnd", "Reshape")
+
+
+def _is_one(first: Tensor, second: Tensor) -> bool:
+    """Tell whether two tensors of a graph are the same."""
+    return bool(
+        first.op.name == second.op.name and first.value_index == second.value_index
+    )
 
 
 @rule("ZerosLike", "OnesLike")
