@@ -9,6 +9,7 @@ without `TF_CONFIG` these are the replicas of a `MirroredStrategy`.
 import json
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -337,6 +338,18 @@ def refusal(folder, what):
     return {}
 
 
+def wait_for_others(output):
+    """Stay a while: who is gone cannot hand over what others still wait for."""
+    workers = json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {})
+    number = len(workers.get("worker", []))
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        if len(list(output.parent.glob("worker_*.json"))) >= number:
+            return
+        time.sleep(0.05)
+
+
 if __name__ == "__main__":
     output, job, *arguments = sys.argv[1:]
     Path(output).write_text(json.dumps(globals()[job](*arguments)))
+    wait_for_others(Path(output))
