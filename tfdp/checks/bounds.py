@@ -77,7 +77,7 @@ def own_bounds(node: Node, number: int, layout: Layout) -> Bounds | None:
     """
     if not layout.is_plain_blocks:
         return None
-    bounds = bounds_of_rows(node, number)
+    bounds = _bounds_of_rows(node, number)
     is_own = bounds is not None and bounds.are_in_own(layout.entries)
     return bounds if is_own else None
 
@@ -118,7 +118,7 @@ def own_row_bounds(node: Node, number: int) -> Bounds | None:
         Bounds, if the first number is proven to be the row's own and nothing is known of
         the others but that they do not depend on its place; None otherwise.
     """
-    bounds = bounds_of_rows(node, number)
+    bounds = _bounds_of_rows(node, number)
     if bounds is None or bounds.largest_compared > 1:
         return None
     # What holds all along the last axis holds for the numbers of all axes.
@@ -132,8 +132,15 @@ def own_row_bounds(node: Node, number: int) -> Bounds | None:
     return bounds if is_own and not np.any(stride[..., 1:]) else None
 
 
-def bounds_of_rows(node: Node, number: int) -> Bounds | None:
-    """Say where the numbers of an input lie, row by row; None if it is not known."""
+def are_never_negative(node: Node, numbers: Tensor, block: int) -> bool:
+    """Tell whether numbers are of own entries, and would be too many if they overflow."""
+    if node.has_open_lengths:
+        return False
+    found = _Bounding(node.rows, node.value_of).of(numbers)
+    return found is not None and not _was_compared(found) and found.are_in_own(block)
+
+
+def _bounds_of_rows(node: Node, number: int) -> Bounds | None:
     if node.has_open_lengths:
         # What is below a length that stands for any may be above others.
         return None
@@ -222,6 +229,10 @@ class _Bounding:
             return inputs[1]
         if op.type == "Maximum" and _is_never_less(*inputs):
             return inputs[0]._replace(largest_compared=largest)
+        if op.type == "Cast" and any(map(_was_compared, inputs)):
+            # A wider type has the numbers of all entries, but what was compared before may
+            # have overflown.
+            largest = np.inf
         arrays = rule.describe(Step(tensor, value, before), *inputs)
         if arrays is None:
             return None
@@ -245,8 +256,14 @@ class _Bounding:
 
 def _is_never_less(value: Bounds, other: Bounds) -> bool:
     """Tell whether numbers are never less than those of another tensor."""
-    is_so = (value.stride >= 0) & (value.low >= other.high)
-    return not np.any(other.stride) and bool(np.all(is_so))
+    if np.any(other.stride) or _was_compared(value):
+        return False
+    return bool(np.all((value.stride >= 0) & (value.low >= other.high)))
+
+
+def _was_compared(bounds: Bounds) -> bool:
+    """Tell whether numbers that depend on a place were compared or cast on the way."""
+    return bool(np.any(bounds.stride)) and bounds.largest_compared > 0
 
 
 def _extent(bounds: Bounds) -> float:

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp._types import Tensor
-from tfdp.checks.bounds import bounds_of_rows
+from tfdp.checks.bounds import are_never_negative
 from tfdp.checks.node import (
     ANY,
     Node,
@@ -172,30 +171,28 @@ def _is_always_so(node: Node) -> bool:
     # which there would be too many for their type.
     asked, picked = (tensor.op for tensor in node.op.inputs[:2])
     while asked.type in _ON_WHAT_IS_ASKED:
+        if asked.type == "LogicalAnd" and node.value_of(asked.inputs[1]).causes:
+            return False
         asked = asked.inputs[0].op
     if asked.type != "GreaterEqual" or picked.type != "GatherV2":
         return False
-    params, numbers, axis = picked.inputs
-    is_by_those = numbers.op.type == "Maximum" and _is_one(
-        numbers.op.inputs[0], asked.inputs[0]
-    )
+    params, places, axis = picked.inputs
+    numbers, least = asked.inputs
+    is_by_those = places.op.type == "Maximum" and _is_one(places.op.inputs[0], numbers)
     of_params, along = node.value_of(params), node.value_of(axis).numbers
-    if not is_by_those or along is None or picked.get_attr("batch_dims"):
-        return False
-    if None in node.inputs[0].shape:
-        # How long it is may be said by data.
-        return False
-    bounds = bounds_of_rows(node, 0)
     return (
-        bounds is not None
-        and bool(np.all(bounds.low == 1))
-        and along.tolist() == of_params.axis == 0
+        is_by_those
+        and not picked.get_attr("batch_dims")
+        and (along is not None and along.tolist() == of_params.axis == 0)
         and of_params.layout.is_plain_blocks
-        and bounds.largest_compared <= of_params.layout.entries
+        and are_never_negative(node, numbers, of_params.layout.entries)
+        and tf.get_static_value(least) == 0
+        # How long it is may be said by data.
+        and None not in node.inputs[0].shape
     )
 
 
-# What may lie between a question and a choice: other shapes, and what else is asked.
+# What may lie between a question and a choice.
 _ON_WHAT_IS_ASKED = ("Identity", "LogicalAnd", "Reshape")
 
 
