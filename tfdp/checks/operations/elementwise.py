@@ -8,6 +8,7 @@ from tfdp._types import Tensor
 from tfdp.checks.bounds import are_never_negative
 from tfdp.checks.node import (
     ANY,
+    COUNTS,
     Node,
     broadcast,
     counts_rows,
@@ -158,8 +159,9 @@ def _select(node: Node) -> Value:
         more = [1] * (len(others[0].lengths) - len(condition.lengths))
         condition = condition.with_lengths([*condition.lengths, *more])
     if counts_rows(condition) and _is_always_so(node):
-        # Its shape has a part in the result, and what it asks has none.
-        condition = condition._replace(causes=frozenset())
+        # Its shape has a part in the result, and the places that it asks for have none.
+        causes = (each for each in condition.causes if each.why != COUNTS)
+        condition = condition._replace(causes=frozenset(causes))
     return joined(node, [condition, *others])
 
 
