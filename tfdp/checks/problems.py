@@ -200,9 +200,9 @@ def _flaw_of(layer: keras.layers.Layer, trace: Trace, found: Found) -> _Flaw:
     """Say what is the matter with an operation of a layer."""
     cause = found.cause
     if cause.is_certain:
-        flaw = _LOOP if cause.outer.type in LOOPS else _MIXING
-        if "/pfor/" in cause.outer.name:
-            flaw = _LOOP_OF_MAP
+        flaw = _MIXING
+        if cause.outer.type in LOOPS:
+            flaw = _LOOP_OF_MAP if "/pfor/" in cause.outer.name else _LOOP
     else:
         flaw = _COUNTING if found.counts_rows else _UNPROVEN
     flaw = {MEMORY: _OUTSIDE, BY_PLACE: _KNOWN_DRAWS}.get(cause.why, flaw)
