@@ -306,6 +306,19 @@ def test_steps_and_variables_have_streams_of_their_own(together, monkeypatch):
     ])
 
 
+def test_xla_compiles_one_draw_for_all_variables(monkeypatch):
+    monkeypatch.setattr(mechanism, "_MOST_DRAWN_TOGETHER", 1)
+    shapes = [[20_000], [3, 5], [20_000]]
+    stream = source().stream(tf.constant(3, tf.int64))
+
+    def noised():
+        return add_noise(zeros(*shapes), noise_multiplier=1.0, stream=stream)
+
+    found = [each.numpy().ravel() for each in run(noised, "xla")()]
+    one_draw = standard_normal(tf.TensorShape([40_015]), stream)
+    np.testing.assert_allclose(np.concatenate(found), one_draw, rtol=2e-5, atol=2e-6)
+
+
 def test_queries_have_streams_of_their_own(monkeypatch):
     monkeypatch.setattr(mechanism, "_MOST_DRAWN_TOGETHER", 1)
     noise = source()

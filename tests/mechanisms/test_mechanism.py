@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
+from tfdp import _keras
 from tfdp.accounting import Segment
 from tfdp.clipping import ClippedSum
 from tfdp.mechanisms import Gaussian, Mechanism
@@ -108,6 +109,31 @@ def test_noise_that_steps_share_begins_anew_with_every_pass():
         np.testing.assert_allclose(
             added[step], fresh.numpy().ravel() - before, rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.filterwarnings("ignore:The privacy noise is reproducible")
+@pytest.mark.parametrize("kind", [Gaussian, Banded])
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_xla_compiles_the_noise_on_gpus(kind, is_on_gpu, monkeypatch):
+    monkeypatch.setattr(kind, "is_on_gpu", is_on_gpu)
+    noised, compiled = kind.noised, []
+
+    def watched(*args, **options):
+        compiled.append(_keras.inside_xla())
+        return noised(*args, **options)
+
+    monkeypatch.setattr(kind, "noised", watched)
+    models = [
+        private(kind(noise_seed=7), jit_compile=jit_compile)
+        for jit_compile in (False, True)
+    ]
+    for model in models:
+        fit(model)
+    assert compiled == [False, is_on_gpu]
+    weights, of_xla = (model.get_weights()[0] for model in models)
+    assert np.abs(weights).min() > 0
+    np.testing.assert_allclose(of_xla, weights, rtol=1e-4)
+    assert models[1].ledger.segments == models[0].ledger.segments
 
 
 def test_a_pass_of_shared_noise_is_one_release_that_costs_more():

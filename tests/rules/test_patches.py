@@ -15,6 +15,7 @@ from tfdp.rules.patches import patch_gram, patches
     [
         *((case, "eager") for case in sorted(PLANE.intersection(ONE_GROUP))),
         ("strided_same", "graph"),
+        ("strided_same", "xla"),
     ],
 )
 def test_gradients_of_patches(case, mode, rng):
@@ -41,6 +42,16 @@ def test_gradients_of_patches(case, mode, rng):
         atol=1e-4,
     )
     np.testing.assert_allclose(back, of_other, rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["strided_same", "dilated"])
+def test_xla_copies_patches_and_multiplies_nothing(case, rng):
+    x, _, options = problem(case, rng)
+    x = tf.constant(x[:, 0])
+    lay_out = tf.function(lambda x: patches(x, **options), jit_compile=True)
+    compiled = lay_out.experimental_get_compiler_ir(x)(stage="hlo")
+    assert not {"convolution", "dot"}.intersection(compiled.replace("(", " ").split())
+    np.testing.assert_array_equal(lay_out(x), patches(x, **options))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import tensorflow as tf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tfdp.rules import products
 from tfdp.rules.products import dots, inner_products, roundoff, squares_from_grams
 
 # What an adversary, or an image of one colour, can make of a row's numbers.
@@ -88,6 +89,18 @@ def test_inner_products_in_parts(size, rng):
     np.testing.assert_allclose(
         inner_products(tf.constant(a), tf.constant(b)), a @ b.transpose(0, 2, 1)
     )
+
+
+@pytest.mark.parametrize("size", [700, 4096])
+def test_they_are_one_product_where_hardware_rounds_more(size, monkeypatch):
+    monkeypatch.setattr(products, "matmul_roundoff", lambda dtype: 2.0**-11)
+    a = tf.ones([1, 2, size])
+    traced = tf.function(inner_products).get_concrete_function(a, a)
+    kinds = [operation.type for operation in traced.graph.get_operations()]
+    assert kinds.count("BatchMatMul") == 1
+    # Of the sum as a whole, beside what the factors lose.
+    of_sum = roundoff(size, tf.float32) - 2 * 2.0**-11
+    assert size / 4 * 2.0**-24 <= of_sum < 2.0**-11
 
 
 @pytest.mark.parametrize(

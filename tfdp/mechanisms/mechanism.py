@@ -19,8 +19,10 @@ from tfdp._types import Config, Tensor, Variable
 from tfdp.clipping import ClippedSum, at_least_float32
 from tfdp.sampling import Scheme
 
-# Numbers that one draw gives to several variables, at most.
+# Numbers that one draw gives to several variables, at most. XLA compiles each draw by
+# itself, for seconds.
 _MOST_DRAWN_TOGETHER = 1 << 20
+_MOST_DRAWN_TOGETHER_BY_XLA = 1 << 28
 
 # What TensorFlow's operations call it.
 _PHILOX = 1
@@ -46,7 +48,7 @@ class Mechanism(abc.ABC):
     """The noise of a training's steps, drawn with a secret key of its own.
 
     A subclass says how noise is added (`noised`) and, if steps share noise, what that
-    costs. The noise of a step is to be a function of the step's stream, which no two
+    costs. Where XLA compiles a model on a GPU it compiles that, too. The noise of a step is to be a function of the step's stream, which no two
     steps share, and of what the mechanism remembers of the steps before.
 
     The generator is Philox, counter-based, keyed by the operating system. The key lives
@@ -305,9 +307,11 @@ def _drawn_together(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     """
     together: list[Tensor] = []
     numbers = 0
+    is_compiled = _keras.inside_xla()
+    most = _MOST_DRAWN_TOGETHER_BY_XLA if is_compiled else _MOST_DRAWN_TOGETHER
     for gradient in gradients:
         size = gradient.shape.num_elements()
-        is_full = numbers + size > _MOST_DRAWN_TOGETHER
+        is_full = numbers + size > most
         if together and (is_full or gradient.dtype != together[0].dtype):
             yield together
             together, numbers = [], 0

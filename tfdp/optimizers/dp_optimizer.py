@@ -387,6 +387,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         counted: Tensor,
         stream: Tensor,
         on_replicas: OnReplicas | None = None,
+        jit_compile: bool = False,
     ) -> list[Tensor]:
         """Count a step, noise its sum, and let the inner optimizer apply the mean.
 
@@ -403,6 +404,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
             stream: Of the step's noise, the same in all processes.
             on_replicas: Runs a function of the clipped sum on each replica, if there
                 are several.
+            jit_compile: Whether XLA compiles noise and update, on one device.
 
         Returns:
             The noised mean gradients as they are released: without regularizers.
@@ -442,7 +444,12 @@ class DPOptimizer(keras.optimizers.Optimizer):
             return released
 
         with _keras.gradients_are_summed(self.inner_optimizer):
-            return update(clipped_sum) if on_replicas is None else on_replicas(update)
+            if on_replicas is not None:
+                return on_replicas(update)
+            if jit_compile:
+                # Some hundred operations, each of which a GPU would be asked for by itself.
+                update = tf.function(update, autograph=False, jit_compile=True)
+            return update(clipped_sum)
 
     def skip_used_noise(self) -> None:
         """Leave out noise that the same seed may have given in an earlier process."""

@@ -8,8 +8,8 @@ import tensorflow as tf
 from tfdp._types import Tensor
 from tfdp.clipping import machine_epsilon, matmul_roundoff
 
-# Features are summed in parts of so many: a sum of n alike numbers was seen to be off
-# by n / 4 units of roundoff.
+# Features are summed in parts of so many, for a sum of n alike numbers was seen to be off
+# by n / 4 units of roundoff. Not where hardware rounds the factors to more than that.
 _PART = 256
 
 # More numbers than a factor ever has.
@@ -55,9 +55,10 @@ def inner_products(a: Tensor, b: Tensor) -> Tensor:
         lengths at most.
     """
     size = a.shape[-1]
-    if size <= _PART:
+    part = _part(size, a.dtype)
+    if size <= part:
         return matmul_by_unit(a, b, transpose_b=True)
-    sizes = [min(_PART, size - first) for first in range(0, size, _PART)]
+    sizes = [min(part, size - first) for first in range(0, size, part)]
     (first, *others) = zip(*(tf.split(each, sizes, -1) for each in (a, b)), strict=True)
     total = matmul_by_unit(*first, transpose_b=True)
     for parts in others:
@@ -76,7 +77,14 @@ def roundoff(size: int, dtype: tf.DType) -> float:
     """Bound the error of an inner product of `size` numbers, relative to lengths."""
     # GPUs may round the factors first.
     rounded = 2 * matmul_roundoff(dtype)
-    return (min(size, _PART) / 4 + size / _PART) * _unit(dtype) + rounded
+    part = _part(size, dtype)
+    return (min(size, part) / 4 + size / part) * _unit(dtype) + rounded
+
+
+def _part(size: int, dtype: tf.DType) -> int:
+    """Return how many of `size` features are summed at once."""
+    is_lost_anyway = size / 4 * _unit(dtype) <= matmul_roundoff(dtype) / 2
+    return size if is_lost_anyway else _PART
 
 
 def summed_products(a: Tensor, g: Tensor, axes: Iterable[int]) -> Tensor:
