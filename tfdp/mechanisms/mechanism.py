@@ -20,9 +20,9 @@ from tfdp.clipping import ClippedSum, at_least_float32
 from tfdp.sampling import Scheme
 
 # Numbers that one draw gives to several variables, at most. XLA compiles each draw by
-# itself, for seconds.
+# itself, so it gets few; as long as one is used, its numbers take 4 bytes each.
 _MOST_DRAWN_TOGETHER = 1 << 20
-_MOST_DRAWN_TOGETHER_BY_XLA = 1 << 28
+_MOST_DRAWN_TOGETHER_BY_XLA = 1 << 26
 
 # What TensorFlow's operations call it.
 _PHILOX = 1
