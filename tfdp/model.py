@@ -453,7 +453,9 @@ class DPModel(TrainingFunctions):
             run_eagerly: Whether steps run without a graph. The pass through the model does
                 not: it is the graph that was proven.
             steps_per_execution: As in Keras.
-            jit_compile: Whether XLA compiles the passes through the model. `"auto"`
+            jit_compile: Whether XLA compiles the passes through the model and, on a
+                GPU, noise and update: with a mechanism, optimizer or schedule that it
+                cannot compile (`tf.numpy_function`) use False, as in Keras. `"auto"`
                 does on a GPU; on CPUs the engines are faster without it. Recurrent layers
                 train without cuDNN, which XLA cannot compile: their passes are compiled,
                 although Keras says otherwise on a GPU, of evaluation.

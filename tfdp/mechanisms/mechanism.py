@@ -48,8 +48,9 @@ class Mechanism(abc.ABC):
     """The noise of a training's steps, drawn with a secret key of its own.
 
     A subclass says how noise is added (`noised`) and, if steps share noise, what that
-    costs. Where XLA compiles a model on a GPU it compiles that, too. The noise of a step is to be a function of the step's stream, which no two
-    steps share, and of what the mechanism remembers of the steps before.
+    costs. Where XLA compiles a model on a GPU it compiles `noised`, too. The noise of a
+    step is to be a function of the step's stream, which no two steps share, and of what
+    the mechanism remembers of the steps before.
 
     The generator is Philox, counter-based, keyed by the operating system. The key lives
     in a variable that is never saved, exported or made a constant of a graph;
@@ -300,7 +301,8 @@ def _drawn_together(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     """Group neighbours of one dtype, whose noise one draw gives.
 
     A draw takes some thirty operations. So small variables share one; large ones, whose
-    noise is to be dropped before the next is drawn, do not.
+    noise is to be dropped before the next is drawn, do not. XLA, which compiles each draw by
+    itself, has large ones share too.
 
     Yields:
         Gradients that are next to each other.
