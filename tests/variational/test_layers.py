@@ -482,6 +482,40 @@ def test_several_draws_need_something_that_is_drawn():
 
 
 @pytest.mark.slow
+def test_coefficients_that_vary_together_train_by_bookkeeping(rng):
+    model = BayesianLogisticRegression(number_of_examples=40, rank=2, draws="shared")
+    model.build((None, 3))
+    x, y = rng.normal(size=(40, 3)), rng.integers(0, 2, size=(40, 1))
+    private = tfdp.DPModel(model, engine="bookkeeping")
+    private.compile(
+        tfdp.optimizers.DPSGD(0.5, l2_norm_clip=1.0, noise_multiplier=1e-6),
+        CROSSENTROPY,
+    )
+    before = model.logit.factors.numpy()
+    private.fit(x, y, batch_size=10, verbose=0)
+    assert not np.allclose(model.logit.factors.numpy(), before, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_coefficients_that_vary_together_have_all_gradients_at_inference(rng):
+    class AtInference(BayesianLogisticRegression):
+        def call(self, inputs, training=None):
+            return super().call(inputs, training=False)
+
+    model = AtInference(number_of_examples=40, rank=2, draws="shared")
+    model.build((None, 3))
+    x, y = rng.normal(size=(4, 3)), rng.integers(0, 2, size=(4, 1))
+    found, expected = (
+        tfdp.clipped_gradients(
+            model, CROSSENTROPY, x, y, l2_norm_clip=0.1, engine=engine
+        )
+        for engine in ("bookkeeping", "vectorized")
+    )
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-5)
+    assert_all_close(found.gradients, expected.gradients, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_bam_takes_the_vectorized_engine(rng, caplog):
     x, y = rng.normal(size=(2, 3)), rng.integers(0, 2, size=(2, 1))
     model = BayesianLogisticRegression(number_of_examples=40)
@@ -545,7 +579,7 @@ ARGUMENTS = {
         lambda: VariationalDense(
             2, use_bias=False, activation="tanh", bias_initializer="ones", **ARGUMENTS
         ),
-        lambda: BayesianLogisticRegression(use_bias=False, **ARGUMENTS),
+        lambda: BayesianLogisticRegression(use_bias=False, rank=2, **ARGUMENTS),
     ],
 )
 def test_arguments_are_saved(original):

@@ -48,10 +48,14 @@ def test_intervals_hold_their_share(model, level):
         np.testing.assert_allclose(inside.mean(0), level, atol=0.02)
 
 
-@pytest.fixture
-def regression(rng):
-    model = BayesianLogisticRegression(number_of_examples=40, initial_scale=1.5)
+@pytest.fixture(params=[{}, {"rank": 2, "draws": "per_example"}], ids=str)
+def regression(rng, request):
+    model = BayesianLogisticRegression(
+        number_of_examples=40, initial_scale=1.5, **request.param
+    )
     model.build((None, 3))
+    if model.logit.rank:
+        model.logit.factors.assign(rng.normal(size=(4, 1, 2)))
     model.logit.kernel_mean.assign(rng.normal(size=(3, 1)))
     return model
 
@@ -69,6 +73,15 @@ def test_regression_predicts_the_mean_probability(regression, rng):
     ]
     found = special.expit(regression(x))
     np.testing.assert_allclose(np.ravel(found), expected, rtol=1e-4)
+
+
+def test_regression_has_the_variance_of_its_samples(regression, rng):
+    x = rng.normal(size=(4, 3)).astype("float32")
+    _, variance = regression.logit.moments(x)
+    samples = posterior_samples(regression, 40_000, seed=1)
+    logits = np.einsum("rd,vdp->vrp", x, samples["logit/kernel"])
+    logits += samples["logit/bias"][:, None]
+    np.testing.assert_allclose(variance, logits.var(0), rtol=0.05)
 
 
 def test_regression_draws_in_training(regression, rng):

@@ -13,6 +13,10 @@ from tfdp._types import Config, Tensor, Variable
 from tfdp._views_per_example import number_of_views
 from tfdp.losses.regularizers import GaussianDivergence
 
+# Signs must not come of the bits that numbers come of, also not those of another layer,
+# whose seed may be the next one.
+_FROM_SEED_TO_SIGNS = 0x5DEECE66
+
 # From a shape to standard normal numbers.
 Normal: TypeAlias = Callable[[tuple[int | Tensor, ...]], Tensor]
 
@@ -61,7 +65,7 @@ class VariationalLayer(keras.layers.Layer):
         **kwargs: Name, dtype, and `trainable`.
     """
 
-    all_draws: tuple[str, ...] = ("shared", "per_example")
+    all_draws: tuple[str, ...] = ("shared", "per_example", "flipout")
 
     def __init__(
         self,
@@ -95,6 +99,10 @@ class VariationalLayer(keras.layers.Layer):
         self.seed_generator = keras.random.SeedGenerator(seed)
         # Read by the engine that takes one example at a time.
         self.seed_generator.is_same_for_all_rows = self.shares_draws
+        if draws == "flipout":
+            if seed is not None:
+                seed = (seed + _FROM_SEED_TO_SIGNS) % 2**32
+            self.sign_generator = keras.random.SeedGenerator(seed)
         self._names: tuple[str, ...] = ()
 
     @property
@@ -169,6 +177,11 @@ class VariationalLayer(keras.layers.Layer):
     def _normal(self, shape: tuple[int | Tensor, ...]) -> Tensor:
         dtype = self.wide_dtype
         return keras.random.normal(shape, dtype=dtype, seed=self.seed_generator)
+
+    def _signs(self, shape: tuple[int | Tensor, ...]) -> Tensor:
+        """Draw numbers 1 and -1, the leading axis of which is that of rows."""
+        bits = keras.random.randint(shape, 0, 2, seed=self.sign_generator)
+        return ops.cast(2 * bits - 1, self.wide_dtype)
 
     def save_own_variables(self, store: Config) -> None:
         """Save the weights, and that of the divergence."""

@@ -24,7 +24,10 @@ class VariationalEmbedding(VariationalLayer):
         output_dim: Length of a vector.
         draws: `"shared"`: one draw of all vectors for all examples of a step.
             `"per_example"`: each example has vectors of its own, ``input_dim
-            output_dim`` numbers for each.
+            output_dim`` numbers for each. `"flipout"`: that shared draw, whose numbers
+            each example adds to the means with `output_dim` signs of its own: for one
+            example it is a draw from the posterior, and vectors of two examples are not
+            correlated.
         embeddings_initializer: Of the means.
         **kwargs: `number_of_examples`, `prior_scale`, `kl`, `initial_scale` and `seed`
             of `VariationalDense`; name, dtype, and `trainable`.
@@ -68,22 +71,47 @@ class VariationalEmbedding(VariationalLayer):
     def call(self, inputs: Tensor, training: bool | None = None) -> Tensor:
         """Look vectors up: drawn ones in training, otherwise their means."""
         if training:
-            return self.looked_up(inputs, self.noise(inputs)["embeddings"])
+            noise, signs = self.noise(inputs)["embeddings"], self.signs(inputs)
+            return self.looked_up(inputs, noise, signs)
         vectors = ops.take(self.embeddings_mean, ops.cast(inputs, "int32"), axis=0)
         return ops.cast(vectors, self.compute_dtype)
 
-    def looked_up(self, ids: Tensor, noise: Tensor) -> Tensor:
+    def signs(self, ids: Tensor) -> Tensor | None:
+        """Draw the signs of `"flipout"`, those of each row.
+
+        Args:
+            ids: Shape ``(R, ...)``.
+
+        Returns:
+            Numbers 1 and -1, of shape ``(R, 1, ..., output_dim)``; None if there are no
+            such signs.
+        """
+        if self.draws != "flipout":
+            return None
+        between = [1] * (len(ids.shape) - 1)
+        return self._signs((ops.shape(ids)[0], *between, self.output_dim))
+
+    def looked_up(
+        self, ids: Tensor, noise: Tensor, signs: Tensor | None = None
+    ) -> Tensor:
         """Look up drawn vectors.
 
         Args:
             ids: Shape ``(R, ...)``.
             noise: From `noise`, V draws; row r takes number ``r % V``.
+            signs: From `signs`: what a row's deviations from the means are multiplied by.
 
         Returns:
             Shape ``(R, ..., output_dim)``.
         """
-        vectors = self.posteriors["embeddings"].drawn(noise)
-        return ops.cast(of_rows(vectors, ids), self.compute_dtype)
+        weights = self.posteriors["embeddings"]
+        if signs is None:
+            vectors = of_rows(weights.drawn(noise), ids)
+        else:
+            means = ops.cast(ops.convert_to_tensor(weights.mean), noise.dtype)
+            vectors = of_rows(means[None], ids)
+            vectors += signs * of_rows(weights.deviations(noise), ids)
+        return ops.cast(vectors, self.compute_dtype)
 
     def compute_output_shape(
         self, input_shape: tuple[int | None, ...]

@@ -80,6 +80,8 @@ class BayesianLogisticRegression(keras.Model):
         kl: Likewise.
         use_bias: Whether there is an intercept, with a posterior too.
         initial_scale: See `VariationalDense`.
+        rank: Likewise; coefficients of inputs that are alike vary together. For
+            ``draws="shared"`` or `"per_example"`.
         seed: Likewise.
         **kwargs: Name and dtype.
 
@@ -114,6 +116,7 @@ class BayesianLogisticRegression(keras.Model):
         kl: str = "outside",
         use_bias: bool = True,
         initial_scale: float = 0.1,
+        rank: int = 0,
         seed: int | None = None,
         **kwargs: object,
     ) -> None:
@@ -125,6 +128,7 @@ class BayesianLogisticRegression(keras.Model):
             "kl": kl,
             "use_bias": use_bias,
             "initial_scale": initial_scale,
+            "rank": rank,
             "seed": seed,
         }
         self.logit = PredictiveLogit(

@@ -12,10 +12,6 @@ from tfdp._types import Config, Tensor
 from tfdp.variational import correlation
 from tfdp.variational.base import Normal, VariationalLayer
 
-# Signs must not come of the bits that numbers come of, also not those of another layer,
-# whose seed may be the next one.
-_FROM_SEED_TO_SIGNS = 0x5DEECE66
-
 
 class VariationalProduct(VariationalLayer):
     """A product of what the layer sees with a kernel, a bias, an activation; abstract.
@@ -28,8 +24,6 @@ class VariationalProduct(VariationalLayer):
         rank: See `VariationalDense`.
         **kwargs: Of `VariationalLayer`.
     """
-
-    all_draws = (*VariationalLayer.all_draws, "flipout")
 
     def __init__(
         self,
@@ -47,17 +41,12 @@ class VariationalProduct(VariationalLayer):
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.bias_initializer = keras.initializers.get(bias_initializer)
         self.rank = rank if rank == 0 else _validate.positive_int("rank", rank)
-        if self.rank and self.draws not in VariationalLayer.all_draws:
+        if self.rank and self.draws not in {"shared", "per_example"}:
             raise ValueError(
                 "`draws` must be of whole weights for those that vary together. Received: "
                 f"draws={self.draws!r}, rank={rank}. Use `draws='shared'` or "
                 "`draws='per_example'`."
             )
-        if self.draws == "flipout":
-            seed = self.seed
-            if seed is not None:
-                seed = (seed + _FROM_SEED_TO_SIGNS) % 2**32
-            self.sign_generator = keras.random.SeedGenerator(seed)
 
     def _add_product(self, shape: tuple[int | None, ...]) -> None:
         """Add a kernel, and a bias as long as its last axis."""
@@ -168,10 +157,6 @@ class VariationalProduct(VariationalLayer):
             d + p,
         ))
         return signs[..., :d], signs[..., d:]
-
-    def _signs(self, shape: tuple[int | Tensor, ...]) -> Tensor:
-        bits = keras.random.randint(shape, 0, 2, seed=self.sign_generator)
-        return ops.cast(2 * bits - 1, self.wide_dtype)
 
     def multiplied(
         self,

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from tfdp._types import Tensor
+from tfdp.errors import UnsupportedLayerError
 from tfdp.rules import Call, OuterProducts, PerRow, ScaledProducts, Term
 from tfdp.rules.embedding import row_numbers
 from tfdp.variational.correlation import derivatives_by_factors
@@ -59,9 +60,19 @@ def predictive_logit(call: Call) -> Tensor:
     Returns:
         The layer's outputs; at inference made of their moments, as `variational_product`
         does where outputs are drawn.
+
+    Raises:
+        UnsupportedLayerError: If it is called for inference, with a `rank`.
     """
     if call.bound()["training"]:
         return variational_product(call)
+    if call.layer.rank:
+        # Their variance is no product of matrices.
+        raise UnsupportedLayerError(
+            "Coefficients that vary together must be trained by drawing them. Received: "
+            f"`{call.path}` with rank={call.layer.rank}, called for inference. Use "
+            "`layer(inputs, training=True)`, or `rank=0`."
+        )
     x = tf.cast(call.inputs, call.layer.wide_dtype)
     return call.layer.averaged(*_watched_moments(call, x))
 
@@ -70,8 +81,8 @@ def variational_embedding(call: Call) -> Tensor:
     """Rule of `tfdp.variational.VariationalEmbedding`.
 
     The gradient of ``rho`` at a drawn vector is that of the mean times ``eps * d scale /
-    d rho`` of this vector, which goes to the outputs' gradient: no example has a
-    gradient as large as all vectors.
+    d rho`` of this vector, and times the signs of its row, if it has some. That goes to the
+    outputs' gradient: no example has a gradient as large as all vectors.
 
     Args:
         call: The call.
@@ -87,17 +98,19 @@ def variational_embedding(call: Call) -> Tensor:
         return call.watch(
             call.run_with(), lambda g: [OuterProducts(weights.mean, ids, g)]
         )
-    noise = layer.noise(ids)["embeddings"]
+    noise, signs = layer.noise(ids)["embeddings"], layer.signs(ids)
 
     def terms(g: Tensor) -> list[Term]:
         by_rho = of_rows(weights.by_rho(noise), ids)
+        if signs is not None:
+            by_rho *= tf.cast(signs, by_rho.dtype)
         g_wide = tf.cast(g, by_rho.dtype)
         return [
             OuterProducts(weights.mean, ids, g),
             OuterProducts(weights.rho, ids, g_wide * by_rho),
         ]
 
-    return call.watch(layer.looked_up(ids, noise), terms)
+    return call.watch(layer.looked_up(ids, noise, signs), terms)
 
 
 def _watched_moments(call: Call, x: Tensor) -> list[Tensor]:
