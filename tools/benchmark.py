@@ -11,7 +11,7 @@ r"""Time and memory of a private training step, beside an ordinary one.
     python tools/benchmark.py --passes
     python tools/benchmark.py --bam
     python tools/benchmark.py --federated
-    python tools/benchmark.py --stages --models=mlp --models=wide_sequence
+    python tools/benchmark.py --stages --models=synthetic --batch_size=32
 
 Times are medians of whole steps, noise, optimizer and metrics included. The steps of
 all rows take turns in one process, so that whatever else the machine does slows all of

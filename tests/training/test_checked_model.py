@@ -40,6 +40,37 @@ def test_batch_normalization_is_refused_before_training():
     assert segments(wrapped) == ()
 
 
+@pytest.mark.parametrize(
+    ("broadcast", "is_later"),
+    [
+        *(("targets", True), ("targets", False), ("weight", True), ("weight", False)),
+        ("scalar", False),
+    ],
+)
+def test_one_row_beside_many_is_refused(broadcast, is_later):
+    """Also where the first batches, which are looked at, have as many of each."""
+    x, y = data(6)
+    good = (x, y, np.ones(6, "float32"))
+    bad = {
+        "targets": (x, y[:1], good[2]),
+        "weight": (x, y, good[2][:1]),
+        "scalar": (x, y, np.float32(1)),
+    }[broadcast]
+    signature = tuple(
+        tf.TensorSpec([None, *each.shape[1:]] if np.ndim(each) else [], each.dtype)
+        for each in bad
+    )
+    batches = [good] * 20 * is_later + [bad]
+    rows = tf.data.Dataset.from_generator(
+        lambda: iter(batches), output_signature=signature
+    )
+    model = private(network(), optimizer(expected_batch_size=6))
+    with pytest.raises(
+        (ValueError, tf.errors.InvalidArgumentError), match="the same number of rows"
+    ):
+        model.fit(rows, verbose=0)
+
+
 @pytest.mark.slow
 def test_a_layer_unfrozen_after_the_check_is_checked_again():
     x, y = data(20)

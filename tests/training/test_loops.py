@@ -597,6 +597,28 @@ def test_data_of_different_lengths_are_refused(rows, received):
         tfdp.clipped_gradients(model, "mse", x, y, weights, l2_norm_clip=1.0)
 
 
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("engine", ["bookkeeping", "vectorized"])
+def test_no_row_is_broadcast_where_graphs_do_not_know_lengths(engine, jit_compile):
+    """One row of targets would be part of every loss."""
+    model, x, _ = small()
+
+    def clip(x, y, weights):
+        return tfdp.clipped_gradients(
+            model, "mse", x, y, weights, l2_norm_clip=1.0, engine=engine
+        ).norms
+
+    open_lengths = [tf.TensorSpec([None, *each]) for each in (x.shape[1:], (2,), ())]
+    clip = tf.function(
+        clip, autograph=False, input_signature=open_lengths, jit_compile=jit_compile
+    )
+    rows = len(x)
+    assert len(clip(x, tf.ones((rows, 2)), tf.ones(rows))) == rows
+    for targets, weights in ((1, rows), (rows, 1), (rows + 1, rows), (rows, rows - 1)):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            clip(x, tf.ones((targets, 2)), tf.ones(weights))
+
+
 def test_tensorflows_sparse_loss_takes_whole_numbers():
     model, x, _ = small()
     labels = np.array([0, 1, 1, 0])

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdp import _tree
 from tfdp._types import Nest, Tensor, Variable
-from tfdp.losses.objective import Batch, number_of_rows
+from tfdp.losses.objective import Batch, number_of_rows, with_equal_rows
 
 # (batch) -> clipped sums, norms of the units, outputs of the model.
 ClipBatch = Callable[[Batch], tuple[list[Tensor], Tensor, Nest]]
@@ -53,7 +53,7 @@ def run(
     Returns:
         Clipped sums, and the norms of units that are not all padding, in order.
     """
-    data = Batch.of(data)
+    data = with_equal_rows(Batch.of(data))
     if not has_fixed_size:
         data = _without_empty_units(data, rows_per_unit)
     rows = number_of_rows(data)

@@ -24,6 +24,8 @@ from tfdp.losses.parts import RowsOf
 # it needs less scaling than the mean of a batch does.
 _FLOAT16_LOSS_SCALE = 128.0
 
+_EQUAL_ROWS = "`x`, `y` and `sample_weight` must have the same number of rows, one for each example."
+
 
 class Batch(NamedTuple):
     """Rows of data on their way through an engine.
@@ -68,6 +70,79 @@ def number_of_rows(data: Nest) -> int | Tensor:
     leaves = keras.tree.flatten(data)
     first = next(leaf for leaf in leaves if leaf is not None)
     return first.shape[0] if first.shape[0] is not None else tf.shape(first)[0]
+
+
+def with_equal_rows(data: Batch) -> Batch:
+    """Return rows of which all inputs, targets, weights and marks have as many.
+
+    One row of a target beside many inputs would be broadcast: it would be part of every
+    unit's loss, and no clipping bounds that.
+
+    Args:
+        data: The rows.
+
+    Returns:
+        The same rows. Lengths that the graph does not know are compared when it runs, by
+        operations that the rows come from.
+
+    Raises:
+        ValueError: If lengths are known and differ.
+        tf.errors.InvalidArgumentError: If others do, when they run.
+    """
+    check_rows(data)
+    first, *others = _tree.tensors(tuple(data))
+    rows = number_of_rows(first)
+    if not others or all(each.shape[0] is not None for each in (first, *others)):
+        return data
+    if _keras.inside_xla():
+        # Lengths are known when XLA compiles, which leaves assertions out.
+        equal = [_with_rows(each, rows) for each in others]
+    else:
+        # TensorFlow's graph optimizer takes such a `tf.reshape` for superfluous.
+        lengths = tf.stack([tf.shape(each)[0] for each in others])
+        # How many they are is not said: of a drawn batch that is not public.
+        check = tf.debugging.Assert(
+            tf.reduce_all(tf.equal(lengths, rows)), [_EQUAL_ROWS]
+        )
+        with tf.control_dependencies([check]):
+            equal = [tf.identity(each) for each in others]
+    checked: Batch = _tree.pack([first, *equal], data)
+    return checked
+
+
+def _with_rows(tensor: Tensor, rows: int | Tensor) -> Tensor:
+    shape = tf.concat([[rows], tf.shape(tensor)[1:]], 0)
+    return tf.ensure_shape(tf.reshape(tensor, shape), [None, *tensor.shape[1:]])
+
+
+def check_rows(data: Batch) -> None:
+    """Refuse inputs, targets and weights that are known to have other numbers of rows.
+
+    Args:
+        data: The rows, arrays or tensors.
+
+    Raises:
+        ValueError: If they have, or one of them has no axis of rows.
+    """
+    lengths = {
+        name: {_length(tensor) for tensor in tensors}
+        for name, tree in zip(Batch._fields, data, strict=True)
+        if (tensors := _tree.tensors(tree))
+    }
+    known = {n for found in lengths.values() for n in found if n is not None}
+    if len(known) > 1 or "no" in known:
+        received = ", ".join(
+            f"{name} with {' and '.join(sorted(map(str, found)))} rows"
+            for name, found in lengths.items()
+            if None not in found
+        )
+        raise ValueError(f"{_EQUAL_ROWS} Received: {received}. Use `y[:len(x)]`.")
+
+
+def _length(array: Nest) -> int | str | None:
+    """Return how many rows an array has, None where that is not known."""
+    shape = tf.TensorShape(array.shape)
+    return "no" if shape.rank == 0 else shape[0]
 
 
 def check_takes_logits(model: keras.Model, loss: Loss) -> None:

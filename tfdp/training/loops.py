@@ -13,7 +13,7 @@ from tfdp.ascent.losses import BAM, SAT, Ascent, check_plain
 from tfdp.checks.engine import check_objective, choose
 from tfdp.clipping import ClippedSum, ClippedSumOfUsers, clip_as_tensor
 from tfdp.engines.traced import TracedPass
-from tfdp.losses.objective import Batch, Objective, number_of_rows
+from tfdp.losses.objective import Batch, Objective, check_rows, number_of_rows
 from tfdp.runs.histories import note_reads, recognise_copies
 from tfdp.runs.recorder import revoke_all
 from tfdp.training.attributes import CHECKED, attributes_of
@@ -99,7 +99,7 @@ def clipped_gradients(
     data = _tree.map_tensors(tf.convert_to_tensor, (x, y, sample_weight))
     if is_padding is not None:
         is_padding = tf.ensure_shape(tf.convert_to_tensor(is_padding, tf.bool), [None])
-    _check_lengths((*data, is_padding))
+    check_rows(Batch(*data)._replace(is_padding=is_padding))
     if not model.built:
         model(data[0])
     _seeds.use_key(model, is_known=False)
@@ -154,27 +154,6 @@ def _uphill(loss: Loss) -> tuple[Loss, Ascent | None, float | None]:
     if isinstance(loss, BAM):
         return loss.loss, loss.ascent_at(None), loss.radius
     return loss, None, None
-
-
-def _check_lengths(data: Nest) -> None:
-    """Refuse inputs, targets and weights of different numbers of rows."""
-    names = ("x", "y", "sample_weight", "is_padding")
-    lengths = {
-        name: {tensor.shape[0] for tensor in _tree.tensors(tree)}
-        for name, tree in zip(names, data, strict=True)
-        if tree is not None
-    }
-    known = {n for found in lengths.values() for n in found if n is not None}
-    if len(known) > 1:
-        received = ", ".join(
-            f"{name} with {' and '.join(map(str, sorted(found)))} rows"
-            for name, found in lengths.items()
-            if None not in found
-        )
-        raise ValueError(
-            "`x`, `y` and `sample_weight` must have the same number of rows, one for "
-            f"each example. Received: {received}. Use `y[:len(x)]`."
-        )
 
 
 def _check_no_padding(is_padding: Tensor | None, examples_per_user: int | None) -> None:

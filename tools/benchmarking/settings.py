@@ -25,7 +25,7 @@ _DEPTHS = (2, 8, 32, 128, 200)
 MODELS = flags.DEFINE_multi_enum(
     "models",
     _MODELS,
-    [*_MODELS, *_TFDP_ALONE],
+    [*_MODELS, "synthetic", *_TFDP_ALONE],
     "Models; repeat the flag for several. Other frameworks have no "
     f"{', '.join(_TFDP_ALONE)}.",
 )
