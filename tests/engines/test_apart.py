@@ -150,6 +150,26 @@ class EachRow(layers.Layer):
 
 
 @register
+class EachPoint(layers.Layer):
+    """Calls layers in a map over points, one of them outside of it, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.mapped, self.both = layers.Dense(3, "tanh"), layers.Dense(3, "tanh")
+
+    def build(self, shape):
+        self.mapped.build((None, shape[-1]))
+        self.both.build((None, 3))
+
+    def call(self, x):
+        of_points = ops.transpose(x, (1, 0, 2))
+        of_points = ops.vectorized_map(
+            lambda rows: self.both(self.mapped(rows)), of_points
+        )
+        return self.both(ops.transpose(of_points, (1, 0, 2)))
+
+
+@register
 class Chosen(layers.Layer):
     """Changes some of the points alone: two of each row, or those that are positive."""
 
@@ -234,6 +254,9 @@ MODELS = {
     "each_row": Problem(
         "each_row", lambda: points_model(EachRow()), floats((5, 3), 1), "mse"
     ),
+    "each_point": Problem(
+        "each_point", lambda: points_model(EachPoint()), floats((5, 3), 1), "mse"
+    ),
     "two_chosen": Problem(
         "two_chosen", lambda: points_model(Chosen(True)), floats((5, 3), 1), "mse"
     ),
@@ -262,7 +285,7 @@ MODELS = {
             name,
             id=name,
             marks=[pytest.mark.slow]
-            if name not in {"tied", "each_row", "two_chosen"}
+            if name not in {"tied", "each_row", "each_point", "two_chosen"}
             else [],
         )
         for name in MODELS

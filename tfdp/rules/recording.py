@@ -539,6 +539,38 @@ class Recording:
         """Note where all gradients come from, at the end of what is observed."""
         self._losses = losses
 
+    def note_unreached(self, gradients: list[list[Tensor | None]]) -> bool:
+        """Note what calls in one unit have used that no gradient comes back to.
+
+        TensorFlow's vectorized map calls a layer once, and runs copies of what that has
+        made: these are not watched. What no loss depends on looks alike, and has no
+        whole gradient either.
+
+        Args:
+            gradients: Of what was watched.
+
+        Returns:
+            Whether there is more in `elsewhere` now.
+
+        Raises:
+            UnsupportedLayerError: If the tape does not see a variable of theirs.
+        """
+        unreached = [
+            watched.path
+            for watched, of_call in zip(self.watched, gradients, strict=True)
+            if self._is_of_one_unit and all(each is None for each in of_call)
+        ]
+        if not unreached:
+            return False
+        layers = dict(_keras.layers_by_path(self._model))
+        for path in unreached:
+            variables = layers[path].trainable_variables
+            self.elsewhere |= {id(variable): variable for variable in variables}
+        self._refuse_out_of_reach()
+        if self._refusals:
+            raise UnsupportedLayerError(" ".join(self._refusals))
+        return True
+
     def hide(self, path: str, variable: Variable) -> None:
         """Note that the tape does not see a variable; see `Call.hide`."""
         self._out_of_reach[id(variable)] = path
