@@ -16,6 +16,7 @@ from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
 from tfdp.ascent.losses import AscentLoss
+from tfdp.checks.evaluation import nothing_kept
 from tfdp.data.training_data import (
     TrainingData,
     number_of_examples,
@@ -207,8 +208,11 @@ class DPModel(TrainingFunctions):
     # What the model is.
 
     def call(self, inputs: Nest, training: bool | None = None) -> Nest:
-        """Run the wrapped model."""
-        return _keras.run_model(self.model, inputs, training=training)
+        """Run the wrapped model, which for inference must keep nothing of the rows."""
+        if training:
+            return _keras.run_model(self.model, inputs, training=training)
+        with nothing_kept(self.model):
+            return _keras.run_model(self.model, inputs, training=training)
 
     def build(self, input_shape: Nest) -> None:
         """Build the wrapped model."""

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+import tfdp
 from tfdp import _tree
 from tfdp.checks.evaluation import evaluation_function
 from tfdp.errors import UnsupportedLayerError
@@ -176,3 +177,40 @@ def test_a_model_that_keeps_data_is_refused(rng):
     with pytest.raises(UnsupportedLayerError, match="keeps"):
         evaluated(model, x, y, ["accuracy"], loss_of(""))
     assert float(model.get_layer("keeps").seen) == seen
+
+
+class Remembers(layers.Layer):
+    """Keeps the mean of what it predicts for, and nothing in training."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[1:], trainable=False, name="mean")
+
+    def call(self, x, training=False):
+        if not training:
+            self.mean.assign(keras.ops.mean(x, axis=0))
+        return x
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_private_model_keeps_nothing_of_what_it_predicts_for(run_eagerly, rng):
+    _, x, y = stack(rng)
+    model = keras.Sequential([keras.Input((3,)), Remembers(), layers.Dense(3)])
+    model.layers[0].mean.assign(np.zeros(3))
+    private = tfdp.DPModel(model)
+    private.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        run_eagerly=run_eagerly,
+    )
+    for see in (
+        lambda: private.predict(x, verbose=0),
+        lambda: private.evaluate(x, y, verbose=0),
+        lambda: private(x),
+        lambda: private.fit(x, y, batch_size=4, validation_data=(x, y), verbose=0),
+    ):
+        with pytest.raises(UnsupportedLayerError, match="mean`, assigned"):
+            see()
+        np.testing.assert_array_equal(model.layers[0].mean, np.zeros(3))
+    # By itself it is an ordinary model.
+    model.predict(x, verbose=0)
+    assert np.any(model.layers[0].mean)

@@ -1,16 +1,21 @@
-"""Values of each row of a batch, in inference, of which it is proven that they are."""
+"""Inference: values of each row, of which that is proven, and nothing that is kept."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
+import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _tree
-from tfdp._types import Nest, Tensor
+from tfdp import _keras, _tree
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.checks.found import Found
 from tfdp.checks.problems import layer_problems, raise_if
 from tfdp.checks.tracing import Trace
+from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.added import Predicted
 from tfdp.losses.metrics import RowMetric
 from tfdp.losses.objective import Batch, Objective, each_row_alone
@@ -74,6 +79,37 @@ def evaluation_function(
 
     values.get_concrete_function()
     return lambda *rows: values(*_tree.tensors(rows))
+
+
+@contextlib.contextmanager
+def nothing_kept(model: keras.Model) -> Iterator[None]:
+    """Refuse that a model that predicts assigns one of its weights.
+
+    In training it is proven that nothing of the data is kept. What is kept of rows in
+    `evaluate` or `predict` would be in the weights without noise.
+
+    Args:
+        model: The model.
+
+    Raises:
+        UnsupportedLayerError: Inside, if a weight is assigned.
+    """
+
+    def refuse(variable: Variable, *args: object, **kwargs: object) -> NoReturn:
+        del args, kwargs
+        raise UnsupportedLayerError(
+            f"Model `{model.name}` must keep nothing of the rows that it predicts for. "
+            f"Received: `{variable.path}`, assigned in a call for inference. Assign no "
+            "variable in `call`; compute it before training from public data, as "
+            "`keras.layers.Normalization.adapt` does. A model with states that go on from "
+            "batch to batch predicts by itself: `private.model.predict(x)`."
+        )
+
+    with contextlib.ExitStack() as replaced:
+        for weight in model.weights:
+            assign = functools.partial(refuse, weight)
+            replaced.enter_context(_keras.attributes_replaced(weight, assign=assign))
+        yield
 
 
 def _followed(
