@@ -194,7 +194,15 @@ def _proven(
         )
     if other is None:
         raise failure
-    return _proven(other, objective, data, sizes, passes)
+    try:
+        return _proven(other, objective, data, sizes, passes)
+    except UnsupportedLayerError as error:
+        if isinstance(error, NotUnrolledError) or not _gives_up_splitting(
+            engine, other
+        ):
+            raise
+        # Why a loss was asked for each row alone, where too little is known of it.
+        raise UnsupportedLayerError(f"{failure} Of each row alone: {error}") from error
 
 
 def _that_knows_more(
@@ -220,6 +228,12 @@ def _that_knows_more(
             unrolls_loops=None,
         )
     return other
+
+
+def _gives_up_splitting(engine: engines.Engine, other: engines.Engine) -> bool:
+    return getattr(engine, "splits_losses", False) and not getattr(
+        other, "splits_losses", False
+    )
 
 
 def _with_places(

@@ -44,11 +44,6 @@ def map_units(
         _look_into(traced.graph, elements, in_turn=False)
         mapped: tuple[list[Tensor], Nest] = run_all(elements)
         return mapped
-    logging.warning(
-        "tfdp takes the gradients of this model one example after the other, "
-        "which is slow: %s.",
-        reason,
-    )
     # What a unit returns has other shapes than its rows, and `map_fn` has to be told.
     of_first = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape[1:], tensor.dtype), elements
@@ -56,6 +51,11 @@ def map_units(
     traced = tf.function(function, autograph=False).get_concrete_function(of_first)
     # Without one example, those behind it would see other values.
     _look_into(traced.graph, elements, in_turn=True)
+    logging.warning(
+        "tfdp takes the gradients of this model one example after the other, "
+        "which is slow: %s.",
+        reason,
+    )
     signature = keras.tree.map_structure(
         lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype),
         traced.structured_outputs,
