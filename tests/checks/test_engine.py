@@ -337,6 +337,65 @@ def check_vectorized(problem, caplog, wrapper=lambda function: function):
     assert "\n" not in said[0]
 
 
+class Tagging(keras.Model):
+    """Numbers in the data pick the losses of tags, which a weight of its own has a part in."""
+
+    def __init__(self, is_clipped, **kwargs):
+        super().__init__(**kwargs)
+        self.inner, self.is_clipped = layers.Dense(5), is_clipped
+        self.transition = self.add_weight(shape=(5, 5), name="transition")
+
+    def call(self, x):
+        return self.inner(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        tags = ops.clip(y, 0, 4) if self.is_clipped else y
+        log = ops.log_softmax(y_pred @ self.transition)
+        return -ops.mean(ops.take_along_axis(log, tags[..., None], axis=-1))
+
+
+class Steep(keras.Model):
+    """A penalty on what the model's outputs change by with its inputs."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.inner = keras.Sequential([keras.Input((3,)), layers.Dense(1, "tanh")])
+
+    def call(self, x):
+        return self.inner(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            outputs = self.inner(x)
+        slope = tape.gradient(outputs, x)
+        return ops.mean((y_pred - y) ** 2) + ops.mean(slope**2)
+
+
+def lines_of(model, x, y, caplog):
+    private = tfdp.DPModel(model)
+    private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0))
+    with caplog.at_level(logging.INFO, "absl"):
+        private.fit(x, y, batch_size=ROWS, verbose=0)
+    return [text for text in caplog.messages if "tfdp takes" in text]
+
+
+@pytest.mark.slow
+def test_what_keeps_a_loss_from_being_taken_apart_is_said(rng, caplog):
+    x, y = rng.normal(size=(2 * ROWS, 6, 3)), rng.integers(0, 5, (2 * ROWS, 6))
+    (said,) = lines_of(Tagging(is_clipped=False), x, y, caplog)
+    assert "`keras.ops.clip(numbers, 0, length - 1)`" in said
+    caplog.clear()
+    assert not lines_of(Tagging(is_clipped=True), x, y, caplog)
+
+
+@pytest.mark.slow
+def test_a_loss_that_takes_gradients_is_vectorized_and_not_said_to_be_slow(rng, caplog):
+    x = rng.normal(size=(2 * ROWS, 3)).astype("float32")
+    (said,) = lines_of(Steep(), x, x[:, :1], caplog)
+    assert said.partition(": ")[2].startswith("A model or a loss that takes gradients")
+
+
 # --------------------------------------------------------- what only numbers can tell
 
 

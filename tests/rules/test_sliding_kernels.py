@@ -94,6 +94,11 @@ USES = {
     "volume": lambda x, w: ops.conv(x, ops.sin(w)),
     "depthwise": lambda x, w: ops.depthwise_conv(x, w[..., :1] * w, padding="same"),
     "transposed": lambda x, w: ops.conv_transpose(x, ops.tanh(w), 2, "same"),
+    "dilated": lambda x, w: ops.conv(x, w, 1, "same", dilation_rate=2),
+    "dilated_series": lambda x, w: ops.conv(x, of_length_one(w), dilation_rate=2),
+    "dilated_depthwise": lambda x, w: ops.depthwise_conv(
+        x, ops.tanh(w), padding="same", dilation_rate=2
+    ),
     "twice": lambda x, w: ops.conv(ops.conv(x, w, 1, "same"), w, 1, "same"),
 }
 SHAPES = {
@@ -105,6 +110,9 @@ SHAPES = {
     "volume": (VOLUME, (2, 2, 2, DEPTH, 3)),
     "depthwise": (IMAGE, (2, 3, DEPTH, 2)),
     "transposed": (IMAGE, (3, 3, 3, DEPTH)),
+    "dilated": (IMAGE, (2, 3, DEPTH, 3)),
+    "dilated_series": (SERIES, (2, DEPTH, 3)),
+    "dilated_depthwise": (IMAGE, (2, 3, DEPTH, 2)),
     "twice": (IMAGE, (3, 3, DEPTH, DEPTH)),
 }
 

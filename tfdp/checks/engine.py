@@ -1,8 +1,9 @@
 """Proves that rows do not meet in a model, and chooses the engine that clips for it."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -194,14 +195,30 @@ def _proven(
         )
     if other is None:
         raise failure
-    try:
+    with _of_each_row_alone(failure, engine, other):
         return _proven(other, objective, data, sizes, passes)
+
+
+@contextlib.contextmanager
+def _of_each_row_alone(
+    failure: UnsupportedLayerError, engine: engines.Engine, other: engines.Engine
+) -> Iterator[None]:
+    """Say why a loss was asked for each row alone, where too little is known of it.
+
+    Args:
+        failure: Of all rows together.
+        engine: That has failed.
+        other: That is tried inside.
+
+    Raises:
+        UnsupportedLayerError: If that fails, too.
+    """
+    try:
+        yield
     except UnsupportedLayerError as error:
-        if isinstance(error, NotUnrolledError) or not _gives_up_splitting(
-            engine, other
-        ):
+        splits = [getattr(each, "splits_losses", False) for each in (engine, other)]
+        if isinstance(error, NotUnrolledError) or splits != [True, False]:
             raise
-        # Why a loss was asked for each row alone, where too little is known of it.
         raise UnsupportedLayerError(f"{failure} Of each row alone: {error}") from error
 
 
@@ -228,12 +245,6 @@ def _that_knows_more(
             unrolls_loops=None,
         )
     return other
-
-
-def _gives_up_splitting(engine: engines.Engine, other: engines.Engine) -> bool:
-    return getattr(engine, "splits_losses", False) and not getattr(
-        other, "splits_losses", False
-    )
 
 
 def _with_places(

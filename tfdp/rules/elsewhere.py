@@ -273,7 +273,7 @@ def _met_by_sliding(followed: Followed, use: Use, place: Place) -> Met:
     )
     shapes = (x.shape[1:], use.output.shape[1:], shape)
     if (
-        place != ROWS_FIRST
+        place.axis
         or padding == "EXPLICIT"
         or layout not in {"NHWC", "NDHWC"}
         or not all(each.is_fully_defined() for each in shapes)
@@ -297,7 +297,8 @@ def _met_by_sliding(followed: Followed, use: Use, place: Place) -> Met:
         return filter_gradients(seen, g, kernel_shape=tuple(shape), geometry=geometry)
 
     def terms(g: Tensor) -> list[Term]:
-        seen = tf.cast(x, g.dtype)
+        # TensorFlow dilates by pieces of rows: (rows, ...) -> (pieces * rows, ...).
+        seen, g = place.rows_first(tf.cast(x, g.dtype)), place.rows_first(g)
         if op.type == "Conv2DBackpropInput":
             # Turned around, inputs and outputs change places.
             seen, g = g, seen
