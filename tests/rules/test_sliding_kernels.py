@@ -150,7 +150,7 @@ def chosen(of_problem):
     return engine
 
 
-QUICK = {"masked", "assigned", "transposed"}
+QUICK = {"masked", "assigned", "transposed", "dilated"}
 CASES = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in LAYERS
