@@ -16,7 +16,7 @@ from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
 from tfdp.ascent.losses import AscentLoss
-from tfdp.checks.evaluation import nothing_kept
+from tfdp.checks.evaluation import no_weight_assigned
 from tfdp.data.training_data import (
     TrainingData,
     number_of_examples,
@@ -208,10 +208,9 @@ class DPModel(TrainingFunctions):
     # What the model is.
 
     def call(self, inputs: Nest, training: bool | None = None) -> Nest:
-        """Run the wrapped model, which for inference must keep nothing of the rows."""
-        if training:
-            return _keras.run_model(self.model, inputs, training=training)
-        with nothing_kept(self.model):
+        """Run the wrapped model; for inference, refuse that it assigns a weight."""
+        keeps = contextlib.nullcontext() if training else no_weight_assigned(self.model)
+        with keeps:
             return _keras.run_model(self.model, inputs, training=training)
 
     def build(self, input_shape: Nest) -> None:

@@ -195,30 +195,37 @@ def _proven(
         )
     if other is None:
         raise failure
-    with _of_each_row_alone(failure, engine, other):
+    with (
+        _after(failure)
+        if _no_longer_splits(engine, other)
+        else contextlib.nullcontext()
+    ):
         return _proven(other, objective, data, sizes, passes)
 
 
+def _no_longer_splits(engine: engines.Engine, other: engines.Engine) -> bool:
+    """Tell whether the other engine asks for losses of each row alone, and this not."""
+    splits = [getattr(each, "splits_losses", False) for each in (engine, other)]
+    return splits == [True, False]
+
+
 @contextlib.contextmanager
-def _of_each_row_alone(
-    failure: UnsupportedLayerError, engine: engines.Engine, other: engines.Engine
-) -> Iterator[None]:
-    """Say why a loss was asked for each row alone, where too little is known of it.
+def _after(failure: UnsupportedLayerError) -> Iterator[None]:
+    """Put before an error inside what failed where a loss was asked for all rows.
 
     Args:
-        failure: Of all rows together.
-        engine: That has failed.
-        other: That is tried inside.
+        failure: What has.
 
     Raises:
-        UnsupportedLayerError: If that fails, too.
+        AddedLossError: As it is, for those who know it by its type.
+        NotUnrolledError: Likewise.
+        UnsupportedLayerError: Both, of another one.
     """
     try:
         yield
+    except (AddedLossError, NotUnrolledError):
+        raise
     except UnsupportedLayerError as error:
-        splits = [getattr(each, "splits_losses", False) for each in (engine, other)]
-        if isinstance(error, NotUnrolledError) or splits != [True, False]:
-            raise
         raise UnsupportedLayerError(f"{failure} Of each row alone: {error}") from error
 
 

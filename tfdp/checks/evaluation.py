@@ -1,4 +1,4 @@
-"""Inference: values of each row, of which that is proven, and nothing that is kept."""
+"""Inference: values that are proven to be of each row alone; no weight is assigned."""
 
 import contextlib
 import dataclasses
@@ -82,11 +82,12 @@ def evaluation_function(
 
 
 @contextlib.contextmanager
-def nothing_kept(model: keras.Model) -> Iterator[None]:
+def no_weight_assigned(model: keras.Model) -> Iterator[None]:
     """Refuse that a model that predicts assigns one of its weights.
 
-    In training it is proven that nothing of the data is kept. What is kept of rows in
-    `evaluate` or `predict` would be in the weights without noise.
+    `tfdp.checks.engine` proves that training keeps nothing of the data. What is kept of
+    rows in `evaluate` or `predict` would be in the weights without noise. TensorFlow's own
+    variables, tables and metrics of layers are not looked at.
 
     Args:
         model: The model.
@@ -101,8 +102,8 @@ def nothing_kept(model: keras.Model) -> Iterator[None]:
             f"Model `{model.name}` must keep nothing of the rows that it predicts for. "
             f"Received: `{variable.path}`, assigned in a call for inference. Assign no "
             "variable in `call`; compute it before training from public data, as "
-            "`keras.layers.Normalization.adapt` does. A model with states that go on from "
-            "batch to batch predicts by itself: `private.model.predict(x)`."
+            "`keras.layers.Normalization.adapt` does. For public rows the model predicts by "
+            "itself: `private.model.predict(x)`, and leave `validation_data` out of `fit`."
         )
 
     with contextlib.ExitStack() as replaced:

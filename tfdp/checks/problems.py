@@ -89,9 +89,9 @@ _COUNTING = _Flaw(
     "in it, {}",
     "`engine='auto'` runs every row by itself, where that number is 1. This is right "
     "where a row only looks for entries of its own; what is divided by it, say, is as in "
-    "a batch of one row. Where another number is meant, write it: `x / 32`. Entries that "
-    "numbers in the data name, as in `keras.ops.take_along_axis`, are the row's own where "
-    "these are clipped: `keras.ops.clip(numbers, 0, length - 1)`, with a fixed length.",
+    "a batch of one row. Where another number is meant, write it: `x / 32`. Where numbers "
+    "in the data pick entries, as in `keras.ops.take_along_axis`, clip the numbers: "
+    "`keras.ops.clip(numbers, 0, length - 1)`, with a fixed length.",
 )
 
 

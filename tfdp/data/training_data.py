@@ -19,7 +19,7 @@ from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.data.pipeline import is_read_by_one_thread, pipeline_of
 from tfdp.data.rows import rows_of
 from tfdp.data.users import users_of
-from tfdp.losses.objective import Batch, check_rows
+from tfdp.losses.objective import Batch, check_equal_rows
 from tfdp.sampling import PoissonUsers, Scheme, Unknown, samplings
 
 _DEFAULT_BATCH_SIZE = 32  # as in keras.Model.fit
@@ -190,7 +190,7 @@ def _rows_of(batches: list[Nest]) -> Nest:
     if not batches:
         raise ValueError("The data have no batches. Received: an empty dataset.")
     batch = next((batch for batch in batches if number_of_examples(batch)), batches[0])
-    check_rows(Batch.of(batch))
+    check_equal_rows(Batch.of(batch))
     return keras.utils.unpack_x_y_sample_weight(first_rows(batch))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree
@@ -73,34 +74,34 @@ def number_of_rows(data: Nest) -> int | Tensor:
 
 
 def with_equal_rows(data: Batch) -> Batch:
-    """Return rows of which all inputs, targets, weights and marks have as many.
+    """Return a batch in which all tensors are made to have the same number of rows.
 
     One row of a target beside many inputs would be broadcast: it would be part of every
     unit's loss, and no clipping bounds that.
 
     Args:
-        data: The rows.
+        data: The batch.
 
     Returns:
         The same rows. Lengths that the graph does not know are compared when it runs, by
-        operations that the rows come from.
+        an operation that the returned tensors depend on.
 
     Raises:
         ValueError: If lengths are known and differ.
-        tf.errors.InvalidArgumentError: If others do, when they run.
+        tf.errors.InvalidArgumentError: If others differ when the graph runs.
     """
-    check_rows(data)
+    check_equal_rows(data)
     first, *others = _tree.tensors(tuple(data))
     rows = number_of_rows(first)
     if not others or all(each.shape[0] is not None for each in (first, *others)):
         return data
     if _keras.inside_xla():
-        # Lengths are known when XLA compiles, which leaves assertions out.
-        equal = [_with_rows(each, rows) for each in others]
+        # XLA leaves assertions out. It knows lengths when it compiles, and keeps what
+        # TensorFlow's graph optimizer would take for superfluous.
+        equal = [_reshaped_to(rows, each) for each in others]
     else:
-        # TensorFlow's graph optimizer takes such a `tf.reshape` for superfluous.
         lengths = tf.stack([tf.shape(each)[0] for each in others])
-        # How many they are is not said: of a drawn batch that is not public.
+        # The message shows no lengths: of a drawn batch they are not public.
         check = tf.debugging.Assert(
             tf.reduce_all(tf.equal(lengths, rows)), [_EQUAL_ROWS]
         )
@@ -110,39 +111,44 @@ def with_equal_rows(data: Batch) -> Batch:
     return checked
 
 
-def _with_rows(tensor: Tensor, rows: int | Tensor) -> Tensor:
+def _reshaped_to(rows: int | Tensor, tensor: Tensor) -> Tensor:
+    """Reshape a tensor to so many rows, which fails if it has not as many."""
     shape = tf.concat([[rows], tf.shape(tensor)[1:]], 0)
     return tf.ensure_shape(tf.reshape(tensor, shape), [None, *tensor.shape[1:]])
 
 
-def check_rows(data: Batch) -> None:
-    """Refuse inputs, targets and weights that are known to have other numbers of rows.
+def check_equal_rows(data: Batch) -> None:
+    """Refuse inputs, targets and weights whose known numbers of rows differ.
 
     Args:
-        data: The rows, arrays or tensors.
+        data: The batch, of arrays or tensors.
 
     Raises:
-        ValueError: If they have, or one of them has no axis of rows.
+        ValueError: If they differ, or one of them is a scalar.
     """
-    lengths = {
-        name: {_length(tensor) for tensor in tensors}
+    shapes = {
+        name: [tf.TensorShape(_shape_of(tensor)) for tensor in _tree.tensors(tree)]
         for name, tree in zip(Batch._fields, data, strict=True)
-        if (tensors := _tree.tensors(tree))
     }
-    known = {n for found in lengths.values() for n in found if n is not None}
+    lengths = {
+        name: {"no" if shape.rank == 0 else shape[0] for shape in each} - {None}
+        for name, each in shapes.items()
+    }
+    known = set().union(*lengths.values())
     if len(known) > 1 or "no" in known:
         received = ", ".join(
             f"{name} with {' and '.join(sorted(map(str, found)))} rows"
             for name, found in lengths.items()
-            if None not in found
+            if found
         )
-        raise ValueError(f"{_EQUAL_ROWS} Received: {received}. Use `y[:len(x)]`.")
+        raise ValueError(
+            f"{_EQUAL_ROWS} Received: {received}. Use `y[:len(x)]` if there are more; one "
+            "target, or weight, for all is repeated: `np.repeat([weight], len(x))`."
+        )
 
 
-def _length(array: Nest) -> int | str | None:
-    """Return how many rows an array has, None where that is not known."""
-    shape = tf.TensorShape(array.shape)
-    return "no" if shape.rank == 0 else shape[0]
+def _shape_of(leaf: Nest) -> Nest:
+    return leaf.shape if hasattr(leaf, "shape") else np.shape(leaf)
 
 
 def check_takes_logits(model: keras.Model, loss: Loss) -> None:

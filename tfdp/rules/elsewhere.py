@@ -297,7 +297,7 @@ def _met_by_sliding(followed: Followed, use: Use, place: Place) -> Met:
         return filter_gradients(seen, g, kernel_shape=tuple(shape), geometry=geometry)
 
     def terms(g: Tensor) -> list[Term]:
-        # TensorFlow dilates by pieces of rows: (rows, ...) -> (pieces * rows, ...).
+        # Pieces of rows may have become rows: TensorFlow dilates so.
         seen, g = place.rows_first(tf.cast(x, g.dtype)), place.rows_first(g)
         if op.type == "Conv2DBackpropInput":
             # Turned around, inputs and outputs change places.

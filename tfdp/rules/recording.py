@@ -197,8 +197,7 @@ class Recording:
             self._refusals.append(refusal("a loop"))
         self._watch_foreign()
         self._refuse_out_of_reach()
-        if self._refusals:
-            raise UnsupportedLayerError(" ".join(dict.fromkeys(self._refusals)))
+        self._raise_refusals()
 
     def _begin(
         self, function: Callable[..., Nest], *args: Nest, **kwargs: Nest
@@ -555,21 +554,22 @@ class Recording:
         Raises:
             UnsupportedLayerError: If the tape does not see a variable of theirs.
         """
-        unreached = [
-            watched.path
-            for watched, of_call in zip(self.watched, gradients, strict=True)
-            if self._is_of_one_unit and all(each is None for each in of_call)
-        ]
-        if not unreached:
+        if not self._is_of_one_unit:
             return False
+        known = len(self.elsewhere)
         layers = dict(_keras.layers_by_path(self._model))
-        for path in unreached:
-            variables = layers[path].trainable_variables
-            self.elsewhere |= {id(variable): variable for variable in variables}
+        for watched, of_call in zip(self.watched, gradients, strict=True):
+            if all(gradient is None for gradient in of_call):
+                variables = layers[watched.path].trainable_variables
+                self.elsewhere |= {id(variable): variable for variable in variables}
         self._refuse_out_of_reach()
+        self._raise_refusals()
+        return len(self.elsewhere) > known
+
+    def _raise_refusals(self) -> None:
+        """Raise what has been refused, each once."""
         if self._refusals:
-            raise UnsupportedLayerError(" ".join(self._refusals))
-        return True
+            raise UnsupportedLayerError(" ".join(dict.fromkeys(self._refusals)))
 
     def hide(self, path: str, variable: Variable) -> None:
         """Note that the tape does not see a variable; see `Call.hide`."""

@@ -13,7 +13,7 @@ from tfdp.ascent.losses import BAM, SAT, Ascent, check_plain
 from tfdp.checks.engine import check_objective, choose
 from tfdp.clipping import ClippedSum, ClippedSumOfUsers, clip_as_tensor
 from tfdp.engines.traced import TracedPass
-from tfdp.losses.objective import Batch, Objective, check_rows, number_of_rows
+from tfdp.losses.objective import Batch, Objective, check_equal_rows, number_of_rows
 from tfdp.runs.histories import note_reads, recognise_copies
 from tfdp.runs.recorder import revoke_all
 from tfdp.training.attributes import CHECKED, attributes_of
@@ -99,7 +99,7 @@ def clipped_gradients(
     data = _tree.map_tensors(tf.convert_to_tensor, (x, y, sample_weight))
     if is_padding is not None:
         is_padding = tf.ensure_shape(tf.convert_to_tensor(is_padding, tf.bool), [None])
-    check_rows(Batch(*data)._replace(is_padding=is_padding))
+    check_equal_rows(Batch(*data)._replace(is_padding=is_padding))
     if not model.built:
         model(data[0])
     _seeds.use_key(model, is_known=False)

@@ -80,8 +80,8 @@ class BayesianLogisticRegression(keras.Model):
         kl: Likewise.
         use_bias: Whether there is an intercept, with a posterior too.
         initial_scale: See `VariationalDense`.
-        rank: Likewise; coefficients of inputs that are alike vary together. For
-            ``draws="shared"`` or `"per_example"`.
+        rank: See `VariationalDense`. With at least 1, coefficients of inputs that are
+            alike vary together, and `draws` must be `"shared"` or `"per_example"`.
         seed: Likewise.
         **kwargs: Name and dtype.
 

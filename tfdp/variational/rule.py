@@ -62,16 +62,16 @@ def predictive_logit(call: Call) -> Tensor:
         does where outputs are drawn.
 
     Raises:
-        UnsupportedLayerError: If it is called for inference, with a `rank`.
+        UnsupportedLayerError: If it is called for inference, with a `rank`: its weights
+            are followed then.
     """
     if call.bound()["training"]:
         return variational_product(call)
     if call.layer.rank:
-        # Their variance is no product of matrices.
         raise UnsupportedLayerError(
-            "Coefficients that vary together must be trained by drawing them. Received: "
-            f"`{call.path}` with rank={call.layer.rank}, called for inference. Use "
-            "`layer(inputs, training=True)`, or `rank=0`."
+            "The variance of outputs of weights that vary together is no product of "
+            f"matrices. Received: `{call.path}` with rank={call.layer.rank}, called for "
+            "inference. Call it with `training=True`."
         )
     x = tf.cast(call.inputs, call.layer.wide_dtype)
     return call.layer.averaged(*_watched_moments(call, x))
