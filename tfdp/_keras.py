@@ -39,7 +39,7 @@ from tensorflow.python.ops import (
     resource_variable_ops,
     tensor_array_ops,
 )
-from tensorflow.python.ops.parallel_for import pfor
+from tensorflow.python.ops.parallel_for import control_flow_ops, pfor
 from tensorflow.python.util import _pywrap_util_port
 
 from tfdp._types import Loss, Nest, Tensor, Variable
@@ -258,6 +258,25 @@ def sums_spread_by_broadcasting() -> contextlib.AbstractContextManager[None]:
     as long.
     """
     return attributes_replaced(array_ops, tile=_spread)
+
+
+def maps_run_in(
+    context: Callable[[], contextlib.AbstractContextManager[None]],
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which TensorFlow's vectorized map runs in contexts of one's own.
+
+    It calls a function once, and makes copies of its operations.
+
+    Args:
+        context: Makes one, for each map.
+    """
+    original = control_flow_ops.pfor
+
+    def run(*args: object, **kwargs: object) -> Nest:
+        with context():
+            return original(*args, **kwargs)
+
+    return attributes_replaced(control_flow_ops, pfor=run)
 
 
 def _spread(tensor: Nest, multiples: Nest, name: str | None = None) -> Tensor:

@@ -170,6 +170,21 @@ class EachPoint(layers.Layer):
 
 
 @register
+class EachOverTime(layers.Layer):
+    """Calls a recurrent layer in a map over rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.over_time = layers.LSTM(3, return_sequences=True)
+
+    def build(self, shape):
+        self.over_time.build(shape)
+
+    def call(self, x):
+        return ops.vectorized_map(lambda row: self.over_time(row[None])[0], x)
+
+
+@register
 class Chosen(layers.Layer):
     """Changes some of the points alone: two of each row, or those that are positive."""
 
@@ -256,6 +271,12 @@ MODELS = {
     ),
     "each_point": Problem(
         "each_point", lambda: points_model(EachPoint()), floats((5, 3), 1), "mse"
+    ),
+    "each_over_time": Problem(
+        "each_over_time",
+        lambda: points_model(EachOverTime()),
+        floats((5, 3), 1),
+        "mse",
     ),
     "two_chosen": Problem(
         "two_chosen", lambda: points_model(Chosen(True)), floats((5, 3), 1), "mse"

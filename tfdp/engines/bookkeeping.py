@@ -276,8 +276,14 @@ class RecordedForward:
             repeated = tf.repeat(tf.cast(weights, tf.float64), self._rows_per_unit)
             of_rows *= tf.ensure_shape(repeated, of_rows.shape)
         tensors = [watched.tensors for watched in self._recording.watched]
-        gradients, of_values = self._gradients(tensors, of_rows)
         elsewhere = self._recording.elsewhere
+        values = [variable.value for variable in elsewhere.values()]
+        with _keras.sums_spread_by_broadcasting():
+            gradients, of_values = self._recording.tape.gradient(
+                self.losses,
+                [tensors, values],
+                output_gradients=tf.cast(of_rows, self.losses.dtype),
+            )
         self._recording.lengths.note_gradients(tensors, gradients)
         found: dict[int, list[Term]] = {id(v): [] for v in self._objective.variables}
         for watched, of_call in zip(self._recording.watched, gradients, strict=True):
@@ -305,26 +311,6 @@ class RecordedForward:
         for variable, penalty in self._objective.penalties():
             found[id(variable)].append(self._same_for_all(variable, penalty, weights))
         return list(found.values())
-
-    def _gradients(self, tensors: Nest, of_rows: Tensor) -> tuple[Nest, list[Tensor]]:
-        """Differentiate by what is watched, and by variables that are used elsewhere."""
-        recording = self._recording
-
-        def differentiated(watched: Nest) -> tuple[Nest, list[Tensor]]:
-            values = [variable.value for variable in recording.elsewhere.values()]
-            found: tuple[Nest, list[Tensor]] = recording.tape.gradient(
-                self.losses,
-                (watched, values),
-                output_gradients=tf.cast(of_rows, self.losses.dtype),
-            )
-            return found
-
-        with _keras.sums_spread_by_broadcasting():
-            gradients, of_values = differentiated(tensors)
-            if recording.note_unreached(gradients):
-                # Once more, with those that have just been noted.
-                _, of_values = differentiated([])
-        return gradients, of_values
 
     def _same_for_all(
         self,

@@ -135,6 +135,8 @@ class Recording:
         self._read: list[int] = []
         # Whether a rule calls a layer now.
         self._is_by_rule = False
+        # Whether a unit's own map runs now.
+        self._is_in_map = False
         # Variables that no rule answers for in some use, and why, by their ids.
         self._foreign: dict[int, tuple[Variable, str]] = {}
         # Where in the graph the pass is, what rules make, and what they give up.
@@ -188,7 +190,9 @@ class Recording:
             begin = functools.partial(self._begin, self._model.call)
             call = functools.wraps(self._model.call)(begin)
             entered.enter_context(_keras.attributes_replaced(self._model, call=call))
-            if not self._is_of_one_unit:
+            if self._is_of_one_unit:
+                entered.enter_context(_keras.maps_run_in(self._in_a_map))
+            else:
                 # Keras's loops call `tf.while_loop` by this name.
                 entered.enter_context(loops_run_by(self._run_loop))
             yield
@@ -197,7 +201,8 @@ class Recording:
             self._refusals.append(refusal("a loop"))
         self._watch_foreign()
         self._refuse_out_of_reach()
-        self._raise_refusals()
+        if self._refusals:
+            raise UnsupportedLayerError(" ".join(dict.fromkeys(self._refusals)))
 
     def _begin(
         self, function: Callable[..., Nest], *args: Nest, **kwargs: Nest
@@ -239,6 +244,12 @@ class Recording:
             self._tape_of_variables() as used,
         ):
             try:
+                if self._is_in_map:
+                    # Copies of what the call makes are not watched.
+                    raise UnsupportedLayerError(
+                        "Calls in a vectorized map have no rule where each unit is by "
+                        f"itself. Received: `{path}` ({type(layer).__name__})."
+                    )
                 if not self._is_here():
                     note_loop()
                     raise UnsupportedLayerError(
@@ -360,6 +371,14 @@ class Recording:
     def _is_here(self) -> bool:
         """Tell whether operations are made in the graph of the pass, not in one inside."""
         return tf.compat.v1.get_default_graph() is self._graph
+
+    @contextlib.contextmanager
+    def _in_a_map(self) -> Iterator[None]:
+        was, self._is_in_map = self._is_in_map, True
+        try:
+            yield
+        finally:
+            self._is_in_map = was
 
     @contextlib.contextmanager
     def _by_a_rule(self) -> Iterator[None]:
@@ -537,39 +556,6 @@ class Recording:
     def note_losses(self, losses: Tensor) -> None:
         """Note where all gradients come from, at the end of what is observed."""
         self._losses = losses
-
-    def note_unreached(self, gradients: list[list[Tensor | None]]) -> bool:
-        """Note what calls in one unit have used that no gradient comes back to.
-
-        TensorFlow's vectorized map calls a layer once, and runs copies of what that has
-        made: these are not watched. What no loss depends on looks alike, and has no
-        whole gradient either.
-
-        Args:
-            gradients: Of what was watched.
-
-        Returns:
-            Whether there is more in `elsewhere` now.
-
-        Raises:
-            UnsupportedLayerError: If the tape does not see a variable of theirs.
-        """
-        if not self._is_of_one_unit:
-            return False
-        known = len(self.elsewhere)
-        layers = dict(_keras.layers_by_path(self._model))
-        for watched, of_call in zip(self.watched, gradients, strict=True):
-            if all(gradient is None for gradient in of_call):
-                variables = layers[watched.path].trainable_variables
-                self.elsewhere |= {id(variable): variable for variable in variables}
-        self._refuse_out_of_reach()
-        self._raise_refusals()
-        return len(self.elsewhere) > known
-
-    def _raise_refusals(self) -> None:
-        """Raise what has been refused, each once."""
-        if self._refusals:
-            raise UnsupportedLayerError(" ".join(dict.fromkeys(self._refusals)))
 
     def hide(self, path: str, variable: Variable) -> None:
         """Note that the tape does not see a variable; see `Call.hide`."""
