@@ -16,7 +16,7 @@ from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
 from tfdp.ascent.losses import AscentLoss
-from tfdp.checks.evaluation import no_weight_assigned
+from tfdp.checks.evaluation import check_assigns_no_weight, no_weight_assigned
 from tfdp.data.training_data import (
     TrainingData,
     number_of_examples,
@@ -630,6 +630,8 @@ class DPModel(TrainingFunctions):
         to_run = range(initial_epoch, epochs)
         with self._training(data, callbacks, to_run, class_weight) as (data, callbacks):
             is_weighed = self._replicas.strategy is not None
+            if validation_data is not None and not is_weighed:
+                check_assigns_no_weight(self, self.fitted_signature)
             return super().fit(
                 x=data.x,
                 y=data.y,

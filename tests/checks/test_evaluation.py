@@ -185,16 +185,30 @@ class Remembers(layers.Layer):
     def build(self, shape):
         self.mean = self.add_weight(shape=shape[1:], trainable=False, name="mean")
 
+    def __init__(self, assign, **kwargs):
+        super().__init__(**kwargs)
+        self.assign = assign
+
     def call(self, x, training=False):
         if not training:
-            self.mean.assign(keras.ops.mean(x, axis=0))
+            self.assign(self.mean, keras.ops.mean(x, axis=0))
         return x
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
-def test_a_private_model_keeps_nothing_of_what_it_predicts_for(run_eagerly, rng):
+@pytest.mark.parametrize(
+    "assign",
+    [
+        lambda variable, value: variable.assign(value),
+        lambda variable, value: variable.value.assign_add(value),
+    ],
+    ids=["keras", "tensorflow"],
+)
+def test_a_private_model_keeps_nothing_of_what_it_predicts_for(
+    assign, run_eagerly, rng
+):
     _, x, y = stack(rng)
-    model = keras.Sequential([keras.Input((3,)), Remembers(), layers.Dense(3)])
+    model = keras.Sequential([keras.Input((3,)), Remembers(assign), layers.Dense(3)])
     model.layers[0].mean.assign(np.zeros(3))
     private = tfdp.DPModel(model)
     private.compile(
@@ -211,6 +225,8 @@ def test_a_private_model_keeps_nothing_of_what_it_predicts_for(run_eagerly, rng)
         with pytest.raises(UnsupportedLayerError, match="mean`, assigned"):
             see()
         np.testing.assert_array_equal(model.layers[0].mean, np.zeros(3))
+    # Before any step.
+    assert private.ledger.steps == 0
     # By itself it is an ordinary model.
     model.predict(x, verbose=0)
     assert np.any(model.layers[0].mean)

@@ -96,21 +96,44 @@ def no_weight_assigned(model: keras.Model) -> Iterator[None]:
         UnsupportedLayerError: Inside, if a weight is assigned.
     """
 
-    def refuse(variable: Variable, *args: object, **kwargs: object) -> NoReturn:
+    def refuse(weight: Variable, *args: object, **kwargs: object) -> NoReturn:
         del args, kwargs
         raise UnsupportedLayerError(
-            f"Model `{model.name}` must keep nothing of the rows that it predicts for. "
-            f"Received: `{variable.path}`, assigned in a call for inference. Assign no "
-            "variable in `call`; compute it before training from public data, as "
-            "`keras.layers.Normalization.adapt` does. For public rows the model predicts by "
-            "itself: `private.model.predict(x)`, and leave `validation_data` out of `fit`."
+            f"Model `{model.name}` must assign none of its weights while it predicts: they "
+            f"would keep rows without noise. Received: `{weight.path}`, assigned in a call "
+            "for inference. Assign no variable in `call`; compute it before training from "
+            "public data, as `keras.layers.Normalization.adapt` does. For public rows the "
+            "model predicts by itself: `private.model.predict(x)`, and leave "
+            "`validation_data` out of `fit`."
         )
 
     with contextlib.ExitStack() as replaced:
         for weight in model.weights:
-            assign = functools.partial(refuse, weight)
-            replaced.enter_context(_keras.attributes_replaced(weight, assign=assign))
+            refused = functools.partial(refuse, weight)
+            methods = dict.fromkeys(("assign", "assign_add", "assign_sub"), refused)
+            # Layers may assign what Keras keeps in a weight, too.
+            for variable in (weight, *_keras.tensorflow_variables(weight)):
+                replaced.enter_context(_keras.attributes_replaced(variable, **methods))
         yield
+
+
+def check_assigns_no_weight(model: keras.Model, signature: Nest) -> None:
+    """Refuse a model that would assign a weight while it predicts, before it does.
+
+    Args:
+        model: A `tfdp.DPModel`, built.
+        signature: Nest of `tf.TensorSpec` of its inputs; None if it is not known.
+
+    Raises:
+        UnsupportedLayerError: If it would.
+    """
+    # What is assigned is none of the trainable ones, but for a mistake.
+    if signature is not None and model.non_trainable_weights:
+
+        def predict(x: Nest) -> Nest:
+            return model(x, training=False)
+
+        tf.function(predict, autograph=False).get_concrete_function(signature)
 
 
 def _followed(
