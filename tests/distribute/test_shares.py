@@ -162,6 +162,17 @@ def test_replicas_share_the_batches_of_a_pipeline(workers, per_worker):
         np.testing.assert_array_equal(indices_of(step), batch[0][:, 0])
 
 
+def test_no_replica_has_rows_without_their_targets():
+    """Nor targets without their rows, which nobody would miss."""
+    batches = [(numbers[:6], numbers[:6]), (numbers[:1], numbers[:6])]
+    spec = tf.TensorSpec([None, 1])
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter(batches), output_signature=(spec, spec)
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="same number of rows"):
+        steps_of(given_data(dataset), Cluster(per_worker=2), steps=2)
+
+
 def test_only_endless_pipelines_have_a_known_length():
     """Keras would take the number of shares for that of batches."""
     cluster = Cluster(per_worker=2)

@@ -19,6 +19,7 @@ from tfdp.data.rows import Rows, rows_of
 from tfdp.data.training_data import TrainingData
 from tfdp.distribute.replicas import Replicas, replica_number, share_bounds, summed
 from tfdp.errors import NotPrivateError
+from tfdp.losses.objective import Batch, with_equal_rows
 from tfdp.sampling import fresh_key
 
 # Begins the message of a step that is not the same for all workers.
@@ -318,10 +319,8 @@ def _shares_of_batches(
     """Return, for each batch, the shares of the replicas of one process in turn."""
 
     def shares(*batch: Nest) -> tf.data.Dataset:
-        data = keras.utils.unpack_x_y_sample_weight(
-            batch if len(batch) > 1 else batch[0]
-        )
-        data = tuple(each for each in data if each is not None)
+        whole = with_equal_rows(Batch.of(batch if len(batch) > 1 else batch[0]))
+        data = tuple(each for each in whole if each is not None)
         fingerprint = tf.constant(0, tf.int64)
         if is_compared:
             fingerprint = _fingerprint(tf.nest.flatten(data))
