@@ -24,6 +24,17 @@ def test_fit_before_compile_is_refused():
         tfdp.DPModel(network()).fit(*data())
 
 
+@pytest.mark.parametrize("name", ["test_step", "compute_metrics"])
+def test_a_model_with_its_own_evaluation_is_told_to_leave_it_out(name):
+    def own(self, *data):
+        raise AssertionError
+
+    kind = type("Own", (keras.Sequential,), {name: own})
+    with pytest.raises(ValueError, match=f"Leave `{name}` out of `Own`") as caught:
+        tfdp.DPModel(kind([keras.Input((2,)), keras.layers.Dense(1)]))
+    assert "autoencoder" not in str(caught.value)
+
+
 def test_a_model_with_its_own_train_step_is_refused():
     class Own(keras.Sequential):
         def train_step(self, data):

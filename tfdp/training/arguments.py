@@ -60,14 +60,23 @@ def check_wrapped(model: object) -> None:
     if overridden:
         names = ", ".join(f"`{name}`" for name in overridden)
         kind = type(model).__name__
+        advice = (
+            f"Leave {names} out of `{kind}`, and use `compile(metrics=[...])` for what is "
+            "to be logged: `evaluate` computes the loss and these."
+        )
+        if "train_step" in overridden:
+            advice = (
+                "Use `compile(metrics=...)` for what is to be logged, return from `call` "
+                "all that the loss is made of, and compute it in `compute_loss`, of which "
+                "each example has what it would have alone. Of a GAN wrap what sees data, "
+                "`tfdp.DPModel(discriminator)`, and train the generator in a callback. In "
+                "place of the `train_step` of a variational autoencoder:\n\n"
+                f"{_WITHOUT_TRAIN_STEP.replace('VAE', kind)}\n"
+                "    tfdp.DPModel(model).compile(optimizer)"
+            )
         raise ValueError(
             f"Model `{model.name}` overrides {names}, which DPModel replaces. Received: "
-            f"model of type {kind}. Use `compile(metrics=...)` for what is to be "
-            "logged, return from `call` all that the loss is made of, and compute it in "
-            "`compute_loss`, of which each example has what it would have alone. In place of the "
-            "`train_step` of a variational autoencoder:\n\n"
-            f"{_WITHOUT_TRAIN_STEP.replace('VAE', kind)}\n"
-            "    tfdp.DPModel(model).compile(optimizer)"
+            f"model of type {kind}. {advice}"
         )
 
 
