@@ -372,6 +372,41 @@ class Steep(keras.Model):
         return ops.mean((y_pred - y) ** 2) + ops.mean(slope**2)
 
 
+class Sampled(keras.Model):
+    """Compares with a few classes that are drawn, by TensorFlow or by Keras."""
+
+    def __init__(self, is_drawn_by_keras, **kwargs):
+        super().__init__(**kwargs)
+        self.inner, self.is_drawn_by_keras = layers.Dense(5), is_drawn_by_keras
+        self.classes = self.add_weight(shape=(20, 5), name="classes")
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return self.inner(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+        if not self.is_drawn_by_keras:
+            classes = tf.convert_to_tensor(self.classes)
+            labels = tf.cast(y, "int64")
+            return ops.mean(
+                tf.nn.sampled_softmax_loss(
+                    classes, tf.zeros(20), labels, y_pred, num_sampled=7, num_classes=20
+                )
+            )
+        drawn = keras.random.randint((7,), 0, 20, seed=self.seed_generator)
+        own = ops.sum(y_pred * ops.take(self.classes, y[:, 0], axis=0), -1)
+        others = y_pred @ ops.transpose(ops.take(self.classes, drawn, axis=0))
+        return ops.mean(ops.logsumexp(others - own[:, None], axis=-1))
+
+
+@pytest.mark.slow
+def test_a_loss_that_draws_otherwise_is_told_how(rng, caplog):
+    x, y = rng.normal(size=(2 * ROWS, 3)), rng.integers(0, 20, (2 * ROWS, 1))
+    with pytest.raises(UnsupportedLossError, match=r"keras.random.randint\(\(7,\)"):
+        lines_of(Sampled(is_drawn_by_keras=False), x, y, caplog)
+    lines_of(Sampled(is_drawn_by_keras=True), x, y, caplog)
+
+
 def lines_of(model, x, y, caplog):
     private = tfdp.DPModel(model)
     private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0))

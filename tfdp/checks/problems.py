@@ -246,6 +246,13 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 f"{each.operation}, which {cause.why}."
             )
             fix = _COUNTING.fix
+        elif cause.why == MEMORY:
+            reason = (
+                "A loss must keep nothing from one example to the next. Received: "
+                f"{each.operation}, which {cause.why}. Draw with a "
+                "`keras.random.SeedGenerator`: candidates of a sampled softmax with "
+                "`keras.random.randint((7,), 0, classes, seed=self.seed_generator)`."
+            )
         else:
             reason = (
                 "The loss of an example must not depend on other examples. Received: "
