@@ -52,7 +52,7 @@ _Converter = Callable[[pfor._PforInput], Tensor | None]
 
 @contextlib.contextmanager
 def attributes_replaced(of: object, **attributes: object) -> Iterator[None]:
-    """Let a layer, a variable or a module have other attributes, or methods.
+    """Let a layer, a variable, a module, or whatever it is have other attributes.
 
     They are entries of the instance, which Keras does not track.
     """

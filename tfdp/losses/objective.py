@@ -25,7 +25,10 @@ from tfdp.losses.parts import RowsOf
 # it needs less scaling than the mean of a batch does.
 _FLOAT16_LOSS_SCALE = 128.0
 
-_EQUAL_ROWS = "`x`, `y` and `sample_weight` must have the same number of rows, one for each example."
+_EQUAL_ROWS = (
+    "`x`, `y` and `sample_weight` must have the same number of rows, one for each "
+    "example."
+)
 
 
 class Batch(NamedTuple):

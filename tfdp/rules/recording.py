@@ -191,7 +191,13 @@ class Recording:
             call = functools.wraps(self._model.call)(begin)
             entered.enter_context(_keras.attributes_replaced(self._model, call=call))
             if self._is_of_one_unit:
-                entered.enter_context(_keras.maps_run_in(self._in_a_map))
+                entered.enter_context(
+                    _keras.maps_run_in(
+                        functools.partial(
+                            _keras.attributes_replaced, self, _is_in_map=True
+                        )
+                    )
+                )
             else:
                 # Keras's loops call `tf.while_loop` by this name.
                 entered.enter_context(loops_run_by(self._run_loop))
@@ -298,7 +304,7 @@ class Recording:
         if not (self._is_by_rule or self._is_of_one_unit):
             place = self._noted_place(call.path, _tensors((call.args, call.kwargs)))
         if place is None:
-            with self._by_a_rule():
+            with _keras.attributes_replaced(self, _is_by_rule=True):
                 return rule(call)
         if place.axis:
             raise UnsupportedLayerError(
@@ -319,7 +325,10 @@ class Recording:
 
         args, kwargs = mapped(place.rows_first, (call.args, call.kwargs))
         call = dataclasses.replace(call, args=args, kwargs=kwargs)
-        with self._by_a_rule(), call.repeated(place.of_row):
+        with (
+            _keras.attributes_replaced(self, _is_by_rule=True),
+            call.repeated(place.of_row),
+        ):
             return mapped(place.put_back, rule(call))
 
     def _noted_place(
@@ -371,22 +380,6 @@ class Recording:
     def _is_here(self) -> bool:
         """Tell whether operations are made in the graph of the pass, not in one inside."""
         return tf.compat.v1.get_default_graph() is self._graph
-
-    @contextlib.contextmanager
-    def _in_a_map(self) -> Iterator[None]:
-        was, self._is_in_map = self._is_in_map, True
-        try:
-            yield
-        finally:
-            self._is_in_map = was
-
-    @contextlib.contextmanager
-    def _by_a_rule(self) -> Iterator[None]:
-        was, self._is_by_rule = self._is_by_rule, True
-        try:
-            yield
-        finally:
-            self._is_by_rule = was
 
     def _add_loss(
         self, path: str, add_loss: Callable[[Nest], None], loss: Nest
