@@ -22,7 +22,7 @@ from tfdp.ascent.losses import Ascent
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines import passes
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
-from tfdp.losses.objective import Batch as Rows
+from tfdp.losses.batch import Batch as Rows
 from tfdp.losses.objective import Objective
 
 MODES = ("graph", "xla")

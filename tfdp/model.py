@@ -35,7 +35,7 @@ from tfdp.engines import explanation
 from tfdp.errors import NotPrivateError, UnsupportedLayerError
 from tfdp.losses import regularizers
 from tfdp.losses.added import Predicted
-from tfdp.losses.objective import Batch, number_of_rows
+from tfdp.losses.batch import Batch, number_of_rows
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.checkpoints import LedgerState
 from tfdp.runs.counter import UNDECLARED

@@ -13,7 +13,7 @@ from tfdp import clipping, engines
 from tfdp.audit import replay
 from tfdp.engines import bookkeeping
 from tfdp.engines.traced import TracedPass
-from tfdp.losses.objective import Batch
+from tfdp.losses.batch import Batch
 from tfdp.mechanisms import mechanism
 from tfdp.mechanisms.mechanism import add_noise
 from tfdp.training import batch_clipper, checked_model

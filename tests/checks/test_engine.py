@@ -23,7 +23,8 @@ from tfdp.ascent.losses import Ascent
 from tfdp.checks.engine import check_objective, choose
 from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 
 pytestmark = pytest.mark.keras_private
 

@@ -23,7 +23,7 @@ from tests.problems.loops import PROBLEMS as LOOPS
 from tests.reference import assert_all_close, clipped_sum, problem_gradients
 from tfdp.ascent.losses import Ascent
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
-from tfdp.losses.objective import Batch as RowsOfBatch
+from tfdp.losses.batch import Batch as RowsOfBatch
 from tfdp.losses.objective import Objective
 from tfdp.losses.regularizers import GaussianDivergence
 

@@ -12,7 +12,8 @@ from tfdp.ascent.losses import Ascent
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.layers import WSConv2D
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 
 ROWS = 16
 ASCENTS = {"plain": None, "sam": (0.1, 1.0, False), "exact": (0.1, 1.0, True)}

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tfdp.engines.passes import run as run_batch
-from tfdp.losses.objective import Batch as RowsOfBatch
+from tfdp.losses.batch import Batch as RowsOfBatch
 
 pytestmark = pytest.mark.keras_private
 

@@ -15,7 +15,8 @@ import tfdp
 from tests.reference import clipped_sum
 from tfdp.engines import BookkeepingEngine, GhostEngine
 from tfdp.engines.traced import TracedPass
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 
 pytestmark = pytest.mark.filterwarnings("ignore:Training without noise")
 

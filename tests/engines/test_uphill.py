@@ -25,7 +25,7 @@ from tfdp.ascent.losses import BAM, Ascent
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.engines.vectorized import VectorizedEngine, unit_gradients
 from tfdp.errors import UnsupportedLayerError
-from tfdp.losses.objective import Batch as RowsOfBatch
+from tfdp.losses.batch import Batch as RowsOfBatch
 from tfdp.losses.objective import Objective
 from tfdp.rules import own_kernels, patches
 from tfdp.rules.terms import Convolution

@@ -16,7 +16,8 @@ from tfdp.checks.engine import choose
 from tfdp.engines.apart import ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.errors import UnsupportedLayerError
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 
 pytestmark = pytest.mark.keras_private
 

@@ -8,7 +8,8 @@ from keras import layers
 
 import tfdp
 from tfdp.engines.bookkeeping import BookkeepingEngine
-from tfdp.losses.objective import Batch, Objective, number_of_rows
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 
 pytestmark = pytest.mark.keras_private
 
@@ -119,16 +120,6 @@ def test_logits_are_not_taken_for_probabilities(loss, is_refused):
                 train()
         else:
             train()
-
-
-def test_the_number_of_rows_is_static_where_it_can_be():
-    assert number_of_rows({"a": None, "b": np.zeros([3, 2])}) == 3
-
-    @tf.function(input_signature=[tf.TensorSpec([None, 2])])
-    def count(x):
-        return number_of_rows((None, x))
-
-    assert int(count(tf.zeros([3, 2]))) == 3
 
 
 class Classifier(keras.Model):

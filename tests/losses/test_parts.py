@@ -15,7 +15,8 @@ from tests.engine_checks import clipped
 from tests.reference import clipped_sum
 from tfdp.checks.engine import choose
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 
 pytestmark = pytest.mark.keras_private
 

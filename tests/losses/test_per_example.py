@@ -12,7 +12,7 @@ from tests.problems import PROBLEMS, Batch, cases, precision, take
 from tests.reference import per_example_losses
 from tfdp.errors import UnsupportedLossError
 from tfdp.losses import PerExampleLoss
-from tfdp.losses.objective import each_row_alone
+from tfdp.losses.per_example import each_row_alone
 
 pytestmark = pytest.mark.keras_private
 

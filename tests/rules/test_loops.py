@@ -35,7 +35,7 @@ from tfdp.checks.engine import choose
 from tfdp.engines.apart import ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.errors import UnsupportedLayerError
-from tfdp.losses.objective import Batch as RowsOfBatch
+from tfdp.losses.batch import Batch as RowsOfBatch
 from tfdp.losses.objective import Objective
 
 pytestmark = pytest.mark.keras_private

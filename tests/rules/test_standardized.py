@@ -17,7 +17,8 @@ from tests.rules.terms.test_terms import SEEDS, check, convolution, outer
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.layers import WSConv2D
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 from tfdp.rules.terms import Kept, Standardized, Units
 
 TERMS = ["outer", "same", "strided", "dilated", "grouped"]

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tests.problems import scale_outlier
 from tests.reference import per_example_gradients
-from tfdp.losses.objective import Batch
+from tfdp.losses.batch import Batch
 
 # Rows of a unit that are there: people have one to four rows.
 SIZES, LARGEST, CLIP = (1, 4, 2, 3, 0), 4, 0.3

@@ -11,7 +11,7 @@ from keras import layers
 import tfdp
 from tests.problems import PROBLEMS, precision
 from tests.reference import assert_all_close, clipped_sum, per_example_gradients
-from tfdp.losses.objective import Batch
+from tfdp.losses.batch import Batch
 from tfdp.training.augmentation import Augmentation
 
 pytestmark = pytest.mark.keras_private

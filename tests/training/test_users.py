@@ -12,7 +12,8 @@ import tfdp
 from tests.small import CLIP, data, logits_loss, network, noiseless, optimizer, private
 from tfdp.accounting import Ledger
 from tfdp.data import PoissonDataset
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 from tfdp.sampling import Poisson, PoissonUsers, UnknownUsers
 from tfdp.sampling import scheme as scheme_module
 

@@ -12,7 +12,8 @@ from tests.reference import assert_all_close, clipped_sum
 from tfdp._views_per_example import number_of_views, views_per_example
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines import BookkeepingEngine
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 from tfdp.variational import (
     VariationalConv1D,
     VariationalConv2D,

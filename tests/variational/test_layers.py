@@ -17,7 +17,8 @@ from tfdp._views_per_example import views_per_example
 from tfdp.checks.engine import choose
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines import BookkeepingEngine, GhostEngine, VectorizedEngine
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 from tfdp.optimizers.dp_optimizer import with_regularizer
 from tfdp.variational import BayesianLogisticRegression, VariationalDense
 from tfdp.variational.base import VariationalLayer

@@ -20,7 +20,8 @@ from tfdp.engines import (
     GhostEngine,
     VectorizedEngine,
 )
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 from tfdp.variational import VariationalDense
 
 ROWS = 8

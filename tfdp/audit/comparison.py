@@ -11,7 +11,7 @@ from tfdp import _keras
 from tfdp._types import Array
 from tfdp.audit.steps import Run, Steps
 from tfdp.clipping import ClippedSum
-from tfdp.losses.objective import Batch, number_of_rows
+from tfdp.losses.batch import Batch, number_of_rows
 
 # Rounding may move a sum, or what comes of another row, by so much of it.
 _ROUNDING = 1e-4

@@ -13,7 +13,7 @@ from tfdp._validate import instance, positive_int
 from tfdp.audit.comparison import Comparison, Finding
 from tfdp.audit.rows import Rows, rows_of_fit
 from tfdp.audit.steps import Run, Seen, Steps
-from tfdp.losses.objective import Batch
+from tfdp.losses.batch import Batch
 from tfdp.model import DPModel
 from tfdp.training.arguments import check_optimizer
 

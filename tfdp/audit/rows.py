@@ -13,7 +13,7 @@ from tfdp._types import Nest
 from tfdp.data.rows import rows_of
 from tfdp.data.training_data import number_of_examples, training_data
 from tfdp.data.users import Users, users_of
-from tfdp.losses.objective import Batch
+from tfdp.losses.batch import Batch
 from tfdp.model import DPModel
 from tfdp.sampling import Scheme
 from tfdp.training.arguments import check_protects

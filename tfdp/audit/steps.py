@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdp import _keras, _tree
 from tfdp._types import Array, Nest, Tensor, Variable
-from tfdp.losses.objective import Batch
+from tfdp.losses.batch import Batch
 from tfdp.training.callback import NonprivateStep, StepCallback
 from tfdp.training.step import Session, private_step
 

@@ -23,7 +23,8 @@ from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses import regularizers
 from tfdp.losses.added import AddedLossError
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 from tfdp.rules.generic import generic
 from tfdp.rules.registry import has_leaves
 from tfdp.rules.unrolling import NotUnrolledError

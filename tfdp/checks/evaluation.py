@@ -17,8 +17,10 @@ from tfdp.checks.problems import layer_problems, raise_if
 from tfdp.checks.tracing import Trace
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.added import Predicted
+from tfdp.losses.batch import Batch
 from tfdp.losses.metrics import RowMetric
-from tfdp.losses.objective import Batch, Objective, each_row_alone
+from tfdp.losses.objective import Objective
+from tfdp.losses.per_example import each_row_alone
 
 
 def evaluation_function(

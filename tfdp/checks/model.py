@@ -15,7 +15,7 @@ from tfdp._types import Nest
 from tfdp.checks.problems import Problem, layer_problems, raise_if
 from tfdp.checks.tracing import Trace
 from tfdp.losses.added import AddedLosses
-from tfdp.losses.objective import number_of_rows
+from tfdp.losses.batch import number_of_rows
 
 
 def validate_model(model: keras.Model, x: Nest) -> list[Problem]:

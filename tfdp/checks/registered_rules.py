@@ -16,7 +16,8 @@ from tfdp._types import Array, Nest, Tensor
 from tfdp.engines import Engine, passes
 from tfdp.engines.vectorized import unit_gradients
 from tfdp.errors import UnsupportedLayerError
-from tfdp.losses.objective import Batch, Objective, number_of_rows
+from tfdp.losses.batch import Batch, number_of_rows
+from tfdp.losses.objective import Objective
 
 # Relative differences that rounding explains, by what the layers compute in.
 _TOLERANCES = {"float16": 5e-2, "bfloat16": 1e-1}

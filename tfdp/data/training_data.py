@@ -19,7 +19,7 @@ from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.data.pipeline import is_read_by_one_thread, pipeline_of
 from tfdp.data.rows import rows_of
 from tfdp.data.users import users_of
-from tfdp.losses.objective import Batch, check_equal_rows
+from tfdp.losses.batch import Batch, check_equal_rows
 from tfdp.sampling import PoissonUsers, Scheme, Unknown, samplings
 
 _DEFAULT_BATCH_SIZE = 32  # as in keras.Model.fit

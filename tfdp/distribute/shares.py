@@ -19,7 +19,7 @@ from tfdp.data.rows import Rows, rows_of
 from tfdp.data.training_data import TrainingData
 from tfdp.distribute.replicas import Replicas, replica_number, share_bounds, summed
 from tfdp.errors import NotPrivateError
-from tfdp.losses.objective import Batch, with_equal_rows
+from tfdp.losses.batch import Batch, with_equal_rows
 from tfdp.sampling import fresh_key
 
 # Begins the message of a step that is not the same for all workers.

@@ -20,7 +20,8 @@ from tfdp.engines.engine import Clipped
 from tfdp.engines.explanation import Explanation, explained
 from tfdp.engines.units import map_units, may_fail, stacked, unstacked
 from tfdp.errors import UnsupportedLayerError
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 from tfdp.rules.recording import Recording
 from tfdp.rules.terms import Term, Units
 

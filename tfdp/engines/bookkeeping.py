@@ -25,7 +25,8 @@ from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation, explained
 from tfdp.engines.uphill import Uphill, states_put_back
 from tfdp.errors import UnsupportedLayerError
-from tfdp.losses.objective import Batch, Objective, number_of_rows
+from tfdp.losses.batch import Batch, number_of_rows
+from tfdp.losses.objective import Objective
 from tfdp.losses.regularizers import gradient_of
 from tfdp.rules.places import Place, Where
 from tfdp.rules.recording import Recording

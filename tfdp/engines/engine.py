@@ -7,7 +7,8 @@ import keras
 
 from tfdp._types import Nest, Tensor
 from tfdp.engines.explanation import Explanation
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 
 # Clipped sums in the order of the variables, the units' norms before clipping with
 # shape (U,), and the model's outputs for all rows.

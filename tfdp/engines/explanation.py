@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp._types import Nest, Tensor
 from tfdp.clipping import at_least_float32
-from tfdp.losses.objective import number_of_rows
+from tfdp.losses.batch import number_of_rows
 from tfdp.rules.recording import Recording, Watched
 from tfdp.rules.terms import Units
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdp import _tree
 from tfdp._types import Nest, Tensor, Variable
-from tfdp.losses.objective import Batch, number_of_rows, with_equal_rows
+from tfdp.losses.batch import Batch, number_of_rows, with_equal_rows
 
 # (batch) -> clipped sums, norms of the units, outputs of the model.
 ClipBatch = Callable[[Batch], tuple[list[Tensor], Tensor, Nest]]

@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from tfdp._types import Tensor
 from tfdp.engines.engine import Clipped, Engine
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

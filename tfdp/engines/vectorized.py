@@ -13,7 +13,8 @@ from tfdp.clipping import clip_and_sum, zeros_of_finite
 from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation
 from tfdp.engines.units import map_units, may_fail, stacked, unstacked
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,7 @@ from tfdp.federated.run_folder import (
 from tfdp.federated.server import apply_mean, checked_optimizer
 from tfdp.federated.user_clients import UserClients
 from tfdp.federated.virtual_clients import VirtualClients
-from tfdp.losses.objective import number_of_rows
+from tfdp.losses.batch import number_of_rows
 from tfdp.mechanisms.mechanism import Gaussian, noise_of_query
 from tfdp.optimizers.arguments import checked_clip
 from tfdp.training.loops import clipped_gradients

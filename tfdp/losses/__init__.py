@@ -2,4 +2,4 @@
 
 from tfdp.ascent.losses import BAM as BAM
 from tfdp.ascent.losses import SAT as SAT
-from tfdp.losses.objective import PerExampleLoss as PerExampleLoss
+from tfdp.losses.per_example import PerExampleLoss as PerExampleLoss

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp._types import Nest, Tensor
-from tfdp.losses.objective import PerExampleLoss
+from tfdp.losses.per_example import PerExampleLoss
 
 # From targets and predictions to a value for each row, shape ``(N,)``.
 RowMetric: TypeAlias = Callable[[Nest, Nest], Tensor]

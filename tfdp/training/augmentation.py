@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdp import _keras, _tree, _validate
 from tfdp._types import Nest, Tensor
 from tfdp.checks.model import check_model
-from tfdp.losses.objective import Batch
+from tfdp.losses.batch import Batch
 from tfdp.training.attributes import attributes_of
 
 # Makes a view of each row of a batch of inputs.

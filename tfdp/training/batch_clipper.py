@@ -18,7 +18,8 @@ from tfdp.engines import passes
 from tfdp.engines.passes import OnOutputs
 from tfdp.engines.traced import TracedPass
 from tfdp.errors import UnsupportedLayerError
-from tfdp.losses.objective import Batch, Objective, number_of_rows
+from tfdp.losses.batch import Batch, number_of_rows
+from tfdp.losses.objective import Objective
 from tfdp.training.augmentation import Augmentation
 
 # Passes that are remembered: data may have many lengths, each with a graph of its own.

@@ -13,7 +13,8 @@ from tfdp.ascent.losses import BAM, SAT, Ascent, check_plain
 from tfdp.checks.engine import check_objective, choose
 from tfdp.clipping import ClippedSum, ClippedSumOfUsers, clip_as_tensor
 from tfdp.engines.traced import TracedPass
-from tfdp.losses.objective import Batch, Objective, check_equal_rows, number_of_rows
+from tfdp.losses.batch import Batch, check_equal_rows, number_of_rows
+from tfdp.losses.objective import Objective
 from tfdp.runs.histories import note_reads, recognise_copies
 from tfdp.runs.recorder import revoke_all
 from tfdp.training.attributes import CHECKED, attributes_of

@@ -18,7 +18,8 @@ from tfdp.ascent.losses import SAT, AscentLoss
 from tfdp.ascent.released import ReleasedGradient
 from tfdp.clipping import ClippedSum
 from tfdp.distribute.shares import agreed_stream
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 from tfdp.mechanisms import Mechanism
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.recorder import LedgerRecorder

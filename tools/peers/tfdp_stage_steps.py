@@ -22,7 +22,8 @@ from tfdp import engines
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.engines import passes, units, vectorized
 from tfdp.engines.bookkeeping import RecordedForward
-from tfdp.losses.objective import Batch, Objective
+from tfdp.losses.batch import Batch
+from tfdp.losses.objective import Objective
 
 _LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
