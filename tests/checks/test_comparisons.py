@@ -8,7 +8,7 @@ from keras import layers, ops
 
 import tfdp
 from tfdp.checks import comparisons
-from tfdp.checks.engine import check_objective
+from tfdp.checks.following import check_objective
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses.objective import Objective
 

@@ -20,7 +20,8 @@ from tests.problems import (
 from tests.reference import assert_all_close, clipped_sum, problem_gradients
 from tfdp import engines, rules
 from tfdp.ascent.losses import Ascent
-from tfdp.checks.engine import check_objective, choose
+from tfdp.checks.engine import choose
+from tfdp.checks.following import check_objective
 from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses.batch import Batch

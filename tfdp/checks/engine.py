@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -12,16 +12,17 @@ from absl import logging
 from tfdp import _keras, _seeds, _tree, engines, rules
 from tfdp._tree import signature_of
 from tfdp._types import Nest, Tensor
-from tfdp.checks.found import LOSS, Found
-from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
+from tfdp.checks.following import (
+    check_objective,
+    problems_of_pass,
+    traced_pass,
+    with_known_losses,
+)
 from tfdp.checks.registered_rules import compare_on_rows
-from tfdp.checks.tracing import SEED_AS_NUMBER, Trace, units_checked
-from tfdp.clipping import clip_as_tensor
-from tfdp.engines.engine import Clipped
+from tfdp.checks.tracing import SEED_AS_NUMBER, Trace
 from tfdp.engines.traced import TracedPass
 from tfdp.engines.vectorized import VectorizedEngine
-from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
-from tfdp.losses import regularizers
+from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.added import AddedLossError
 from tfdp.losses.batch import Batch
 from tfdp.losses.objective import Objective
@@ -156,14 +157,14 @@ def _proven(
         UnsupportedLayerError: If that is not proven.
     """
     traced: list[TracedPass] = []
-    problems: list[Problem] = []
+    problems = []
     traces = [Trace(objective.model) for _ in sizes]
     # The pass for as many rows as layers see is kept.
     rows_that_run = sizes[-1]
     try:
         for trace, rows in zip(traces, sizes, strict=True):
             whole = traced if passes is not None and rows == rows_that_run else None
-            problems += _problems_of_pass(
+            problems += problems_of_pass(
                 engine, objective, data, rows, whole, trace=trace
             )
         failure = UnsupportedLayerError(str(problems[0])) if problems else None
@@ -268,7 +269,7 @@ def _with_places(
     trace = Trace(objective.model)
     # Uphill they lie where they lie here.
     here = dataclasses.replace(objective, ascent=None)
-    traced = _with_known_losses(here, trace)
+    traced = with_known_losses(here, trace)
 
     def run(x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor) -> Nest:
         batch = Batch(x, y, sample_weight, is_padding)
@@ -378,7 +379,7 @@ def proven_pass(
     for size in sizes:
         trace = Trace(objective.model)
         whole = passes if is_of_rows and size == rows else None
-        problems = _problems_of_pass(engine, each_alone, data, size, whole, trace=trace)
+        problems = problems_of_pass(engine, each_alone, data, size, whole, trace=trace)
         if problems:
             raise UnsupportedLayerError(
                 f"Engine '{engine.name}' cannot clip the gradients of model "
@@ -389,172 +390,6 @@ def proven_pass(
         return dataclasses.replace(passes[0], objective=objective)
     traced = traced_pass(engine, objective, batch.signature(rows), rows_per_unit)
     return dataclasses.replace(traced, moved=frozenset(moved))
-
-
-def traced_pass(
-    engine: engines.Engine,
-    objective: Objective,
-    signature: Batch,
-    rows_per_unit: int | Tensor,
-) -> TracedPass:
-    """Trace what an engine does, and prove no more than what it does to units alone.
-
-    Args:
-        engine: See `proven_pass`, which is to be called just before.
-        objective: Likewise.
-        signature: `tf.TensorSpec` of the rows.
-        rows_per_unit: Consecutive rows that are one unit.
-
-    Returns:
-        The pass.
-
-    Raises:
-        UnsupportedLayerError: If units that are taken by themselves leave something for
-            others, or gradients are out of reach.
-    """
-    # What is traced may run; see `Trace.found_in_pass`.
-    _keras.make_global_seed()
-    rows = signature.is_padding.shape[0]
-    run, specs = _whole_pass(engine, objective, signature[:3], rows, rows_per_unit)
-    with units_checked(objective.model):
-        function = tf.function(run, autograph=False).get_concrete_function(*specs)
-    return TracedPass(engine, objective, signature, rows_per_unit, function)
-
-
-def check_objective(
-    objective: Objective,
-    data: Nest,
-    sizes: Sequence[int | None] = (None,),
-    moved: set[str] | None = None,
-) -> None:
-    """Refuse a model or losses that mix rows for certain, or that keep data.
-
-    What asks how many rows there are is warned of: where each runs by itself, there is
-    one.
-
-    Args:
-        objective: The model and its losses.
-        data: ``(x, y, sample_weight)``, of which shapes and dtypes are read.
-        sizes: How many rows to follow, each None for any number.
-        moved: Where to put what the model moves on while it is called, such as variables
-            that it assigns: the next pass would find it moved.
-
-    Raises:
-        UnsupportedLayerError: If the model does.
-        UnsupportedLossError: If the losses do.
-    """
-    counting: dict[Problem, None] = {}
-    for rows in sizes:
-        trace = Trace(objective.model)
-        found = _followed(objective, data, rows, _losses, trace)
-        if moved is not None:
-            moved |= trace.moved
-        problems = layer_problems(objective.model, trace, found)
-        raise_if(objective.model, [each for each in problems if each.is_certain])
-        of_losses = loss_problems(found)
-        for problem in of_losses:
-            if problem.is_certain:
-                raise UnsupportedLossError(problem.reason)
-        problems += of_losses
-        counting |= dict.fromkeys(each for each in problems if each.counts_rows)
-    for problem in counting:
-        logging.warning(
-            "Model `%s` asks how many rows there are. %s", objective.model.name, problem
-        )
-
-
-def _losses(objective: Objective, batch: Batch) -> Tensor:
-    # What cannot be taken apart is that of each unit alone.
-    return objective.forward(batch, skips_unknown=True)[1]
-
-
-def _problems_of_pass(
-    engine: engines.Engine,
-    objective: Objective,
-    data: Nest,
-    rows: int | None,
-    passes: list[TracedPass] | None = None,
-    *,
-    trace: Trace,
-) -> list[Problem]:
-    """Follow the rows through all that an engine reads."""
-    if passes is not None and engine.notes_what_it_reads:
-        found, function = _followed_whole(engine, objective, data, rows, trace)
-        if function is not None:
-            signature = Batch(*data).signature(rows)
-            moved = frozenset(trace.moved)
-            passes.append(TracedPass(engine, objective, signature, 1, function, moved))
-    else:
-        found = _followed(objective, data, rows, engine.read, trace)
-    problems = layer_problems(objective.model, trace, found) + loss_problems(found)
-    if found:
-        # What comes first in the graph is to blame for what follows.
-        names = {id(layer): path for path, layer in trace.layers}
-        first = names.get(id(found[0].layer))
-        problems.sort(key=lambda problem: problem.path != first)
-    return problems
-
-
-def _followed(
-    objective: Objective,
-    data: Nest,
-    rows: int | None,
-    read: Callable[[Objective, Batch], Nest],
-    trace: Trace,
-) -> list[Found]:
-    """Follow the rows of batches like these, through losses that are known as such."""
-    traced = _with_known_losses(objective, trace)
-
-    def run(x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor) -> Nest:
-        with _seeds.secret_seeds(objective.model):
-            return read(traced, Batch(x, y, sample_weight, is_padding))
-
-    return trace.found(run, Batch(*data).signature(rows), rows)
-
-
-def _followed_whole(
-    engine: engines.Engine,
-    objective: Objective,
-    data: Nest,
-    rows: int | None,
-    trace: Trace,
-) -> tuple[list[Found], Callable[..., Clipped] | None]:
-    """Follow the rows through the very graph that the engine will run."""
-    traced = _with_known_losses(objective, trace)
-    run, signature = _whole_pass(engine, traced, data, rows)
-    return trace.found_in_pass(run, signature, rows)
-
-
-def _whole_pass(
-    engine: engines.Engine,
-    objective: Objective,
-    data: Nest,
-    rows: int | None,
-    rows_per_unit: int | Tensor = 1,
-) -> tuple[Callable[..., Clipped], Sequence[Nest]]:
-    """Return the pass of an engine as a function, and its signature; see `TracedPass`."""
-
-    def run(
-        x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor, clip: Tensor
-    ) -> Clipped:
-        batch = Batch(x, y, sample_weight, is_padding)
-        with _seeds.secret_seeds(objective.model):
-            return engine.clip_and_sum(
-                objective, batch, l2_norm_clip=clip, rows_per_unit=rows_per_unit
-            )
-
-    clip = tf.TensorSpec([], clip_as_tensor(1.0, objective.variables).dtype)
-    return run, (*Batch(*data).signature(rows), clip)
-
-
-def _with_known_losses(objective: Objective, trace: Trace) -> Objective:
-    """Return an objective whose losses a trace knows as such."""
-
-    def losses(*batch: Nest) -> Tensor:
-        with trace.part(LOSS), regularizers.unread(objective.variables, "The loss"):
-            return _of_each_row(objective.losses(*batch), objective.losses)
-
-    return dataclasses.replace(objective, losses=losses)
 
 
 def _has_only_own_rules(model: keras.Model) -> bool:
@@ -598,14 +433,3 @@ def _log_layers_without_rule(model: keras.Model) -> None:
         numbers,
         type(found[0][1]).__name__,
     )
-
-
-def _of_each_row(losses: Tensor, function: object) -> Tensor:
-    """Return losses if there is one for each row."""
-    if losses.shape.rank != 1:
-        raise UnsupportedLossError(
-            "A loss must have one value for every example. Received: "
-            f"per_example_losses={function!r}, which returned shape "
-            f"{tuple(losses.shape)}. Return unreduced losses, of shape (N,)."
-        )
-    return losses

@@ -11,7 +11,8 @@ from absl import logging
 from tfdp import _keras, _seeds, engines
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.ascent.losses import Ascent, AscentLoss
-from tfdp.checks.engine import proven_pass, traced_pass
+from tfdp.checks.engine import proven_pass
+from tfdp.checks.following import traced_pass
 from tfdp.clipping import ClippedSum, clip_as_tensor
 from tfdp.distribute.replicas import ONE_DEVICE, Replicas, summed
 from tfdp.engines import passes

@@ -10,7 +10,8 @@ from absl import logging
 from tfdp import _keras, _seeds, _tree, _validate, engines
 from tfdp._types import Loss, Nest, Tensor
 from tfdp.ascent.losses import BAM, SAT, Ascent, check_plain
-from tfdp.checks.engine import check_objective, choose
+from tfdp.checks.engine import choose
+from tfdp.checks.following import check_objective
 from tfdp.clipping import ClippedSum, ClippedSumOfUsers, clip_as_tensor
 from tfdp.engines.traced import TracedPass
 from tfdp.losses.batch import Batch, check_equal_rows, number_of_rows
