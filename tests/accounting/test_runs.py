@@ -1,5 +1,6 @@
 """Runs are known by their names, each as it was at its furthest moment."""
 
+import dataclasses
 import json
 
 import pytest
@@ -35,6 +36,20 @@ def test_a_seed_that_one_moment_knows_is_not_forgotten(flag):
         found = union(*({"a": each} for each in several))["a"]
         assert found.steps == 5
         assert getattr(found.ledger, flag)
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_what_a_run_owes_is_not_forgotten(is_planned):
+    """A file that was saved with the last step does not know that it was the last."""
+    owed = PoissonSteps(90, 1.0, 1000, 50)
+    ledger = Ledger((PoissonSteps(10, 1.0, 1000, 50),))
+    stopped = dataclasses.replace(ledger, cut_short=(owed,))
+    if is_planned:
+        stopped = stopped.planned()
+    for order in ((ledger, stopped), (stopped, ledger)):
+        assert union(*({"a": Run(each, 10)} for each in order)) == {
+            "a": Run(stopped, 10)
+        }
 
 
 def test_the_ledger_of_runs_adds_them_up():

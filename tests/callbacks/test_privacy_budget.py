@@ -57,6 +57,33 @@ def budget_of(*segments):
     return tfdp.callbacks.PrivacyBudget(DELTA, Ledger(segments).epsilon(DELTA))
 
 
+class Loads(keras.callbacks.Callback):
+    """Loads a file after every epoch: no limit stands then."""
+
+    def __init__(self, path, last=None):
+        super().__init__()
+        self.path, self.last = path, last
+
+    def on_epoch_end(self, epoch, logs=None):
+        keras.models.load_model(self.path)
+        if epoch == self.last:
+            self.model.stop_training = True
+
+
+@pytest.mark.parametrize("last", [None, 1])
+def test_who_has_ended_a_training_is_known_whatever_was_loaded(rows, tmp_path, last):
+    path = tmp_path / "other.keras"
+    other = private(sampling="poisson")
+    fit(other, rows, epochs=1)
+    other.save(path)
+    model = private()
+    # The budget ends it after four passes, or somebody after two.
+    fit(model, rows, budget_of(passes(4)), Loads(path, last), epochs=9)
+    begun = 4 if last is None else last + 1
+    assert model.ledger.segments == (passes(begun),)
+    assert model.ledger.cut_short == (() if last is None else (passes(9 - begun),))
+
+
 def test_a_spent_budget_binds_everywhere(rows, tmp_path):
     model = private()
     budget = budget_of(passes(2), UnamplifiedSteps(3, 128.0))

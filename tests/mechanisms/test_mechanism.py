@@ -1,6 +1,8 @@
 """A new kind of noise is one class, which optimizer, ledger and files then know."""
 
+import copy
 import math
+import pickle
 
 import keras
 import numpy as np
@@ -198,6 +200,29 @@ def test_a_mechanism_is_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_copies_draw_noise_of_their_own(copied):
+    settings = {"mechanism": tfdp.mechanisms.Gaussian(), "noise_multiplier": 2.0}
+    noises = []
+    for each in (settings["mechanism"], copied(settings["mechanism"])):
+        variable = keras.Variable(np.zeros(100, "float32"))
+        zeros = ClippedSum([tf.zeros(100)], tf.zeros(1), tf.constant(1.0), 1)
+        optimizer = tfdp.optimizers.DPSGD(
+            1.0,
+            l2_norm_clip=1.0,
+            expected_batch_size=1,
+            **settings | {"mechanism": each},
+        )
+        optimizer.apply_clipped_sum(zeros, [variable])
+        noises.append(variable.numpy())
+    assert np.abs(noises).min(axis=1).max() > 0
+    assert np.abs(noises[0] - noises[1]).min() > 0
+
+
 def test_what_is_remembered_leaves_in_no_file(tmp_path):
     model = private(Banded())
     fit(model, 1)

@@ -87,6 +87,22 @@ def test_a_run_stopped_before_its_limit_is_noted():
     assert recorder.ledger.cut_short == segments(POISSON, z1_0=9)
 
 
+def test_a_limit_that_does_not_stand_has_ended_nothing():
+    recorder = recorded(POISSON, 1.0, planned_releases=10)
+    recorder.counter.allow(5)
+    recorder.counter.revoke()
+    recorder.begin(UNDECLARED)
+    assert recorder.ledger.cut_short == segments(POISSON, z1_0=9)
+
+
+def test_a_part_of_a_budget_that_is_used_up_has_ended_nothing():
+    recorder = recorded(POISSON, planned_releases=10)
+    recorder.counter.allow(3, is_final=False)
+    assert steps_that_fit(recorder, 10) == 3
+    recorder.begin(UNDECLARED)
+    assert recorder.ledger.cut_short == segments(POISSON, z1_0=7)
+
+
 def test_passes_not_begun_are_what_a_stopped_shuffled_run_lacks():
     recorder = recorded(SHUFFLED, *[1.0] * 5, steps_per_release=4, planned_releases=6)
     recorder.begin(UNDECLARED)

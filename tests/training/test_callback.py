@@ -131,6 +131,32 @@ def test_a_unit_moves_an_answer_by_no_more_than_was_declared(of_unit):
     assert float(query.answer(norms[:0], clip, no_noise)) == 0
 
 
+KEPT = []
+
+
+@pytest.mark.parametrize(
+    "keeps",
+    [
+        lambda norm, kept: kept.assign_add(norm),
+        lambda norm, kept: tf.py_function(KEPT.append, [norm], []),
+        lambda norm, kept: tf.numpy_function(KEPT.append, [norm], []),
+        lambda norm, kept: tf.print(norm),
+    ],
+    ids=["variable", "py_function", "numpy_function", "print"],
+)
+def test_what_an_answer_is_made_of_keeps_no_norms(keeps):
+    kept = tf.Variable(0.0)
+
+    def of_unit(norm, clip):
+        keeps(norm, kept)
+        return few(norm, clip)
+
+    query = Query(of_unit, sensitivity=1.0, noise_multiplier=1.0)
+    clip, no_noise = tf.constant(CLIP, tf.float64), tf.zeros([])
+    with pytest.raises(NotPrivateError, match=r"`of_unit` must .*Received: .*Return "):
+        query.answer(tf.constant([3.0]), clip, no_noise)
+
+
 def test_vectors_are_bounded_as_a_whole():
     query = Query(
         lambda norm, clip: tf.fill([4], tf.cast(norm, tf.float64)),

@@ -33,13 +33,21 @@ def test_short_epochs_share_a_pass():
 
 
 def test_callbacks_that_act_in_steps_come_first():
-    stop = keras.callbacks.TerminateOnNaN()
+    stop = keras.callbacks.History()
     budget = tfdp.callbacks.PrivacyBudget(1e-5)
     logger = tfdp.callbacks.BiasLogger()
     nested = keras.callbacks.CallbackList([stop, budget])
     assert sorted_callbacks([[nested], logger]) == [budget, logger, stop]
     assert sorted_callbacks(None) == []
     assert sorted_callbacks(stop) == [stop]
+
+
+def test_who_stops_at_a_private_loss_is_warned_and_told_what_to_do():
+    stop = keras.callbacks.TerminateOnNaN()
+    with pytest.warns(
+        UserWarning, match="TerminateOnNaN.*monitor='loss'. Leave it out"
+    ):
+        assert sorted_callbacks(stop) == [stop]
 
 
 def test_public_metrics_may_decide():

@@ -41,6 +41,11 @@ def test_callbacks_decide_by_what_is_released_or_public():
             check_callbacks([evaluation, keras.callbacks.EarlyStopping(monitor)])
 
 
+def test_a_stop_at_a_private_loss_is_refused():
+    with pytest.raises(ValueError, match=r"TerminateOnNaN.*monitor='loss'. Leave it"):
+        check_callbacks([keras.callbacks.TerminateOnNaN()])
+
+
 def value(values, direction=1, *, is_complete=True):
     return value_of("s", {"s": values}, direction, is_complete=is_complete)
 

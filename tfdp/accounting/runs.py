@@ -11,7 +11,7 @@ from tfdp.accounting.ledger import FLAGS, Ledger, compose
 class Run:
     """What one training had run at some moment.
 
-    A run only ever grows, so of two moments that of more `progress` holds the other.
+    A run only ever grows, so of two moments that of larger `extent` holds the other.
 
     Attributes:
         ledger: Of this training alone.
@@ -24,9 +24,10 @@ class Run:
     l2_norm_clip: float | None = None
 
     @property
-    def progress(self) -> int:
-        """How far it had come: its steps, and what it had released beside them."""
-        return self.steps + self.ledger.releases
+    def extent(self) -> tuple[int, int]:
+        """How far it had come: its steps, and all that it has run beside them or owes."""
+        counted = self.ledger.planned().segments
+        return self.steps, sum(segment.count for segment in counted)
 
 
 Runs = Mapping[str, Run]
@@ -45,7 +46,7 @@ def union(*several: Runs) -> dict[str, Run]:
     for runs in several:
         for name, run in runs.items():
             known = found.get(name, run)
-            furthest = run if run.progress >= known.progress else known
+            furthest = run if run.extent >= known.extent else known
             flags = {
                 flag: getattr(run.ledger, flag) or getattr(known.ledger, flag)
                 for flag in FLAGS

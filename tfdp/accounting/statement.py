@@ -207,8 +207,9 @@ def _cautions(ledger: Ledger, planned: _Segments, delta: float) -> Iterator[str]
     if any(segment.count for segment in ledger.cut_short):
         yield filled(
             "A run was stopped before its planned end by something else than a privacy "
-            "budget. That decision may depend on the data, so only the epsilon of what "
-            "was planned is proven: it is the one stated."
+            "budget. That decision may depend on the data, so the epsilon stated is that "
+            "of all that was planned. What was decided by exact values, such as the loss, "
+            "may tell more of the data than that."
         )
     seeds = []
     if ledger.noise_seed_fixed:

@@ -469,6 +469,18 @@ class Trace:
         Raises:
             UnsupportedLayerError: If it does.
         """
+        left = self.left_by(graph, arguments, in_turn=in_turn)
+        if left:
+            name = "A model" if self._model is None else f"Model `{self._model.name}`"
+            raise UnsupportedLayerError(
+                f"{name} must leave nothing for other examples where each is taken "
+                f"through it by itself. Received: {', '.join(left)}. Keep nothing of the "
+                "data; change variables and tables in a callback; and draw with "
+                "`keras.random.SeedGenerator` in place of `tf.random`."
+            )
+
+    def left_by(self, graph: tf.Graph, arguments: int, *, in_turn: bool) -> list[str]:
+        """Say what a function of one example leaves behind; see `check_alone`."""
         self._note_seeds()
         known = self._captured(graph)
         for tensor in graph.inputs[:arguments]:
@@ -478,15 +490,7 @@ class Trace:
         self._note_moves(analysis)
         causes = [Found(None, each) for each in analysis.effects]
         left = [f"{each.operation} {each.cause.why}" for each in causes]
-        left += sorted(analysis.moved | (analysis.assigned if in_turn else set()))
-        if left:
-            name = "A model" if self._model is None else f"Model `{self._model.name}`"
-            raise UnsupportedLayerError(
-                f"{name} must leave nothing for other examples where each is taken "
-                f"through it by itself. Received: {', '.join(left)}. Keep nothing of the "
-                "data; change variables and tables in a callback; and draw with "
-                "`keras.random.SeedGenerator` in place of `tf.random`."
-            )
+        return left + sorted(analysis.moved | (analysis.assigned if in_turn else set()))
 
     def _note_moves(self, analysis: Analysis) -> None:
         self.moved |= analysis.assigned | analysis.moved

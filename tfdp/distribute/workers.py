@@ -238,7 +238,8 @@ def lost_workers(replicas: Replicas) -> Iterator[None]:
             "that differs between processes. Let a `tf.data` pipeline read the same "
             "rows in the same order everywhere, `dataset.shuffle(..., seed=1)`, without "
             "random changes (`DPModel(augmentation=...)` makes those), and callbacks "
-            "do the same on every worker."
+            "do the same on every worker. Then start all processes anew: those that have "
+            "stopped here wait for each other."
         ) from error
     except _OF_LOST_WORKERS as error:
         # Internal errors are of many kinds; those of collectives say so.

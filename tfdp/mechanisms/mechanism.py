@@ -98,6 +98,10 @@ class Mechanism(abc.ABC):
                 0, trainable=False, dtype=tf.int64, name="noise_number"
             )
 
+    def __reduce__(self) -> tuple[Callable[[Config], Self], tuple[Config]]:
+        """Let copies have a key of their own: the same noise twice cancels."""
+        return type(self).from_config, (self.get_config(),)
+
     @property
     def is_on_gpu(self) -> bool:
         """Whether the key lies in the memory of a GPU."""

@@ -262,8 +262,11 @@ def _limit(
     # Who shares a budget gets half of what is left, so that others seldom have to ask.
     granted = min(count, max(needed, (count + 1) // 2)) if others else count
     least = noise_multipliers[: max(granted, 1)].min()
-    counter.allow(granted, noise_multiplier=float(least))
-    counter.limit.is_final = granted == count and not reserved
+    counter.allow(
+        granted,
+        noise_multiplier=float(least),
+        is_final=granted == count and not reserved,
+    )
 
 
 def _affordable(

@@ -30,7 +30,8 @@ class Limit:
     Attributes:
         reason: What the limit was worked out for. None if there is no limit, or if it
             no longer holds and has to be worked out anew.
-        is_final: Whether the budgets leave nothing beyond it.
+        is_final: Whether the budgets leave nothing beyond it. False where it no longer
+            holds.
         releases: Variable: how many of the present segment may begin, in all.
         noise_multiplier: Variable: steps with less noise are not taken.
     """
@@ -155,10 +156,11 @@ class StepCounter:
         return [Segment(self.scheme, int(count), float(z)) for count, z in counted]
 
     def missing(self) -> list[Segment]:
-        """Return what was planned and not begun, although the limit has room for it."""
+        """Return what was planned and not begun, although budgets have room for it."""
         begun = self.releases_begun
         missing = (self.planned_releases or 0) - begun
-        if not begun or missing <= 0 or not self.has_room():
+        is_spent = self.limit.is_final and not self.has_room()
+        if not begun or missing <= 0 or is_spent:
             return []
         # The steps that were planned may have had less noise.
         least = min(self.open_noise_multiplier.numpy(), self._levels.numpy()[0])
@@ -168,18 +170,23 @@ class StepCounter:
         """Return what steps with such noise will be recorded with."""
         return lowered(noise_multipliers, self._levels.numpy())
 
-    def allow(self, further: int, *, noise_multiplier: float = 0.0) -> None:
+    def allow(
+        self, further: int, *, noise_multiplier: float = 0.0, is_final: bool = True
+    ) -> None:
         """Allow this many more releases of the segment, beyond those begun.
 
         Args:
             further: Whole number; -1 forbids the rest of one that has begun.
             noise_multiplier: Steps with less noise than this have no room at all.
+            is_final: Whether the budgets leave nothing beyond these.
         """
         self.limit.set(self._begun + further, noise_multiplier)
+        self.limit.is_final = is_final
 
     def revoke(self) -> None:
         """Allow no step before there is another limit."""
-        self.allow(0)
+        # To be worked out anew: it may well leave some.
+        self.allow(0, is_final=False)
         self.limit.reason = None
 
     def outstanding(self) -> Segment | None:

@@ -264,8 +264,7 @@ def recognise_copies(variables: Iterable[Variable]) -> bool:
 def _cover(known: Runs, runs: Runs) -> bool:
     """Tell whether all that has run is known, as far as it had come."""
     return all(
-        name in known and known[name].progress >= run.progress
-        for name, run in runs.items()
+        name in known and known[name].extent >= run.extent for name, run in runs.items()
     )
 
 

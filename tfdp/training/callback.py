@@ -12,6 +12,7 @@ from tfdp._mapping import vectorized_map
 from tfdp._types import Logs, Tensor
 from tfdp.ascent.losses import AscentLoss
 from tfdp.ascent.released import ReleasedGradient
+from tfdp.checks.tracing import Trace
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
 from tfdp.mechanisms.mechanism import noise_of_query
@@ -25,11 +26,11 @@ class Query:
     Guarantees:
         A unit moves the sum by `sensitivity` at most, whatever `of_unit` does: each
         one's vector is computed from its own norm alone and clipped to that length;
-        one that is not finite counts as zeros.
+        one that is not finite counts as zeros. One that keeps norms is refused.
 
     Args:
         of_unit: From the norm of a unit's gradient before clipping and the step's clip
-            norm, scalars of the same dtype, to a vector of `shape`.
+            norm, scalars of the same dtype, to a vector of `shape`. It may read variables.
         sensitivity: The largest length of that vector, positive.
         noise_multiplier: Standard deviation of the noise of each entry of the sum over
             `sensitivity`, positive.
@@ -74,8 +75,12 @@ class Query:
 
         Returns:
             float64, of the query's shape.
+
+        Raises:
+            NotPrivateError: If `of_unit` keeps or shows something, which no noise covers.
         """
         clip_of_norms = tf.cast(clip, norms.dtype)
+        self._check_keeps_nothing(norms.dtype)
 
         def bounded(norm: Tensor) -> Tensor:
             vector = tf.cast(self.of_unit(norm, clip_of_norms), tf.float64)
@@ -92,6 +97,20 @@ class Query:
         of_units = vectorized_map(bounded, filled)[:-2]
         stddev = self.sensitivity * self.noise_multiplier
         return tf.reduce_sum(of_units, 0) + stddev * tf.cast(noise, tf.float64)
+
+    def _check_keeps_nothing(self, dtype: tf.DType) -> None:
+        scalar = tf.TensorSpec([], dtype)
+        traced = tf.function(self.of_unit, autograph=False).get_concrete_function(
+            scalar, scalar
+        )
+        left = Trace(None).left_by(traced.graph, 1, in_turn=True)
+        if left:
+            raise NotPrivateError(
+                "`of_unit` must compute a vector of a unit's norm and do nothing else: "
+                f"what it keeps has no noise. Received: {self!r}, in which "
+                f"{', '.join(left)}. Return what is to be known, and keep the noised "
+                "answer, `variable.assign(step.ask(query))`."
+            )
 
 
 class Answers:

@@ -22,6 +22,12 @@ from tfdp.training.releases import (
     WatchingCallback,
 )
 
+# What to do without a callback that stops at a loss of the private rows.
+_WITHOUT_STOP = (
+    "Leave it out: a row whose gradient is not finite is left out of the sum, and moves "
+    "no weight."
+)
+
 # How names of logged values begin that do not tell of the private rows, or are noised.
 _HARMLESS = ("val_", "public_", "epsilon", "l2_norm_clip", "noise_multiplier")
 
@@ -123,25 +129,27 @@ def flattened(callbacks: Nest) -> list[keras.callbacks.Callback]:
 
 def exact_decisions(
     callbacks: list[keras.callbacks.Callback],
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple[str, str, str | None]]:
     """Find callbacks that decide by metrics of private rows without noise.
 
     Args:
         callbacks: Of a training, in a flat list.
 
     Yields:
-        The type of each, and the metric.
+        The type of each, the metric, and what to do if it cannot monitor another one.
 
     Raises:
         ValueError: If two callbacks release the same.
     """
     released = _released_by(callbacks)
     for callback in callbacks:
-        monitor = getattr(callback, "monitor", None)
+        name, monitor = type(callback).__name__, getattr(callback, "monitor", None)
+        if isinstance(callback, keras.callbacks.TerminateOnNaN):
+            yield name, "loss", _WITHOUT_STOP
         if not isinstance(monitor, str) or isinstance(callback, WatchingCallback):
             continue
         if monitor not in released and not monitor.startswith(_HARMLESS):
-            yield type(callback).__name__, monitor
+            yield name, monitor, None
 
 
 def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:
@@ -161,13 +169,15 @@ def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:
     """
     callbacks = flattened(callbacks)
     released = _released_by(callbacks)
-    for name, monitor in exact_decisions(callbacks):
+    for name, monitor, fix in exact_decisions(callbacks):
+        other = (
+            f"Monitor a metric of public validation data, `monitor='val_{monitor}'`, or "
+            "one that is released with noise: `tfdp.callbacks.PrivateEvaluation`."
+        )
         warnings.warn(
             f"`{name}` decides by a metric of the private "
             "data, and no noise covers its decision. Received: monitor="
-            f"{monitor!r}. Monitor a metric of public validation data, "
-            f"`monitor='val_{monitor}'`, or one that is released with noise: "
-            "`tfdp.callbacks.PrivateEvaluation`.",
+            f"{monitor!r}. {fix or other}",
             stacklevel=3,
         )
     setters = collections.defaultdict(list)

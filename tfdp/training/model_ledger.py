@@ -172,6 +172,9 @@ class ModelLedger:
             yield
         finally:
             self.journals = []
+            # Whether budgets have ended the steps is asked of a limit that stands.
+            with contextlib.suppress(PrivacyBudgetError):
+                self.limit()
             # Callbacks set the noise of a step only while `fit` runs.
             self._noise_plan = NoisePlan(optimizer)
             # Steps that follow have other batches, of which nothing is known.
