@@ -199,7 +199,6 @@ def test_a_mechanism_is_saved_and_loaded(tmp_path):
     assert "mechanism" not in plain.optimizer.get_config()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "copied",
     [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))],
@@ -223,6 +222,7 @@ def test_copies_draw_noise_of_their_own(copied):
     assert np.abs(noises[0] - noises[1]).min() > 0
 
 
+@pytest.mark.slow
 def test_what_is_remembered_leaves_in_no_file(tmp_path):
     model = private(Banded())
     fit(model, 1)
