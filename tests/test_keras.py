@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -43,3 +44,71 @@ def test_sums_are_spread_by_broadcasting(function, kinds, rng):
         assert kind is None or kind in made
         found.append(graph(tf.constant(x)))
     np.testing.assert_allclose(*found)
+
+
+# Input shape, kernel shape, and how one slides over the other.
+IN_GROUPS = {
+    "1d": ((7, 4), (3, 2, 6), {"strides": 2, "padding": "same"}),
+    "2d": ((5, 6, 6), (2, 3, 3, 4), {"padding": "same", "dilation_rate": (2, 1)}),
+    "2d, strides": ((5, 6, 4), (2, 3, 2, 4), {"strides": (2, 1)}),
+    "3d": ((3, 3, 4, 4), (2, 1, 2, 2, 2), {"padding": "same"}),
+    "3d, depth 1": ((3, 3, 4, 2), (2, 1, 2, 1, 4), {"strides": (1, 2, 1)}),
+    "1d, depth 1": ((7, 3), (3, 1, 6), {"dilation_rate": 2, "padding": "same"}),
+    "2d, depth 1": ((6, 6, 3), (3, 3, 1, 6), {"strides": 2, "padding": "same"}),
+    "2d, depth 1, strides": ((6, 6, 3), (3, 3, 1, 6), {"strides": (2, 1)}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("has_onednn", [True, False])
+@pytest.mark.parametrize("name", IN_GROUPS)
+def test_convolutions_in_groups_are_those_of_the_groups(
+    name, has_onednn, dtype, rng, monkeypatch
+):
+    of_inputs, of_kernel, how = IN_GROUPS[name]
+    if not has_onednn:
+        monkeypatch.setattr(_keras._pywrap_util_port, "IsMklEnabled", lambda: False)
+    x = tf.constant(rng.normal(size=(2, *of_inputs)), dtype)
+    kernel = tf.constant(rng.normal(size=of_kernel), dtype)
+    groups = of_inputs[-1] // of_kernel[-2]
+    options = {
+        "strides": how.get("strides", 1),
+        "padding": how.get("padding", "valid").upper(),
+        "dilations": how.get("dilation_rate", 1),
+    }
+
+    def one_by_one(x, kernel):
+        pairs = zip(tf.split(x, groups, -1), tf.split(kernel, groups, -1), strict=True)
+        return tf.concat([tf.nn.convolution(*pair, **options) for pair in pairs], -1)
+
+    @tf.function(autograph=False)
+    def gradients(convolve, x, kernel):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = convolve(x, kernel)
+            loss = tf.reduce_sum(y * tf.cos(y))
+        return y, tape.gradient(loss, x)
+
+    with _keras.models_run_plainly():
+        traced = gradients.get_concrete_function(
+            lambda *given: keras.ops.conv(*given, **how), x, kernel
+        )
+    assert "_XlaMustCompile" not in str(traced.graph.as_graph_def(add_shapes=False))
+    tolerance = 1e-5 if dtype == "float32" else 1e-12
+    for found, true in zip(
+        traced(x, kernel), gradients(one_by_one, x, kernel), strict=True
+    ):
+        np.testing.assert_allclose(found, true, rtol=tolerance, atol=tolerance)
+
+
+def test_known_conditions_are_their_branch():
+    def chosen(x, known):
+        is_even = tf.equal(4, 4) if known else tf.equal(tf.shape(x)[0] % 2, 0)
+        return tf.cond(is_even, lambda: x[:, :2], lambda: x)
+
+    for known, length in ((True, 2), (False, None)):
+        traced = tf.function(chosen, autograph=False)
+        with _keras.models_run_plainly():
+            traced = traced.get_concrete_function(tf.TensorSpec([None, 3]), known)
+        assert traced.structured_outputs.shape.as_list() == [None, length]
+    assert tf.cond is not _keras.smart_cond.smart_cond

@@ -12,13 +12,14 @@ import platform
 import random
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import global_seed_generator
@@ -31,7 +32,7 @@ from keras.src.utils.naming import to_snake_case
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context, record, tape
-from tensorflow.python.framework import function_def_to_graph
+from tensorflow.python.framework import function_def_to_graph, smart_cond
 from tensorflow.python.ops import (
     array_ops,
     control_flow_util,
@@ -277,6 +278,64 @@ def maps_run_in(
             return original(*args, **kwargs)
 
     return attributes_replaced(control_flow_ops, pfor=run)
+
+
+@contextlib.contextmanager
+def models_run_plainly() -> Iterator[None]:
+    """Let models run by TensorFlow's plain operations.
+
+    Of a condition that is known its branch is taken, which has known lengths. And
+    convolutions in groups are not given to XLA: that compiles them for each number of rows,
+    and on CPUs what it makes of them takes ten to two hundred times as long.
+    """
+    with (
+        attributes_replaced(tf, cond=smart_cond.smart_cond),
+        attributes_replaced(keras_nn, conv=_conv),
+    ):
+        yield
+
+
+_conv_of_keras = keras_nn.conv
+
+
+def _conv(
+    inputs: Tensor,
+    kernel: Variable,
+    strides: int | Sequence[int] = 1,
+    padding: str = "valid",
+    data_format: str | None = None,
+    dilation_rate: int | Sequence[int] = 1,
+) -> Tensor:
+    """Do what Keras's convolution does, without XLA."""
+    data_format = data_format or keras.config.image_data_format()
+    groups = inputs.shape[-1] // kernel.shape[-2]
+    if groups == 1 or data_format != "channels_last":
+        return _conv_of_keras(
+            inputs, kernel, strides, padding, data_format, dilation_rate
+        )
+    inputs, kernel = tf.convert_to_tensor(inputs), tf.convert_to_tensor(kernel)
+    *size, depth, _ = kernel.shape
+    strides, dilations = (
+        (each,) * len(size) if isinstance(each, int) else tuple(each)
+        for each in (strides, dilation_rate)
+    )
+    if depth == 1 and len(size) < 3 and len(set(strides)) == 1:
+        kernel = tf.reshape(kernel, [*size, groups, -1])
+        return keras_nn.depthwise_conv(
+            inputs, kernel, strides, padding, data_format, dilations
+        )
+    convolve = functools.partial(
+        tf.nn.convolution,
+        strides=strides,
+        padding=padding.upper(),
+        dilations=dilations,
+    )
+    # On CPUs nothing else has the gradients.
+    has_onednn = _pywrap_util_port.IsMklEnabled() and inputs.dtype == tf.float32
+    if inside_xla() or (has_onednn and len(size) < 3):
+        return convolve(inputs, kernel)
+    pairs = zip(tf.split(inputs, groups, -1), tf.split(kernel, groups, -1), strict=True)
+    return tf.concat([convolve(*pair) for pair in pairs], -1)
 
 
 def _spread(tensor: Nest, multiples: Nest, name: str | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
 from tfdp.ascent.losses import AscentLoss
 from tfdp.checks.evaluation import check_assigns_no_weight, no_weight_assigned
+from tfdp.data.sources import have_common_rows
 from tfdp.data.training_data import (
     TrainingData,
     number_of_examples,
@@ -626,7 +627,10 @@ class DPModel(TrainingFunctions):
         check_protects(self.unit, data.scheme)
         if data.drawn is not None and data.drawn.is_padded:
             check_no_class_weight(class_weight)
-        callbacks = sorted_callbacks(callbacks)
+        x_validated = keras.utils.unpack_x_y_sample_weight(validation_data)[0]
+        callbacks = sorted_callbacks(
+            callbacks, validates_private_rows=have_common_rows(x, x_validated)
+        )
         to_run = range(initial_epoch, epochs)
         with self._training(data, callbacks, to_run, class_weight) as (data, callbacks):
             is_weighed = self._replicas.strategy is not None

@@ -159,6 +159,19 @@ PROBLEMS = (
         tags="conv",
     ),
     problem(
+        "conv2d_each_channel",
+        lambda: sequential(
+            (5, 5, 2),
+            layers.Conv2D(4, 2, groups=2, activation="tanh"),
+            layers.Conv2D(4, 3, padding="same", groups=4, dilation_rate=2),
+            layers.Conv2D(4, 2, strides=(2, 1), groups=4),
+            layers.GlobalMaxPooling2D(),
+        ),
+        floats((5, 5, 2), 4),
+        "mse",
+        tags="compiled conv",
+    ),
+    problem(
         "conv1d_grouped",
         lambda: sequential(
             (5, 4),

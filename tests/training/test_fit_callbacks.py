@@ -50,6 +50,22 @@ def test_who_stops_at_a_private_loss_is_warned_and_told_what_to_do():
         assert sorted_callbacks(stop) == [stop]
 
 
+def test_validation_of_rows_that_are_trained_on_decides_nothing():
+    x, y = data(20)
+    stop = keras.callbacks.EarlyStopping("val_loss")
+    for rows in ((x, y), (x[5:], y[5:])):
+        with pytest.warns(
+            UserWarning, match=r"'val_loss'. The rows of `validation_data`"
+        ):
+            private(run_eagerly=True).fit(
+                x, y, batch_size=4, callbacks=stop, validation_data=rows, verbose=0
+            )
+    others = (x.copy(), y)
+    private(run_eagerly=True).fit(
+        x, y, batch_size=4, callbacks=stop, validation_data=others, verbose=0
+    )
+
+
 def test_public_metrics_may_decide():
     for name in ("val_loss", "public_norm_q50", "epsilon", "l2_norm_clip"):
         callback = keras.callbacks.EarlyStopping(monitor=name)

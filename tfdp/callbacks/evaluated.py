@@ -1,7 +1,6 @@
 """What `PrivateEvaluation` is asked to evaluate: metrics with ranges, and rows."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -16,9 +15,6 @@ from tfdp.training.releases import Trained
 
 # The name of the loss that the model trains with.
 LOSS = "loss"
-
-# Arrays are compared for so long: whether they overlap may take very long to tell.
-_MOST_WORK: Any = 10_000
 
 
 def named_metrics(metrics: Sequence[Nest]) -> dict[str, MeanMetric | None]:
@@ -162,23 +158,3 @@ def trained_rows(trained: Trained) -> Source:
             "`PrivateEvaluation(..., x=x, y=y)`."
         )
     return rows, None if data.drawn is None else data.drawn.users
-
-
-def share_memory(one: Nest, other: Nest) -> bool:
-    """Tell whether arrays have numbers in common, if that is quickly known.
-
-    Args:
-        one: A source of rows.
-        other: Another one.
-
-    Returns:
-        Whether they are known to.
-    """
-    if one is other:
-        return True
-    if not (isinstance(one, np.ndarray) and isinstance(other, np.ndarray)):
-        return False
-    try:
-        return bool(np.shares_memory(one, other, max_work=_MOST_WORK))
-    except np.exceptions.TooHardError:
-        return False

@@ -1,6 +1,5 @@
 """Releases metrics of private rows, with noise."""
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 
@@ -17,10 +16,10 @@ from tfdp.callbacks.evaluated import (
     bounds,
     named_metrics,
     own_rows,
-    share_memory,
     trained_rows,
 )
 from tfdp.checks.evaluation import evaluation_function
+from tfdp.data.sources import have_common_rows
 from tfdp.errors import NotPrivateError
 from tfdp.mechanisms.noised_mean import NoisedMean
 from tfdp.model import DPModel
@@ -225,7 +224,7 @@ class PrivateEvaluation(ReleasingCallback):
             [each.source for each in keras.tree.flatten(rows[0])]
             for rows in (self._own[0], trained.data.rows or ((),))
         ]
-        if any(itertools.starmap(share_memory, itertools.product(*inputs))):
+        if have_common_rows(*inputs):
             raise ValueError(
                 "`x` must be other rows than those that the model trains on: what is "
                 "released of these belongs in the model's ledger. Received: arrays that "

@@ -101,9 +101,7 @@ def choose(
             ) from error
         apart = engines.ApartEngine()
         if _can_take_apart(apart, objective, data, sizes, sample, passes, moved):
-            is_changed = isinstance(error, AddedLossError)
-            logging.log(
-                logging.WARNING if is_changed else logging.INFO,
+            logging.warning(
                 "tfdp takes each example of model `%s` through it by itself: %s",
                 objective.model.name,
                 error,

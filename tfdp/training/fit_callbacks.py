@@ -28,6 +28,13 @@ _WITHOUT_STOP = (
     "no weight."
 )
 
+# Likewise, for rows that are trained on.
+_OTHER_ROWS = (
+    "The rows of `validation_data` are trained on: give public ones, "
+    "`validation_data=(x_public, y_public)`, or monitor what is released with noise, "
+    "`tfdp.callbacks.PrivateEvaluation`."
+)
+
 # How names of logged values begin that do not tell of the private rows, or are noised.
 _HARMLESS = ("val_", "public_", "epsilon", "l2_norm_clip", "noise_multiplier")
 
@@ -128,12 +135,13 @@ def flattened(callbacks: Nest) -> list[keras.callbacks.Callback]:
 
 
 def exact_decisions(
-    callbacks: list[keras.callbacks.Callback],
+    callbacks: list[keras.callbacks.Callback], *, validates_private_rows: bool = False
 ) -> Iterator[tuple[str, str, str | None]]:
     """Find callbacks that decide by metrics of private rows without noise.
 
     Args:
         callbacks: Of a training, in a flat list.
+        validates_private_rows: Whether the validation data are rows that are trained on.
 
     Yields:
         The type of each, the metric, and what to do if it cannot monitor another one.
@@ -148,11 +156,15 @@ def exact_decisions(
             yield name, "loss", _WITHOUT_STOP
         if not isinstance(monitor, str) or isinstance(callback, WatchingCallback):
             continue
-        if monitor not in released and not monitor.startswith(_HARMLESS):
+        if validates_private_rows and monitor.startswith("val_"):
+            yield name, monitor, _OTHER_ROWS
+        elif monitor not in released and not monitor.startswith(_HARMLESS):
             yield name, monitor, None
 
 
-def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:
+def sorted_callbacks(
+    callbacks: Nest, *, validates_private_rows: bool = False
+) -> list[keras.callbacks.Callback]:
     """List callbacks, tfdp's own first; warn of those that read private metrics.
 
     Metrics that were released with noise may be read: where a callback that releases
@@ -160,6 +172,7 @@ def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:
 
     Args:
         callbacks: What `fit` got.
+        validates_private_rows: See `exact_decisions`.
 
     Returns:
         The callbacks as a flat list, with some of tfdp's between them.
@@ -169,7 +182,10 @@ def sorted_callbacks(callbacks: Nest) -> list[keras.callbacks.Callback]:
     """
     callbacks = flattened(callbacks)
     released = _released_by(callbacks)
-    for name, monitor, fix in exact_decisions(callbacks):
+    decisions = exact_decisions(
+        callbacks, validates_private_rows=validates_private_rows
+    )
+    for name, monitor, fix in decisions:
         other = (
             f"Monitor a metric of public validation data, `monitor='val_{monitor}'`, or "
             "one that is released with noise: `tfdp.callbacks.PrivateEvaluation`."

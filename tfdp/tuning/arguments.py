@@ -1,13 +1,10 @@
 """What tries get as arguments of `fit`: nothing that would tell of other tries."""
 
-import itertools
-
 import keras
 
 from tfdp._types import Config, Nest
-from tfdp.callbacks.evaluated import share_memory
 from tfdp.data.declared import DeclaredDataset
-from tfdp.data.drawn_dataset import DrawnDataset
+from tfdp.data.sources import have_common_rows
 from tfdp.training.fit_callbacks import flattened
 from tfdp.tuning.scores import check_callbacks
 from tfdp.tuning.spaces import Settings
@@ -95,24 +92,13 @@ def _check_public(x: Nest, public: Nest) -> None:
     if public is None:
         return
     public_x, _, _ = keras.utils.unpack_x_y_sample_weight(public)
-    pairs = itertools.product(_sources(x), _sources(public_x))
-    if any(itertools.starmap(share_memory, pairs)):
+    if have_common_rows(x, public_x):
         raise ValueError(
             "`public_data` must be other rows than those that tries train on: scores of "
             "these would be exact metrics of private rows. Received: arrays that share "
             "memory with those of `fit`. Use rows that are public, `search.fit(x, y, "
             "public_data=(x_public, y_public))`, or `score='private_accuracy'`."
         )
-
-
-def _sources(x: Nest) -> list[Nest]:
-    """Return the arrays, or other objects, that inputs are read from."""
-    if isinstance(x, DeclaredDataset):
-        x = x.dataset
-    if isinstance(x, DrawnDataset):
-        x = [each.source for each in keras.tree.flatten(x.rows[0])]
-    # Single numbers, which `fit` refuses, are no sources.
-    return [each for each in keras.tree.flatten(x) if hasattr(each, "__len__")]
 
 
 def _value(settings: Settings, argument: Nest) -> Nest:
