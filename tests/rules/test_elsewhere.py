@@ -102,6 +102,17 @@ def cancelling(x, own):
     return x + 1e3 * (x * own) - 1e3 * (own * x)
 
 
+def associative(x, own):
+    """A linear recurrence by halves, in which Keras chooses by lengths."""
+    x = ops.concatenate([x, x], axis=1)
+    decay = ops.sigmoid(own * x)
+    _, states = ops.associative_scan(
+        lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (decay, x), axis=1
+    )
+    # Keras knows no lengths of it.
+    return tf.ensure_shape(states, x.shape)
+
+
 # What is done with a variable of some shape, and rows of shape (LENGTH, WIDTH).
 SHAPES = {
     "scaled": (WIDTH,),
@@ -134,6 +145,9 @@ SHAPES = {
     "entries": (WIDTH, 5),
     "pairs": (5, 5, WIDTH),
     "of_exponentials": (5, WIDTH),
+    "associative": (WIDTH,),
+    "in_groups": (2, WIDTH, 4),
+    "of_each_channel": (2, 1, WIDTH),
 }
 USES = {
     "scaled": lambda x, own: x * own,
@@ -166,6 +180,11 @@ USES = {
     "entries": entries,
     "pairs": pairs,
     "of_exponentials": lambda x, own: x + ops.take(ops.exp(own), numbers_of(x), axis=0),
+    "associative": associative,
+    "in_groups": lambda x, own: ops.conv(
+        ops.concatenate([x, x], -1), own, padding="same"
+    ),
+    "of_each_channel": ops.conv,
 }
 
 
