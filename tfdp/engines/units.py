@@ -98,13 +98,16 @@ def _rehearse(
 def may_fail(model: keras.Model) -> bool:
     """Tell whether the vectorized model may be traced, and then fail when it runs."""
     # Loops over time do with XLA, and those with masks without; convolutions in groups
-    # may without XLA.
+    # may without XLA, if they are left to Keras.
     layers = _keras.flatten_layers(model)
     has_loop = any(
         isinstance(layer, keras.layers.RNN) and not layer.unroll for layer in layers
     )
     has_groups = any(
-        isinstance(layer, _CONVOLUTIONS) and layer.groups != 1 for layer in layers
+        isinstance(layer, _CONVOLUTIONS)
+        and layer.groups != 1
+        and layer.data_format == "channels_first"
+        for layer in layers
     )
     return has_loop or (has_groups and not _keras.inside_xla())
 

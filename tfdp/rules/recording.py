@@ -187,7 +187,6 @@ class Recording:
                 run = functools.partial(self._run, rule, path, layer, layer.call)
                 call = functools.wraps(layer.call)(run)
                 entered.enter_context(_keras.attributes_replaced(layer, call=call))
-            entered.enter_context(_keras.models_run_plainly())
             begin = functools.partial(self._begin, self._model.call)
             call = functools.wraps(self._model.call)(begin)
             entered.enter_context(_keras.attributes_replaced(self._model, call=call))
