@@ -286,7 +286,7 @@ def models_run_plainly() -> Iterator[None]:
 
     Of a condition that is known its branch is taken, which has known lengths. And
     convolutions in groups are not given to XLA: that compiles them for each number of rows,
-    and on CPUs what it makes of them takes ten to two hundred times as long.
+    and on CPUs they then take many times as long.
     """
     with (
         attributes_replaced(tf, cond=smart_cond.smart_cond),
@@ -306,7 +306,7 @@ def _conv(
     data_format: str | None = None,
     dilation_rate: int | Sequence[int] = 1,
 ) -> Tensor:
-    """Do what Keras's convolution does, without XLA."""
+    """Do what Keras's convolution does, in groups without XLA where channels come last."""
     data_format = data_format or keras.config.image_data_format()
     groups = inputs.shape[-1] // kernel.shape[-2]
     if groups == 1 or data_format != "channels_last":
@@ -330,7 +330,7 @@ def _conv(
         padding=padding.upper(),
         dilations=dilations,
     )
-    # On CPUs nothing else has the gradients.
+    # On CPUs only oneDNN has the gradients, of these. All else goes group by group.
     has_onednn = _pywrap_util_port.IsMklEnabled() and inputs.dtype == tf.float32
     if inside_xla() or (has_onednn and len(size) < 3):
         return convolve(inputs, kernel)

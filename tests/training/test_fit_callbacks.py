@@ -45,7 +45,7 @@ def test_callbacks_that_act_in_steps_come_first():
 def test_who_stops_at_a_private_loss_is_warned_and_told_what_to_do():
     stop = keras.callbacks.TerminateOnNaN()
     with pytest.warns(
-        UserWarning, match="TerminateOnNaN.*monitor='loss'. Leave it out"
+        UserWarning, match=r"decides.*with `TerminateOnNaN`. Leave it out"
     ):
         assert sorted_callbacks(stop) == [stop]
 

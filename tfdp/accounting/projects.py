@@ -46,7 +46,8 @@ class Project:
     it plans before its first step, and gives back what it has not used when it ends. If
     its process is killed, all that it had reserved stays counted; `unsettled` lists such
     trainings. One that goes on from its `keras.callbacks.BackupAndRestore` is settled by
-    the journal there, which must not be an older copy: that knows of fewer steps. A search that was killed counts as all tries that had begun.
+    the journal there: by that folder itself, as an older copy knows of fewer steps. A
+    search that was killed counts as all tries that had begun.
 
     Trainings have names of their own. What several models come from, and what was saved
     and has gone on, counts once.

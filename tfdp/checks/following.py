@@ -29,8 +29,9 @@ def traced_pass(
     """Trace what an engine does, and prove no more than what it does to units alone.
 
     Args:
-        engine: See `proven_pass`, which is to be called just before.
-        objective: Likewise.
+        engine: For which `tfdp.checks.engine.proven_pass` has just proven that rows stay
+            apart.
+        objective: What will be differentiated.
         signature: `tf.TensorSpec` of the rows.
         rows_per_unit: Consecutive rows that are one unit.
 
@@ -106,7 +107,20 @@ def problems_of_pass(
     *,
     trace: Trace,
 ) -> list[Problem]:
-    """Follow the rows through all that an engine reads."""
+    """Follow the rows through all that an engine reads.
+
+    Args:
+        engine: The engine.
+        objective: What will be differentiated.
+        data: ``(x, y, sample_weight)``, of which shapes and dtypes are read.
+        rows: How many to follow, None for any number.
+        passes: Where to put what was traced whole, and can be run; None if that is not
+            wanted.
+        trace: Takes notes of what is seen.
+
+    Returns:
+        What lets rows meet, the first cause first; empty if it is proven that nothing does.
+    """
     if passes is not None and engine.notes_what_it_reads:
         found, function = _followed_whole(engine, objective, data, rows, trace)
         if function is not None:
@@ -177,7 +191,7 @@ def _whole_pass(
 
 
 def with_known_losses(objective: Objective, trace: Trace) -> Objective:
-    """Return an objective whose losses a trace knows as such."""
+    """Return an objective whose losses `trace` knows as such, one for each row."""
 
     def losses(*batch: Nest) -> Tensor:
         with trace.part(LOSS), regularizers.unread(objective.variables, "The loss"):

@@ -62,7 +62,9 @@ class Mechanism(abc.ABC):
     Noise that steps share is a secret of all of them: what a mechanism remembers is as
     secret as the data. Keep it in variables that `build` makes, which are neither
     saved nor exported. A pass that was interrupted is therefore begun anew, with fresh
-    noise, and counts twice; every call of `fit` has a key of its own.
+    noise, and counts twice; every call of `fit` has a key of its own. So have copies
+    (`copy`, `pickle`), which are rebuilt from `get_config`, but for those with a
+    `noise_seed`.
 
     Args:
         noise_seed: None for a key from the operating system. An integer makes the
@@ -99,7 +101,7 @@ class Mechanism(abc.ABC):
             )
 
     def __reduce__(self) -> tuple[Callable[[Config], Self], tuple[Config]]:
-        """Let copies have a key of their own: the same noise twice cancels."""
+        """Rebuild copies: the same noise twice would cancel."""
         return type(self).from_config, (self.get_config(),)
 
     @property

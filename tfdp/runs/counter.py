@@ -50,10 +50,17 @@ class Limit:
         self.set(_NO_LIMIT)
         self.reason = None
 
-    def set(self, releases: Tensor | int, noise_multiplier: float = 0.0) -> None:
+    def set(
+        self,
+        releases: Tensor | int,
+        noise_multiplier: float = 0.0,
+        *,
+        is_final: bool = False,
+    ) -> None:
         """Allow so many releases in all, and so little noise."""
         self.releases.assign(releases)
         self.noise_multiplier.assign(noise_multiplier)
+        self.is_final = is_final
 
 
 class StepCounter:
@@ -180,8 +187,7 @@ class StepCounter:
             noise_multiplier: Steps with less noise than this have no room at all.
             is_final: Whether the budgets leave nothing beyond these.
         """
-        self.limit.set(self._begun + further, noise_multiplier)
-        self.limit.is_final = is_final
+        self.limit.set(self._begun + further, noise_multiplier, is_final=is_final)
 
     def revoke(self) -> None:
         """Allow no step before there is another limit."""

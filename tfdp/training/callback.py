@@ -26,7 +26,8 @@ class Query:
     Guarantees:
         A unit moves the sum by `sensitivity` at most, whatever `of_unit` does: each
         one's vector is computed from its own norm alone and clipped to that length;
-        one that is not finite counts as zeros. One that keeps norms is refused.
+        one that is not finite counts as zeros. One whose operations assign, print or hand
+        on norms is refused.
 
     Args:
         of_unit: From the norm of a unit's gradient before clipping and the step's clip
@@ -99,6 +100,7 @@ class Query:
         return tf.reduce_sum(of_units, 0) + stddev * tf.cast(noise, tf.float64)
 
     def _check_keeps_nothing(self, dtype: tf.DType) -> None:
+        """Trace `of_unit` by itself, and look at what it leaves behind."""
         scalar = tf.TensorSpec([], dtype)
         traced = tf.function(self.of_unit, autograph=False).get_concrete_function(
             scalar, scalar

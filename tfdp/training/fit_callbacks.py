@@ -4,6 +4,7 @@ import collections
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import keras
 
@@ -22,13 +23,11 @@ from tfdp.training.releases import (
     WatchingCallback,
 )
 
-# What to do without a callback that stops at a loss of the private rows.
-_WITHOUT_STOP = (
+# What to do where another metric is no way out.
+_OUT = (
     "Leave it out: a row whose gradient is not finite is left out of the sum, and moves "
     "no weight."
 )
-
-# Likewise, for rows that are trained on.
 _OTHER_ROWS = (
     "The rows of `validation_data` are trained on: give public ones, "
     "`validation_data=(x_public, y_public)`, or monitor what is released with noise, "
@@ -134,9 +133,25 @@ def flattened(callbacks: Nest) -> list[keras.callbacks.Callback]:
     return found
 
 
+class ExactDecision(NamedTuple):
+    """How a callback decides by what no noise covers.
+
+    Attributes:
+        callback: Its type.
+        metric: What it decides by.
+        received: The argument that says so.
+        fix: What to do where another metric is no way out, None elsewhere.
+    """
+
+    callback: str
+    metric: str
+    received: str
+    fix: str | None = None
+
+
 def exact_decisions(
     callbacks: list[keras.callbacks.Callback], *, validates_private_rows: bool = False
-) -> Iterator[tuple[str, str, str | None]]:
+) -> Iterator[ExactDecision]:
     """Find callbacks that decide by metrics of private rows without noise.
 
     Args:
@@ -144,7 +159,7 @@ def exact_decisions(
         validates_private_rows: Whether the validation data are rows that are trained on.
 
     Yields:
-        The type of each, the metric, and what to do if it cannot monitor another one.
+        How each of them does.
 
     Raises:
         ValueError: If two callbacks release the same.
@@ -153,13 +168,14 @@ def exact_decisions(
     for callback in callbacks:
         name, monitor = type(callback).__name__, getattr(callback, "monitor", None)
         if isinstance(callback, keras.callbacks.TerminateOnNaN):
-            yield name, "loss", _WITHOUT_STOP
+            yield ExactDecision(name, "loss", f"callbacks with `{name}`", _OUT)
         if not isinstance(monitor, str) or isinstance(callback, WatchingCallback):
             continue
+        received = f"monitor={monitor!r}"
         if validates_private_rows and monitor.startswith("val_"):
-            yield name, monitor, _OTHER_ROWS
+            yield ExactDecision(name, monitor, received, _OTHER_ROWS)
         elif monitor not in released and not monitor.startswith(_HARMLESS):
-            yield name, monitor, None
+            yield ExactDecision(name, monitor, received)
 
 
 def sorted_callbacks(
@@ -185,15 +201,15 @@ def sorted_callbacks(
     decisions = exact_decisions(
         callbacks, validates_private_rows=validates_private_rows
     )
-    for name, monitor, fix in decisions:
+    for each in decisions:
         other = (
-            f"Monitor a metric of public validation data, `monitor='val_{monitor}'`, or "
-            "one that is released with noise: `tfdp.callbacks.PrivateEvaluation`."
+            "Monitor a metric of public validation data, "
+            f"`monitor='val_{each.metric}'`, or one that is released with noise: "
+            "`tfdp.callbacks.PrivateEvaluation`."
         )
         warnings.warn(
-            f"`{name}` decides by a metric of the private "
-            "data, and no noise covers its decision. Received: monitor="
-            f"{monitor!r}. {fix or other}",
+            f"`{each.callback}` decides by a metric of the private data, and no noise "
+            f"covers its decision. Received: {each.received}. {each.fix or other}",
             stacklevel=3,
         )
     setters = collections.defaultdict(list)

@@ -169,12 +169,14 @@ class ModelLedger:
             if drawn is not None and is_seeded:
                 # A seed must not give the draws again that an earlier epoch had.
                 drawn.advance_to(max(drawn.epoch, recorder.all_sampled_epochs + 1))
-            yield
+            try:
+                yield
+            finally:
+                # Whether budgets have ended the steps only a limit that stands can tell.
+                with contextlib.suppress(PrivacyBudgetError):
+                    self.limit()
         finally:
             self.journals = []
-            # Whether budgets have ended the steps is asked of a limit that stands.
-            with contextlib.suppress(PrivacyBudgetError):
-                self.limit()
             # Callbacks set the noise of a step only while `fit` runs.
             self._noise_plan = NoisePlan(optimizer)
             # Steps that follow have other batches, of which nothing is known.

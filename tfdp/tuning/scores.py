@@ -17,8 +17,8 @@ _WRITERS = (
     keras.callbacks.ProgbarLogger,
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
-    # Of newer versions.
-    *filter(None, [getattr(keras.callbacks, "OrbaxCheckpoint", None)]),
+    # Older versions of Keras have none.
+    getattr(keras.callbacks, "OrbaxCheckpoint", keras.callbacks.ModelCheckpoint),
 )
 
 
@@ -71,16 +71,17 @@ def check_callbacks(callbacks: list[keras.callbacks.Callback]) -> None:
                 "only the best model may leave a search. Received: callbacks with "
                 f"{callback!r}. Leave it out, and save what `search.fit` returns."
             )
-    for name, monitor, fix in exact_decisions(callbacks):
-        metric = monitor.removeprefix(_PRIVATE)
+    for each in exact_decisions(callbacks):
+        metric = each.metric.removeprefix(_PRIVATE)
         other = (
             "Monitor a metric that `tfdp.callbacks.PrivateEvaluation` releases in every "
             f"try, `monitor='private_{metric}'`, or one of public rows, `monitor="
             f"'val_{metric}'` with `search.fit(..., public_data=(x_public, y_public))`."
         )
         raise ValueError(
-            f"`{name}` would decide by a metric of the private rows, and the epsilon of a "
-            f"search does not cover that. Received: monitor={monitor!r}. {fix or other}"
+            f"`{each.callback}` would decide by a metric of the private rows, and the "
+            f"epsilon of a search does not cover that. Received: {each.received}. "
+            f"{each.fix or other}"
         )
 
 
