@@ -1,5 +1,6 @@
 """What is replaced in Keras and TensorFlow for a while, and put back."""
 
+import threading
 from contextlib import nullcontext
 
 import keras
@@ -111,4 +112,26 @@ def test_known_conditions_are_their_branch():
         with _keras.models_run_plainly():
             traced = traced.get_concrete_function(tf.TensorSpec([None, 3]), known)
         assert traced.structured_outputs.shape.as_list() == [None, length]
-    assert tf.cond is not _keras.smart_cond.smart_cond
+    # Outside, and where it is a variable, TensorFlow's own decides.
+    with tf.Graph().as_default():
+        assert chosen(tf.zeros([2, 3]), True).op.type != "StridedSlice"
+    with _keras.models_run_plainly():
+        assert tf.cond(tf.Variable(True), lambda: 1, lambda: 2) == 1
+
+
+def test_other_threads_run_as_ever():
+    kernel, x = tf.ones([2, 1, 2]), tf.ones([1, 4, 2])
+    found = []
+
+    def trace():
+        traced = tf.function(lambda: keras.ops.conv(x, kernel), autograph=False)
+        graph = traced.get_concrete_function().graph.as_graph_def()
+        found.append("_XlaMustCompile" in str(graph))
+
+    with _keras.models_run_plainly():
+        trace()
+        thread = threading.Thread(target=trace)
+        thread.start()
+        thread.join()
+    trace()
+    assert found == [False, True, True]

@@ -11,6 +11,7 @@ import os
 import platform
 import random
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -282,22 +283,38 @@ def maps_run_in(
 
 @contextlib.contextmanager
 def models_run_plainly() -> Iterator[None]:
-    """Let models run by TensorFlow's plain operations.
+    """Let models run by TensorFlow's plain operations, in this thread.
 
     Of a condition that is known its branch is taken, which has known lengths. And
     convolutions in groups are not given to XLA: that compiles them for each number of rows,
     and on CPUs they then take many times as long.
     """
-    with (
-        attributes_replaced(tf, cond=smart_cond.smart_cond),
-        attributes_replaced(keras_nn, conv=_conv),
-    ):
+    # Outside of these contexts the replacements do what the originals do.
+    tf.cond, keras_nn.conv = _cond, _conv
+    before, _plainly.is_on = _plainly.is_on, True
+    try:
         yield
+    finally:
+        _plainly.is_on = before
 
 
-_conv_of_keras = keras_nn.conv
+class _Plainly(threading.local):
+    is_on = False
 
 
+_plainly = _Plainly()
+_cond_of_tensorflow, _conv_of_keras = tf.cond, keras_nn.conv
+
+
+@functools.wraps(_cond_of_tensorflow)
+def _cond(pred: Tensor, *args: Nest, **kwargs: Nest) -> Nest:
+    # Variables are not hashable, and have no value that is known.
+    may_be_known = _plainly.is_on and isinstance(pred, tf.Tensor)
+    choose = smart_cond.smart_cond if may_be_known else _cond_of_tensorflow
+    return choose(pred, *args, **kwargs)
+
+
+@functools.wraps(_conv_of_keras)
 def _conv(
     inputs: Tensor,
     kernel: Variable,
@@ -309,7 +326,7 @@ def _conv(
     """Do what Keras's convolution does, in groups without XLA where channels come last."""
     data_format = data_format or keras.config.image_data_format()
     groups = inputs.shape[-1] // kernel.shape[-2]
-    if groups == 1 or data_format != "channels_last":
+    if not _plainly.is_on or groups == 1 or data_format != "channels_last":
         return _conv_of_keras(
             inputs, kernel, strides, padding, data_format, dilation_rate
         )

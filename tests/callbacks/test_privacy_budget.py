@@ -84,6 +84,35 @@ def test_who_has_ended_a_training_is_known_whatever_was_loaded(rows, tmp_path, l
     assert model.ledger.cut_short == (() if last is None else (passes(9 - begun),))
 
 
+class Lowers(keras.callbacks.Callback):
+    """Stops a training after it has lowered the noise."""
+
+    def __init__(self, noise_multiplier):
+        super().__init__()
+        self.noise_multiplier = noise_multiplier
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.optimizer._noise_multiplier.assign(self.noise_multiplier)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.0, -1.0, np.nan])
+def test_noise_that_is_lowered_before_a_stop_spends_no_budget(rows, noise_multiplier):
+    model = private()
+    # What is no noise at all is refused in the end, too.
+    with pytest.raises((KeyboardInterrupt, ValueError)):
+        fit(model, rows, budget_of(passes(20)), Lowers(noise_multiplier))
+    assert model.ledger.cut_short == (passes(8),)
+
+
+def test_a_training_has_one_budget(rows):
+    budgets = budget_of(passes(2)), tfdp.callbacks.PrivacyBudget(DELTA)
+    with pytest.raises(
+        ValueError, match=r"Only one `PrivacyBudget`.*Leave all but one"
+    ):
+        fit(private(), rows, *budgets)
+
+
 def test_a_spent_budget_binds_everywhere(rows, tmp_path):
     model = private()
     budget = budget_of(passes(2), UnamplifiedSteps(3, 128.0))

@@ -51,6 +51,18 @@ def low_rank_conv():
     return model
 
 
+def low_rank_conv_in_groups():
+    model = sequential(
+        (5, 4, 2),
+        layers.Conv2D(4, 2, padding="same", activation="tanh"),
+        layers.Conv2D(6, (1, 2), groups=2),
+        layers.Flatten(),
+        layers.Dense(12),
+    )
+    model.layers[1].enable_lora(2)
+    return model
+
+
 PROBLEMS = (
     problem(
         "cnn",
@@ -398,6 +410,13 @@ PROBLEMS = (
     problem(
         "conv_lora",
         low_rank_conv,
+        floats((5, 4, 2), 12),
+        "mse",
+        tags="conv frozen lora",
+    ),
+    problem(
+        "conv_lora_in_groups",
+        low_rank_conv_in_groups,
         floats((5, 4, 2), 12),
         "mse",
         tags="conv frozen lora",

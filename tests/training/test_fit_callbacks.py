@@ -50,7 +50,7 @@ def test_who_stops_at_a_private_loss_is_warned_and_told_what_to_do():
         assert sorted_callbacks(stop) == [stop]
 
 
-def test_validation_of_rows_that_are_trained_on_decides_nothing():
+def test_validation_of_rows_that_are_trained_on_decides_nothing(tmp_path):
     x, y = data(20)
     stop = keras.callbacks.EarlyStopping("val_loss")
     for rows in ((x, y), (x[5:], y[5:])):
@@ -60,10 +60,11 @@ def test_validation_of_rows_that_are_trained_on_decides_nothing():
             private(run_eagerly=True).fit(
                 x, y, batch_size=4, callbacks=stop, validation_data=rows, verbose=0
             )
-    others = (x.copy(), y)
-    private(run_eagerly=True).fit(
-        x, y, batch_size=4, callbacks=stop, validation_data=others, verbose=0
-    )
+    saves = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")
+    for callback, rows in ((stop, (x.copy(), y)), (saves, (x, y))):
+        private(run_eagerly=True).fit(
+            x, y, batch_size=4, callbacks=callback, validation_data=rows, verbose=0
+        )
 
 
 def test_public_metrics_may_decide():

@@ -51,6 +51,8 @@ class PrivacyBudget(StepCallback):
         >>> budget = tfdp.callbacks.PrivacyBudget(delta=1e-5, target_epsilon=3.0)
     """
 
+    is_alone = True
+
     def __init__(
         self,
         delta: float | None = None,

@@ -93,7 +93,7 @@ def choose(
         error = _as_unsupported(failure)
         # An error of the model itself, or of the losses, comes again here.
         # What is refused for any number of rows is not tried row by row, either.
-        check_objective(objective, data, sizes, moved)
+        is_said = check_objective(objective, data, sizes, moved)
         if engine != "auto":
             raise UnsupportedLayerError(
                 f"Engine '{chosen.name}' cannot clip the gradients of model "
@@ -101,7 +101,9 @@ def choose(
             ) from error
         apart = engines.ApartEngine()
         if _can_take_apart(apart, objective, data, sizes, sample, passes, moved):
-            logging.warning(
+            is_said &= not isinstance(error, AddedLossError)
+            logging.log(
+                logging.INFO if is_said else logging.WARNING,
                 "tfdp takes each example of model `%s` through it by itself: %s",
                 objective.model.name,
                 error,

@@ -56,7 +56,7 @@ def check_objective(
     data: Nest,
     sizes: Sequence[int | None] = (None,),
     moved: set[str] | None = None,
-) -> None:
+) -> bool:
     """Refuse a model or losses that mix rows for certain, or that keep data.
 
     What asks how many rows there are is warned of: where each runs by itself, there is
@@ -68,6 +68,9 @@ def check_objective(
         sizes: How many rows to follow, each None for any number.
         moved: Where to put what the model moves on while it is called, such as variables
             that it assigns: the next pass would find it moved.
+
+    Returns:
+        Whether it has warned.
 
     Raises:
         UnsupportedLayerError: If the model does.
@@ -91,6 +94,7 @@ def check_objective(
         logging.warning(
             "Model `%s` asks how many rows there are. %s", objective.model.name, problem
         )
+    return bool(counting)
 
 
 def _losses(objective: Objective, batch: Batch) -> Tensor:

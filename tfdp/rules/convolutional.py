@@ -9,6 +9,7 @@ from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.call import Call
 from tfdp.rules.dense import lora_factors, watch_preactivation
+from tfdp.rules.generic import generic
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.kernels import depthwise_term, kernel_term
 from tfdp.rules.registry import rule
@@ -19,6 +20,9 @@ from tfdp.rules.terms import Convolution, OuterProducts, PerRow, Term
 def conv(call: Call) -> Nest:
     """Rule of `Conv1D`, `Conv2D` and `Conv3D`."""
     layer = call.layer
+    if layer.lora_enabled and layer.groups > 1:
+        # Each group of inputs meets all of the second factor.
+        return generic(call)
     x, geometry = inputs_of(call), geometry_of(layer)
     x = _causal(layer, x)
 

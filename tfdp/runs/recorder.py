@@ -135,8 +135,9 @@ class LedgerRecorder:
         self.is_in_a_graph = False
         self.to_come: dict[Hashable, Segment] = {}
         self.reserved: tuple[Segment, ...] = ()
-        # After how many steps a released value has ended the segment.
+        # After how many steps a released value has ended the segment, or a budget.
         self._ended_by_release: int | None = None
+        self._ended_by_budget: int | None = None
         # Of the segments that have ended.
         self._ended = Ledger()
         self.loaded: dict[str, Run] = {}
@@ -286,13 +287,14 @@ class LedgerRecorder:
                 if callbacks change them. Of many different ones some stand for all, on
                 the safe side, so that the ledger stays short.
         """
-        ledger, missing = self.own_run().ledger, self.counter.missing()
-        if missing and self._ended_by_release == int(self.counter.steps.numpy()):
+        ledger, steps = self.own_run().ledger, int(self.counter.steps.numpy())
+        missing = [] if self._ended_by_budget == steps else self.counter.missing()
+        if missing and self._ended_by_release == steps:
             ledger = dataclasses.replace(ledger, ended_by_release=True)
         elif missing:
             owed = (*ledger.cut_short, *missing, *self.to_come.values())
             ledger = dataclasses.replace(ledger, cut_short=owed)
-        self._ended, self._ended_by_release = ledger, None
+        self._ended, self._ended_by_release, self._ended_by_budget = ledger, None, None
         self.counter.begin(
             scheme, steps_per_release, planned_releases, noise_multipliers
         )
@@ -309,6 +311,10 @@ class LedgerRecorder:
     def end_by_release(self) -> None:
         """Note that released values alone end the segment, if no step follows."""
         self._ended_by_release = int(self.counter.steps.numpy())
+
+    def end_by_budget(self) -> None:
+        """Note that budgets have no room for another step, and end the segment."""
+        self._ended_by_budget = int(self.counter.steps.numpy())
 
     def note_other_rows(self) -> None:
         """Note that there are releases of other rows, with a ledger of their own."""

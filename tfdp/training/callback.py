@@ -242,6 +242,7 @@ class StepCallback(keras.callbacks.Callback):
         sets: `"l2_norm_clip"` or `"noise_multiplier"`, if the callback sets it: `fit`
             logs it, and refuses a second callback that does.
         queries: What `during_step` asks, found out when `fit` begins.
+        is_alone: Whether `fit` refuses a second callback of its type.
 
     Example:
         >>> class HalveTheClipNorm(tfdp.callbacks.StepCallback):
@@ -262,6 +263,7 @@ class StepCallback(keras.callbacks.Callback):
 
     sets: str | None = None
     queries: tuple[Query, ...] = ()
+    is_alone: bool = False
 
     def before_training(
         self, optimizer: DPOptimizer, planned_steps: int | None

@@ -108,6 +108,7 @@ class LedgerCallback(StepCallback):
         try:
             self._model_ledger.limit(1)
         except PrivacyBudgetError:
+            self._recorder.end_by_budget()
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -171,6 +172,9 @@ def exact_decisions(
             yield ExactDecision(name, "loss", f"callbacks with `{name}`", _OUT)
         if not isinstance(monitor, str) or isinstance(callback, WatchingCallback):
             continue
+        if not getattr(callback, "save_best_only", True):
+            # It saves whatever the metric is.
+            continue
         received = f"monitor={monitor!r}"
         if validates_private_rows and monitor.startswith("val_"):
             yield ExactDecision(name, monitor, received, _OTHER_ROWS)
@@ -194,7 +198,7 @@ def sorted_callbacks(
         The callbacks as a flat list, with some of tfdp's between them.
 
     Raises:
-        ValueError: If two of tfdp's callbacks set the same variable.
+        ValueError: If two of tfdp's callbacks set the same variable, or budget.
     """
     callbacks = flattened(callbacks)
     released = _released_by(callbacks)
@@ -216,6 +220,15 @@ def sorted_callbacks(
     for callback in callbacks:
         if isinstance(callback, StepCallback) and callback.sets is not None:
             setters[callback.sets].append(type(callback).__name__)
+    alone = [type(each).__name__ for each in callbacks if _is_alone(each)]
+    for name in set(alone):
+        if alone.count(name) > 1:
+            raise ValueError(
+                f"Only one `{name}` may act in a `fit`: each sets what the other has set. "
+                f"Received: callbacks={alone}. Leave all but one out; a `PrivacyBudget` takes "
+                "a budget of the model and a project, `PrivacyBudget(delta, "
+                "target_epsilon, project=...)`."
+            )
     for name, types in setters.items():
         if len(types) > 1:
             raise ValueError(
@@ -230,6 +243,10 @@ def sorted_callbacks(
         )
     )
     return [each for one in callbacks for each in _with_guards(one, released)]
+
+
+def _is_alone(callback: keras.callbacks.Callback) -> bool:
+    return isinstance(callback, StepCallback) and callback.is_alone
 
 
 def _with_guards(

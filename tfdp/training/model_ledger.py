@@ -169,12 +169,7 @@ class ModelLedger:
             if drawn is not None and is_seeded:
                 # A seed must not give the draws again that an earlier epoch had.
                 drawn.advance_to(max(drawn.epoch, recorder.all_sampled_epochs + 1))
-            try:
-                yield
-            finally:
-                # Whether budgets have ended the steps only a limit that stands can tell.
-                with contextlib.suppress(PrivacyBudgetError):
-                    self.limit()
+            yield
         finally:
             self.journals = []
             # Callbacks set the noise of a step only while `fit` runs.
