@@ -264,8 +264,8 @@ def train(
     )
     norms = {}
     # The median is released as often.
-    for tenth in range(1, 11):
-        end = round(size.rounds * tenth / 10)
+    ends = [round(size.rounds * tenth / 10) for tenth in range(1, 11)]
+    for end in ends:
         history = simulation.run(
             end,
             validation_data=test_data,
@@ -281,6 +281,13 @@ def train(
             unfinished.replace(path)
         if path.exists():
             norms[end] = np.load(path)
+    # A run that was stopped and went on has a look more, which others have not.
+    looks = [
+        place
+        for place, end in enumerate(history["round"])
+        if end in ends or end % size.evaluate_every == 0
+    ]
+    history = {key: [each[place] for place in looks] for key, each in history.items()}
     return Result(history, norms, simulation.privacy_statement(DELTA))
 
 
