@@ -89,6 +89,8 @@ def test_values_are_what_keras_finds_for_each_row_alone(problem, rng):
     model.compile(loss=loss, metrics=["accuracy"])
     for row, values in enumerate(found):
         one = keras.tree.map_structure(lambda a, row=row: a[row : row + 1], (x, y))
+        # Older Keras goes on counting.
+        model.reset_metrics()
         expected = model.test_on_batch(*one, return_dict=True)
         # As much as float16 tells, where that is computed with.
         assert values[0] == pytest.approx(expected["loss"], rel=2e-3)
