@@ -56,6 +56,8 @@ IN_GROUPS = {
     "3d, depth 1": ((3, 3, 4, 2), (2, 1, 2, 1, 4), {"strides": (1, 2, 1)}),
     "1d, depth 1": ((7, 3), (3, 1, 6), {"dilation_rate": 2, "padding": "same"}),
     "2d, depth 1": ((6, 6, 3), (3, 3, 1, 6), {"strides": 2, "padding": "same"}),
+    "2d, one stride": ((6, 6, 3), (3, 3, 1, 6), {"strides": (2,)}),
+    "2d, NumPy": ((6, 6, 4), (3, 3, 2, 6), {"strides": np.int64(2)}),
     "2d, depth 1, strides": ((6, 6, 3), (3, 3, 1, 6), {"strides": (2, 1)}),
 }
 

@@ -333,7 +333,7 @@ def _conv(
     inputs, kernel = tf.convert_to_tensor(inputs), tf.convert_to_tensor(kernel)
     *size, depth, _ = kernel.shape
     strides, dilations = (
-        (each,) * len(size) if isinstance(each, int) else tuple(each)
+        tuple(np.broadcast_to(each, len(size)).tolist())
         for each in (strides, dilation_rate)
     )
     if depth == 1 and len(size) < 3 and len(set(strides)) == 1:
