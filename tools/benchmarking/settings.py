@@ -16,7 +16,7 @@ ROWS = {
 }
 _TFDP_ALONE = (
     *("frozen", "bert", "bert:4", "bert_whole", "gpt2"),
-    *("wrn16_4", "mobilenet_v2", "resnet50"),
+    *("wrn16_4", "mobilenet_v2", "resnet50", "resnext", "convnext_tiny"),
     *("wide_sequence", "long_sequence"),
 )
 _MODELS = [name for name in PROBLEMS if name not in {"synthetic", "deep", *_TFDP_ALONE}]

@@ -153,10 +153,32 @@ def _resnet50() -> keras.Model:
     return _application(keras.applications.ResNet50)
 
 
-def _application(network: Any) -> keras.Model:
+def _convnext_tiny() -> keras.Model:
+    """Convolutions in as many groups as channels, between dense layers."""
+    return _application(keras.applications.ConvNeXtTiny, include_preprocessing=False)
+
+
+def _application(network: Any, **options: Any) -> keras.Model:
     return network(
-        input_shape=(64, 64, 3), weights=None, classes=10, classifier_activation=None
+        input_shape=(64, 64, 3),
+        weights=None,
+        classes=10,
+        classifier_activation=None,
+        **options,
     )
+
+
+def _resnext() -> keras.Model:
+    """Three blocks with convolutions of 128 channels in 32 groups."""
+    inputs = keras.Input((32, 32, 3))
+    x = layers.Conv2D(64, 3, padding="same")(inputs)
+    for stride in (1, 2, 2):
+        inner = layers.Conv2D(128, 1, activation="relu")(x)
+        inner = layers.Conv2D(128, 3, stride, padding="same", groups=32)(inner)
+        inner = layers.Activation("relu")(layers.GroupNormalization(8)(inner))
+        shortcut = x if stride == 1 else layers.AveragePooling2D(stride)(x)
+        x = layers.Add()([layers.Conv2D(64, 1)(inner), shortcut])
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
 
 
 _BUILD = {
@@ -174,4 +196,6 @@ _BUILD = {
     "gpt2": _gpt2,
     "mobilenet_v2": _mobilenet_v2,
     "resnet50": _resnet50,
+    "resnext": _resnext,
+    "convnext_tiny": _convnext_tiny,
 }

@@ -54,6 +54,8 @@ PROBLEMS = {
     "wrn16_4": Problem((32, 32, 3), 10),
     "mobilenet_v2": Problem((64, 64, 3), 10, batch_size=32),
     "resnet50": Problem((64, 64, 3), 10, batch_size=32),
+    "resnext": Problem((32, 32, 3), 10, batch_size=32),
+    "convnext_tiny": Problem((64, 64, 3), 10, batch_size=8),
 }
 
 
