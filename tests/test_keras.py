@@ -18,6 +18,21 @@ def gathered(x):
     return tf.gather(x, tf.constant([[1, 1], [0, 2]]), batch_dims=1)
 
 
+@tf.function(autograph=False)
+def gradient_of_gathered(x, places):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = 3 * tf.gather(x, places, batch_dims=1)
+    # What is gathered is not asked for: on a CPU it would be an error.
+    return tape.gradient(y, x)
+
+
+def test_gradients_of_what_rows_gather_stay_in_the_rows():
+    with _keras.gradients_of_rows():
+        found = gradient_of_gathered(tf.zeros([3, 2]), tf.constant([[1], [2], [-1]]))
+    np.testing.assert_array_equal(found, [[0, 3], [0, 3], [3, 0]])
+
+
 @pytest.mark.parametrize(
     ("function", "kinds"),
     [
@@ -39,7 +54,7 @@ def test_sums_are_spread_by_broadcasting(function, kinds, rng):
     found = []
     for spreads, kind in zip((False, True), kinds, strict=True):
         traced = tf.function(gradient, autograph=False)
-        with _keras.sums_spread_by_broadcasting() if spreads else nullcontext():
+        with _keras.gradients_of_rows() if spreads else nullcontext():
             graph = traced.get_concrete_function(tf.TensorSpec(x.shape, x.dtype))
         made = {op.type for op in graph.graph.get_operations()}
         assert kind is None or kind in made

@@ -35,6 +35,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context, record, tape
 from tensorflow.python.framework import function_def_to_graph, smart_cond
 from tensorflow.python.ops import (
+    array_grad,
     array_ops,
     control_flow_util,
     gradients_util,
@@ -253,13 +254,20 @@ def has_own_gradient(op: tf.Operation) -> bool:
     return "_gradient_op_type" in op.node_def.attr
 
 
-def sums_spread_by_broadcasting() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the gradients of sums are spread by `tf.broadcast_to`.
+@contextlib.contextmanager
+def gradients_of_rows() -> Iterator[None]:
+    """Let gradients be made as rows of a batch need them.
 
-    Where lengths are static TensorFlow makes tiles of them, which on CPUs takes many times
-    as long.
+    Those of sums are spread by `tf.broadcast_to`: where lengths are static TensorFlow makes
+    tiles, which on CPUs takes many times as long. And the gradient of what each row has
+    gathered of its own stays in the row, whatever the numbers are: on a GPU, one that is out
+    of range would lead to another row.
     """
-    return attributes_replaced(array_ops, tile=_spread)
+    with (
+        attributes_replaced(array_ops, tile=_spread),
+        attributes_replaced(array_grad, _BatchGatherGrad=_gathered_gradient),
+    ):
+        yield
 
 
 def maps_run_in(
@@ -353,6 +361,17 @@ def _conv(
         return convolve(inputs, kernel)
     pairs = zip(tf.split(inputs, groups, -1), tf.split(kernel, groups, -1), strict=True)
     return tf.concat([convolve(*pair) for pair in pairs], -1)
+
+
+_gathered_gradient_of_tensorflow = array_grad._BatchGatherGrad
+
+
+def _gathered_gradient(
+    shape: Tensor, values: Nest, indices: Tensor, batch_dims: int, length: Tensor
+) -> Tensor:
+    if batch_dims:
+        indices = tf.clip_by_value(indices, 0, tf.cast(length, indices.dtype) - 1)
+    return _gathered_gradient_of_tensorflow(shape, values, indices, batch_dims, length)
 
 
 def _spread(tensor: Nest, multiples: Nest, name: str | None = None) -> Tensor:

@@ -309,7 +309,7 @@ def molecules_of(rng, rows):
 
 ENTRIES = [
     Entry("experts", experts, images(5, 4), CLASSES, "bookkeeping"),
-    Entry("molecules", molecules, molecules_of, YES_OR_NO, "apart"),
+    Entry("molecules", molecules, molecules_of, YES_OR_NO, "bookkeeping"),
     Entry("wide_and_deep", wide_and_deep, table, YES_OR_NO, "bookkeeping", True),
     Entry("deep_and_cross", deep_and_cross, table, YES_OR_NO, "bookkeeping"),
     Entry("tab_transformer", tab_transformer, table, YES_OR_NO, "bookkeeping"),

@@ -90,7 +90,7 @@ _COUNTING = _Flaw(
     "`engine='auto'` runs every row by itself, where that number is 1. This is right "
     "where a row only looks for entries of its own; what is divided by it, say, is as in "
     "a batch of one row. Where another number is meant, write it: `x / 32`. Where numbers "
-    "in the data pick entries, as in `keras.ops.take_along_axis`, clip the numbers: "
+    "in the data pick a row's own entries among those of all rows, clip them first: "
     "`keras.ops.clip(numbers, 0, length - 1)`, with a fixed length.",
 )
 

@@ -279,7 +279,7 @@ class RecordedForward:
         tensors = [watched.tensors for watched in self._recording.watched]
         elsewhere = self._recording.elsewhere
         values = [variable.value for variable in elsewhere.values()]
-        with _keras.sums_spread_by_broadcasting():
+        with _keras.gradients_of_rows():
             gradients, of_values = self._recording.tape.gradient(
                 self.losses,
                 [tensors, values],

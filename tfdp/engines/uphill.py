@@ -133,7 +133,7 @@ class Uphill:
         tensors = list(found.values())
         weights = [tf.zeros_like(tensor) for tensor in tensors]
         try:
-            with _keras.sums_spread_by_broadcasting():
+            with _keras.gradients_of_rows():
                 with tf.GradientTape(watch_accessed_variables=False) as tape:
                     tape.watch(weights)
                     weighted = self._step_tape.gradient(
