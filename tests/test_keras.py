@@ -119,6 +119,29 @@ def test_convolutions_in_groups_are_those_of_the_groups(
         np.testing.assert_allclose(found, true, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("begin", [(0, 1, 0), (0, 4, 3), (2, -1, 9)])
+def test_slices_are_updated_as_by_xla(begin, rng):
+    x, part = rng.normal(size=(3, 5, 4)), rng.normal(size=(3, 2, 1))
+
+    @tf.function(autograph=False)
+    def updated(x, part, begin):
+        return keras.ops.slice_update(x, begin, part)
+
+    rows = tf.TensorSpec([None, 5, 4], x.dtype), tf.TensorSpec([None, 2, 1], x.dtype)
+    with _keras.models_run_plainly():
+        traced = updated.get_concrete_function(*rows, tf.TensorSpec([3], tf.int32))
+    assert not any(op.type.startswith("Xla") for op in traced.graph.get_operations())
+    np.testing.assert_array_equal(
+        traced(tf.constant(x), tf.constant(part), tf.constant(begin)),
+        updated(tf.constant(x), tf.constant(part), tf.constant(begin)),
+    )
+    with _keras.models_run_plainly():
+        np.testing.assert_array_equal(keras.ops.slice_update(x, begin, 2 * x), 2 * x)
+        # Fewer rows than there are is what XLA alone does.
+        first = updated(tf.constant(x), tf.constant(part[:1]), tf.constant([1, 0, 0]))
+    np.testing.assert_array_equal(first[1, :2, :1], part[0])
+
+
 def test_known_conditions_are_their_branch():
     def chosen(x, known):
         is_even = tf.equal(4, 4) if known else tf.equal(tf.shape(x)[0] % 2, 0)

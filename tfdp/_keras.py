@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import core as keras_core
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
@@ -293,12 +294,14 @@ def maps_run_in(
 def models_run_plainly() -> Iterator[None]:
     """Let models run by TensorFlow's plain operations, in this thread.
 
-    Of a condition that is known its branch is taken, which has known lengths. And
-    convolutions in groups are not given to XLA: that compiles them for each number of rows,
-    and on CPUs they then take many times as long.
+    Of a condition that is known its branch is taken, which has known lengths. What asks to
+    be computed again on the way back is not: rules keep what goes into its layers anyway. And
+    convolutions in groups and updates of slices are not given to XLA: that compiles them for
+    each number of rows, and on CPUs they then take many times as long.
     """
     # Outside of these contexts the replacements do what the originals do.
     tf.cond, keras_nn.conv = _cond, _conv
+    keras_core.dynamic_update_slice = _update_slice
     before, _plainly.is_on = _plainly.is_on, True
     try:
         yield
@@ -312,6 +315,8 @@ class _Plainly(threading.local):
 
 _plainly = _Plainly()
 _cond_of_tensorflow, _conv_of_keras = tf.cond, keras_nn.conv
+_recompute_of_tensorflow = tf.recompute_grad
+_update_slice_of_xla = keras_core.dynamic_update_slice
 
 
 @functools.wraps(_cond_of_tensorflow)
@@ -361,6 +366,43 @@ def _conv(
         return convolve(inputs, kernel)
     pairs = zip(tf.split(inputs, groups, -1), tf.split(kernel, groups, -1), strict=True)
     return tf.concat([convolve(*pair) for pair in pairs], -1)
+
+
+def _update_slice(inputs: Tensor, updates: Tensor, begin: Nest) -> Tensor:
+    """Do what XLA does, where lengths that differ are known."""
+    inputs, updates, begin = map(tf.convert_to_tensor, (inputs, updates, begin))
+    lengths = dict(enumerate(zip(inputs.shape, updates.shape, strict=True)))
+    parts = {axis: pair for axis, pair in lengths.items() if pair[0] != pair[1]}
+    if not _plainly.is_on or any(None in pair for pair in parts.values()):
+        return _update_slice_of_xla(inputs, updates, begin)
+    if not parts:
+        return updates
+    more = [whole - part for whole, part in parts.values()]
+    # XLA moves what would reach beyond the end.
+    begins = tf.clip_by_value(tf.gather(begin, list(parts)), 0, more)
+
+    def placed(tensor: Tensor) -> Tensor:
+        pairs = lengths.values()
+        behind = [[0, w - p if n in parts else 0] for n, (w, p) in enumerate(pairs)]
+        return tf.roll(tf.pad(tensor, behind), begins, list(parts))
+
+    is_new = tf.ones([parts.get(axis, (1, 1))[1] for axis in lengths], tf.bool)
+    return tf.where(placed(is_new), placed(updates), inputs)
+
+
+@functools.wraps(_recompute_of_tensorflow)
+def _recompute(function: Callable[..., Nest]) -> Callable[..., Nest]:
+    recomputed = _recompute_of_tensorflow(function)
+
+    @functools.wraps(recomputed)
+    def run(*args: Nest, **kwargs: Nest) -> Nest:
+        return (function if _plainly.is_on else recomputed)(*args, **kwargs)
+
+    return run
+
+
+# What is wrapped by it may be made long before it runs.
+tf.recompute_grad = _recompute
 
 
 _gathered_gradient_of_tensorflow = array_grad._BatchGatherGrad

@@ -58,6 +58,16 @@ def flat(x, plus=0):
     return tf.reshape(put, [-1, size])
 
 
+def put_some(x, number=2, change=lambda rows, _: rows):
+    """Put numbers in place of the largest of each row."""
+    rows = number_of(x)
+    of_rows = change(tf.repeat(tf.range(rows), number), rows)
+    places = tf.reshape(tf.math.top_k(x, number)[1], [-1])
+    return tf.tensor_scatter_nd_update(
+        x, tf.stack([of_rows, places], -1), 2 * tf.repeat(x[:, 0], number)
+    )
+
+
 APART = {
     "own place": (put, (D,)),
     "flat": (flat, (D,)),
@@ -85,6 +95,8 @@ APART = {
         (4, D),
     ),
     "ctc": (ctc, (4, 5)),
+    "some of each row's": (put_some, (D,)),
+    "one of each row's": (lambda x: put_some(x, 1), (D,)),
 }
 # What no proof is tried of: the gradient gathers by numbers of rows.
 NO_GRADIENT = {"own place", "flat", "the largest"}
@@ -116,6 +128,12 @@ MEETING = {
     ),
     "constants to some of the rows": lambda x: (
         x + tf.scatter_nd(FREE, tf.ones([2, D], x.dtype), tf.shape(x))
+    ),
+    "some of the next row's": lambda x: put_some(
+        x, change=lambda of_rows, rows: tf.math.floormod(of_rows + 1, rows)
+    ),
+    "some of others": lambda x: put_some(
+        x, change=lambda of_rows, rows: tf.range(2 * rows) % rows
     ),
     "constants to entries of some": lambda x: (
         x + tf.scatter_nd([[0, 1], [2, 1]], tf.ones([2], x.dtype), tf.shape(x))

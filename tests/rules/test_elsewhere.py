@@ -113,6 +113,20 @@ def associative(x, own):
     return tf.ensure_shape(states, x.shape)
 
 
+def put_by_numbers(x, own):
+    """Change the steps that are the largest."""
+    rows = ops.shape(x)[0]
+    steps = ops.cast(ops.top_k(x[..., 0], 2)[1], "int32")
+    of_rows = ops.repeat(ops.arange(rows), 2)
+    places = ops.stack([of_rows, ops.reshape(steps, (-1,))], axis=-1)
+    values = ops.reshape(own * ops.tanh(x[:, :2]), (-1, WIDTH))
+    return ops.scatter_update(x, places, values)
+
+
+def recomputed(x, own):
+    return keras.remat(lambda x: ops.tanh(x * own) * own)(x)
+
+
 # What is done with a variable of some shape, and rows of shape (LENGTH, WIDTH).
 SHAPES = {
     "scaled": (WIDTH,),
@@ -148,6 +162,9 @@ SHAPES = {
     "associative": (WIDTH,),
     "in_groups": (2, WIDTH, 4),
     "of_each_channel": (2, 1, WIDTH),
+    "put": (WIDTH,),
+    "put_by_numbers": (WIDTH,),
+    "recomputed": (WIDTH,),
 }
 USES = {
     "scaled": lambda x, own: x * own,
@@ -185,6 +202,9 @@ USES = {
         ops.concatenate([x, x], -1), own, padding="same"
     ),
     "of_each_channel": ops.conv,
+    "put": lambda x, own: ops.slice_update(x, (0, LENGTH - 1, 0), x[:, :1] * own),
+    "put_by_numbers": put_by_numbers,
+    "recomputed": recomputed,
 }
 
 
@@ -504,10 +524,6 @@ def in_a_function(x, own):
     return tf.function(lambda x: x * own)(x)
 
 
-def remembered(x, own):
-    return tf.recompute_grad(lambda x: x * own)(x)
-
-
 def of_waves(x, own):
     waves = tf.complex(x, x) * tf.complex(own, 2 * own)
     return ops.cast(tf.math.real(waves), x.dtype)
@@ -520,7 +536,6 @@ REFUSED = {
     "with_a_gradient": (with_a_gradient, "IdentityN"),
     "with_a_gradient_inside": (with_a_gradient_inside, "IdentityN"),
     "through_a_gradient": (through_a_gradient, "IdentityN"),
-    "remembered": (remembered, "IdentityN"),
     "of_an_unknown_function": (
         lambda x, own: tf.math.igamma(own, ops.abs(x) + 1),
         "Igamma",
@@ -544,9 +559,7 @@ REFUSED = {
                 *("of_an_unknown_function", "complex", "without_a_gradient"),
             )
         ),
-        # Both are functions with a gradient of their own.
         pytest.param("with_a_gradient", marks=pytest.mark.exhaustive),
-        pytest.param("remembered", marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_is_not_followed_is_taken_apart(name, monkeypatch):

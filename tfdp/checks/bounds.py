@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdp._types import Array, Tensor
 from tfdp.checks.node import COUNTS, Node, depth_of
 from tfdp.checks.sizes import Length, Size, is_fixed
-from tfdp.checks.values import Cause, Layout, Value, causes_of, known
+from tfdp.checks.values import PLAIN, Cause, Layout, Value, causes_of, known
 
 _WHOLE = (tf.int32, tf.int64)
 # Floats have all whole numbers up to that.
@@ -107,29 +107,36 @@ def own_entries(
     return None if bounds is None else (Layout(1, entries), bounds.causes)
 
 
-def own_row_bounds(node: Node, number: int) -> Bounds | None:
-    """Say the same where each entry is pointed to by several numbers, one for each axis.
+def own_rows(node: Node, number: int) -> tuple[Layout, frozenset[Cause]] | None:
+    """Say how rows lie in numbers of which several point to an entry, one for each axis.
 
     Args:
-        node: An operation such as `GatherNd`, with rows on the first axis.
+        node: An operation such as `GatherNd`, which has a row in each entry of the first
+            axis that is pointed to.
         number: Of the input that has the numbers, on its last axis.
 
     Returns:
-        Bounds, if the first number is proven to be the row's own and nothing is known of
-        the others but that they do not depend on its place; None otherwise.
+        Their layout on the first axis, and what is the matter with it, if the first number
+        is proven to be the row's own and nothing is known of the others but that they do
+        not depend on its place; None otherwise.
     """
+    value = node.inputs[number]
+    entries = node.entries_of(value.shape[0])
+    layout = Layout(1, entries or 1)
+    if not entries or value[:2] not in {(0, layout), (None, PLAIN)}:
+        return None
     bounds = _bounds_of_rows(node, number)
     if bounds is None or bounds.largest_compared > 1:
         return None
     # What holds all along the last axis holds for the numbers of all axes.
-    depth = depth_of(node.inputs[number])
+    depth = depth_of(value)
     stride, low, high = (
         np.broadcast_to(each, (*each.shape[:-1], depth))
         for each in np.broadcast_arrays(*bounds[:3])
     )
     ends = np.stack([low, high])[..., 0]
     is_own = np.all(stride[..., 0] == 1) and not np.any(ends)
-    return bounds if is_own and not np.any(stride[..., 1:]) else None
+    return (layout, bounds.causes) if is_own and not np.any(stride[..., 1:]) else None
 
 
 def are_never_negative(node: Node, numbers: Tensor, block: int) -> bool:

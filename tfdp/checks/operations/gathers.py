@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfdp.checks.bounds import own_bounds, own_entries, own_row_bounds
+from tfdp.checks.bounds import own_bounds, own_entries, own_rows
 from tfdp.checks.node import (
     ANY,
     Node,
@@ -66,11 +66,11 @@ def _gather(node: Node) -> Value:
 @rule("GatherNd", "ResourceGatherNd", rows_in=ANY)
 def _gather_nd(node: Node) -> Value:
     params, indices = node.inputs
-    if params[:2] == (0, PLAIN) and indices[:2] in ((0, PLAIN), (None, PLAIN)):
-        own = own_row_bounds(node, 1)
-        if own is not None and indices.shape[0] == node.of_rows(PLAIN):
-            lengths = indices.shape[:-1] + params.shape[depth_of(indices) :]
-            return node.like(Value(0, PLAIN, lengths), params.causes | own.causes)
+    own = own_rows(node, 1) if params[:2] == (0, PLAIN) else None
+    if own is not None:
+        layout, causes = own
+        lengths = indices.shape[:-1] + params.shape[depth_of(indices) :]
+        return node.like(Value(0, layout, lengths), params.causes | causes)
     if params.axis is not None:
         if params.lengths is not None and indices.axis is None and indices.lengths:
             depth = indices.lengths[-1]

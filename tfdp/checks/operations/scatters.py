@@ -1,9 +1,9 @@
 """Entries that are put into tensors by their numbers."""
 
-from tfdp.checks.bounds import own_entries, own_row_bounds
+from tfdp.checks.bounds import own_entries, own_rows
 from tfdp.checks.node import ANY, COUNTS, Node, depth_of, lengths_from, rule
 from tfdp.checks.sizes import Size
-from tfdp.checks.values import PLAIN, Value, causes_of, have_rows
+from tfdp.checks.values import PLAIN, Layout, Value, causes_of, have_rows
 
 
 @rule(
@@ -13,6 +13,10 @@ from tfdp.checks.values import PLAIN, Value, causes_of, have_rows
 )
 def _put_into(node: Node) -> Value:
     tensor, indices, updates = node.inputs
+    own = own_rows(node, 1) if tensor[:2] == (0, PLAIN) else None
+    if own is not None and _are_all_or_in(updates, own[0]):
+        causes = tensor.causes | updates.causes | own[1]
+        return node.like(Value(0, PLAIN, tensor.lengths), causes)
     if have_rows([indices]):
         return node.unknown()
     # Each index is about so many of the first axes, in place of which updates have those
@@ -38,10 +42,9 @@ def _put_into_zeros(node: Node) -> Value:
     if have_rows([shape]):
         return node.unknown()
     lengths = lengths_from(shape)
-    are_rows = all(each[:2] in {(0, PLAIN), (None, PLAIN)} for each in node.inputs)
-    own = own_row_bounds(node, 0) if are_rows else None
-    if own is not None and lengths[0] == node.of_rows(PLAIN):
-        return node.like(Value(0, PLAIN, lengths), updates.causes | own.causes)
+    own = own_rows(node, 0) if lengths[0] == node.of_rows(PLAIN) else None
+    if own is not None and _are_all_or_in(updates, own[0]):
+        return node.like(Value(0, PLAIN, lengths), updates.causes | own[1])
     flat = own_entries(node, 0, lengths[0]) if depth_of(indices) == 1 else None
     if flat is not None:
         layout, causes = flat
@@ -60,3 +63,8 @@ def _put_into_zeros(node: Node) -> Value:
         return node.mixed("puts rows where numbers say", is_certain=False)
     axis = updates.axis - more + depth_of(indices)
     return node.like(Value(axis, updates.layout, lengths), causes)
+
+
+def _are_all_or_in(updates: Value, layout: Layout) -> bool:
+    """Tell whether entries are free of data, or those of rows that lie as numbers do."""
+    return updates[:2] in {(0, layout), (None, PLAIN)}
