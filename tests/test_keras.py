@@ -142,6 +142,21 @@ def test_slices_are_updated_as_by_xla(begin, rng):
     np.testing.assert_array_equal(first[1, :2, :1], part[0])
 
 
+def test_convolutions_of_unknown_channels_are_left_alone():
+    kernel = tf.ones([3, 2, 4])
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 5, None])])
+    def convolved(x):
+        return keras.ops.conv(x, kernel)
+
+    with _keras.models_run_plainly():
+        assert convolved(tf.ones([1, 5, 2])).shape == (1, 3, 4)
+    layer = keras.layers.Conv1D(2, 2, data_format="channels_first")
+    layer(tf.ones([1, 3, 4]))
+    traced = tf.function(layer.call).get_concrete_function(tf.TensorSpec([1, 3, None]))
+    assert traced.structured_outputs.shape.as_list() == [1, 2, None]
+
+
 def test_known_conditions_are_their_branch():
     def chosen(x, known):
         is_even = tf.equal(4, 4) if known else tf.equal(tf.shape(x)[0] % 2, 0)
@@ -152,6 +167,19 @@ def test_known_conditions_are_their_branch():
         with _keras.models_run_plainly():
             traced = traced.get_concrete_function(tf.TensorSpec([None, 3]), known)
         assert traced.structured_outputs.shape.as_list() == [None, length]
+    # What a branch returns is made tensors of, as TensorFlow's own does.
+    for value in (1.5, np.ones(2), tf.Variable(2), {"a": 1, "b": None}):
+        found = []
+
+        @tf.function
+        def choose(value=value, found=found):
+            found.append(tf.cond(tf.equal(4, 4), lambda: value, lambda: value))
+
+        choose.get_concrete_function()
+        with _keras.models_run_plainly():
+            tf.function(choose.python_function).get_concrete_function()
+        own, known = (tf.nest.map_structure(type, each) for each in found)
+        assert known == own
     # Outside, and where it is a variable, TensorFlow's own decides.
     with tf.Graph().as_default():
         assert chosen(tf.zeros([2, 3]), True).op.type != "StridedSlice"

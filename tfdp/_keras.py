@@ -323,8 +323,19 @@ _update_slice_of_xla = keras_core.dynamic_update_slice
 def _cond(pred: Tensor, *args: Nest, **kwargs: Nest) -> Nest:
     # Variables are not hashable, and have no value that is known.
     may_be_known = _plainly.is_on and isinstance(pred, tf.Tensor)
-    choose = smart_cond.smart_cond if may_be_known else _cond_of_tensorflow
-    return choose(pred, *args, **kwargs)
+    if not may_be_known or tf.executing_eagerly():
+        return _cond_of_tensorflow(pred, *args, **kwargs)
+    return tf.nest.map_structure(
+        _as_of_a_branch, smart_cond.smart_cond(pred, *args, **kwargs)
+    )
+
+
+def _as_of_a_branch(output: Nest) -> Nest:
+    """Make a tensor of what a branch of a graph would make one of."""
+    as_they_are = tf.Tensor, tf.__internal__.CompositeTensor, tf.TensorArray
+    if output is None or isinstance(output, (*as_they_are, tf.Operation)):
+        return output
+    return tf.convert_to_tensor(output)
 
 
 @functools.wraps(_conv_of_keras)
@@ -338,8 +349,9 @@ def _conv(
 ) -> Tensor:
     """Do what Keras's convolution does, in groups without XLA where channels come last."""
     data_format = data_format or keras.config.image_data_format()
-    groups = inputs.shape[-1] // kernel.shape[-2]
-    if not _plainly.is_on or groups == 1 or data_format != "channels_last":
+    is_known = data_format == "channels_last" and inputs.shape[-1] is not None
+    groups = inputs.shape[-1] // kernel.shape[-2] if is_known else 1
+    if not _plainly.is_on or groups == 1:
         return _conv_of_keras(
             inputs, kernel, strides, padding, data_format, dilation_rate
         )
