@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import keras
 import numpy as np
@@ -979,6 +980,64 @@ def test_a_compute_loss_that_reads_the_batch_is_refused():
     private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0))
     with pytest.raises(UnsupportedLossError, match="as a whole"):
         private.fit(np.ones((8, D)), np.ones((8, 1)), batch_size=4, verbose=0)
+
+
+class RowAfterRow(keras.Model):
+    """A loss that no sum is, so each row is asked for by itself, and what it hands on."""
+
+    def __init__(self, adds):
+        super().__init__()
+        self.dense, self.adds = layers.Dense(1), adds
+        self.seen = keras.metrics.Mean(name="seen")
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.generator = tf.random.Generator.from_seed(1)
+        self.seeds = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        loss = ops.sqrt(ops.mean(ops.square(y - y_pred)))
+        return loss + ops.mean(y_pred) * ops.cast(self.adds(self, loss), loss.dtype)
+
+
+def mean_up_to_now(model, loss):
+    model.seen.update_state(loss)
+    return model.seen.result()
+
+
+def calls_up_to_now(model, _):
+    model.calls.assign_add(1.0)
+    return model.calls
+
+
+FROM_ROW_TO_ROW = {
+    "metric": mean_up_to_now,
+    "counter": calls_up_to_now,
+    "generator": lambda model, _: model.generator.normal(()),
+    "seed": lambda model, _: model.seeds.next()[1] % 2,
+}
+# Calls may be counted where each row runs by itself, at once with all others.
+COUNTED = {"auto": ApartEngine(), "vectorized": VectorizedEngine()}
+
+
+@pytest.mark.parametrize("engine", ["auto", "vectorized", "ghost"])
+@pytest.mark.parametrize("name", FROM_ROW_TO_ROW)
+def test_losses_hand_nothing_from_row_to_row(name, engine):
+    private = tfdp.DPModel(RowAfterRow(FROM_ROW_TO_ROW[name]), engine=engine)
+    private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0))
+    fit = functools.partial(
+        private.fit, np.ones((8, D)), np.ones((8, 1)), batch_size=4, verbose=0
+    )
+    if name == "counter" and engine in COUNTED:
+        fit()
+        assert private._checked.engine == COUNTED[engine]
+        return
+    said = {"metric": "reads a metric", "counter": "leaves to the next row"}
+    refused = UnsupportedLayerError, UnsupportedLossError
+    with pytest.raises(refused, match=said.get(name, "seed|Rng")):
+        fit()
+    assert not private.ledger.segments
 
 
 # ----------------------------------------------------------------- which engine it is

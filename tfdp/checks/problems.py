@@ -9,7 +9,7 @@ import keras
 from tfdp.checks.comparisons import COMPARISONS, MEETING, OWN_COMPARISONS
 from tfdp.checks.found import LOSS, Found
 from tfdp.checks.node import BY_PLACE, MEMORY
-from tfdp.checks.tracing import LOOPS, NO_GRADIENT, Trace
+from tfdp.checks.tracing import LEFT, LOOPS, NO_GRADIENT, Trace
 from tfdp.errors import UnsupportedLayerError
 
 
@@ -246,11 +246,11 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 f"{each.operation}, which {cause.why}."
             )
             fix = _COUNTING.fix
-        elif cause.why == MEMORY:
+        elif cause.why == MEMORY or cause.why.startswith(LEFT):
             reason = (
                 "A loss must keep nothing from one example to the next. Received: "
-                f"{each.operation}, which {cause.why}. Draw with a "
-                "`keras.random.SeedGenerator`: candidates of a sampled softmax with "
+                f"{each.operation}, which {cause.why}. Change variables in a callback; and "
+                "draw with a `keras.random.SeedGenerator`: candidates of a sampled softmax with "
                 "`keras.random.randint((7,), 0, classes, seed=self.seed_generator)`."
             )
         else:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -13,10 +14,10 @@ from tfdp._types import Nest, Tensor, Variable
 from tfdp.checks.comparisons import OWN_COMPARISONS, Comparisons, warn_of_change
 from tfdp.checks.found import GRADIENTS, LOSS, Found, Owner, differentiated
 from tfdp.checks.graph import METRIC, Analysis
-from tfdp.checks.node import SEEDS, SHARED_SEEDS
+from tfdp.checks.node import BY_PLACE, SEEDS, SHARED_SEEDS
 from tfdp.checks.operations.chance import READ
 from tfdp.checks.sizes import Length, Size
-from tfdp.checks.values import FREE, PLAIN, WITHIN, Cause, Layout, Value
+from tfdp.checks.values import FREE, PLAIN, WITHIN, Cause, Layout, Value, causes_of
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.rules.places import ROWS_FIRST, Place, Where
 
@@ -42,6 +43,10 @@ SEED_AS_NUMBER = "the state of a seed generator, read as a number"
 
 # What is the matter with some loops inside of a loop over rows.
 NO_GRADIENT = "has no gradient in a loop over rows"
+# What else is, with what goes from row to row; names follow.
+LEFT = "leaves to the next row"
+
+_READS_METRIC = "reads a metric, which holds data without noise"
 
 LOOPS = ("While", "StatelessWhile")
 
@@ -77,8 +82,8 @@ class Trace:
         self._model = model
         # Where the operations of each call are: graph, first, past the last, layer.
         self._calls: list[tuple[tf.Graph, int, int, Owner]] = []
-        # What gets one row at a time: graph, its arguments, whose it is.
-        self._alone: list[tuple[tf.Graph, int, Owner]] = []
+        # What gets one row at a time.
+        self._alone: list[_Alone] = []
         self._owners: list[Owner] = [None]
         # What an engine reads, and how many operations there were by then.
         self._read: tuple[list[Tensor], int | None] | None = None
@@ -236,7 +241,7 @@ class Trace:
     ) -> list[Found]:
         read, past = self._read or (graph.outputs, None)
         known = self._known(graph, given)
-        captures = [each for alone, _, _ in self._alone for each, _ in _outer(alone)]
+        captures = [each for alone in self._alone for each, _ in _outer(alone.graph)]
         wanted = [*read, *captures]
         values = analysis.values(graph, known, wanted, past)
         by_tensor = {
@@ -264,9 +269,9 @@ class Trace:
                 for cause in sorted(causes, key=lambda c: order[c.outer.name])
             ]
             + [
-                Found(owner, cause)
-                for alone, arguments, owner in self._alone
-                for cause in self._causes_alone(alone, arguments, by_tensor)
+                Found(alone.owner, cause)
+                for alone in self._alone
+                for cause in self._causes_alone(alone, by_tensor)
             ]
             + self._of_losses
         )
@@ -301,19 +306,17 @@ class Trace:
             if id(outer) in self._seeds:
                 value = value._replace(variable=self._seeds[id(outer)])
             if id(outer) in metrics:
-                why = "reads a metric, which holds data without noise"
-                cause = Cause(inner.op, inner.op, True, why)
+                cause = Cause(inner.op, inner.op, True, _READS_METRIC)
                 value = value._replace(variable=METRIC, causes=frozenset({cause}))
             known[inner.op.name] = value
         return known
 
-    def _causes_alone(
-        self, graph: tf.Graph, arguments: int, outer: dict[int, Value]
-    ) -> set[Cause]:
+    def _causes_alone(self, alone: "_Alone", outer: dict[int, Value]) -> set[Cause]:
         """Look at a function that gets one row at a time."""
         causes: set[Cause] = set()
+        graph = alone.graph
         known = self._captured(graph)
-        for tensor in graph.inputs[:arguments]:
+        for tensor in graph.inputs[: alone.arguments]:
             known[tensor.op.name] = Value(WITHIN)
         for tensor, inner in _outer(graph):
             value = outer[id(tensor)]
@@ -323,8 +326,17 @@ class Trace:
                 causes.add(Cause(tensor.op, tensor.op, True, why))
             known[inner.op.name] = FREE
         analysis = Analysis(None)
-        analysis.values(graph, known, graph.outputs)
-        self._note_moves(analysis)
+        outputs = analysis.values(graph, known, graph.outputs)
+        left = analysis.assigned | analysis.moved
+        if any(READ in value.chance for value in outputs):
+            left.add(SEED_AS_NUMBER)
+        self.moved |= left
+        # A row meets no other here, but what others have left, and its own place.
+        found = causes_of(outputs)
+        causes |= {each for each in found if each.why in (_READS_METRIC, BY_PLACE)}
+        if alone.in_loop and left:
+            last = graph.outputs[0].op
+            causes.add(Cause(last, last, False, f"{LEFT} {', '.join(sorted(left))}"))
         return causes | analysis.effects
 
     def alone(
@@ -364,7 +376,9 @@ class Trace:
                 f"batch only is refused. Received: {type(error).__name__} for one row, "
                 f"{' '.join(str(error).split())}. {OWN_COMPARISONS}"
             ) from error
-        self._alone.append((traced.graph, len(rows), self._owners[-1]))
+        self._alone.append(
+            _Alone(traced.graph, len(rows), self._owners[-1], in_loop=in_loop)
+        )
         if in_loop and any(op.type in LOOPS for op in traced.graph.get_operations()):
             self._find_in_loop(function, rows, traced)
         numbers = [
@@ -387,8 +401,8 @@ class Trace:
         handles = {id(each.handle) for each in _keras.tensorflow_variables(variable)}
         return any(
             id(outer) in handles
-            for graph, _, _ in self._alone
-            for outer, _ in graph.captures
+            for alone in self._alone
+            for outer, _ in alone.graph.captures
         )
 
     def _compare(
@@ -572,6 +586,22 @@ class Trace:
             if of_graph is graph and first <= place < past
         ]
         return min(spans, key=lambda span: span[0])[1] if spans else None
+
+
+class _Alone(NamedTuple):
+    """A function that gets one row at a time.
+
+    Attributes:
+        graph: Its graph.
+        arguments: How many inputs of that are data.
+        owner: Whose it is.
+        in_loop: Whether it gets one row after the other.
+    """
+
+    graph: tf.Graph
+    arguments: int
+    owner: Owner
+    in_loop: bool
 
 
 def units_checked(
