@@ -27,6 +27,7 @@ from tests.small import (
 )
 from tfdp import _keras
 from tfdp.accounting import PoissonSteps, ShuffledPasses, UnamplifiedSteps
+from tfdp.errors import NotPrivateError
 
 pytestmark = pytest.mark.keras_private
 
@@ -495,6 +496,23 @@ def test_a_run_stopped_by_hand_states_its_plan():
 
 
 @pytest.mark.slow
+def test_no_fit_begins_inside_of_another():
+    """The steps that follow would be clipped as those of the inner one."""
+    model, x, y = tfdp.DPModel(silent_model(10)), np.ones((8, 10)), np.ones((8, 1))
+    optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+    model.compile(optimizer, "mse")
+
+    class Refits(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            with pytest.raises(NotPrivateError, match="Only one `fit`"):
+                model.fit(x, y, batch_size=2, verbose=0)
+
+    for _ in range(2):
+        model.fit(x, y, batch_size=4, verbose=0, callbacks=[Refits()])
+    (segment,) = model.ledger.segments
+    assert (segment.count, segment.scheme.expected_batch_size) == (4, 4)
+
+
 def test_the_logs_are_those_of_keras():
     problem = PROBLEMS["dict_losses"]
     batch = problem.batch(8)

@@ -1073,7 +1073,7 @@ def is_function(graph: tf.Graph, name: str) -> bool:
     return False
 
 
-def _metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
+def metrics_of(model: keras.Model) -> Iterator[keras.metrics.Metric]:
     """Yield the metrics that a model and its layers keep."""
     for layer in flatten_layers(model):
         yield from layer._metrics
@@ -1083,7 +1083,7 @@ def metrics_handles(model: keras.Model) -> list[Tensor]:
     """List the handles of the variables of all metrics in a model and its layers."""
     return [
         known.handle
-        for metric in _metrics(model)
+        for metric in metrics_of(model)
         for variable in metric.variables
         for known in tensorflow_variables(variable)
     ]
@@ -1091,5 +1091,5 @@ def metrics_handles(model: keras.Model) -> list[Tensor]:
 
 def reset_metrics(model: keras.Model) -> None:
     """Reset the metrics that a model and its layers keep, of whatever they have seen."""
-    for metric in _metrics(model):
+    for metric in metrics_of(model):
         metric.reset_state()

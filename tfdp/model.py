@@ -47,6 +47,7 @@ from tfdp.training.arguments import (
     check_class_weight,
     check_inputs,
     check_loss,
+    check_names_of_logs,
     check_no_class_weight,
     check_optimizer,
     check_protects,
@@ -196,6 +197,7 @@ class DPModel(TrainingFunctions):
         self._session: Session | None = None
         # Callbacks that act in the steps of the `fit` that runs.
         self._acting: tuple[StepCallback, ...] = ()
+        self._is_fitting = False
         self._augmentation = views
         self._checked = CheckedModel(model, engine, views, replicas)
         if getattr(model, "optimizer", None) is not None:
@@ -468,7 +470,8 @@ class DPModel(TrainingFunctions):
         Raises:
             NotPrivateError: If the optimizer is not a private one.
             ValueError: If there is no loss, or one that takes logits for
-                probabilities, `auto_scale_loss` is set, the optimizer
+                probabilities, `auto_scale_loss` is set, a metric would be logged as one
+                of validation rows or as a released one, the optimizer
                 was made in the scope of another `tf.distribute` strategy than the
                 model or belongs to another private model, or there is a strategy
                 and `steps_per_execution` is not 1.
@@ -485,6 +488,7 @@ class DPModel(TrainingFunctions):
         loss = loss if ascent is None else ascent.loss
         has_own_loss = self._checked.has_own_loss
         check_loss(self.model, loss, has_own_loss=has_own_loss)
+        check_names_of_logs(self.model, metrics, weighted_metrics)
         with self._replicas.scope():
             super().compile(
                 optimizer=optimizer,
@@ -590,13 +594,21 @@ class DPModel(TrainingFunctions):
             The history of the logs, which are not private.
 
         Raises:
-            NotPrivateError: If the model was not compiled with a private optimizer.
+            NotPrivateError: If the model was not compiled with a private optimizer, or
+                another `fit` of it runs.
             PrivacyBudgetError: If a `PrivacyBudget` has no room for a first step.
             TypeError: If the replicas of a strategy cannot share the data.
             UnsupportedLayerError: If layers break per-example privacy.
             ValueError: If the arguments contradict each other.
             WorkerLostError: If another process that trains the model is gone.
         """
+        if self._is_fitting:
+            raise NotPrivateError(
+                "Only one `fit` of a private model may run: the steps of both would be "
+                f"clipped as those of the last one. Received: `fit` of `{self.name}` while "
+                "another one runs. Call it when that has returned, or take single steps in "
+                "the callback: `private.train_on_batch(x, y)`."
+            )
         self._get_ready()
         note_slow_cpu()
         check_inputs(x)
@@ -632,7 +644,10 @@ class DPModel(TrainingFunctions):
             callbacks, validates_private_rows=have_common_rows(x, x_validated)
         )
         to_run = range(initial_epoch, epochs)
-        with self._training(data, callbacks, to_run, class_weight) as (data, callbacks):
+        with (
+            self._alone_fitting(),
+            self._training(data, callbacks, to_run, class_weight) as (data, callbacks),
+        ):
             is_weighed = self._replicas.strategy is not None
             if validation_data is not None and not is_weighed:
                 check_assigns_no_weight(self, self.fitted_signature)
@@ -653,6 +668,15 @@ class DPModel(TrainingFunctions):
                 validation_batch_size=validation_batch_size or batch_size,
                 validation_freq=validation_freq,
             )
+
+    @contextlib.contextmanager
+    def _alone_fitting(self) -> Iterator[None]:
+        """Let no other `fit` begin."""
+        self._is_fitting = True
+        try:
+            yield
+        finally:
+            self._is_fitting = False
 
     @contextlib.contextmanager
     def _training(
@@ -699,7 +723,7 @@ class DPModel(TrainingFunctions):
             )
             self._settle(session)
             releases = self._prepare_releases(data, callbacks, epochs)
-            ledger.journals = kept
+            self.recorder.journals = kept
             with ledger.counting(session, data, len(epochs), steps, releases):
                 if replicas.strategy is not None:
                     data = shared_out(

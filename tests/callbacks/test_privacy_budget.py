@@ -105,12 +105,27 @@ def test_noise_that_is_lowered_before_a_stop_spends_no_budget(rows, noise_multip
     assert model.ledger.cut_short == (passes(8),)
 
 
-def test_a_training_has_one_budget(rows):
-    budgets = budget_of(passes(2)), tfdp.callbacks.PrivacyBudget(DELTA)
+class LogsMore(tfdp.callbacks.PrivacyBudget):
+    """A budget that does something else beside."""
+
+
+@pytest.mark.parametrize("kind", [tfdp.callbacks.PrivacyBudget, LogsMore])
+def test_a_training_has_one_budget(rows, kind):
+    budgets = budget_of(passes(2)), kind(DELTA)
     with pytest.raises(
         ValueError, match=r"Only one `PrivacyBudget`.*Leave all but one"
     ):
         fit(private(), rows, *budgets)
+
+
+def test_who_stops_a_training_with_a_budget_owes_no_more_than_that(rows):
+    model = private()
+    stop = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda *_: setattr(model, "stop_training", True)
+    )
+    fit(model, rows, budget_of(passes(4)), stop, epochs=1000)
+    assert model.ledger.segments == (passes(1),)
+    assert model.ledger.cut_short == (passes(3),)
 
 
 def test_a_spent_budget_binds_everywhere(rows, tmp_path):

@@ -1,5 +1,7 @@
 """The noise of all contributors together is the sum of one draw of each."""
 
+import copy
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -22,6 +24,14 @@ def noise(mechanism, step):
         stream=mechanism.stream(step),
     )
     return [each.numpy() if tf.executing_eagerly() else each for each in noised]
+
+
+def test_a_copy_has_as_many_contributors_and_noise_of_its_own():
+    of_nine = GaussianOfEach(9)
+    other = copy.deepcopy(of_nine)
+    assert other.contributors == 9
+    step = tf.constant(0, tf.int64)
+    assert np.all(noise(of_nine, step)[0] != noise(other, step)[0])
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,30 @@ def test_a_run_that_its_limit_ended_was_not_stopped():
     assert recorder.ledger.steps == 3
 
 
-def test_a_run_stopped_before_its_limit_is_noted():
+@pytest.mark.parametrize(
+    ("noise_multiplier", "owed"),
+    [(1.0, 5), pytest.param(0.5, 9, id="lowered"), pytest.param(2.0, 5, id="raised")],
+)
+def test_a_run_stopped_before_its_limit_owes_what_that_would_have_let_it(
+    noise_multiplier, owed
+):
     recorder = recorded(POISSON, 1.0, planned_releases=10)
-    recorder.counter.allow(5)
+    recorder.counter.allow(5, noise_multiplier=noise_multiplier)
     recorder.begin(UNDECLARED)
-    assert recorder.ledger.cut_short == segments(POISSON, z1_0=9)
+    assert recorder.ledger.cut_short == segments(POISSON, z1_0=owed)
+
+
+def test_of_a_run_without_a_plan_released_values_may_have_been_the_end():
+    for ends, is_noted in (
+        ((), False),
+        (("release",), True),
+        (("release", "budget"), False),
+    ):
+        recorder = recorded(POISSON, 1.0)
+        for end in ends:
+            getattr(recorder, f"end_by_{end}")()
+        recorder.begin(UNDECLARED)
+        assert recorder.ledger.ended_by_release == is_noted
 
 
 def test_a_limit_that_does_not_stand_has_ended_nothing():

@@ -192,3 +192,30 @@ def test_the_advice_for_a_step_of_its_own_trains():
         moved = (start - variable.numpy()) * 6
         np.testing.assert_allclose(moved, total, rtol=0, atol=1e-4 * clip)
     assert np.isfinite(private.evaluate(x, verbose=0))
+
+
+@pytest.mark.parametrize(
+    ("metric", "name"),
+    [
+        (keras.metrics.MeanSquaredError(name="val_mse"), "val_mse"),
+        (
+            {"dense": ["mae", keras.metrics.Accuracy(name="private_accuracy")]},
+            "private_",
+        ),
+    ],
+)
+def test_exact_metrics_are_not_named_as_others(metric, name):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="dense")])
+    optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+    with pytest.raises(ValueError, match=f"must not begin.*name='{name}"):
+        tfdp.DPModel(model).compile(optimizer, "mse", metrics=metric)
+
+
+def test_outputs_are_not_named_as_logs_of_others():
+    x = keras.Input((2,))
+    outputs = [keras.layers.Dense(1, name=name)(x) for name in ("mean", "val_spread")]
+    optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+    with pytest.raises(
+        ValueError, match=r"name='val_spread'. Use, for example, 'spread'"
+    ):
+        tfdp.DPModel(keras.Model(x, outputs)).compile(optimizer, "mse")

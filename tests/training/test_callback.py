@@ -23,6 +23,27 @@ def few(norm, clip):
 COUNT = Query(few, sensitivity=1.0, noise_multiplier=5.0)
 
 
+class Remembers(StepCallback):
+    """Takes the norm of a unit out of its query."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.norm = tf.Variable(0.0, dtype=tf.float64), None
+        self.query = Query(self.of_unit, sensitivity=1.0, noise_multiplier=5.0)
+
+    def of_unit(self, norm, clip):
+        self.norm = norm
+        return tf.cast(norm <= clip, tf.float64)
+
+    def during_step(self, step):
+        step.ask(self.query)
+        if (
+            self.norm is not None
+            and self.norm.graph is tf.compat.v1.get_default_graph()
+        ):
+            self.seen.assign(tf.cast(self.norm, tf.float64))
+
+
 class Counts(StepCallback):
     """Keeps how many units are not clipped."""
 
@@ -38,6 +59,12 @@ class Counts(StepCallback):
         answers = [step.ask(query) for query in self.asked]
         self.answers[self.steps].assign(tf.stack(answers))
         self.steps.assign_add(1)
+
+
+def test_queries_run_in_a_graph_of_their_own():
+    callback = Remembers()
+    trained(callback)
+    assert callback.seen.numpy() == 0
 
 
 def trained(*callbacks, noise_multiplier=2.0, **options):

@@ -2,6 +2,7 @@
 
 import keras
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.small import data, private
@@ -30,6 +31,32 @@ def test_short_epochs_share_a_pass():
     for passes in (2, 3):
         model.fit(x, y, batch_size=4, steps_per_epoch=1, verbose=0)
         assert segments(model) == (ShuffledPasses(passes, 1.0, 20, 4),)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("stops_after", [1, 2])
+def test_of_data_that_do_not_tell_how_long_they_are_epochs_do(stops_after):
+    x, y = data(20)
+    rows = tf.data.Dataset.from_generator(
+        lambda: zip(x, y, strict=True),
+        output_signature=(
+            tf.TensorSpec(x[0].shape, x.dtype),
+            tf.TensorSpec(y[0].shape),
+        ),
+    )
+    declared = tfdp.data.declare(
+        rows.batch(4), number_of_examples=20, expected_batch_size=4, sampling="poisson"
+    )
+    model = private(run_eagerly=True)
+
+    def stop(epoch, logs):
+        model.stop_training = epoch + 1 == stops_after
+
+    stops = keras.callbacks.LambdaCallback(on_epoch_end=stop)
+    model.fit(declared, epochs=2, callbacks=[stops], verbose=0)
+    (ran,) = segments(model)
+    assert ran.count == 5 * stops_after
+    assert [each.count for each in model.ledger.cut_short] == [5] * (2 - stops_after)
 
 
 def test_callbacks_that_act_in_steps_come_first():

@@ -289,6 +289,48 @@ def test_a_fit_that_stops_goes_on_with_all_that_ran(tmp_path):
     assert not Path(backup.backup_dir).exists()
 
 
+class TakesSteps(keras.callbacks.Callback):
+    """Takes two steps when an epoch ends, and crashes."""
+
+    def __init__(self, take):
+        super().__init__()
+        self.take = take
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.take(self.model)
+        self.take(self.model)
+        raise RuntimeError("stop")
+
+
+def one_on_a_batch(model):
+    model.train_on_batch(np.ones((4, 3)), np.ones((4, 1)))
+
+
+def one_of_a_loop(model):
+    clipped = tfdp.clipped_gradients(
+        model.model,
+        "mse",
+        tf.ones((4, 3)),
+        tf.ones((4, 1)),
+        l2_norm_clip=model.optimizer.l2_norm_clip,
+    )
+    model.optimizer.apply_clipped_sum(clipped, model.model.trainable_variables)
+
+
+@pytest.mark.parametrize("take", [one_on_a_batch, one_of_a_loop])
+def test_single_steps_of_a_callback_are_written_down(take, tmp_path):
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    model = private()
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(model, backup, TakesSteps(take), batch_size=10)
+    killed = LedgerRecorder()
+    Journal(killed, backup.backup_dir, list).restore()
+    assert set(killed.ledger.segments) == {
+        PoissonSteps(4, 1.5, ROWS, 10),
+        UnamplifiedSteps(2, 1.5),
+    }
+
+
 # ------------------------------------------------------------------- real processes
 
 # Trains 10 steps an epoch and is killed after some steps; prints what there is at

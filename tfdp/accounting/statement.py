@@ -100,7 +100,7 @@ def privacy_statement(
         *_cautions(ledger, planned, delta),
         filled(in_words(best_attack(ledger), of_users=_units(planned) == {"user"})),
         filled(_unit(planned)),
-        *_users(planned, delta, max_examples_per_user),
+        *_users(planned, ledger.delta_at_end(delta), delta, max_examples_per_user),
         filled(_adjacency(planned)),
         filled(f"Trust model: {_TRUST_MODEL}"),
         *_lists(run, planned),
@@ -292,7 +292,9 @@ def _unit(segments: _Segments) -> str:
     return " ".join([text, *filter(None, assumptions)])
 
 
-def _users(segments: _Segments, delta: float, examples: int | None) -> Iterator[str]:
+def _users(
+    segments: _Segments, at_end: float, delta: float, examples: int | None
+) -> Iterator[str]:
     """Yield what holds for all examples of a user, if their number is bounded."""
     if examples is None:
         return
@@ -301,7 +303,7 @@ def _users(segments: _Segments, delta: float, examples: int | None) -> Iterator[
         return  # What is said of one user holds for any number of rows.
     segments = merged(segments)
     # Segments are composed by adding up what each costs at its part of delta.
-    part = delta / max(1, len(segments))
+    part = at_end / max(1, len(segments))
     figure = sum(
         user_epsilon(
             segment, part, max_examples_per_user=examples, accountant=_ACCOUNTANTS[1]

@@ -35,7 +35,13 @@ def _sources(x: Nest) -> list[Nest]:
     if isinstance(x, DrawnDataset):
         x = [each.source for each in keras.tree.flatten(x.rows[0])]
     # Single numbers, which `fit` refuses, are no sources.
-    return [each for each in keras.tree.flatten(x) if hasattr(each, "__len__")]
+    arrays = [each for each in keras.tree.flatten(x) if hasattr(each, "__len__")]
+    return [each for each in arrays if not _is_one_row(each)]
+
+
+def _is_one_row(array: Nest) -> bool:
+    """Tell whether all rows are a single one in memory, as of a mask that is broadcast."""
+    return isinstance(array, np.ndarray) and len(array) > 1 and array.strides[0] == 0
 
 
 def _share_memory(one: Nest, other: Nest) -> bool:

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfdp._types import Tensor
+from tfdp._types import Config, Tensor
 from tfdp.clipping import ClippedSum, at_least_float32
 from tfdp.mechanisms.mechanism import Mechanism, add_noise
 
@@ -20,6 +20,10 @@ class GaussianOfEach(Mechanism):
     def __init__(self, contributors: int, noise_seed: int | None = None) -> None:
         super().__init__(noise_seed)
         self.contributors = contributors
+
+    def get_config(self) -> Config:
+        """Return the arguments that rebuild it."""
+        return {"contributors": self.contributors, **super().get_config()}
 
     def stream(self, step: Tensor) -> Tensor:
         """Return the stream of the first one; those of the others follow it."""

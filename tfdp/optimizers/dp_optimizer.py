@@ -319,10 +319,10 @@ class DPOptimizer(keras.optimizers.Optimizer):
             # are several, one that is left out can move the sum by 2C, not by C: the
             # noise is worth half as much.
             at_most = 1 if isinstance(per_unit, int) and per_unit == 1 else 2
-            enforce_budget_of_step(
-                recorder,
-                float(mechanism.counted(self._noise_multiplier.value)) / at_most,
-            )
+            least = float(mechanism.counted(self._noise_multiplier.value)) / at_most
+            enforce_budget_of_step(recorder, least)
+            for journal in self.recorder.journals:
+                journal.write(recorder, 1, least)
 
         mechanism.check(recorder.counter.scheme)
         noise_multiplier = tf.identity(self._noise_multiplier.value)

@@ -163,15 +163,18 @@ class StepCounter:
         return [Segment(self.scheme, int(count), float(z)) for count, z in counted]
 
     def missing(self) -> list[Segment]:
-        """Return what was planned and not begun, although budgets have room for it."""
-        begun = self.releases_begun
+        """Return what was planned and not begun, as far as budgets have room for it."""
+        begun, limit = self.releases_begun, self.limit
         missing = (self.planned_releases or 0) - begun
-        is_spent = self.limit.is_final and not self.has_room()
+        is_spent = limit.is_final and not self.has_room()
         if not begun or missing <= 0 or is_spent:
             return []
         # The steps that were planned may have had less noise.
         least = min(self.open_noise_multiplier.numpy(), self._levels.numpy()[0])
-        return [Segment(self.scheme, missing, float(least))]
+        if limit.is_final and limit.noise_multiplier.numpy() >= least:
+            # For less noise the limit was never asked for what was planned.
+            missing = min(missing, int(limit.releases.numpy()) - begun)
+        return [Segment(self.scheme, missing, float(least))] if missing > 0 else []
 
     def recorded(self, noise_multipliers: Array) -> Array:
         """Return what steps with such noise will be recorded with."""

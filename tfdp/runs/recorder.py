@@ -6,7 +6,8 @@ import math
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
 
 from tfdp._types import Array, Variable
 from tfdp.accounting import Ledger, Project, Segment
@@ -97,6 +98,28 @@ class Budget:
         return {"delta": self.delta, "target_epsilon": self.target_epsilon}
 
 
+class WritesSteps(Protocol):
+    """Writes steps down before they run, where a run that is killed finds them."""
+
+    def begin(self) -> None:
+        """Begin anew, with all that was counted up to now."""
+
+    def write(
+        self,
+        recorder: "LedgerRecorder",
+        steps: int,
+        noise_multiplier: float | None = None,
+    ) -> None:
+        """Write down steps that are about to run.
+
+        Args:
+            recorder: That will count them.
+            steps: How many.
+            noise_multiplier: That they count with, over the sensitivity; by default that of
+                the training's steps to come.
+        """
+
+
 class LedgerRecorder:
     """Knows what one training has run: a *run*, under a name that no other has.
 
@@ -119,6 +142,7 @@ class LedgerRecorder:
         is_in_a_graph: Whether a graph that a user has traced takes its steps.
         to_come: What callbacks of the present `fit` have yet to release, by callback.
         reserved: What budgets keep room for beside the steps.
+        journals: Where what the present `fit` counts is written down, too.
     """
 
     def __init__(
@@ -135,6 +159,7 @@ class LedgerRecorder:
         self.is_in_a_graph = False
         self.to_come: dict[Hashable, Segment] = {}
         self.reserved: tuple[Segment, ...] = ()
+        self.journals: Sequence[WritesSteps] = ()
         # After how many steps a released value has ended the segment, or a budget.
         self._ended_by_release: int | None = None
         self._ended_by_budget: int | None = None
@@ -276,7 +301,8 @@ class LedgerRecorder:
         """End the segment being recorded and begin another.
 
         If the one that ends fell short of its plan although its limit had room,
-        somebody stopped it, and the ledger says so, unless released values did.
+        somebody stopped it, and the ledger says so, unless released values did. Of one
+        without a plan nobody knows whether these have ended it early.
 
         Args:
             scheme: How the batches are drawn from now on.
@@ -288,8 +314,10 @@ class LedgerRecorder:
                 the safe side, so that the ledger stays short.
         """
         ledger, steps = self.own_run().ledger, int(self.counter.steps.numpy())
-        missing = [] if self._ended_by_budget == steps else self.counter.missing()
-        if missing and self._ended_by_release == steps:
+        is_by_budget = self._ended_by_budget == steps
+        missing = [] if is_by_budget else self.counter.missing()
+        has_no_plan = self.counter.planned_releases is None and not is_by_budget
+        if (missing or has_no_plan) and self._ended_by_release == steps:
             ledger = dataclasses.replace(ledger, ended_by_release=True)
         elif missing:
             owed = (*ledger.cut_short, *missing, *self.to_come.values())

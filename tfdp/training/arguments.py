@@ -149,6 +149,36 @@ def _may_add_losses(model: keras.Model) -> bool:
     )
 
 
+# How names of logs begin that callbacks may decide by.
+_OF_OTHERS = ("val_", "public_", "private_")
+
+
+def check_names_of_logs(model: keras.Model, *metrics: Nest) -> None:
+    """Refuse names of exact metrics that look like those of public or released ones.
+
+    Args:
+        model: The wrapped model, whose outputs and layers give names to logs, too.
+        *metrics: Of `compile`.
+
+    Raises:
+        ValueError: If there are such.
+    """
+    outputs = getattr(model, "output_names", None) or []
+    own = [each.name for each in _keras.metrics_of(model)]
+    given = [
+        str(getattr(each, "name", None) or getattr(each, "__name__", each))
+        for each in keras.tree.flatten(metrics)
+    ]
+    for name in (*given, *own, *(outputs if len(outputs) > 1 else [])):
+        if name.startswith(_OF_OTHERS):
+            raise ValueError(
+                "The name of an exact metric, or of an output, must not begin as those of "
+                f"validation rows and of released metrics do, {', '.join(_OF_OTHERS)}: "
+                f"callbacks may decide by these. Received: name={name!r}. Use, for example, "
+                f"{name.partition('_')[2]!r}."
+            )
+
+
 def check_inputs(x: Nest) -> None:
     """Refuse to train without inputs: a ValueError for None."""
     if x is None:

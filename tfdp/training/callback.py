@@ -81,10 +81,11 @@ class Query:
             NotPrivateError: If `of_unit` keeps or shows something, which no noise covers.
         """
         clip_of_norms = tf.cast(clip, norms.dtype)
-        self._check_keeps_nothing(norms.dtype)
+        # Not `of_unit`, which might keep a tensor of the step's own graph.
+        of_unit = self._that_keeps_nothing(norms.dtype)
 
         def bounded(norm: Tensor) -> Tensor:
-            vector = tf.cast(self.of_unit(norm, clip_of_norms), tf.float64)
+            vector = tf.cast(of_unit(norm, clip_of_norms), tf.float64)
             vector = tf.ensure_shape(vector, self.shape)
             length = tf.norm(vector)
             limit = tf.constant(self.sensitivity, tf.float64)
@@ -99,8 +100,10 @@ class Query:
         stddev = self.sensitivity * self.noise_multiplier
         return tf.reduce_sum(of_units, 0) + stddev * tf.cast(noise, tf.float64)
 
-    def _check_keeps_nothing(self, dtype: tf.DType) -> None:
-        """Trace `of_unit` by itself, and look at what it leaves behind."""
+    def _that_keeps_nothing(
+        self, dtype: tf.DType
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """Trace `of_unit` by itself, once, and look at what it leaves behind."""
         scalar = tf.TensorSpec([], dtype)
         traced = tf.function(self.of_unit, autograph=False).get_concrete_function(
             scalar, scalar
@@ -113,6 +116,8 @@ class Query:
                 f"{', '.join(left)}. Return what is to be known, and keep the noised "
                 "answer, `variable.assign(step.ask(query))`."
             )
+        of_unit: Callable[[Tensor, Tensor], Tensor] = traced
+        return of_unit
 
 
 class Answers:

@@ -68,8 +68,13 @@ class LedgerCallback(StepCallback):
         """Begin a new pass, and remember which draws are used up."""
         if not self._has_begun:
             # After a backup was restored some epochs are not run.
-            epochs = self.params["epochs"] - epoch
-            self._recorder.plan(self._data.planned_releases(epochs))
+            epochs = self._epochs_to_come = self.params["epochs"] - epoch
+            planned = self._data.planned_releases(epochs)
+            self._recorder.plan(planned)
+            # Of data that do not tell how long they are the first epoch does.
+            self._has_open_plan = planned is None
+            self._begun = self._most_releases = 0
+            self._beginnings = self._recorder.beginnings
             self._check_same_model(epoch)
             self._has_begun = True
         if self._data.begins_pass_each_epoch:
@@ -113,7 +118,20 @@ class LedgerCallback(StepCallback):
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Recognise later copies of what the weights are now."""
+        self._epochs_to_come -= 1
+        if self._has_open_plan:
+            self._plan_as_before()
         remember_values(self._recorder.weights() or [])
+
+    def _plan_as_before(self) -> None:
+        """Plan as many releases for each epoch to come as those before had at most."""
+        recorder = self._recorder
+        if recorder.beginnings != self._beginnings:
+            return
+        begun = recorder.counter.releases_begun
+        self._most_releases = max(self._most_releases, begun - self._begun)
+        self._begun = begun
+        recorder.plan(begun + self._most_releases * self._epochs_to_come)
 
 
 def flattened(callbacks: Nest) -> list[keras.callbacks.Callback]:
@@ -220,7 +238,7 @@ def sorted_callbacks(
     for callback in callbacks:
         if isinstance(callback, StepCallback) and callback.sets is not None:
             setters[callback.sets].append(type(callback).__name__)
-    alone = [type(each).__name__ for each in callbacks if _is_alone(each)]
+    alone = [kind.__name__ for each in callbacks if (kind := _alone_kind(each))]
     for name in set(alone):
         if alone.count(name) > 1:
             raise ValueError(
@@ -245,8 +263,11 @@ def sorted_callbacks(
     return [each for one in callbacks for each in _with_guards(one, released)]
 
 
-def _is_alone(callback: keras.callbacks.Callback) -> bool:
-    return isinstance(callback, StepCallback) and callback.is_alone
+def _alone_kind(callback: keras.callbacks.Callback) -> type | None:
+    """Return the class, its own or one above, of which `fit` takes one callback only."""
+    if not (isinstance(callback, StepCallback) and callback.is_alone):
+        return None
+    return next(kind for kind in type(callback).__mro__ if "is_alone" in vars(kind))
 
 
 def _with_guards(

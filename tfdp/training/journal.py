@@ -28,7 +28,8 @@ class Journal(keras.callbacks.Callback):
 
     Guarantees:
         After a kill at any time, `restore` makes the ledger at least as large as
-        what really ran.
+        what really ran, single steps of callbacks included; but for those that a graph
+        takes which a callback has traced, after the last batch or epoch.
 
     Args:
         recorder: Of the model that trains.
@@ -46,6 +47,8 @@ class Journal(keras.callbacks.Callback):
         super().__init__()
         self._to_come = to_come
         self._recorder = recorder
+        # Whose steps the lines count, and which segment of it.
+        self._counted: tuple[LedgerRecorder, int] | None = None
         self.path = Path(directory) / _FILE
 
     def restore(self) -> None:
@@ -79,19 +82,23 @@ class Journal(keras.callbacks.Callback):
         """Write down all that was run before the epoch."""
         self.begin()
 
-    def begin(self) -> None:
-        """Begin the file anew, with all that was counted up to now."""
-        recorder = self._recorder
-        self._beginnings = recorder.beginnings
+    def begin(self, recorder: LedgerRecorder | None = None) -> None:
+        """Begin the file anew, with all that was counted up to now.
+
+        Args:
+            recorder: Of the steps to come; by default that of the training.
+        """
+        own, recorder = self._recorder, recorder or self._recorder
+        self._counted = recorder, recorder.beginnings
         counter = recorder.counter
         self._steps, self._releases = recorder.steps, counter.releases_begun
         # Less noise in the steps to come would also count for a pass that is open.
         self._open_passes = int(counter.is_inside_release)
         self._least_noise = float("inf")
         header = json.dumps({
-            "run": recorder.run,
+            "run": own.run,
             "segment": segment_to_dict(Segment(counter.scheme, 0, 1.0)),
-            "state": json.loads(recorder.state()),
+            "state": json.loads(own.state()),
         })
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(self.path) as file:
@@ -99,14 +106,23 @@ class Journal(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Write down the steps that are about to run."""
-        if self._recorder.beginnings != self._beginnings:
+        self.write(self._recorder, self.model.steps_per_execution)
+
+    def write(
+        self,
+        recorder: LedgerRecorder,
+        steps: int,
+        noise_multiplier: float | None = None,
+    ) -> None:
+        """Write down steps that are about to run; see `WritesSteps`."""
+        if self._counted != (recorder, recorder.beginnings):
             # Another callback has trained on data of its own.
-            self.begin()
-        recorder, steps = self._recorder, self.model.steps_per_execution
+            self.begin(recorder)
         counter = recorder.counter
-        noise = float(self._to_come()[:steps].min())
-        noise /= counter.scheme.sensitivity_in_clips
-        self._least_noise = min(self._least_noise, noise)
+        if noise_multiplier is None:
+            noise_multiplier = float(self._to_come()[:steps].min())
+            noise_multiplier /= counter.scheme.sensitivity_in_clips
+        self._least_noise = min(self._least_noise, noise_multiplier)
         line = [
             recorder.steps - self._steps + steps,
             counter.releases_begun

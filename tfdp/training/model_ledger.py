@@ -7,7 +7,7 @@ import math
 import types
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -40,9 +40,6 @@ from tfdp.runs.histories import (
 from tfdp.runs.recorder import LedgerRecorder, Reservation
 from tfdp.training.noise_plan import NoisePlan
 from tfdp.training.step import Session
-
-if TYPE_CHECKING:
-    from tfdp.training.journal import Journal
 
 
 def steps_of_plain_keras(model: keras.Model) -> int:
@@ -79,7 +76,6 @@ class ModelLedger:
     Attributes:
         recorder: Counts the steps that `fit` and `train_on_batch` take.
         optimizer: The one that takes them, since `bind`.
-        journals: Where what the present `fit` counts is written down, too.
     """
 
     optimizer: DPOptimizer | None = None
@@ -98,7 +94,6 @@ class ModelLedger:
         self.recorder = LedgerRecorder(weights)
         # Of a ledger that was loaded, which weights have been trained.
         self._loaded_as_trained, self._loaded_plain_steps = b"", 0
-        self.journals: list[Journal] = []
 
     def bind(self, optimizer: DPOptimizer) -> None:
         """Let custom loops with this optimizer count in the model's ledger.
@@ -171,7 +166,7 @@ class ModelLedger:
                 drawn.advance_to(max(drawn.epoch, recorder.all_sampled_epochs + 1))
             yield
         finally:
-            self.journals = []
+            recorder.journals = ()
             # Callbacks set the noise of a step only while `fit` runs.
             self._noise_plan = NoisePlan(optimizer)
             # Steps that follow have other batches, of which nothing is known.
@@ -309,7 +304,7 @@ class ModelLedger:
         has_room = has_room_for(recorder, release)
         if has_room:
             recorder.count_release(release)
-            for journal in self.journals:
+            for journal in recorder.journals:
                 journal.begin()
         recorder.to_come[callback] = left.with_count(left.count - 1)
         self._keep_room_for_releases()
@@ -366,6 +361,8 @@ class ModelLedger:
         session.optimizer.begin_single_step(
             session.recorder, session.objective.variables, self._weights()
         )
+        for journal in self.recorder.journals:
+            journal.write(session.recorder, 1)
 
     def has_room(self, session: Session, noise_multiplier: Tensor) -> Tensor:
         """Tell whether budgets have room for a step of a loop of one's own.
