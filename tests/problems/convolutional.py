@@ -13,6 +13,9 @@ from tests.problems.building import (
 from tests.problems.problem import problem
 from tfdp.layers import WSConv2D
 
+_KERAS = tuple(map(int, keras.__version__.split(".")[:2]))
+CHANNELS_FIRST = {"data_format": "channels_first"}
+
 
 def siamese():
     left, right = keras.Input((4, 4, 1)), keras.Input((4, 4, 1))
@@ -356,6 +359,31 @@ PROBLEMS = (
         "mse",
         tags="conv",
     ),
+    # Where it is as long as there are filters, Keras adds the bias along the last axis.
+    problem(
+        "channels_first",
+        lambda: sequential(
+            (2, 3, 2, 3),
+            layers.Conv3D(2, 2, activation="tanh", **CHANNELS_FIRST),
+            layers.Conv3D(2, (1, 2, 1), padding="same", **CHANNELS_FIRST),
+            layers.Conv3D(3, 1, **CHANNELS_FIRST),
+        ),
+        floats((2, 3, 2, 3), (3, 2, 1, 2)),
+        "mse",
+        tags="conv",
+    ),
+    problem(
+        "channels_first_grouped",
+        lambda: sequential(
+            (4, 6, 6),
+            layers.Conv2D(4, 3, groups=2, activation="tanh", **CHANNELS_FIRST),
+            WSConv2D(4, 1, groups=2, activation="tanh", **CHANNELS_FIRST),
+            WSConv2D(6, (1, 2), groups=2, **CHANNELS_FIRST),
+        ),
+        floats((4, 6, 6), (6, 4, 3)),
+        "mse",
+        tags="compiled conv",
+    ),
     problem(
         "ws_conv",
         lambda: sequential(
@@ -422,3 +450,20 @@ PROBLEMS = (
         tags="conv frozen lora",
     ),
 )
+
+# Older Keras has none of them on a CPU.
+if _KERAS >= (3, 15):
+    PROBLEMS += (
+        problem(
+            "depthwise_channels_first",
+            lambda: sequential(
+                (4, 6, 6),
+                layers.DepthwiseConv2D(3, activation="tanh", **CHANNELS_FIRST),
+                layers.SeparableConv2D(2, 3, activation="tanh", **CHANNELS_FIRST),
+                layers.SeparableConv2D(3, 1, **CHANNELS_FIRST),
+            ),
+            floats((4, 6, 6), (3, 2, 2)),
+            "mse",
+            tags="conv",
+        ),
+    )

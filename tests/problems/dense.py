@@ -151,6 +151,18 @@ PROBLEMS = (
         floats((3, 2), (3, 2, 3)),
         "mse",
     ),
+    # Keras adds a bias along the last axis, or the first of a row, that is as long.
+    problem(
+        "einsum_bias_along_another_axis",
+        lambda: einsum(
+            (2, 4),
+            ("abc,bd->adc", (4, 4), "d"),
+            ("adc,cef->adef", (4, 4, 3), "e"),
+            ("adef,fg->adeg", (4, 4, 1), "eg"),
+        ),
+        floats((2, 4), (4, 4, 1)),
+        "mse",
+    ),
     problem(
         "einsum_lora",
         lambda: einsum(

@@ -1,6 +1,6 @@
 """Keras's convolution layers: plain, transposed, depthwise and separable."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -8,12 +8,12 @@ import tensorflow as tf
 from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.call import Call
-from tfdp.rules.dense import lora_factors, watch_preactivation
+from tfdp.rules.dense import lora_factors, watch_preactivation, watch_sum
 from tfdp.rules.generic import generic
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.kernels import depthwise_term, kernel_term
 from tfdp.rules.registry import rule
-from tfdp.rules.terms import Convolution, OuterProducts, PerRow, Term
+from tfdp.rules.terms import Convolution, OuterProducts, Term
 
 
 @rule(keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -29,7 +29,7 @@ def conv(call: Call) -> Nest:
     def terms(g: Tensor) -> list[Term]:
         g = channels_last(layer, g)
         if not layer.lora_enabled:
-            return [kernel_term(layer.kernel, x, g, geometry), *_bias(layer, g)]
+            return [kernel_term(layer.kernel, x, g, geometry)]
         scaled, low = lora_factors(layer, g)
         # The second factor is a convolution with windows of one number.
         a = tf.cast(layer.lora_kernel_a, x.dtype)
@@ -39,10 +39,9 @@ def conv(call: Call) -> Nest:
         return [
             Convolution(layer.lora_kernel_a, x, low, geometry),
             OuterProducts(layer.lora_kernel_b, seen, scaled),
-            *_bias(layer, g),
         ]
 
-    return watch_preactivation(call, terms)
+    return watch_preactivation(call, terms, layer.bias)
 
 
 @rule(
@@ -58,9 +57,9 @@ def conv_transpose(call: Call) -> Nest:
 
     def terms(g: Tensor) -> list[Term]:
         g = channels_last(layer, g)
-        return [Convolution(layer.kernel, g, x, geometry), *_bias(layer, g)]
+        return [Convolution(layer.kernel, g, x, geometry)]
 
-    return watch_preactivation(call, terms)
+    return watch_preactivation(call, terms, layer.bias)
 
 
 @rule(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
@@ -71,9 +70,9 @@ def depthwise_conv(call: Call) -> Nest:
 
     def terms(g: Tensor) -> list[Term]:
         g = channels_last(layer, g)
-        return [depthwise_term(layer.kernel, x, g, geometry), *_bias(layer, g)]
+        return [depthwise_term(layer.kernel, x, g, geometry)]
 
-    return watch_preactivation(call, terms)
+    return watch_preactivation(call, terms, layer.bias)
 
 
 @rule(keras.layers.SeparableConv1D, keras.layers.SeparableConv2D)
@@ -97,14 +96,11 @@ def separable_conv(call: Call) -> Nest:
     )
     pointwise = tf.cast(layer.pointwise_kernel, x.dtype)
     outputs = keras.ops.conv(between, pointwise, strides=1, padding="valid", **places)
-    if layer.bias is not None:
-        outputs += tf.cast(layer.bias, outputs.dtype)
-    outputs = call.watch(
-        outputs,
-        lambda g: [OuterProducts(layer.pointwise_kernel, between, g), *_bias(layer, g)],
-        is_linear=True,
-    )
-    return finished(layer, outputs)
+
+    def terms(g: Tensor) -> list[Term]:
+        return [OuterProducts(layer.pointwise_kernel, between, channels_last(layer, g))]
+
+    return finished(call, outputs, terms)
 
 
 def geometry_of(layer: keras.layers.Layer) -> Geometry:
@@ -151,13 +147,30 @@ def channels_last(layer: keras.layers.Layer, tensor: Tensor) -> Tensor:
     return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])
 
 
-def finished(layer: keras.layers.Layer, outputs: Tensor) -> Tensor:
-    """Put the channels where the layer has them, and apply its activation."""
+def finished(
+    call: Call,
+    outputs: Tensor,
+    terms: Callable[[Tensor], list[Term]] | None = None,
+) -> Tensor:
+    """Put the channels where a layer has them, add its bias, and apply its activation.
+
+    Args:
+        call: The call.
+        outputs: What the bias is to be added to, channels last.
+        terms: From the gradients of the sum to all terms but the bias's, if any.
+
+    Returns:
+        The layer's outputs.
+    """
+    layer, rank = call.layer, outputs.shape.rank
+    shape = [1] * (rank - 1) + [-1]
     if layer.data_format == "channels_first":
-        rank = outputs.shape.rank
         outputs = tf.transpose(outputs, [0, rank - 1, *range(1, rank - 1)])
+        shape = [1, -1] + [1] * (rank - 2)
+    if layer.bias is not None:
+        # As Keras does: along which axis, is its own matter.
+        bias = tf.reshape(tf.cast(layer.bias, outputs.dtype), shape)
+        outputs = keras.ops.add(outputs, bias)
+    if terms is not None or layer.bias is not None:
+        outputs = watch_sum(call, outputs, terms or (lambda g: []), layer.bias)
     return layer.activation(outputs) if layer.activation is not None else outputs
-
-
-def _bias(layer: keras.layers.Layer, g: Tensor) -> list[Term]:
-    return [PerRow(layer.bias, g)] if layer.bias is not None else []

@@ -20,18 +20,16 @@ def dense(call: Call) -> Nest:
     layer, x = call.layer, _numbers(call)
 
     def terms(g: Tensor) -> list[Term]:
-        terms: list[Term] = [] if layer.bias is None else [PerRow(layer.bias, g)]
         if not layer.lora_enabled:
-            return [OuterProducts(layer.kernel, x, g), *terms]
+            return [OuterProducts(layer.kernel, x, g)]
         scaled, low = lora_factors(layer, g)
         a = tf.matmul(x, tf.cast(layer.lora_kernel_a, x.dtype))
         return [
             OuterProducts(layer.lora_kernel_a, x, low),
             OuterProducts(layer.lora_kernel_b, a, scaled),
-            *terms,
         ]
 
-    return watch_preactivation(call, terms)
+    return watch_preactivation(call, terms, layer.bias)
 
 
 def _numbers(call: Call) -> Tensor:
@@ -40,14 +38,80 @@ def _numbers(call: Call) -> Tensor:
     return x if x.dtype.is_floating else tf.cast(x, call.layer.compute_dtype)
 
 
-def watch_preactivation(call: Call, terms: Callable[[Tensor], list[Term]]) -> Nest:
-    """Run a call, watching what its `activation` is applied to."""
+def watch_preactivation(
+    call: Call,
+    terms: Callable[[Tensor], list[Term]],
+    bias: Variable | None = None,
+) -> Nest:
+    """Run a call, watching what its `activation` is applied to.
+
+    Args:
+        call: The call.
+        terms: From the gradients of that to all terms but the bias's.
+        bias: What Keras adds last, if it does.
+
+    Returns:
+        The layer's outputs.
+    """
     activation = call.layer.activation or keras.activations.linear
+    return call.run_with(
+        activation=lambda z: activation(watch_sum(call, z, terms, bias))
+    )
+
+
+def watch_sum(
+    call: Call,
+    z: Tensor,
+    terms: Callable[[Tensor], list[Term]],
+    bias: Variable | None,
+) -> Tensor:
+    """Watch what Keras has added a bias to; see `watch_preactivation`."""
+    of_bias = None if bias is None else _bias_term(call, bias, z)
+
+    def all_terms(g: Tensor) -> list[Term]:
+        return terms(g) if of_bias is None else [*terms(g), of_bias(g)]
+
     # Adapters multiply two variables.
     is_linear = not getattr(call.layer, "lora_enabled", False)
-    return call.run_with(
-        activation=lambda z: activation(call.watch(z, terms, is_linear=is_linear))
-    )
+    return call.watch(z, all_terms, is_linear=is_linear)
+
+
+def _bias_term(call: Call, bias: Variable, z: Tensor) -> Callable[[Tensor], Term]:
+    """Return what takes gradients of a sum to the term of the bias in it.
+
+    Where several axes are as long as the bias, Keras may add it along another one than
+    it was meant for: the operation tells which.
+
+    Raises:
+        UnsupportedLayerError: If it does not.
+    """
+    shape, lengths = tuple(bias.shape), _lengths_added(z)
+    if math.prod(lengths) != math.prod(shape):
+        raise UnsupportedLayerError(
+            "A rule must know along which axes a bias is added. Received: "
+            f"`{call.path}`, in which {z.op.type} adds `{bias.path}` last."
+        )
+    if tuple(lengths[len(lengths) - len(shape) :]) == shape:
+        return lambda g: PerRow(bias, _sum_to_bias(g, shape))
+    axes = [axis for axis, length in enumerate(lengths) if axis and length == 1]
+
+    def term(g: Tensor) -> Term:
+        of_rows = tf.reduce_sum(at_least_float32(g), axes)
+        return PerRow(bias, tf.reshape(of_rows, [-1, *shape]))
+
+    return term
+
+
+def _lengths_added(z: Tensor) -> list[int]:
+    """Return the lengths of what was added last, for each axis; [0] if not known."""
+    rank = z.shape.rank
+    if z.op.type == "BiasAdd":
+        along = rank - 1 if z.op.get_attr("data_format") == b"NHWC" else 1
+        return [z.shape[axis] if axis == along else 1 for axis in range(rank)]
+    if z.op.type == "AddV2" and z.op.inputs[1].shape.is_fully_defined():
+        added: list[int] = z.op.inputs[1].shape.as_list()
+        return [1] * (rank - len(added)) + added
+    return [0]
 
 
 def lora_factors(layer: keras.layers.Layer, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,15 +128,12 @@ def einsum_dense(call: Call) -> Nest:
     layer, x = call.layer, _numbers(call)
 
     def terms(g: Tensor) -> list[Term]:
-        terms: list[Term] = []
-        if layer.bias is not None:
-            terms.append(PerRow(layer.bias, _sum_to_bias(g, layer.bias.shape)))
         labels = _labels(layer.equation, x.shape.rank)
         if not layer.lora_enabled:
-            return [einsum_term(layer.kernel, labels, x, g), *terms]
-        return [*_lora_terms(layer, labels, x, g), *terms]
+            return [einsum_term(layer.kernel, labels, x, g)]
+        return _lora_terms(layer, labels, x, g)
 
-    return watch_preactivation(call, terms)
+    return watch_preactivation(call, terms, layer.bias)
 
 
 def _lora_terms(
