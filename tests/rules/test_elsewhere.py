@@ -369,13 +369,25 @@ PROBLEMS["in_a_map"] = Problem(
 )
 
 
+def activations_with_weights():
+    dense, conv = layers.Dense(WIDTH), layers.SeparableConv1D(2, 2)
+    dense.activation = lambda z: z / ops.norm(dense.kernel)
+    conv.activation = lambda z: z * ops.sum(ops.square(conv.bias))
+    return sequential((LENGTH, WIDTH), dense, conv, layers.Flatten(), layers.Dense(1))
+
+
+PROBLEMS["in_activations"] = Problem(
+    "in_activations", activations_with_weights, floats((LENGTH, WIDTH), 1), "mse"
+)
+
+
 def chosen(problem, engine="auto", seen=None):
     objective = Objective.of(problem.build(), problem.loss())
     return choose(engine, objective, tuple(problem.batch(3)), seen)
 
 
 # The others take seconds as well, and differ in no more than an operation.
-QUICK = {"in_a_map", "in_time", "part", "places", "rolled", "tied"}
+QUICK = {"in_a_map", "in_activations", "in_time", "part", "places", "rolled", "tied"}
 # Whose operations others have, too.
 ONE_MORE = {
     "broadcast", "decay", "dense_of_vector", "ellipsis", "heads", "multiplied", "positions",
@@ -402,6 +414,11 @@ def test_a_graph_equals_one_example_at_a_time(problem):
     run = runner(problem, ENGINES)
     for rows in BATCHES:
         check(problem, run, rows)
+
+
+def test_activations_have_weights_where_units_are_apart():
+    problem = PROBLEMS["in_activations"]
+    check(problem, runner(problem, [ApartEngine()]), OUTLIER)
 
 
 # Of each way to take a use apart, one.

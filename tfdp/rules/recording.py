@@ -272,7 +272,8 @@ class Recording:
                         "A layer must be called on rows. Received: "
                         f"`{path}` ({type(layer).__name__}), called on none."
                     )
-                outputs = self._by_rule(call, rule)
+                with self._activations_watched(layer):
+                    outputs = self._by_rule(call, rule)
                 self._read += map(id, self._of_model(used.watched_variables()))
                 self._check_is_read(path, layer, self._read[read_before:])
                 self._refuse_foreign(used.watched_variables(), own_variables(layer))
@@ -285,6 +286,30 @@ class Recording:
                 self._note_foreign(used.watched_variables(), str(error))
                 return outputs
         self._by_rules.append(range(first, self._made()))
+        return outputs
+
+    @contextlib.contextmanager
+    def _activations_watched(self, layer: keras.layers.Layer) -> Iterator[None]:
+        """Let no activation use a variable unseen: rules do not know what it does."""
+        of = layer.cell if isinstance(layer, keras.layers.RNN) else layer
+        watched = {
+            name: functools.partial(self._activated, vars(of)[name])
+            for name in ("activation", "recurrent_activation")
+            if vars(of).get(name) is not None
+        }
+        with _keras.attributes_replaced(of, **watched):
+            yield
+
+    def _activated(
+        self, function: Callable[..., Nest], *args: Nest, **kwargs: Nest
+    ) -> Nest:
+        with (
+            self._variable_tapes[-1].stop_recording(),
+            self._tape_of_variables() as used,
+        ):
+            outputs = function(*args, **kwargs)
+        # Not its layer's own either.
+        self._refuse_foreign(used.watched_variables(), [])
         return outputs
 
     def _run_loop(self, *args: Nest, **kwargs: Nest) -> Nest:
