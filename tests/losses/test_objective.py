@@ -94,6 +94,23 @@ def test_there_must_be_something_to_train(make):
         make(model)
 
 
+def test_no_gradient_is_a_new_value():
+    model = linear()
+    model.layers[0].quantize("float8")
+    optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+    private = tfdp.DPModel(model)
+    private.compile(optimizer, "mse")
+    trains = [
+        lambda: private.fit(X, Y, batch_size=2, verbose=0),
+        lambda: tfdp.clipped_gradients(model, "mse", X, Y, l2_norm_clip=1.0),
+        lambda: Objective.of_compute_loss(model),
+    ]
+    for train in trains:
+        with pytest.raises(ValueError, match=r"new values.*inputs_scale.*float8"):
+            train()
+    assert optimizer.iterations == 0
+
+
 @pytest.mark.parametrize(
     ("loss", "is_refused"),
     [

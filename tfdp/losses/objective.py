@@ -66,8 +66,8 @@ class Objective:
             The objective that trains all trainable variables.
 
         Raises:
-            ValueError: If the model has no trainable variable, or the loss takes its
-                logits for probabilities.
+            ValueError: If the model has no trainable variable, or one whose gradient is
+                its new value, or the loss takes its logits for probabilities.
         """
         check_takes_logits(model, loss)
         if loss is None:
@@ -97,7 +97,8 @@ class Objective:
             The objective that trains all trainable variables.
 
         Raises:
-            ValueError: If the model has no trainable variable.
+            ValueError: If the model has no trainable variable, or one whose gradient is
+                its new value.
         """
         variables = trainable_variables(model)
 
@@ -233,6 +234,20 @@ def trainable_variables(model: keras.Model) -> list[Variable]:
         raise ValueError(
             f"Model `{model.name}` has nothing to train. Received: no trainable "
             "variables. Set `model.trainable = True`, or that of some layers."
+        )
+    overwritten = [
+        variable.path
+        for variable in model.trainable_variables
+        if variable.overwrite_with_gradient
+    ]
+    if overwritten:
+        # Scales of float8: clipped, summed and noised they would be none.
+        raise ValueError(
+            f"Model `{model.name}` has variables whose gradients are their new values, "
+            "which cannot be private. Received: overwrite_with_gradient=True of "
+            f"{len(overwritten)} variables, the first of them `{overwritten[0]}`. Leave "
+            "`model.quantize('float8')` out until the model is trained; for speed, build "
+            "it after `keras.config.set_dtype_policy('mixed_bfloat16')`."
         )
     return list(model.trainable_variables)
 
