@@ -340,7 +340,14 @@ def test_files_keep_the_numbers_of_the_budget(rows, project, tmp_path):
     fit(model, rows, tfdp.callbacks.PrivacyBudget(project=project), epochs=1)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert loaded.recorder.budget == model.recorder.budget.__class__(DELTA, 1.0)
+    budget = loaded.recorder.budget
+    assert (budget.delta, budget.target_epsilon, budget.project) == (DELTA, 1.0, None)
+    # Not a budget of its own of the same size.
+    for _ in range(2):
+        with pytest.raises(PrivacyBudgetError, match="Give it again"):
+            fit(loaded, rows, epochs=1)
+        loaded.save(tmp_path / "again.keras")
+        loaded = keras.models.load_model(tmp_path / "again.keras")
     fit(loaded, rows, tfdp.callbacks.PrivacyBudget(project=project), epochs=1)
     # What was saved and has gone on counts once.
     assert project.ledger == loaded.ledger == Ledger((poisson(6),))

@@ -507,6 +507,11 @@ def roots_of_columns(y, p):
     return ops.mean(ops.sqrt(ops.mean(ops.square(p["query"] - p["item"]), axis=0)))
 
 
+def free_bits(y, p):
+    """What each unit is off, but for what is free."""
+    return ops.sum(ops.maximum(ops.mean(ops.square(p["query"]), axis=0), 0.1))
+
+
 def all_pixels(y, p):
     z, target = ops.sigmoid(p["positions"][..., 0]), y["mask"]
     return 1 - ops.sum(z * target) ** 2 / ops.sum(z + target)
@@ -560,7 +565,7 @@ def marginal(y, p):
 
 
 CHANGED = [
-    *(root, log_of_mean, roots_of_columns, all_pixels, by_weights_of_rows),
+    *(root, log_of_mean, roots_of_columns, free_bits, all_pixels, by_weights_of_rows),
     *(share_of_each_class, of_counted_classes, flat_pixels_sorted, flat_target),
     *(marginal, over_all_masks, overlap_of_the_batch, dice, worst_of_the_batch),
 ]

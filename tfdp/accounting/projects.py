@@ -136,6 +136,9 @@ class Project:
     def epsilon(self, delta: float | None = None) -> float:
         """Return the epsilon of all that has run, and of what is reserved.
 
+        It is what the budget compares. Where released values have ended a run, the
+        statement says somewhat more: see `Ledger.delta_at_end`.
+
         Args:
             delta: In (0, 1); None for that of the budget.
 

@@ -29,7 +29,8 @@ class PrivacyBudget(StepCallback):
     With a `project` the budget is that of all models and searches on one data set, which
     several processes may train at once. Each call of `fit`, this one and later ones, then
     reserves the steps that it plans, or as many as there is room for, before the first of
-    them, and gives back in the end what it has not used. Single steps have no room.
+    them, and gives back in the end what it has not used. Single steps have no room. Files
+    do not tell the project: a model that was loaded is given it again.
 
     Guarantees:
         No step makes ``private.epsilon(delta)`` exceed `target_epsilon`, nor

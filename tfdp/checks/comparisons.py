@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -56,10 +57,13 @@ _PRODUCTS = ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"
 _QUOTIENTS = ("RealDiv", "DivNoNan")
 # Functions that make no sum of a sum.
 _BENDING = (
-    *("Abs", "Exp", "Expm1", "Log", "Log1p", "LogSoftmax", "Pow", "Reciprocal", "Relu"),
-    *("Rsqrt", "Sigmoid", "Softmax", "Softplus", "Sqrt", "Square", "SquaredDifference"),
-    *("Tanh", "Xlogy"),
+    *("Abs", "Cos", "Elu", "Erf", "Exp", "Expm1", "LeakyRelu", "Log", "Log1p"),
+    *("LogSoftmax", "Pow", "Reciprocal", "Relu", "Relu6", "Rsqrt", "Selu", "Sigmoid"),
+    *("Sin", "Softmax", "Softplus", "Sqrt", "Square", "SquaredDifference", "Tanh"),
+    "Xlogy",
 )
+# So do these, but of what is no less than 0 anyway.
+_BOUNDS = ("Maximum", "Minimum")
 # What may lie between a mean and what is taken from the rows.
 _MOVING = (
     *("BroadcastTo", "Cast", "ExpandDims", "Identity", "Reshape", "Squeeze"),
@@ -116,7 +120,11 @@ class Comparisons:
         kind, sums = node.op.type, self._sums_in(node.inputs)
         if kind in ("Sub", "SquaredDifference") and self._centres(node):
             self._note(node, WITH_MEAN, is_certain=True)
-        elif kind in _BENDING and sums and any(v.axis is None for v in node.inputs):
+        elif (
+            (kind in _BENDING or (kind in _BOUNDS and not _has_zero(node)))
+            and sums
+            and any(v.axis is None for v in node.inputs)
+        ):
             is_certain = OF_PRODUCTS in sums
             why = OF_PRODUCTS if is_certain else _OF_SUMS
             self._note(node, why, is_certain=is_certain)
@@ -262,6 +270,12 @@ def _before_moving(tensor: Tensor) -> Tensor:
     while tensor.op.type in _MOVING:
         tensor = tensor.op.inputs[0]
     return tensor
+
+
+def _has_zero(node: Node) -> bool:
+    """Tell whether one of the inputs is 0."""
+    known = [each.numbers for each in node.inputs if each.numbers is not None]
+    return any(not np.any(numbers) for numbers in known)
 
 
 @functools.cache

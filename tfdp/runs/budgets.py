@@ -91,6 +91,13 @@ def enforce_budget(
         spent = {each: each.ledger.epsilon(of.delta) for each, of in binding.items()}
         most = max(spent, key=spent.__getitem__)
         budget = binding[most]
+        if any(each.lacks_project for each in binding.values()):
+            raise PrivacyBudgetError(
+                "The budget of a loaded model was a part of a project's, which its file "
+                "does not tell. Received: a model with a budget that lacks its project. "
+                "Give it again: `private.fit(..., callbacks=[tfdp.callbacks.PrivacyBudget("
+                "project='project.json')])`."
+            )
         if budget.project is not None:
             raise PrivacyBudgetError(
                 "The training has no part of the project's budget left. Received: "
@@ -132,6 +139,7 @@ def has_room_for(recorder: LedgerRecorder, release: Segment) -> bool:
     return all(
         ledger_of(union(each.all_runs(), own)).add(release, *kept).epsilon(budget.delta)
         <= budget.target_epsilon
+        and not budget.lacks_project
         for each, budget in binding.items()
     )
 

@@ -61,12 +61,14 @@ class Budget:
         target_epsilon: The largest epsilon.
         project: Whose budget each training takes a part of, if somebody has said so.
         reservation: That part.
+        lacks_project: Whether it was loaded from a file, which does not tell the project.
     """
 
     delta: float
     target_epsilon: float
     project: Project | None = None
     reservation: Reservation | None = None
+    lacks_project: bool = False
 
     def has_reserved(self, recorder: "LedgerRecorder", least_noise: float) -> float:
         """Return how many releases a training may still begin for the project.
@@ -80,6 +82,8 @@ class Budget:
             Their number; infinite without a project, -1 if not even the rest of a pass
             that has begun.
         """
+        if self.lacks_project:
+            return -1
         if self.project is None:
             return math.inf
         own = recorder.budget
@@ -94,8 +98,12 @@ class Budget:
         return part.releases - recorder.counter.releases_begun if is_its else 0
 
     def to_dict(self) -> dict[str, float]:
-        """Return what files keep: the numbers."""
-        return {"delta": self.delta, "target_epsilon": self.target_epsilon}
+        """Return what files keep: the numbers, and whether there is a project."""
+        return {
+            "delta": self.delta,
+            "target_epsilon": self.target_epsilon,
+            "lacks_project": self.lacks_project or self.project is not None,
+        }
 
 
 class WritesSteps(Protocol):
