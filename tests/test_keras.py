@@ -157,6 +157,28 @@ def test_convolutions_of_unknown_channels_are_left_alone():
     assert traced.structured_outputs.shape.as_list() == [1, 2, None]
 
 
+@pytest.mark.parametrize("axis", [1, (1, -1), [2], (), None])
+@pytest.mark.parametrize("keepdims", [True, False])
+def test_products_along_axes_are_those_of_tensorflow(axis, keepdims, rng):
+    x = rng.normal(size=(2, 5, 6))
+    x[0, 0, 0] = x[1, 2, 3] = 0
+    x = x[:, None] if axis == () else x
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_prod(x, axis, keepdims)
+        return y, tape.gradient(y, x)
+
+    expected = gradient(tf.constant(x))
+    with _keras.models_run_plainly():
+        found = gradient(tf.constant(x))
+        whole = tf.reduce_prod(tf.constant([[2, 3]]), axis=1)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+    assert whole.numpy() == [6]
+
+
 def test_known_conditions_are_their_branch():
     def chosen(x, known):
         is_even = tf.equal(4, 4) if known else tf.equal(tf.shape(x)[0] % 2, 0)

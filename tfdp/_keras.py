@@ -295,12 +295,13 @@ def models_run_plainly() -> Iterator[None]:
     """Let models run by TensorFlow's plain operations, in this thread.
 
     Of a condition that is known its branch is taken, which has known lengths. What asks to
-    be computed again on the way back is not: rules keep what goes into its layers anyway. And
-    convolutions in groups and updates of slices are not given to XLA: that compiles them for
-    each number of rows, and on CPUs they then take many times as long.
+    be computed again on the way back is not: rules keep what goes into its layers anyway.
+    Products along an axis are made of pairs: TensorFlow's gradient of them asks how many
+    rows there are. And convolutions in groups and updates of slices are not given to XLA:
+    that compiles them for each number of rows, and on CPUs they then take many times as long.
     """
     # Outside of these contexts the replacements do what the originals do.
-    tf.cond, keras_nn.conv = _cond, _conv
+    tf.cond, tf.reduce_prod, keras_nn.conv = _cond, _reduce_prod, _conv
     keras_core.dynamic_update_slice = _update_slice
     before, _plainly.is_on = _plainly.is_on, True
     try:
@@ -316,6 +317,7 @@ class _Plainly(threading.local):
 _plainly = _Plainly()
 _cond_of_tensorflow, _conv_of_keras = tf.cond, keras_nn.conv
 _recompute_of_tensorflow = tf.recompute_grad
+_reduce_prod_of_tensorflow = tf.reduce_prod
 _update_slice_of_xla = keras_core.dynamic_update_slice
 
 
@@ -336,6 +338,29 @@ def _as_of_a_branch(output: Nest) -> Nest:
     if output is None or isinstance(output, (*as_they_are, tf.Operation)):
         return output
     return tf.convert_to_tensor(output)
+
+
+@functools.wraps(_reduce_prod_of_tensorflow)
+def _reduce_prod(
+    input_tensor: Tensor,
+    axis: Nest = None,
+    keepdims: bool = False,
+    name: str | None = None,
+) -> Tensor:
+    if not _plainly.is_on or axis is None or tf.is_tensor(axis):
+        return _reduce_prod_of_tensorflow(input_tensor, axis, keepdims, name)
+    product = tf.convert_to_tensor(input_tensor)
+    axes = [int(each) % product.shape.rank for each in np.ravel(axis)]
+    is_known = bool(axes) and all(product.shape[each] for each in axes)
+    if not product.dtype.is_floating or not is_known:
+        return _reduce_prod_of_tensorflow(input_tensor, axis, keepdims, name)
+    for along in axes:
+        while (length := product.shape[along]) > 1:
+            half = length // 2
+            *pair, rest = tf.split(product, [half, half, length - 2 * half], along)
+            product = tf.multiply(*pair)
+            product = tf.concat([product, rest], along) if length % 2 else product
+    return product if keepdims else tf.squeeze(product, axes)
 
 
 @functools.wraps(_conv_of_keras)

@@ -165,6 +165,7 @@ SHAPES = {
     "put": (WIDTH,),
     "put_by_numbers": (WIDTH,),
     "recomputed": (WIDTH,),
+    "product": (WIDTH,),
 }
 USES = {
     "scaled": lambda x, own: x * own,
@@ -205,6 +206,7 @@ USES = {
     "put": lambda x, own: ops.slice_update(x, (0, LENGTH - 1, 0), x[:, :1] * own),
     "put_by_numbers": put_by_numbers,
     "recomputed": recomputed,
+    "product": lambda x, own: ops.prod(1 + 0.1 * x * own, axis=1, keepdims=True) + x,
 }
 
 
