@@ -18,16 +18,15 @@ def gathered(x):
     return tf.gather(x, tf.constant([[1, 1], [0, 2]]), batch_dims=1)
 
 
-@tf.function(autograph=False)
-def gradient_of_gathered(x, places):
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        y = [[1.0], [2.0], [3.0]] * tf.gather(x, places, batch_dims=1)
-    # What is gathered is not asked for: on a CPU it would be an error.
-    return tape.gradient(y, x)
-
-
 def test_gradients_of_what_rows_gather_stay_in_the_rows():
+    @tf.function(autograph=False)
+    def gradient_of_gathered(x, places):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = [[1.0], [2.0], [3.0]] * tf.gather(x, places, batch_dims=1)
+        # What is gathered is not asked for: on a CPU it would be an error.
+        return tape.gradient(y, x)
+
     with _keras.gradients_of_rows():
         found = gradient_of_gathered(tf.zeros([3, 2]), tf.constant([[1], [2], [-1]]))
     np.testing.assert_array_equal(found, [[0, 1], [0, 2], [3, 0]])
@@ -179,6 +178,16 @@ def test_products_along_axes_are_those_of_tensorflow(axis, keepdims, rng):
     assert whole.numpy() == [6]
 
 
+@pytest.mark.parametrize("value", [1.5, np.ones(2), {"a": 1, "b": (None, 2)}])
+def test_outputs_of_known_branches_are_those_of_tensorflow(value):
+    found = []
+    for context in (nullcontext, _keras.models_run_plainly):
+        with tf.Graph().as_default(), context():
+            chosen = tf.cond(tf.equal(4, 4), lambda: value, lambda: value)
+        found.append(tf.nest.map_structure(type, chosen))
+    assert found[0] == found[1]
+
+
 def test_known_conditions_are_their_branch():
     def chosen(x, known):
         is_even = tf.equal(4, 4) if known else tf.equal(tf.shape(x)[0] % 2, 0)
@@ -189,18 +198,6 @@ def test_known_conditions_are_their_branch():
         with _keras.models_run_plainly():
             traced = traced.get_concrete_function(tf.TensorSpec([None, 3]), known)
         assert traced.structured_outputs.shape.as_list() == [None, length]
-    # What a branch returns is made tensors of, as TensorFlow's own does.
-    for value in (1.5, np.ones(2), {"a": 1, "b": (None, 2)}):
-
-        def of_branch(value=value):
-            return value
-
-        found = []
-        for context in (nullcontext, _keras.models_run_plainly):
-            with tf.Graph().as_default(), context():
-                chosen_of = tf.cond(tf.equal(4, 4), of_branch, of_branch)
-            found.append(tf.nest.map_structure(type, chosen_of))
-        assert found[0] == found[1]
     # Outside, and where it is a variable, TensorFlow's own decides.
     with tf.Graph().as_default():
         assert chosen(tf.zeros([2, 3]), True).op.type != "StridedSlice"

@@ -495,7 +495,6 @@ def test_a_run_stopped_by_hand_states_its_plan():
 # ------------------------------------------------------------------- Keras's habits
 
 
-@pytest.mark.slow
 def test_no_fit_begins_inside_of_another():
     """The steps that follow would be clipped as those of the inner one."""
     model, x, y = tfdp.DPModel(silent_model(10)), np.ones((8, 10)), np.ones((8, 1))
@@ -513,6 +512,7 @@ def test_no_fit_begins_inside_of_another():
     assert (segment.count, segment.scheme.expected_batch_size) == (4, 4)
 
 
+@pytest.mark.slow
 def test_the_logs_are_those_of_keras():
     problem = PROBLEMS["dict_losses"]
     batch = problem.batch(8)

@@ -448,6 +448,7 @@ _gathered_gradient_of_tensorflow = array_grad._BatchGatherGrad
 def _gathered_gradient(
     shape: Tensor, values: Nest, indices: Tensor, batch_dims: int, length: Tensor
 ) -> Tensor:
+    # On a GPU nobody checks a number: one beyond its own row is another row's.
     if batch_dims:
         indices = tf.clip_by_value(indices, 0, tf.cast(length, indices.dtype) - 1)
     return _gathered_gradient_of_tensorflow(shape, values, indices, batch_dims, length)

@@ -602,13 +602,6 @@ class DPModel(TrainingFunctions):
             ValueError: If the arguments contradict each other.
             WorkerLostError: If another process that trains the model is gone.
         """
-        if self._is_fitting:
-            raise NotPrivateError(
-                "Only one `fit` of a private model may run: the steps of both would be "
-                f"clipped as those of the last one. Received: `fit` of `{self.name}` while "
-                "another one runs. Call it when that has returned, or take single steps in "
-                "the callback: `private.train_on_batch(x, y)`."
-            )
         self._get_ready()
         note_slow_cpu()
         check_inputs(x)
@@ -645,7 +638,7 @@ class DPModel(TrainingFunctions):
         )
         to_run = range(initial_epoch, epochs)
         with (
-            self._alone_fitting(),
+            self._only_fit(),
             self._training(data, callbacks, to_run, class_weight) as (data, callbacks),
         ):
             is_weighed = self._replicas.strategy is not None
@@ -670,8 +663,15 @@ class DPModel(TrainingFunctions):
             )
 
     @contextlib.contextmanager
-    def _alone_fitting(self) -> Iterator[None]:
-        """Let no other `fit` begin."""
+    def _only_fit(self) -> Iterator[None]:
+        """Refuse a `fit` inside of this one."""
+        if self._is_fitting:
+            raise NotPrivateError(
+                "Only one `fit` of a private model may run: the steps of both would be "
+                f"clipped as those of the last one. Received: model={self.name!r}, in the "
+                "midst of its own `fit`. Call it when that has returned, or take single "
+                "steps in the callback: `private.train_on_batch(x, y)`."
+            )
         self._is_fitting = True
         try:
             yield

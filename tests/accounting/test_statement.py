@@ -308,6 +308,15 @@ def test_a_report_refuses_bad_deltas(delta):
         privacy_report(Ledger(), delta)
 
 
+def test_figures_of_users_count_looks_that_ended_a_run():
+    run = PoissonSteps(128, 2.0, 1000, 10)
+    looked = dataclasses.replace(Ledger().add(run), ended_by_release=True)
+    looked = looked.add(Segment(run.scheme, 9, 50.0, "private_accuracy"))
+    of_one = privacy_statement(looked, 1e-6, max_examples_per_user=1)
+    stated = float(re.search(r"it is \((\S+),", filled_out(of_one)).group(1))
+    assert stated >= looked.epsilon(looked.delta_at_end(1e-6)) - 1e-3
+
+
 @pytest.mark.slow
 def test_users_with_several_rows_have_a_figure_of_their_own():
     run = PoissonSteps(128, 2.0, 1000, 10)
@@ -328,12 +337,6 @@ def test_users_with_several_rows_have_a_figure_of_their_own():
     assert "Nothing is proven for all rows" in privacy_statement(
         nothing, 1e-6, max_examples_per_user=4
     )
-    # Where looks have ended a run each has a part of delta.
-    looked = dataclasses.replace(Ledger().add(run), ended_by_release=True)
-    looked = looked.add(Segment(run.scheme, 9, 50.0, "private_accuracy"))
-    of_one = privacy_statement(looked, 1e-6, max_examples_per_user=1)
-    stated = float(re.search(r"it is \((\S+),", filled_out(of_one)).group(1))
-    assert stated >= looked.epsilon(looked.delta_at_end(1e-6)) - 1e-3
     with pytest.raises(ValueError, match="max_examples_per_user"):
         privacy_statement(both, 1e-6, max_examples_per_user=0)
 

@@ -344,7 +344,7 @@ def test_files_keep_the_numbers_of_the_budget(rows, project, tmp_path):
     assert (budget.delta, budget.target_epsilon, budget.project) == (DELTA, 1.0, None)
     # Not a budget of its own of the same size.
     for _ in range(2):
-        with pytest.raises(PrivacyBudgetError, match="Give it again"):
+        with pytest.raises(PrivacyBudgetError, match="it again"):
             fit(loaded, rows, epochs=1)
         loaded.save(tmp_path / "again.keras")
         loaded = keras.models.load_model(tmp_path / "again.keras")

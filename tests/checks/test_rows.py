@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 
 import keras
 import numpy as np
@@ -1017,27 +1016,39 @@ FROM_ROW_TO_ROW = {
     "generator": lambda model, _: model.generator.normal(()),
     "seed": lambda model, _: model.seeds.next()[1] % 2,
 }
-# Calls may be counted where each row runs by itself, at once with all others.
-COUNTED = {"auto": ApartEngine(), "vectorized": VectorizedEngine()}
 
 
-@pytest.mark.parametrize("engine", ["auto", "vectorized", "ghost"])
-@pytest.mark.parametrize("name", FROM_ROW_TO_ROW)
-def test_losses_hand_nothing_from_row_to_row(name, engine):
+def fit_row_after_row(name, engine):
     private = tfdp.DPModel(RowAfterRow(FROM_ROW_TO_ROW[name]), engine=engine)
     private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0))
-    fit = functools.partial(
-        private.fit, np.ones((8, D)), np.ones((8, 1)), batch_size=4, verbose=0
-    )
-    if name == "counter" and engine in COUNTED:
-        fit()
-        assert private._checked.engine == COUNTED[engine]
-        return
+    private.fit(np.ones((8, D)), np.ones((8, 1)), batch_size=4, verbose=0)
+    return private._checked.engine
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("counter", "ghost"),
+        *((name, "auto") for name in ("metric", "generator", "seed")),
+        *(
+            pytest.param(name, engine, marks=pytest.mark.slow)
+            for name in ("metric", "generator", "seed")
+            for engine in ("vectorized", "ghost")
+        ),
+    ],
+)
+def test_losses_hand_nothing_from_row_to_row(name, engine):
     said = {"metric": "reads a metric", "counter": "leaves to the next row"}
     refused = UnsupportedLayerError, UnsupportedLossError
     with pytest.raises(refused, match=said.get(name, "seed|Rng")):
-        fit()
-    assert not private.ledger.segments
+        fit_row_after_row(name, engine)
+
+
+@pytest.mark.parametrize(
+    ("engine", "chosen"), [("auto", ApartEngine()), ("vectorized", VectorizedEngine())]
+)
+def test_calls_may_be_counted_where_rows_run_at_once(engine, chosen):
+    assert fit_row_after_row("counter", engine) == chosen
 
 
 # ----------------------------------------------------------------- which engine it is

@@ -6,6 +6,8 @@ import keras
 import numpy as np
 from keras import layers, losses
 
+KERAS_VERSION = tuple(map(int, keras.__version__.split(".")[:2]))
+
 logits = functools.partial(losses.SparseCategoricalCrossentropy, from_logits=True)
 
 

@@ -4,6 +4,7 @@ import keras
 from keras import layers
 
 from tests.problems.building import (
+    KERAS_VERSION,
     floats,
     floats_of,
     labelled,
@@ -13,7 +14,6 @@ from tests.problems.building import (
 from tests.problems.problem import problem
 from tfdp.layers import WSConv2D
 
-_KERAS = tuple(map(int, keras.__version__.split(".")[:2]))
 CHANNELS_FIRST = {"data_format": "channels_first"}
 
 
@@ -451,8 +451,8 @@ PROBLEMS = (
     ),
 )
 
-# Older Keras has none of them on a CPU.
-if _KERAS >= (3, 15):
+# Older Keras cannot run these channels first on a CPU.
+if KERAS_VERSION >= (3, 15):
     PROBLEMS += (
         problem(
             "depthwise_channels_first",

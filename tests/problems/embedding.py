@@ -5,7 +5,14 @@ import functools
 import keras
 from keras import layers, losses, ops
 
-from tests.problems.building import logits, padded, sequential, with_ids, words
+from tests.problems.building import (
+    KERAS_VERSION,
+    logits,
+    padded,
+    sequential,
+    with_ids,
+    words,
+)
 from tests.problems.problem import problem, register
 
 
@@ -105,7 +112,6 @@ PROBLEMS = (
     ),
 )
 
-_KERAS = tuple(map(int, keras.__version__.split(".")[:2]))
 
 if hasattr(layers, "ReversibleEmbedding"):
     PROBLEMS += tuple(
@@ -137,7 +143,7 @@ if hasattr(layers, "ReversibleEmbedding"):
             ),
         )
         # Keras 3.12 loses its own mask there.
-        if name != "reversible_masked" or _KERAS >= (3, 15)
+        if name != "reversible_masked" or KERAS_VERSION >= (3, 15)
     )
     PROBLEMS += (
         problem(

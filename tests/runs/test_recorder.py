@@ -93,17 +93,18 @@ def test_a_run_stopped_before_its_limit_owes_what_that_would_have_let_it(
     assert recorder.ledger.cut_short == segments(POISSON, z1_0=owed)
 
 
-def test_of_a_run_without_a_plan_released_values_may_have_been_the_end():
-    for ends, is_noted in (
-        ((), False),
-        (("release",), True),
-        (("release", "budget"), False),
-    ):
-        recorder = recorded(POISSON, 1.0)
-        for end in ends:
-            getattr(recorder, f"end_by_{end}")()
-        recorder.begin(UNDECLARED)
-        assert recorder.ledger.ended_by_release == is_noted
+@pytest.mark.parametrize("is_spent", [False, True])
+@pytest.mark.parametrize("is_by_release", [False, True])
+def test_of_a_run_without_a_plan_released_values_may_have_been_the_end(
+    is_by_release, is_spent
+):
+    recorder = recorded(POISSON, 1.0)
+    if is_by_release:
+        recorder.end_by_release()
+    if is_spent:
+        recorder.end_by_budget()
+    recorder.begin(UNDECLARED)
+    assert recorder.ledger.ended_by_release == (is_by_release and not is_spent)
 
 
 def test_a_limit_that_does_not_stand_has_ended_nothing():

@@ -293,7 +293,7 @@ def _unit(segments: _Segments) -> str:
 
 
 def _users(
-    segments: _Segments, at_end: float, delta: float, examples: int | None
+    segments: _Segments, delta_at_end: float, delta: float, examples: int | None
 ) -> Iterator[str]:
     """Yield what holds for all examples of a user, if their number is bounded."""
     if examples is None:
@@ -303,7 +303,7 @@ def _users(
         return  # What is said of one user holds for any number of rows.
     segments = merged(segments)
     # Segments are composed by adding up what each costs at its part of delta.
-    part = at_end / max(1, len(segments))
+    part = delta_at_end / max(1, len(segments))
     figure = sum(
         user_epsilon(
             segment, part, max_examples_per_user=examples, accountant=_ACCOUNTANTS[1]

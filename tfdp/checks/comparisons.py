@@ -62,7 +62,7 @@ _BENDING = (
     *("Sin", "Softmax", "Softplus", "Sqrt", "Square", "SquaredDifference", "Tanh"),
     "Xlogy",
 )
-# So do these, but of what is no less than 0 anyway.
+# Likewise, but ``max(x, 0)``, by which losses guard a sum that is never below.
 _BOUNDS = ("Maximum", "Minimum")
 # What may lie between a mean and what is taken from the rows.
 _MOVING = (

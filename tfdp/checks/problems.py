@@ -9,7 +9,7 @@ import keras
 from tfdp.checks.comparisons import COMPARISONS, MEETING, OWN_COMPARISONS
 from tfdp.checks.found import LOSS, Found
 from tfdp.checks.node import BY_PLACE, MEMORY
-from tfdp.checks.tracing import LEFT, LOOPS, NO_GRADIENT, Trace
+from tfdp.checks.tracing import LEAVES_TO_THE_NEXT, LOOPS, NO_GRADIENT, Trace
 from tfdp.errors import UnsupportedLayerError
 
 
@@ -90,8 +90,9 @@ _COUNTING = _Flaw(
     "`engine='auto'` runs every row by itself, where that number is 1. This is right "
     "where a row only looks for entries of its own; what is divided by it, say, is as in "
     "a batch of one row. Where another number is meant, write it: `x / 32`. Where numbers "
-    "in the data pick a row's own entries among those of all rows, clip them first: "
-    "`keras.ops.clip(numbers, 0, length - 1)`, with a fixed length.",
+    "in the data pick a row's own entries, give that axis a fixed length, "
+    "`keras.Input((20, 3))`; and clip them, if they pick among those of all rows: "
+    "`keras.ops.clip(numbers, 0, 19)`.",
 )
 
 
@@ -246,11 +247,18 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 f"{each.operation}, which {cause.why}."
             )
             fix = _COUNTING.fix
-        elif cause.why == MEMORY or cause.why.startswith(LEFT):
+        elif cause.why.startswith(LEAVES_TO_THE_NEXT):
+            reason = (
+                "A loss that is asked for one example after the other must keep nothing. "
+                f"Received: {each.operation}, which {cause.why}. Change variables in a "
+                "callback, and use seeds to draw only: `keras.random.uniform((), "
+                "seed=self.seed_generator)`."
+            )
+        elif cause.why == MEMORY:
             reason = (
                 "A loss must keep nothing from one example to the next. Received: "
-                f"{each.operation}, which {cause.why}. Change variables in a callback; and "
-                "draw with a `keras.random.SeedGenerator`: candidates of a sampled softmax with "
+                f"{each.operation}, which {cause.why}. Draw with a "
+                "`keras.random.SeedGenerator`: candidates of a sampled softmax with "
                 "`keras.random.randint((7,), 0, classes, seed=self.seed_generator)`."
             )
         else:

@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import keras
@@ -43,12 +44,29 @@ SEED_AS_NUMBER = "the state of a seed generator, read as a number"
 
 # What is the matter with some loops inside of a loop over rows.
 NO_GRADIENT = "has no gradient in a loop over rows"
-# What else is, with what goes from row to row; names follow.
-LEFT = "leaves to the next row"
+# What is the matter where rows come in turn: each finds what those before have left, which
+# follows.
+LEAVES_TO_THE_NEXT = "leaves to the next row"
 
 _READS_METRIC = "reads a metric, which holds data without noise"
 
 LOOPS = ("While", "StatelessWhile")
+
+
+class _Alone(NamedTuple):
+    """A function that gets one row at a time.
+
+    Attributes:
+        graph: Its graph.
+        arguments: How many inputs of that are data.
+        owner: Whose it is.
+        in_loop: Whether it gets one row after the other.
+    """
+
+    graph: tf.Graph
+    arguments: int
+    owner: Owner
+    in_loop: bool
 
 
 class Trace:
@@ -311,33 +329,47 @@ class Trace:
             known[inner.op.name] = value
         return known
 
-    def _causes_alone(self, alone: "_Alone", outer: dict[int, Value]) -> set[Cause]:
+    def _causes_alone(self, alone: _Alone, outer: dict[int, Value]) -> set[Cause]:
         """Look at a function that gets one row at a time."""
         causes: set[Cause] = set()
-        graph = alone.graph
-        known = self._captured(graph)
-        for tensor in graph.inputs[: alone.arguments]:
-            known[tensor.op.name] = Value(WITHIN)
+        graph, free = alone.graph, {}
         for tensor, inner in _outer(graph):
             value = outer[id(tensor)]
             causes |= value.causes
             if value.axis is not None:
                 why = "is read as a whole where only one row is to be seen"
                 causes.add(Cause(tensor.op, tensor.op, True, why))
-            known[inner.op.name] = FREE
-        analysis = Analysis(None)
-        outputs = analysis.values(graph, known, graph.outputs)
+            free[inner.op.name] = FREE
+        analysis, outputs = self._look_alone(
+            graph, alone.arguments, graph.outputs, free
+        )
         left = analysis.assigned | analysis.moved
         if any(READ in value.chance for value in outputs):
             left.add(SEED_AS_NUMBER)
-        self.moved |= left
+            self.moved.add(SEED_AS_NUMBER)
         # A row meets no other here, but what others have left, and its own place.
         found = causes_of(outputs)
         causes |= {each for each in found if each.why in (_READS_METRIC, BY_PLACE)}
         if alone.in_loop and left:
-            last = graph.outputs[0].op
-            causes.add(Cause(last, last, False, f"{LEFT} {', '.join(sorted(left))}"))
+            last, names = graph.outputs[0].op, ", ".join(f"`{n}`" for n in sorted(left))
+            causes.add(Cause(last, last, False, f"{LEAVES_TO_THE_NEXT} {names}"))
         return causes | analysis.effects
+
+    def _look_alone(
+        self,
+        graph: tf.Graph,
+        arguments: int,
+        wanted: Sequence[Tensor],
+        free: Mapping[str, Value] = types.MappingProxyType({}),
+    ) -> tuple[Analysis, list[Value]]:
+        """Look at the graph of a function that gets one row; see `Analysis.values`."""
+        known = self._captured(graph)
+        for tensor in graph.inputs[:arguments]:
+            known[tensor.op.name] = Value(WITHIN)
+        analysis = Analysis(None)
+        values = analysis.values(graph, {**known, **free}, wanted)
+        self._note_moves(analysis)
+        return analysis, values
 
     def alone(
         self,
@@ -496,12 +528,8 @@ class Trace:
     def left_by(self, graph: tf.Graph, arguments: int, *, in_turn: bool) -> list[str]:
         """Say what a function of one example leaves behind; see `check_alone`."""
         self._note_seeds()
-        known = self._captured(graph)
-        for tensor in graph.inputs[:arguments]:
-            known[tensor.op.name] = Value(WITHIN)
-        analysis = Analysis(None)
-        analysis.values(graph, known, [])
-        self._note_moves(analysis)
+        # What it returns was looked at before, with the losses.
+        analysis, _ = self._look_alone(graph, arguments, [])
         causes = [Found(None, each) for each in analysis.effects]
         left = [f"{each.operation} {each.cause.why}" for each in causes]
         return left + sorted(analysis.moved | (analysis.assigned if in_turn else set()))
@@ -586,22 +614,6 @@ class Trace:
             if of_graph is graph and first <= place < past
         ]
         return min(spans, key=lambda span: span[0])[1] if spans else None
-
-
-class _Alone(NamedTuple):
-    """A function that gets one row at a time.
-
-    Attributes:
-        graph: Its graph.
-        arguments: How many inputs of that are data.
-        owner: Whose it is.
-        in_loop: Whether it gets one row after the other.
-    """
-
-    graph: tf.Graph
-    arguments: int
-    owner: Owner
-    in_loop: bool
 
 
 def units_checked(

@@ -8,10 +8,11 @@ import tensorflow as tf
 from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.call import Call
-from tfdp.rules.dense import lora_factors, watch_preactivation, watch_sum
+from tfdp.rules.dense import lora_factors
 from tfdp.rules.generic import generic
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.kernels import depthwise_term, kernel_term
+from tfdp.rules.preactivations import watch_preactivation, watch_sum
 from tfdp.rules.registry import rule
 from tfdp.rules.terms import Convolution, OuterProducts, Term
 
@@ -100,7 +101,7 @@ def separable_conv(call: Call) -> Nest:
     def terms(g: Tensor) -> list[Term]:
         return [OuterProducts(layer.pointwise_kernel, between, channels_last(layer, g))]
 
-    return finished(call, outputs, terms)
+    return with_bias_and_activation(call, outputs, terms)
 
 
 def geometry_of(layer: keras.layers.Layer) -> Geometry:
@@ -147,7 +148,7 @@ def channels_last(layer: keras.layers.Layer, tensor: Tensor) -> Tensor:
     return tf.transpose(tensor, [0, *range(2, tensor.shape.rank), 1])
 
 
-def finished(
+def with_bias_and_activation(
     call: Call,
     outputs: Tensor,
     terms: Callable[[Tensor], list[Term]] | None = None,
@@ -168,7 +169,7 @@ def finished(
         outputs = tf.transpose(outputs, [0, rank - 1, *range(1, rank - 1)])
         shape = [1, -1] + [1] * (rank - 2)
     if layer.bias is not None:
-        # As Keras does: along which axis, is its own matter.
+        # By Keras's own addition: where lengths are equal it may add along another axis.
         bias = tf.reshape(tf.cast(layer.bias, outputs.dtype), shape)
         outputs = keras.ops.add(outputs, bias)
     if terms is not None or layer.bias is not None:

@@ -8,8 +8,8 @@ import tensorflow as tf
 from tfdp._types import Nest, Tensor
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.call import Call
-from tfdp.rules.dense import watch_preactivation
 from tfdp.rules.embedding import row_numbers
+from tfdp.rules.preactivations import watch_preactivation
 from tfdp.rules.registry import own_variables, rule
 from tfdp.rules.terms import OuterProducts, PerRow, Term
 

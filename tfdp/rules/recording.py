@@ -291,24 +291,24 @@ class Recording:
     @contextlib.contextmanager
     def _activations_watched(self, layer: keras.layers.Layer) -> Iterator[None]:
         """Let no activation use a variable unseen: rules do not know what it does."""
-        of = layer.cell if isinstance(layer, keras.layers.RNN) else layer
+        owner = layer.cell if isinstance(layer, keras.layers.RNN) else layer
         watched = {
-            name: functools.partial(self._activated, vars(of)[name])
+            name: functools.partial(self._activated, vars(owner)[name])
             for name in ("activation", "recurrent_activation")
-            if vars(of).get(name) is not None
+            if vars(owner).get(name) is not None
         }
-        with _keras.attributes_replaced(of, **watched):
+        with _keras.attributes_replaced(owner, **watched):
             yield
 
     def _activated(
         self, function: Callable[..., Nest], *args: Nest, **kwargs: Nest
     ) -> Nest:
+        """Run an activation; refuse that it uses a variable, its layer's own, too."""
         with (
             self._variable_tapes[-1].stop_recording(),
             self._tape_of_variables() as used,
         ):
             outputs = function(*args, **kwargs)
-        # Not its layer's own either.
         self._refuse_foreign(used.watched_variables(), [])
         return outputs
 

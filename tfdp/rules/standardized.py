@@ -89,7 +89,7 @@ def ws_conv(call: Call) -> Nest:
         of_move = tf.math.rsqrt(tf.maximum(moved, epsilon)) / scale
         factor *= move.units.for_rows(of_move, factor)
     outputs = y * tf.cast(factor, y.dtype)[:, None, None]
-    return convolutional.finished(call, outputs)
+    return convolutional.with_bias_and_activation(call, outputs)
 
 
 def _moved_squares(move: Move, kernel: Tensor, squares: Tensor, *, path: str) -> Tensor:

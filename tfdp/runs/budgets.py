@@ -88,16 +88,16 @@ def enforce_budget(
         _limit(recorder, binding, noise_multipliers, needed)
         limit.reason = present
     if not counter.has_room():
+        if any(each.lacks_project for each in binding.values()):
+            raise PrivacyBudgetError(
+                "A budget that was a part of a project's binds with its project only, which "
+                "files do not tell. Received: project=None in a model that was loaded. Give "
+                "it again: `private.fit(..., callbacks=[tfdp.callbacks.PrivacyBudget("
+                "project='project.json')])`."
+            )
         spent = {each: each.ledger.epsilon(of.delta) for each, of in binding.items()}
         most = max(spent, key=spent.__getitem__)
         budget = binding[most]
-        if any(each.lacks_project for each in binding.values()):
-            raise PrivacyBudgetError(
-                "The budget of a loaded model was a part of a project's, which its file "
-                "does not tell. Received: a model with a budget that lacks its project. "
-                "Give it again: `private.fit(..., callbacks=[tfdp.callbacks.PrivacyBudget("
-                "project='project.json')])`."
-            )
         if budget.project is not None:
             raise PrivacyBudgetError(
                 "The training has no part of the project's budget left. Received: "

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
-from tfdp._types import Array, Variable
+from tfdp._types import Array, Config, Variable
 from tfdp.accounting import Ledger, Project, Segment
 from tfdp.accounting.runs import (
     Run,
@@ -97,7 +97,7 @@ class Budget:
         is_its = (recorder.run, recorder.beginnings) == (part.run, part.beginnings)
         return part.releases - recorder.counter.releases_begun if is_its else 0
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> Config:
         """Return what files keep: the numbers, and whether there is a project."""
         return {
             "delta": self.delta,
@@ -322,10 +322,11 @@ class LedgerRecorder:
                 the safe side, so that the ledger stays short.
         """
         ledger, steps = self.own_run().ledger, int(self.counter.steps.numpy())
-        is_by_budget = self._ended_by_budget == steps
-        missing = [] if is_by_budget else self.counter.missing()
-        has_no_plan = self.counter.planned_releases is None and not is_by_budget
-        if (missing or has_no_plan) and self._ended_by_release == steps:
+        is_spent = self._ended_by_budget == steps
+        missing = [] if is_spent else self.counter.missing()
+        has_no_plan = self.counter.planned_releases is None
+        may_be_short = bool(missing) or (has_no_plan and not is_spent)
+        if may_be_short and self._ended_by_release == steps:
             ledger = dataclasses.replace(ledger, ended_by_release=True)
         elif missing:
             owed = (*ledger.cut_short, *missing, *self.to_come.values())

@@ -149,8 +149,9 @@ def _may_add_losses(model: keras.Model) -> bool:
     )
 
 
-# How names of logs begin that callbacks may decide by.
-_OF_OTHERS = ("val_", "public_", "private_")
+# How names of logs begin that say nothing of the private rows.
+HARMLESS = ("val_", "public_", "epsilon", "l2_norm_clip", "noise_multiplier")
+_NOT_OF_EXACT_METRICS = (*HARMLESS, "private_")
 
 
 def check_names_of_logs(model: keras.Model, *metrics: Nest) -> None:
@@ -170,12 +171,13 @@ def check_names_of_logs(model: keras.Model, *metrics: Nest) -> None:
         for each in keras.tree.flatten(metrics)
     ]
     for name in (*given, *own, *(outputs if len(outputs) > 1 else [])):
-        if name.startswith(_OF_OTHERS):
+        if name.startswith(_NOT_OF_EXACT_METRICS):
+            begins = ", ".join(f"`{each}`" for each in _NOT_OF_EXACT_METRICS)
             raise ValueError(
-                "The name of an exact metric, or of an output, must not begin as those of "
-                f"validation rows and of released metrics do, {', '.join(_OF_OTHERS)}: "
-                f"callbacks may decide by these. Received: name={name!r}. Use, for example, "
-                f"{name.partition('_')[2]!r}."
+                "The name of an exact metric, or of an output, must not begin as names of "
+                f"what is public or released do ({begins}): callbacks may decide by these. "
+                f"Received: name={name!r}. Use another one, "
+                f"`keras.metrics.Mean(name='exact_{name}')`."
             )
 
 

@@ -81,8 +81,8 @@ class Query:
             NotPrivateError: If `of_unit` keeps or shows something, which no noise covers.
         """
         clip_of_norms = tf.cast(clip, norms.dtype)
-        # Not `of_unit`, which might keep a tensor of the step's own graph.
-        of_unit = self._that_keeps_nothing(norms.dtype)
+        # What runs is what was looked at.
+        of_unit = self._proven(norms.dtype)
 
         def bounded(norm: Tensor) -> Tensor:
             vector = tf.cast(of_unit(norm, clip_of_norms), tf.float64)
@@ -100,10 +100,8 @@ class Query:
         stddev = self.sensitivity * self.noise_multiplier
         return tf.reduce_sum(of_units, 0) + stddev * tf.cast(noise, tf.float64)
 
-    def _that_keeps_nothing(
-        self, dtype: tf.DType
-    ) -> Callable[[Tensor, Tensor], Tensor]:
-        """Trace `of_unit` by itself, once, and look at what it leaves behind."""
+    def _proven(self, dtype: tf.DType) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return `of_unit` as a graph of its own, in which it leaves nothing behind."""
         scalar = tf.TensorSpec([], dtype)
         traced = tf.function(self.of_unit, autograph=False).get_concrete_function(
             scalar, scalar

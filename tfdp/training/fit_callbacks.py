@@ -14,6 +14,8 @@ from tfdp.distribute.replicas import Replicas
 from tfdp.distribute.workers import check_same_model
 from tfdp.errors import PrivacyBudgetError
 from tfdp.runs.histories import remember_values
+from tfdp.runs.recorder import LedgerRecorder
+from tfdp.training.arguments import HARMLESS
 from tfdp.training.callback import StepCallback
 from tfdp.training.model_ledger import ModelLedger
 from tfdp.training.releases import (
@@ -34,8 +36,31 @@ _OTHER_ROWS = (
     "`tfdp.callbacks.PrivateEvaluation`."
 )
 
-# How names of logged values begin that do not tell of the private rows, or are noised.
-_HARMLESS = ("val_", "public_", "epsilon", "l2_norm_clip", "noise_multiplier")
+
+class _OpenPlan:
+    """Plans epochs to come as the longest before, of data that do not tell their length.
+
+    Args:
+        recorder: Of the training, which begins.
+        epochs: How many it has.
+    """
+
+    def __init__(self, recorder: LedgerRecorder, epochs: int) -> None:
+        self._recorder, self._to_come = recorder, epochs
+        self._beginnings = recorder.beginnings
+        self._begun = self._longest = 0
+
+    def end_epoch(self) -> None:
+        """Plan what is to come after an epoch."""
+        self._to_come -= 1
+        recorder = self._recorder
+        if recorder.beginnings != self._beginnings:
+            # Single steps have begun another segment.
+            return
+        begun = recorder.counter.releases_begun
+        self._longest = max(self._longest, begun - self._begun)
+        self._begun = begun
+        recorder.plan(begun + self._longest * self._to_come)
 
 
 class LedgerCallback(StepCallback):
@@ -68,13 +93,12 @@ class LedgerCallback(StepCallback):
         """Begin a new pass, and remember which draws are used up."""
         if not self._has_begun:
             # After a backup was restored some epochs are not run.
-            epochs = self._epochs_to_come = self.params["epochs"] - epoch
+            epochs = self.params["epochs"] - epoch
             planned = self._data.planned_releases(epochs)
             self._recorder.plan(planned)
-            # Of data that do not tell how long they are the first epoch does.
-            self._has_open_plan = planned is None
-            self._begun = self._most_releases = 0
-            self._beginnings = self._recorder.beginnings
+            self._open_plan = None
+            if planned is None:
+                self._open_plan = _OpenPlan(self._recorder, epochs)
             self._check_same_model(epoch)
             self._has_begun = True
         if self._data.begins_pass_each_epoch:
@@ -117,21 +141,10 @@ class LedgerCallback(StepCallback):
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Recognise later copies of what the weights are now."""
-        self._epochs_to_come -= 1
-        if self._has_open_plan:
-            self._plan_as_before()
+        """Plan on, and recognise later copies of what the weights are now."""
+        if self._open_plan is not None:
+            self._open_plan.end_epoch()
         remember_values(self._recorder.weights() or [])
-
-    def _plan_as_before(self) -> None:
-        """Plan as many releases for each epoch to come as those before had at most."""
-        recorder = self._recorder
-        if recorder.beginnings != self._beginnings:
-            return
-        begun = recorder.counter.releases_begun
-        self._most_releases = max(self._most_releases, begun - self._begun)
-        self._begun = begun
-        recorder.plan(begun + self._most_releases * self._epochs_to_come)
 
 
 def flattened(callbacks: Nest) -> list[keras.callbacks.Callback]:
@@ -196,7 +209,7 @@ def exact_decisions(
         received = f"monitor={monitor!r}"
         if validates_private_rows and monitor.startswith("val_"):
             yield ExactDecision(name, monitor, received, _OTHER_ROWS)
-        elif monitor not in released and not monitor.startswith(_HARMLESS):
+        elif monitor not in released and not monitor.startswith(HARMLESS):
             yield ExactDecision(name, monitor, received)
 
 

@@ -22,14 +22,14 @@ _FILE = "tfdp_journal.jsonl"
 class Journal(keras.callbacks.Callback):
     """Writes down steps before they run, beside the backups of `BackupAndRestore`.
 
-    A backup knows nothing of the steps that came after it. The file begins, anew in
-    every epoch, with the state of the recorder; each line that follows says how many
+    A backup knows nothing of the steps that came after it. The file begins, anew in every
+    epoch and for every segment, with the state of the recorder; each line that follows says how many
     steps and releases may have run since then, and with how little noise.
 
     Guarantees:
         After a kill at any time, `restore` makes the ledger at least as large as
-        what really ran, single steps of callbacks included; but for those that a graph
-        takes which a callback has traced, after the last batch or epoch.
+        what really ran, with single steps of callbacks. Not covered: steps after the last
+        batch or epoch that run in a graph which a callback has traced.
 
     Args:
         recorder: Of the model that trains.
@@ -116,7 +116,7 @@ class Journal(keras.callbacks.Callback):
     ) -> None:
         """Write down steps that are about to run; see `WritesSteps`."""
         if self._counted != (recorder, recorder.beginnings):
-            # Another callback has trained on data of its own.
+            # Another segment has begun, or another recorder counts.
             self.begin(recorder)
         counter = recorder.counter
         if noise_multiplier is None:
