@@ -405,6 +405,7 @@ def test_a_plan_ends_where_the_part_of_a_project_ends():
     assert Budget(1e-5, 1.0, other).has_reserved(recorder, 1.0) == 0
     assert recorder.budget.has_reserved(LedgerRecorder(), 1.0) == 0
     assert Budget(1e-5, 1.0).has_reserved(recorder, 0.0) == float("inf")
+    assert Budget(1e-5, 1.0, lacks_project=True).has_reserved(recorder, 1.0) == -1
     # Files keep the numbers alone, and that there was a project.
     assert json.loads(recorder.state())["budget"] == {
         "delta": 1e-5,
