@@ -134,6 +134,14 @@ def test_slices_are_updated_as_by_xla(begin, rng):
         traced(tf.constant(x), tf.constant(part), tf.constant(begin)),
         updated(tf.constant(x), tf.constant(part), tf.constant(begin)),
     )
+    # Of open lengths XLA alone knows which are the same.
+    open_rows = [tf.TensorSpec([None, None, 4], x.dtype)] * 2
+    with _keras.models_run_plainly():
+        traced = updated.get_concrete_function(*open_rows, tf.TensorSpec([3], tf.int32))
+        found = traced(
+            tf.constant(x), tf.constant(2 * x[:, 1:]), tf.constant([0, 0, 0])
+        )
+    np.testing.assert_array_equal(found, np.concatenate([2 * x[:, 1:], x[:, 4:]], 1))
     with _keras.models_run_plainly():
         np.testing.assert_array_equal(keras.ops.slice_update(x, begin, 2 * x), 2 * x)
         # Fewer rows than there are is what XLA alone does.
@@ -186,6 +194,23 @@ def test_outputs_of_known_branches_are_those_of_tensorflow(value):
             chosen = tf.cond(tf.equal(4, 4), lambda: value, lambda: value)
         found.append(tf.nest.map_structure(type, chosen))
     assert found[0] == found[1]
+
+
+def test_what_is_not_known_is_left_to_tensorflow():
+    ragged = tf.ragged.constant([[2.0], [1.0, 3.0]])
+    for context in (nullcontext, _keras.models_run_plainly):
+        with context():
+            np.testing.assert_array_equal(tf.reduce_prod(ragged, axis=1), [2, 3])
+            for axis in (3, [1, -1]):
+                with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
+                    tf.reduce_prod(tf.ones([2, 3]), axis=axis)
+            updated = tf.function(
+                lambda x: keras.ops.slice_update(x, (0, 0), [[1.0]]),
+                input_signature=[tf.TensorSpec(None, tf.float64)],
+            )
+            np.testing.assert_array_equal(
+                updated(tf.zeros([1, 2], tf.float64)), [[1, 0]]
+            )
 
 
 def test_known_conditions_are_their_branch():

@@ -347,11 +347,14 @@ def _reduce_prod(
     keepdims: bool = False,
     name: str | None = None,
 ) -> Tensor:
-    if not _plainly.is_on or axis is None or tf.is_tensor(axis):
+    is_composite = isinstance(input_tensor, tf.__internal__.CompositeTensor)
+    if not _plainly.is_on or axis is None or tf.is_tensor(axis) or is_composite:
         return _reduce_prod_of_tensorflow(input_tensor, axis, keepdims, name)
     product = tf.convert_to_tensor(input_tensor)
-    axes = [int(each) % product.shape.rank for each in np.ravel(axis)]
-    is_known = bool(axes) and all(product.shape[each] for each in axes)
+    rank, given = product.shape.rank or 0, [int(each) for each in np.ravel(axis)]
+    axes = [each % rank for each in given if -rank <= each < rank]
+    is_known = bool(axes) and len({*axes}) == len(given)
+    is_known = is_known and all(product.shape[each] for each in axes)
     if not product.dtype.is_floating or not is_known:
         return _reduce_prod_of_tensorflow(input_tensor, axis, keepdims, name)
     for along in axes:
@@ -406,12 +409,19 @@ def _conv(
 
 
 def _update_slice(inputs: Tensor, updates: Tensor, begin: Nest) -> Tensor:
-    """Do what XLA does, where lengths that differ are known."""
-    inputs, updates, begin = map(tf.convert_to_tensor, (inputs, updates, begin))
-    lengths = dict(enumerate(zip(inputs.shape, updates.shape, strict=True)))
-    parts = {axis: pair for axis, pair in lengths.items() if pair[0] != pair[1]}
-    if not _plainly.is_on or any(None in pair for pair in parts.values()):
+    """Do what XLA does, where all lengths but that of the rows are known."""
+    if not _plainly.is_on:
         return _update_slice_of_xla(inputs, updates, begin)
+    inputs, begin = tf.convert_to_tensor(inputs), tf.convert_to_tensor(begin)
+    updates = tf.convert_to_tensor(updates, inputs.dtype)
+    if None in (inputs.shape.rank, updates.shape.rank):
+        return _update_slice_of_xla(inputs, updates, begin)
+    lengths = dict(enumerate(zip(inputs.shape, updates.shape, strict=True)))
+    # Of two open lengths nobody knows whether they are the same, but of rows.
+    known = {n: p for n, p in lengths.items() if n or p != (None, None)}
+    if any(None in pair for pair in known.values()):
+        return _update_slice_of_xla(inputs, updates, begin)
+    parts = {axis: pair for axis, pair in known.items() if pair[0] != pair[1]}
     if not parts:
         return updates
     more = [whole - part for whole, part in parts.values()]
@@ -428,12 +438,12 @@ def _update_slice(inputs: Tensor, updates: Tensor, begin: Nest) -> Tensor:
 
 
 @functools.wraps(_recompute_of_tensorflow)
-def _recompute(function: Callable[..., Nest]) -> Callable[..., Nest]:
-    recomputed = _recompute_of_tensorflow(function)
+def _recompute(f: Callable[..., Nest]) -> Callable[..., Nest]:
+    recomputed = _recompute_of_tensorflow(f)
 
     @functools.wraps(recomputed)
     def run(*args: Nest, **kwargs: Nest) -> Nest:
-        return (function if _plainly.is_on else recomputed)(*args, **kwargs)
+        return (f if _plainly.is_on else recomputed)(*args, **kwargs)
 
     return run
 
@@ -1105,11 +1115,25 @@ def metrics_of(model: keras.Model) -> Iterator[keras.metrics.Metric]:
         yield from layer._metrics
 
 
+_logged: weakref.WeakSet[keras.metrics.Metric] = weakref.WeakSet()
+
+
+def note_metrics(model: keras.Model, *given: Nest) -> None:
+    """Note whose variables a training will fill with data.
+
+    Args:
+        model: Compiled, with metrics of its own.
+        *given: What its `compile` was given as metrics.
+    """
+    found = [*keras.tree.flatten(given), *model.metrics]
+    _logged.update(each for each in found if isinstance(each, keras.metrics.Metric))
+
+
 def metrics_handles(model: keras.Model) -> list[Tensor]:
-    """List the handles of the variables of all metrics in a model and its layers."""
+    """List the handles of the variables of metrics: a model's, and all that were noted."""
     return [
         known.handle
-        for metric in metrics_of(model)
+        for metric in (*metrics_of(model), *_logged)
         for variable in metric.variables
         for known in tensorflow_variables(variable)
     ]

@@ -501,6 +501,7 @@ class DPModel(TrainingFunctions):
                 jit_compile=jit_compile,
                 auto_scale_loss=False,
             )
+        _keras.note_metrics(self, metrics, weighted_metrics)
         self._given_jit_compile = jit_compile
         self._given_ascent = ascent
         self._checked.compile(
@@ -1105,6 +1106,7 @@ class DPModel(TrainingFunctions):
             self.build_all(sample)
         self._checked.check(data, sample, static_rows, self.optimizer.iterations)
         _keras.build_metrics(self, *self._checked.outputs)
+        _keras.note_metrics(self)
         self.built = True
 
     # Saving.

@@ -1018,6 +1018,25 @@ FROM_ROW_TO_ROW = {
 }
 
 
+@pytest.mark.parametrize("of", ["compile", "tracker"])
+def test_losses_read_no_metric_of_the_training(of):
+    """One row would have a part in the gradients of all that come after it."""
+    error = keras.metrics.MeanAbsoluteError()
+
+    def loss(y, p):
+        read = error if of == "compile" else private.metrics[0]
+        return ops.mean(ops.square(y - p), -1) * read.result()
+
+    private = tfdp.DPModel(keras.Sequential([keras.Input((D,)), layers.Dense(1)]))
+    private.compile(
+        tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0),
+        loss,
+        metrics=[error],
+    )
+    with pytest.raises(UnsupportedLossError, match="must read no metric"):
+        private.fit(np.ones((8, D)), np.ones((8, 1)), batch_size=4, verbose=0)
+
+
 def fit_row_after_row(name, engine):
     private = tfdp.DPModel(RowAfterRow(FROM_ROW_TO_ROW[name]), engine=engine)
     private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0))

@@ -317,7 +317,29 @@ def one_of_a_loop(model):
     model.optimizer.apply_clipped_sum(clipped, model.model.trainable_variables)
 
 
-@pytest.mark.parametrize("take", [one_on_a_batch, one_of_a_loop])
+def one_of_another_model(model):
+    other = tfdp.DPModel(model.model)
+    other.compile(
+        tfdp.optimizers.DPSGD(
+            0.1, l2_norm_clip=1.0, noise_multiplier=1.5, expected_batch_size=4
+        ),
+        "mse",
+    )
+    one_on_a_batch(other)
+
+
+def one_of_its_own(model):
+    model.train_step((tf.ones((4, 3)), tf.ones((4, 1))))
+
+
+TAKEN = [
+    *(one_on_a_batch, one_of_a_loop),
+    *(pytest.param(take, marks=pytest.mark.slow) for take in (one_of_another_model,)),
+    one_of_its_own,
+]
+
+
+@pytest.mark.parametrize("take", TAKEN)
 def test_single_steps_of_a_callback_are_written_down(take, tmp_path):
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
     model = private()

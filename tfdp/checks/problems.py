@@ -9,7 +9,13 @@ import keras
 from tfdp.checks.comparisons import COMPARISONS, MEETING, OWN_COMPARISONS
 from tfdp.checks.found import LOSS, Found
 from tfdp.checks.node import BY_PLACE, MEMORY
-from tfdp.checks.tracing import LEAVES_TO_THE_NEXT, LOOPS, NO_GRADIENT, Trace
+from tfdp.checks.tracing import (
+    LEAVES_TO_THE_NEXT,
+    LOOPS,
+    NO_GRADIENT,
+    READS_METRIC,
+    Trace,
+)
 from tfdp.errors import UnsupportedLayerError
 
 
@@ -247,6 +253,12 @@ def loss_problems(found: list[Found]) -> list[Problem]:
                 f"{each.operation}, which {cause.why}."
             )
             fix = _COUNTING.fix
+        elif cause.why == READS_METRIC:
+            reason = (
+                "A loss must read no metric: what that has counted of other rows is not "
+                f"noised. Received: {each.operation}, which {cause.why}. Read what is public "
+                "or noised, such as `optimizer.iterations`."
+            )
         elif cause.why.startswith(LEAVES_TO_THE_NEXT):
             reason = (
                 "A loss that is asked for one example after the other must keep nothing. "

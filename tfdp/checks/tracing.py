@@ -48,7 +48,7 @@ NO_GRADIENT = "has no gradient in a loop over rows"
 # follows.
 LEAVES_TO_THE_NEXT = "leaves to the next row"
 
-_READS_METRIC = "reads a metric, which holds data without noise"
+READS_METRIC = "reads a metric, which holds data without noise"
 
 LOOPS = ("While", "StatelessWhile")
 
@@ -324,7 +324,7 @@ class Trace:
             if id(outer) in self._seeds:
                 value = value._replace(variable=self._seeds[id(outer)])
             if id(outer) in metrics:
-                cause = Cause(inner.op, inner.op, True, _READS_METRIC)
+                cause = Cause(inner.op, inner.op, True, READS_METRIC)
                 value = value._replace(variable=METRIC, causes=frozenset({cause}))
             known[inner.op.name] = value
         return known
@@ -349,7 +349,7 @@ class Trace:
             self.moved.add(SEED_AS_NUMBER)
         # A row meets no other here, but what others have left, and its own place.
         found = causes_of(outputs)
-        causes |= {each for each in found if each.why in (_READS_METRIC, BY_PLACE)}
+        causes |= {each for each in found if each.why in (READS_METRIC, BY_PLACE)}
         if alone.in_loop and left:
             last, names = graph.outputs[0].op, ", ".join(f"`{n}`" for n in sorted(left))
             causes.add(Cause(last, last, False, f"{LEAVES_TO_THE_NEXT} {names}"))

@@ -24,7 +24,7 @@ from tfdp.optimizers.arguments import (
 )
 from tfdp.runs.budgets import enforce_budget_of_step, room_in_graph
 from tfdp.runs.checkpoints import LedgerState
-from tfdp.runs.recorder import LedgerRecorder
+from tfdp.runs.recorder import LedgerRecorder, write_down
 from tfdp.sampling import UnknownUsers
 
 # Runs a function of the clipped sum on each replica.
@@ -321,8 +321,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
             at_most = 1 if isinstance(per_unit, int) and per_unit == 1 else 2
             least = float(mechanism.counted(self._noise_multiplier.value)) / at_most
             enforce_budget_of_step(recorder, least)
-            for journal in self.recorder.journals:
-                journal.write(recorder, 1, least)
+            write_down(recorder, trainable_variables, least)
 
         mechanism.check(recorder.counter.scheme)
         noise_multiplier = tf.identity(self._noise_multiplier.value)

@@ -106,7 +106,7 @@ class Budget:
         }
 
 
-class WritesSteps(Protocol):
+class StepJournal(Protocol):
     """Writes steps down before they run, where a run that is killed finds them."""
 
     def begin(self) -> None:
@@ -167,7 +167,7 @@ class LedgerRecorder:
         self.is_in_a_graph = False
         self.to_come: dict[Hashable, Segment] = {}
         self.reserved: tuple[Segment, ...] = ()
-        self.journals: Sequence[WritesSteps] = ()
+        self.journals: Sequence[StepJournal] = ()
         # After how many steps a released value has ended the segment, or a budget.
         self._ended_by_release: int | None = None
         self._ended_by_budget: int | None = None
@@ -456,6 +456,23 @@ class LedgerRecorder:
 
 # All recorders of this process.
 living: weakref.WeakSet[LedgerRecorder] = weakref.WeakSet()
+
+
+def write_down(
+    recorder: LedgerRecorder, trained: Sequence[Variable], noise_multiplier: float
+) -> None:
+    """Write a single step down, in the journals of all trainings of the same weights.
+
+    Args:
+        recorder: That will count the step.
+        trained: What the step changes.
+        noise_multiplier: That it counts with, over the sensitivity.
+    """
+    changed = set(map(id, trained))
+    for each in list(living):
+        if each.journals and not changed.isdisjoint(map(id, each.weights() or [])):
+            for journal in each.journals:
+                journal.write(recorder, 1, noise_multiplier)
 
 
 def revoke_all() -> None:

@@ -114,7 +114,7 @@ class Journal(keras.callbacks.Callback):
         steps: int,
         noise_multiplier: float | None = None,
     ) -> None:
-        """Write down steps that are about to run; see `WritesSteps`."""
+        """Write down steps that are about to run; see `StepJournal`."""
         if self._counted != (recorder, recorder.beginnings):
             # Another segment has begun, or another recorder counts.
             self.begin(recorder)

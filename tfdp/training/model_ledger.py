@@ -37,7 +37,7 @@ from tfdp.runs.histories import (
     remember_values,
     was_trained,
 )
-from tfdp.runs.recorder import LedgerRecorder, Reservation
+from tfdp.runs.recorder import LedgerRecorder, Reservation, write_down
 from tfdp.training.noise_plan import NoisePlan
 from tfdp.training.step import Session
 
@@ -351,18 +351,24 @@ class ModelLedger:
                 delta,
             )
 
-    def begin_single_step(self, session: Session) -> None:
+    def begin_single_step(
+        self, session: Session, noise_multiplier: float | None = None
+    ) -> None:
         """Note that a step which `fit` does not take changes the weights.
 
         Args:
             session: What the step is made for.
+            noise_multiplier: That it counts with, over the sensitivity; by default what
+                callbacks set.
         """
         self._pass_on_loaded()
-        session.optimizer.begin_single_step(
-            session.recorder, session.objective.variables, self._weights()
-        )
-        for journal in self.recorder.journals:
-            journal.write(session.recorder, 1)
+        recorder, trained = session.recorder, session.objective.variables
+        session.optimizer.begin_single_step(recorder, trained, self._weights())
+        if noise_multiplier is None:
+            noise_multiplier = float(self.noise_to_come()[0])
+            noise_multiplier /= recorder.counter.scheme.sensitivity_in_clips
+        # Also what a budget refuses then: too much, not too little.
+        write_down(recorder, trained, noise_multiplier)
 
     def has_room(self, session: Session, noise_multiplier: Tensor) -> Tensor:
         """Tell whether budgets have room for a step of a loop of one's own.
@@ -381,13 +387,13 @@ class ModelLedger:
         """
         recorder = session.recorder
         with tf.init_scope():
-            self.begin_single_step(session)
+            own = session.mechanism.counted(session.optimizer.noise_multiplier.value)
+            own = float(own) / recorder.counter.scheme.sensitivity_in_clips
+            self.begin_single_step(session, own)
             # A recorder that was never limited would have room for every step. Without
             # room the graph takes no step, as it does not where room ends later.
-            own = session.mechanism.counted(session.optimizer.noise_multiplier.value)
             with contextlib.suppress(PrivacyBudgetError):
-                clips = recorder.counter.scheme.sensitivity_in_clips
-                enforce_budget_of_step(recorder, float(own) / clips)
+                enforce_budget_of_step(recorder, own)
         if tf.executing_eagerly():
             enforce_budget_of_step(recorder, float(noise_multiplier))
         return room_in_graph(recorder, noise_multiplier)
