@@ -66,7 +66,8 @@ def engine_of(private: tfdp.DPModel) -> str:
 def _shape_of_losses(y: np.ndarray) -> tuple[int, ...]:
     """Return the shape that Keras wants of weights."""
     if y.ndim < 3:
-        return y.shape[:1]
+        # Labels of positions have a loss each.
+        return y.shape if y.dtype.kind in "iu" and y[:1].size > 1 else y.shape[:1]
     return y.shape[:-1] if y.dtype.kind == "f" else y.shape
 
 
