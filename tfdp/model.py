@@ -907,7 +907,8 @@ class DPModel(TrainingFunctions):
                     x=x, y=y, y_pred=y_pred, sample_weight=sample_weight
                 )
             _keras.loss_tracker(self).update_state(loss, sample_weight=rows)
-            self.compute_metrics(x, y, y_pred, sample_weight)
+            with no_weight_assigned(self.model):
+                self.compute_metrics(x, y, y_pred, sample_weight)
             return True
 
         y_pred = outputs.masked() if isinstance(outputs, Predicted) else outputs
@@ -1104,6 +1105,8 @@ class DPModel(TrainingFunctions):
         is_in_graph = any(map(tf.is_symbolic_tensor, _tree.tensors(data)))
         if self._replicas.strategy is not None and not is_in_graph:
             self.build_all(sample)
+        # Those of single outputs are made with the first graph of a step.
+        _keras.note_metrics(self)
         self._checked.check(data, sample, static_rows, self.optimizer.iterations)
         _keras.build_metrics(self, *self._checked.outputs)
         _keras.note_metrics(self)

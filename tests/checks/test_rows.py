@@ -923,7 +923,12 @@ def test_a_generator_of_tensorflow_is_random():
         generator.uniform(tf.cast(x[0, :1], tf.int32))
         return x
 
+    def moved_by_how_many(x):
+        generator.uniform(tf.shape(x)[:1])
+        return x + generator.uniform([D], dtype=x.dtype)
+
     assert found(moved_by_a_row, (D,))
+    assert found(moved_by_how_many, (D,))
 
 
 def test_counters_of_calls_are_free_of_data():
@@ -1016,6 +1021,20 @@ FROM_ROW_TO_ROW = {
     "generator": lambda model, _: model.generator.normal(()),
     "seed": lambda model, _: model.seeds.next()[1] % 2,
 }
+
+
+def test_a_metric_assigns_no_weight():
+    model = keras.Sequential([keras.Input((D,)), layers.Dense(1, name="dense")])
+
+    def largest(y, p):
+        model.layers[0].bias.assign(ops.max(p, 0))
+        return ops.mean(p, -1)
+
+    private = tfdp.DPModel(model)
+    optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+    private.compile(optimizer, "mse", metrics=[largest])
+    with pytest.raises(UnsupportedLayerError, match="dense/bias`, assigned there"):
+        private.fit(np.ones((8, D)), np.ones((8, 1)), batch_size=4, verbose=0)
 
 
 @pytest.mark.parametrize("of", ["compile", "tracker"])

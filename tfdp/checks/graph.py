@@ -9,7 +9,6 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp._types import Array, Tensor
 from tfdp.checks.node import (
-    COUNTS,
     MEMORY,
     RULES,
     SEEDS,
@@ -217,9 +216,6 @@ class Analysis:
             self.assigned.update({names[0]} - _MAY_MOVE)
         elif not _MAY_MOVE & set(names) and node.op.type != "PrintV2":
             self.moved.add(f"operation {node.op.type} `{node.op.name}`")
-        if node.op.type.startswith(("Rng", "Stateful")):
-            # By how many numbers are drawn it moves, and that may be by how many rows.
-            causes = frozenset(each for each in causes if each.why != COUNTS)
         # Where data decide whether it runs, even a constant that is kept tells of them.
         if not (have_rows(node.inputs) or causes or self._is_hidden):
             return
