@@ -495,6 +495,25 @@ def test_a_run_stopped_by_hand_states_its_plan():
 # ------------------------------------------------------------------- Keras's habits
 
 
+def test_states_of_seeds_do_not_tell_how_many_passes_there_were():
+    states = []
+    for rows in (4, 5):
+        inner = keras.Sequential([
+            keras.Input((3,)),
+            layers.Dropout(0.5, seed=1),
+            layers.Dense(1),
+        ])
+        model = tfdp.DPModel(inner, physical_batch_size=4)
+        optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+        model.compile(optimizer, "mse")
+        x = np.ones((rows, 3))
+        # Every row is in every batch.
+        with pytest.warns(UserWarning, match="every batch will be all rows"):
+            model.fit(x, x[:, :1], batch_size=9, epochs=2, verbose=0)
+        states.append(inner.layers[0].seed_generator.state.numpy().tolist())
+    assert states[0] == states[1]
+
+
 def test_no_fit_begins_inside_of_another():
     """The steps that follow would be clipped as those of the inner one."""
     model, x, y = tfdp.DPModel(silent_model(10)), np.ones((8, 10)), np.ones((8, 1))

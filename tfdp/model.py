@@ -640,6 +640,7 @@ class DPModel(TrainingFunctions):
         to_run = range(initial_epoch, epochs)
         with (
             self._only_fit(),
+            self._passes_uncounted(),
             self._training(data, callbacks, to_run, class_weight) as (data, callbacks),
         ):
             is_weighed = self._replicas.strategy is not None
@@ -678,6 +679,23 @@ class DPModel(TrainingFunctions):
             yield
         finally:
             self._is_fitting = False
+
+    @contextlib.contextmanager
+    def _passes_uncounted(self) -> Iterator[None]:
+        """Leave the states of seeds as so many steps do, however many passes these took.
+
+        How many passes a batch needs tells how many rows it had, and an exported model
+        has the states in it.
+        """
+        states = _keras.seed_states(self.model) if self.physical_batch_size else []
+        before = [np.array(state.numpy()) for state in states]
+        steps = self.recorder.steps
+        try:
+            yield
+        finally:
+            moved = np.array([0, self.recorder.steps - steps])
+            for state, value in zip(states, before, strict=True):
+                state.assign((value + moved).astype(value.dtype))
 
     @contextlib.contextmanager
     def _training(
