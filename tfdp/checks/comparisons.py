@@ -289,9 +289,11 @@ def warn_of_change(model: str, what: str) -> None:
     logging.warning(
         "tfdp asks for the loss of model `%s` for each example alone, where it may be "
         "another one than for a batch: %s. The mean that trains is taken last, of such "
-        "functions of one row each. Where these are constant, only noise trains: weights "
-        "that balance classes by the numbers in a batch leave nothing of a row alone. "
-        "Weigh by public numbers: `private.fit(..., class_weight={0: 1.0, 1: 9.0})`.",
+        "functions of one row each, which can be written so: `keras.losses.Dice(axis=(1, "
+        "2, 3))`, or `ops.mean(ops.sum(losses, 1) / ops.sum(mask, 1))`. Where these are "
+        "constant, only noise trains: weights that balance classes by the numbers in a "
+        "batch leave nothing of a row alone. Weigh by public numbers: "
+        "`private.fit(..., class_weight={0: 1.0, 1: 9.0})`.",
         model,
         what,
     )
