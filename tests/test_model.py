@@ -495,7 +495,8 @@ def test_a_run_stopped_by_hand_states_its_plan():
 # ------------------------------------------------------------------- Keras's habits
 
 
-def test_states_of_seeds_do_not_tell_how_many_passes_there_were():
+@pytest.mark.parametrize("is_single", [True, False])
+def test_states_of_seeds_do_not_tell_how_many_passes_there_were(is_single):
     states = []
     for rows in (4, 5):
         inner = keras.Sequential([
@@ -504,12 +505,20 @@ def test_states_of_seeds_do_not_tell_how_many_passes_there_were():
             layers.Dense(1),
         ])
         model = tfdp.DPModel(inner, physical_batch_size=4)
-        optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+        optimizer = tfdp.optimizers.DPSGD(
+            0.1,
+            l2_norm_clip=1.0,
+            noise_multiplier=1.0,
+            expected_batch_size=9 if is_single else None,
+        )
         model.compile(optimizer, "mse")
         x = np.ones((rows, 3))
-        # Every row is in every batch.
-        with pytest.warns(UserWarning, match="every batch will be all rows"):
-            model.fit(x, x[:, :1], batch_size=9, epochs=2, verbose=0)
+        if is_single:
+            model.train_on_batch(x, x[:, :1])
+        else:
+            # Every row is in every batch.
+            with pytest.warns(UserWarning, match="every batch will be all rows"):
+                model.fit(x, x[:, :1], batch_size=9, epochs=2, verbose=0)
         states.append(inner.layers[0].seed_generator.state.numpy().tolist())
     assert states[0] == states[1]
 

@@ -837,9 +837,10 @@ class DPModel(TrainingFunctions):
         self._model_ledger.check_dials()
         self._model_ledger.limit()
         try:
-            return super().train_on_batch(
-                x, y, sample_weight, class_weight, return_dict
-            )
+            with self._passes_uncounted():
+                return super().train_on_batch(
+                    x, y, sample_weight, class_weight, return_dict
+                )
         finally:
             session.released.put_back()
             recorder.note_left(self.model.weights)
