@@ -687,7 +687,9 @@ class DPModel(TrainingFunctions):
         How many passes a batch needs tells how many rows it had, and an exported model
         has the states in it.
         """
-        states = _keras.seed_states(self.model) if self.physical_batch_size else []
+        own = set(map(id, self.model.variables)) if self.physical_batch_size else set()
+        # Not that of Keras's global generator, from which others draw meanwhile.
+        states = [each for each in _keras.seed_states(self.model) if id(each) in own]
         before = [np.array(state.numpy()) for state in states]
         steps = self.recorder.steps
         try:
@@ -1124,11 +1126,10 @@ class DPModel(TrainingFunctions):
         is_in_graph = any(map(tf.is_symbolic_tensor, _tree.tensors(data)))
         if self._replicas.strategy is not None and not is_in_graph:
             self.build_all(sample)
-        # Those of single outputs are made with the first graph of a step.
+        # Keras makes some of them after `compile`: those of single outputs, of names.
         _keras.note_metrics(self)
         self._checked.check(data, sample, static_rows, self.optimizer.iterations)
         _keras.build_metrics(self, *self._checked.outputs)
-        _keras.note_metrics(self)
         self.built = True
 
     # Saving.
