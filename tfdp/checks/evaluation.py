@@ -104,8 +104,8 @@ def no_weight_assigned(model: keras.Model) -> Iterator[None]:
             f"Model `{model.name}` must assign none of its weights while it predicts, or "
             "metrics are computed: they would keep rows without noise. Received: "
             f"`{weight.path}`, assigned there. Assign no variable in `call`; compute it "
-            "before training from public data, as `keras.layers.Normalization.adapt` does. For public rows the "
-            "model predicts by itself: `private.model.predict(x)`, and leave "
+            "before training from public data, as `keras.layers.Normalization.adapt` does. "
+            "For public rows the model predicts by itself: `private.model.predict(x)`, and leave "
             "`validation_data` out of `fit`."
         )
 
