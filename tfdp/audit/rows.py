@@ -18,7 +18,7 @@ from tfdp.model import DPModel
 from tfdp.sampling import Scheme
 from tfdp.training.arguments import check_protects
 
-# By this the numbers of a row are multiplied to make an outlier.
+# So many times as large as the largest number of a batch are an outlier's.
 _OUTLIER = 1e3
 
 
@@ -60,14 +60,15 @@ class Rows:
         batch = self._batch(np.append(self.common, one))
         if not is_outlier:
             return batch
-        scale = np.ones(self.units_per_batch * self.rows_of_one)
-        scale[-self.rows_of_one :] = _OUTLIER
+        begin = len(self.common) * self.rows_of_one
 
         def far(leaf: tf.Tensor) -> tf.Tensor:
             if not leaf.dtype.is_floating:
                 return leaf
-            factors = tf.reshape(scale, [-1] + [1] * (leaf.shape.rank - 1))
-            return leaf * tf.cast(factors, leaf.dtype)
+            others, own = leaf[:begin], leaf[begin:]
+            # Beside large ones what a smaller one does would pass for rounding.
+            unit = tf.math.divide_no_nan(own, _largest(own))
+            return tf.concat([others, unit * _OUTLIER * _largest(leaf)], 0)
 
         return batch._replace(x=_tree.map_tensors(far, batch.x))
 
@@ -113,6 +114,12 @@ class Rows:
         return Batch(*keras.utils.unpack_x_y_sample_weight(rows))._replace(
             is_padding=tf.constant(indices < 0)
         )
+
+
+def _largest(leaf: tf.Tensor) -> tf.Tensor:
+    """Return the largest absolute value of those that are finite."""
+    sizes = tf.where(tf.math.is_finite(leaf), tf.abs(leaf), tf.zeros_like(leaf))
+    return tf.reduce_max(sizes)
 
 
 def rows_of_fit(
