@@ -157,7 +157,17 @@ def test_a_really_large_image_is_not_laid_out_in_patches(mode, rng, monkeypatch)
 
 @pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize(
-    "case", ["same", "strided", "one_channel", "line", "box", "grouped"]
+    "case",
+    [
+        "same",
+        "strided",
+        "one_channel",
+        "line",
+        "box",
+        "grouped",
+        "depthwise",
+        "depthwise_many_positions",
+    ],
 )
 def test_one_graph_takes_any_number_of_examples(case, is_large, rng, monkeypatch):
     if is_large:
@@ -177,7 +187,7 @@ def test_float64_is_computed_in_float64(case, rng):
     np.testing.assert_allclose(actual, one_by_one(x, g, **options), rtol=1e-10)
 
 
-@pytest.mark.parametrize("case", ["same", "one_channel", "grouped"])
+@pytest.mark.parametrize("case", ["same", "one_channel", "grouped", "depthwise"])
 def test_a_bad_example_spoils_no_other(case, rng):
     x, g, options = problem(case, rng)
     x[1, 0, 0, 0, 0] = np.nan
@@ -203,7 +213,7 @@ def test_depthwise_gradients_are_those_of_as_many_groups_as_channels(
     *kernel, channels, _ = options["kernel_shape"]
     g = rng.normal(size=[*g.shape[:-1], channels * multiplier]).astype("float32")
     options["kernel_shape"] = (*kernel, channels, multiplier)
-    actual = depthwise_gradients(tf.constant(x[:, 0]), tf.constant(g[:, 0]), **options)
+    actual = depthwise_gradients(tf.constant(x), tf.constant(g), **options)
     options["kernel_shape"] = (*kernel, 1, channels * multiplier)
     expected = one_by_one(x.astype("float64"), g.astype("float64"), **options)
     np.testing.assert_allclose(

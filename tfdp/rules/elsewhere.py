@@ -289,12 +289,9 @@ def _met_by_sliding(followed: Followed, use: Use, place: Place) -> Met:
     back = through(followed, use.tensor)
 
     def of_rows(seen: Tensor, g: Tensor) -> Tensor:
-        if is_depthwise:
-            return depthwise_gradients(
-                seen, g, kernel_shape=tuple(shape), geometry=geometry
-            )
+        gradients = depthwise_gradients if is_depthwise else filter_gradients
         seen, g = seen[:, None], g[:, None]
-        return filter_gradients(seen, g, kernel_shape=tuple(shape), geometry=geometry)
+        return gradients(seen, g, kernel_shape=tuple(shape), geometry=geometry)
 
     def terms(g: Tensor) -> list[Term]:
         # Pieces of rows may have become rows: TensorFlow dilates so.

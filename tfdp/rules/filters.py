@@ -16,6 +16,14 @@ from tfdp.rules.patches import has_few_patches, patches
 # gradient; with fewer a loop over the examples is faster.
 _MANY_CHANNELS = 64
 
+# oneDNN has fast depthwise gradients for kernels of so many numbers along each axis, that
+# the inputs hold. Those of others take it 150 ns and more for each number of the kernel,
+# where TensorFlow's own, which it leaves to float64, take 20.
+_SMALL = 3
+
+# For so few positions products of shifted inputs are faster than a loop over units.
+_MANY_POSITIONS = 16
+
 
 def filter_gradients(
     inputs: Tensor,
@@ -47,6 +55,8 @@ def filter_gradients(
         )
         return gradients[:, 0]
     groups = geometry.groups(inputs.shape, kernel_shape)
+    if groups > 1 and kernel_shape[-2] == 1:
+        return _one_channel_each(inputs, output_gradients, kernel_shape, geometry)
     if len(geometry.strides) == 2 and groups == 1:
         if has_few_patches(output_gradients.shape[2:-1], kernel_shape):
             return _by_patches(inputs, output_gradients, kernel_shape, geometry)
@@ -104,6 +114,13 @@ def filter_gradient(
         if rank == 2:
             return tf.raw_ops.Conv2DBackpropFilter(input=inputs, **operation)
         return tf.raw_ops.Conv3DBackpropFilterV2(input=inputs, **operation)
+    *kernel, depth, filters = kernel_shape
+    if depth == 1 and _has_native(geometry):
+        operation["filter_sizes"] = (*kernel, groups, filters // groups)
+        gradient = tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
+            input=inputs, **operation
+        )
+        return tf.reshape(gradient, kernel_shape)
     return _by_offsets(
         inputs[None], output_gradients[None], kernel_shape, geometry, groups
     )[0]
@@ -142,26 +159,94 @@ def depthwise_gradients(
     kernel_shape: tuple[int, ...],
     geometry: Geometry,
 ) -> Tensor:
-    """Compute the gradient of a depthwise convolution's kernel for each row alone.
+    """Compute the gradient of a depthwise convolution's kernel for each unit alone.
 
     Args:
-        inputs: Shape ``(R, *spatial, C)``; static but for ``R``.
-        output_gradients: Shape ``(R, *spatial', C * multiplier)``.
+        inputs: Shape ``(U, K, *spatial, C)``; as for `filter_gradients`.
+        output_gradients: Shape ``(U, K, *spatial', C * multiplier)``.
         kernel_shape: ``(*kernel size, C, multiplier)``.
         geometry: Strides, dilations and padding.
 
     Returns:
-        Gradients of shape ``(R, *kernel_shape)``.
+        Gradients of shape ``(U, *kernel_shape)``.
     """
-    spatial = output_gradients.shape[1:-1].as_list()
-    g = tf.reshape(output_gradients, [-1, *spatial, *kernel_shape[-2:]])
-    padded = geometry.padded(inputs[:, None], kernel_shape)[:, 0]
-    axes = list(range(1, 1 + len(spatial)))
-    parts = [
-        tf.reduce_sum(padded[(slice(None), *window)][..., None] * g, axes)
-        for window in geometry.windows(spatial, kernel_shape)
-    ]
-    return tf.reshape(tf.stack(parts, 1), [-1, *kernel_shape])
+    *kernel, channels, multiplier = kernel_shape
+    gradients = filter_gradients(
+        inputs,
+        output_gradients,
+        kernel_shape=(*kernel, 1, channels * multiplier),
+        geometry=geometry,
+    )
+    return tf.reshape(gradients, [-1, *kernel_shape])
+
+
+def _one_channel_each(
+    inputs: Tensor,
+    output_gradients: Tensor,
+    kernel_shape: tuple[int, ...],
+    geometry: Geometry,
+) -> Tensor:
+    """Choose how filters are treated that see one of several channels each."""
+    channels = inputs.shape[-1]
+    if not _has_native(geometry):
+        return _by_offsets(inputs, output_gradients, kernel_shape, geometry, channels)
+    *kernel, _, filters = kernel_shape
+    is_small = filters == channels and all(
+        extent <= _SMALL and size >= extent + (stride - 1 if extent > 1 else 0)
+        for extent, size, stride in zip(
+            kernel, inputs.shape[2:-1], geometry.strides, strict=True
+        )
+    )
+    if is_small:
+        return _in_channels(inputs, output_gradients, kernel_shape, geometry)
+    positions = math.prod(output_gradients.shape[2:-1])
+    if positions < _MANY_POSITIONS and set(geometry.strides) == {1}:
+        return _by_offsets(inputs, output_gradients, kernel_shape, geometry, channels)
+
+    def of_unit(x: Tensor, g: Tensor) -> Tensor:
+        x, g = tf.cast(x, tf.float64), tf.cast(g, tf.float64)
+        gradient = filter_gradient(x, g, kernel_shape=kernel_shape, geometry=geometry)
+        return tf.cast(gradient, inputs.dtype)
+
+    return unit_by_unit(of_unit, inputs, output_gradients, kernel_shape)
+
+
+def _has_native(geometry: Geometry) -> bool:
+    """Tell whether TensorFlow's depthwise gradient takes these, and is not slow."""
+    return (
+        not _keras.inside_xla()
+        and len(geometry.strides) == 2
+        and len(set(geometry.strides)) == 1
+        and set(geometry.dilations) == {1}
+    )
+
+
+def _in_channels(
+    inputs: Tensor,
+    output_gradients: Tensor,
+    kernel_shape: tuple[int, ...],
+    geometry: Geometry,
+) -> Tensor:
+    """Let each unit have channels of its own, which do not meet either."""
+    units = tf.shape(inputs)[0]
+
+    def laid_out(rows: Tensor) -> Tensor:
+        *spatial, channels = rows.shape[2:].as_list()
+        last = tf.transpose(rows, [1, 2, 3, 0, 4])
+        return tf.reshape(last, [-1, *spatial, units * channels])
+
+    *kernel, _, filters = kernel_shape
+    channels = inputs.shape[-1]
+    gradients = tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
+        input=laid_out(inputs),
+        filter_sizes=[*kernel, units * channels, filters // channels],
+        out_backprop=laid_out(output_gradients),
+        strides=[1, *geometry.strides, 1],
+        padding=geometry.padding,
+    )
+    apart = tf.reshape(gradients, [*kernel, units, 1, filters])
+    made = tf.transpose(apart, [2, 0, 1, 3, 4])
+    return made_of_rows([made], [inputs, output_gradients])[0]
 
 
 def _by_patches(
@@ -194,7 +279,11 @@ def _by_offsets(
     padded = geometry.padded(inputs, kernel_shape)
     g = tf.reshape(output_gradients, [units, -1, groups, filters // groups])
     parts: list[Tensor] = []
+    nothing = tf.zeros([units, depth, filters], g.dtype)
     for window in geometry.windows(spatial, kernel_shape):
+        if not geometry.sees_inputs(window, inputs.shape[2:-1], kernel_shape):
+            parts.append(nothing)
+            continue
         # One after the other, or all the shifted inputs are held at once.
         with tf.control_dependencies(parts[-1:]):
             a = padded[(slice(None), slice(None), *window)]
@@ -202,6 +291,10 @@ def _by_offsets(
         if groups == 1:
             parts.append(tf.matmul(a[:, :, 0], g[:, :, 0], transpose_a=True))
         else:
-            part = tf.einsum("ntgc,ntgo->ncgo", a, g)
+            part = (
+                tf.reduce_sum(a * g, 1)
+                if depth == 1
+                else tf.einsum("ntgc,ntgo->ncgo", a, g)
+            )
             parts.append(tf.reshape(part, [units, depth, filters]))
     return tf.reshape(tf.stack(parts, 1), [-1, *kernel_shape])

@@ -44,7 +44,8 @@ class Geometry:
 
     def with_flat_axis(self) -> "Geometry":
         """Describe the same convolution with an axis of one position in front."""
-        return Geometry((1, *self.strides), (1, *self.dilations), self.padding)
+        # One position has any stride: TensorFlow's depthwise operations take equal ones.
+        return Geometry(2 * self.strides, (1, *self.dilations), self.padding)
 
     def padded(self, inputs: Tensor, kernel_shape: Sequence[int]) -> Tensor:
         """Write out the padding of ``(U, K, *spatial, C)``."""
@@ -65,3 +66,16 @@ class Geometry:
                 )
             )
             yield window
+
+    def sees_inputs(
+        self,
+        window: Sequence[slice],
+        inputs: Sequence[int],
+        kernel_shape: Sequence[int],
+    ) -> bool:
+        """Tell whether anything but padding lies in what a place in the kernel sees."""
+        pads = self.pads(inputs, kernel_shape)
+        return all(
+            part.start < before + size and part.stop > before
+            for part, size, (before, _) in zip(window, inputs, pads, strict=True)
+        )

@@ -30,6 +30,6 @@ def depthwise_term(
 ) -> Term:
     """Describe the gradient of a depthwise kernel, which is small."""
     shape = tuple(variable.shape)
-    x = at_least_float32(x)
+    x, g = at_least_float32(x)[:, None], g[:, None]
     gradients = depthwise_gradients(x, g, kernel_shape=shape, geometry=geometry)
     return PerRow(variable, gradients)
