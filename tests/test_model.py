@@ -495,8 +495,26 @@ def test_a_run_stopped_by_hand_states_its_plan():
 # ------------------------------------------------------------------- Keras's habits
 
 
-@pytest.mark.parametrize("is_single", [True, False])
-def test_states_of_seeds_do_not_tell_how_many_passes_there_were(is_single):
+def take_steps(way, model, x, y):
+    """Take steps on batches of all rows, and return how many."""
+    if way == "single":
+        for _ in range(3):
+            model.train_on_batch(x, y)
+        return
+    if way == "loop":
+        step = tf.function(lambda: model.train_step((x, y)), autograph=False)
+        for _ in range(3):
+            step()
+        return
+    with pytest.warns(UserWarning, match="every batch will be all rows"):
+        model.fit(x, y, batch_size=15, epochs=3, verbose=0)
+
+
+WAYS_OF_STEPS = ["single", "loop", "fit"]
+
+
+@pytest.mark.parametrize("way", WAYS_OF_STEPS)
+def test_states_of_seeds_do_not_tell_how_many_passes_there_were(way):
     states = []
     for rows in (4, 5):
         inner = keras.Sequential([
@@ -504,23 +522,56 @@ def test_states_of_seeds_do_not_tell_how_many_passes_there_were(is_single):
             layers.Dropout(0.5, seed=1),
             layers.Dense(1),
         ])
+        state = inner.layers[0].seed_generator.state
         model = tfdp.DPModel(inner, physical_batch_size=4)
         optimizer = tfdp.optimizers.DPSGD(
             0.1,
             l2_norm_clip=1.0,
             noise_multiplier=1.0,
-            expected_batch_size=9 if is_single else None,
+            expected_batch_size=None if way == "fit" else 15,
         )
         model.compile(optimizer, "mse")
-        x = np.ones((rows, 3))
-        if is_single:
-            model.train_on_batch(x, x[:, :1])
-        else:
-            # Every row is in every batch.
-            with pytest.warns(UserWarning, match="every batch will be all rows"):
-                model.fit(x, x[:, :1], batch_size=9, epochs=2, verbose=0)
-        states.append(inner.layers[0].seed_generator.state.numpy().tolist())
+        x = np.ones((rows, 3), "float32")
+        take_steps(way, model, x, x[:, :1])
+        states.append(state.numpy().tolist())
     assert states[0] == states[1]
+
+
+class Keeps(tfdp.optimizers.DPSGD):
+    """Keeps the clipped sums of its steps, without noise."""
+
+    def __init__(self, **options):
+        super().__init__(0.1, l2_norm_clip=1e3, noise_multiplier=1.0, **options)
+        self.sums = []
+
+    def take_step(self, clipped_sum, *args, **options):
+        self.sums.append(clipped_sum.gradients[0].numpy())
+        return super().take_step(clipped_sum, *args, **options)
+
+
+@pytest.mark.parametrize("way", ["single", "fit", "both"])
+def test_no_mask_of_dropout_comes_again(way):
+    """A row has a mask by its place: what is drawn again adds up to more than C."""
+    rows = 12
+    inner = keras.Sequential([
+        keras.Input((32,)),
+        layers.Dropout(0.5),
+        layers.Dense(rows, use_bias=False),
+    ])
+    model = tfdp.DPModel(inner, physical_batch_size=4)
+    optimizer = Keeps(expected_batch_size=None if way == "fit" else rows)
+    # Each row has a column of the kernel to itself: its gradient there is its mask.
+    model.compile(
+        optimizer,
+        lambda y, y_pred: tf.reduce_sum(y * y_pred, -1),
+        run_eagerly=True,
+    )
+    x, y = np.ones((rows, 32), "float32"), np.eye(rows, dtype="float32")
+    for each in ["fit", "single"] if way == "both" else [way]:
+        take_steps(each, model, x, y)
+    masks = np.concatenate(optimizer.sums, 1).T > 0
+    assert len(masks) >= 3 * rows
+    assert len(np.unique(masks, axis=0)) == len(masks)
 
 
 def test_no_fit_begins_inside_of_another():

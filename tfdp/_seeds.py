@@ -122,6 +122,37 @@ def use_key(model: keras.Model, *, is_known: bool) -> None:
         renew_key(model, is_known=is_known)
 
 
+def move_on(model: keras.Model) -> None:
+    """Let a model draw other numbers from the same states, in a graph or not.
+
+    Those of a known key follow from the states alone.
+    """
+    key = _key_of(model)
+    if not key.is_known:
+        # States move in the second word.
+        key.words.assign_add([1, 0])
+
+
+@contextlib.contextmanager
+def counted_once(model: keras.Model) -> Iterator[None]:
+    """Leave the states of a model's generators as one draw does, in a graph or not.
+
+    How often they drew tells how many passes a batch took, thus how many rows it had, and
+    an exported model has the states in it. What comes next needs another key.
+    """
+    # Not that of Keras's global generator, from which others draw meanwhile. What all rows
+    # share is the same in each pass.
+    own = set(map(id, model.variables))
+    own -= set(map(id, _keras.shared_seed_states(model)))
+    states = [each for each in _keras.seed_states(model) if id(each) in own]
+    if _key_of(model).is_known:
+        states = []
+    before = [tf.identity(state.value) for state in states]
+    yield
+    for state, value in zip(states, before, strict=True):
+        state.assign(value + tf.constant([0, 1], value.dtype))
+
+
 def secret_seeds(model: keras.Model) -> contextlib.AbstractContextManager[None]:
     """Let nobody who knows the states of Keras's seed generators know what they draw.
 

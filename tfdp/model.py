@@ -640,7 +640,6 @@ class DPModel(TrainingFunctions):
         to_run = range(initial_epoch, epochs)
         with (
             self._only_fit(),
-            self._passes_uncounted(),
             self._training(data, callbacks, to_run, class_weight) as (data, callbacks),
         ):
             is_weighed = self._replicas.strategy is not None
@@ -679,25 +678,6 @@ class DPModel(TrainingFunctions):
             yield
         finally:
             self._is_fitting = False
-
-    @contextlib.contextmanager
-    def _passes_uncounted(self) -> Iterator[None]:
-        """Leave the states of seeds as so many steps do, however many passes these took.
-
-        How many passes a batch needs tells how many rows it had, and an exported model
-        has the states in it.
-        """
-        own = set(map(id, self.model.variables)) if self.physical_batch_size else set()
-        # Not that of Keras's global generator, from which others draw meanwhile.
-        states = [each for each in _keras.seed_states(self.model) if id(each) in own]
-        before = [np.array(state.numpy()) for state in states]
-        steps = self.recorder.steps
-        try:
-            yield
-        finally:
-            moved = np.array([0, self.recorder.steps - steps])
-            for state, value in zip(states, before, strict=True):
-                state.assign((value + moved).astype(value.dtype))
 
     @contextlib.contextmanager
     def _training(
@@ -839,10 +819,9 @@ class DPModel(TrainingFunctions):
         self._model_ledger.check_dials()
         self._model_ledger.limit()
         try:
-            with self._passes_uncounted():
-                return super().train_on_batch(
-                    x, y, sample_weight, class_weight, return_dict
-                )
+            return super().train_on_batch(
+                x, y, sample_weight, class_weight, return_dict
+            )
         finally:
             session.released.put_back()
             recorder.note_left(self.model.weights)

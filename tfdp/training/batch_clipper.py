@@ -1,5 +1,6 @@
 """Clips the units of a batch and adds them up, in passes, on replicas, with views."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
@@ -81,11 +82,16 @@ class BatchClipper:
         Returns:
             On each replica the sums of all, and the norms of its own units.
         """
-        return self._on_all(
-            lambda rows: self._on_one(rows, l2_norm_clip, objective, on_outputs),
-            objective,
-            batch,
-        )
+        in_passes = self.physical_batch_size is not None
+        if in_passes:
+            _seeds.move_on(self.model)
+
+        def of_replica(rows: Batch) -> ClippedSum:
+            counting = contextlib.nullcontext()
+            with _seeds.counted_once(self.model) if in_passes else counting:
+                return self._on_one(rows, l2_norm_clip, objective, on_outputs)
+
+        return self._on_all(of_replica, objective, batch)
 
     def _prove_for_replicas(self, objective: Objective, batch: Batch) -> None:
         """Prove what each replica is about to trace by itself."""
