@@ -729,8 +729,13 @@ def _generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:
     """List the states of all seed generators that a model's layers may use."""
-    generators = [global_seed_generator(), *_generators(model)]
-    return list({id(each.state): each.state for each in generators}.values())
+    states = [global_seed_state(), *(each.state for each in _generators(model))]
+    return list({id(each): each for each in states}.values())
+
+
+def global_seed_state() -> keras.Variable:
+    """Return the state of the generator that draws where no seed is given."""
+    return global_seed_generator().state
 
 
 def assigns(op: tf.Operation) -> bool:
@@ -1019,6 +1024,12 @@ def tensorflow_variables(variable: Variable) -> list[tf.Variable]:
     return [value, *getattr(value, "values", ())]
 
 
+def handles_of(variable: Variable) -> list[Tensor]:
+    """List what graphs capture of a Keras variable, on each device, if it is there yet."""
+    value, *copies = tensorflow_variables(variable)
+    return [each.handle for each in copies or [value] if each is not None]
+
+
 @contextlib.contextmanager
 def unmirrored_variables() -> Iterator[None]:
     """Let no strategy copy the TensorFlow variables that are made here.
@@ -1131,11 +1142,9 @@ def note_metrics(model: keras.Model, *given: Nest) -> None:
 
 def metrics_handles(model: keras.Model) -> list[Tensor]:
     """List the handles of the variables of metrics: a model's, and all that were noted."""
+    metrics = (*metrics_of(model), *_logged)
     return [
-        known.handle
-        for metric in (*metrics_of(model), *_logged)
-        for variable in metric.variables
-        for known in tensorflow_variables(variable)
+        each for metric in metrics for v in metric.variables for each in handles_of(v)
     ]
 
 

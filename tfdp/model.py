@@ -17,6 +17,7 @@ from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
 from tfdp.ascent.losses import AscentLoss
 from tfdp.checks.evaluation import check_assigns_no_weight, no_weight_assigned
+from tfdp.checks.metrics import only_metrics_assigned
 from tfdp.data.sources import have_common_rows
 from tfdp.data.training_data import (
     TrainingData,
@@ -826,6 +827,23 @@ class DPModel(TrainingFunctions):
             session.released.put_back()
             recorder.note_left(self.model.weights)
 
+    def compute_metrics(
+        self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest = None
+    ) -> dict[str, Tensor]:
+        """Compute the metrics that `compile` was given, as Keras does.
+
+        Returns:
+            Their values up to now, which are not private.
+
+        Raises:
+            UnsupportedLayerError: If one assigns a variable that is not a metric's.
+        """
+        with only_metrics_assigned(self):
+            logs: dict[str, Tensor] = super().compute_metrics(
+                x, y, y_pred, sample_weight
+            )
+            return logs
+
     @_keras.without_autograph
     def train_step(self, data: Nest) -> dict[str, Tensor]:
         """Take one private step if the budget has room for it.
@@ -907,8 +925,7 @@ class DPModel(TrainingFunctions):
                     x=x, y=y, y_pred=y_pred, sample_weight=sample_weight
                 )
             _keras.loss_tracker(self).update_state(loss, sample_weight=rows)
-            with no_weight_assigned(self.model):
-                self.compute_metrics(x, y, y_pred, sample_weight)
+            self.compute_metrics(x, y, y_pred, sample_weight)
             return True
 
         y_pred = outputs.masked() if isinstance(outputs, Predicted) else outputs
@@ -1048,7 +1065,9 @@ class DPModel(TrainingFunctions):
             UNDECLARED, clipper, self.optimizer, recorder, callbacks
         )
         if recorder.counter.scheme != session.scheme:
-            recorder.begin(session.scheme)
+            is_between = self._is_fitting and recorder is self.recorder
+            begin = recorder.begin_between if is_between else recorder.begin
+            begin(session.scheme)
         return session
 
     def _settle(self, session: Session) -> None:

@@ -1023,20 +1023,6 @@ FROM_ROW_TO_ROW = {
 }
 
 
-def test_a_metric_assigns_no_weight():
-    model = keras.Sequential([keras.Input((D,)), layers.Dense(1, name="dense")])
-
-    def largest(y, p):
-        model.layers[0].bias.assign(ops.max(p, 0))
-        return ops.mean(p, -1)
-
-    private = tfdp.DPModel(model)
-    optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
-    private.compile(optimizer, "mse", metrics=[largest])
-    with pytest.raises(UnsupportedLayerError, match="dense/bias`, assigned there"):
-        private.fit(np.ones((8, D)), np.ones((8, 1)), batch_size=4, verbose=0)
-
-
 @pytest.mark.parametrize("of", ["compile", "tracker"])
 def test_losses_read_no_metric_of_the_training(of):
     """One row would have a part in the gradients of all that come after it."""

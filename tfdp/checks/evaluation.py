@@ -85,7 +85,7 @@ def evaluation_function(
 
 @contextlib.contextmanager
 def no_weight_assigned(model: keras.Model) -> Iterator[None]:
-    """Refuse that a model that predicts, or a metric, assigns one of its weights.
+    """Refuse that a model assigns one of its weights while it predicts.
 
     `tfdp.checks.engine` proves that training keeps nothing of the data. What is kept of
     rows in `evaluate` or `predict` would be in the weights without noise. TensorFlow's own
@@ -101,8 +101,8 @@ def no_weight_assigned(model: keras.Model) -> Iterator[None]:
     def refuse(weight: Variable, *args: object, **kwargs: object) -> NoReturn:
         del args, kwargs
         raise UnsupportedLayerError(
-            f"Model `{model.name}` must assign none of its weights while it predicts, or "
-            "metrics are computed: they would keep rows without noise. Received: "
+            f"Model `{model.name}` must assign none of its weights while it predicts: they "
+            "would keep rows without noise. Received: "
             f"`{weight.path}`, assigned there. Assign no variable in `call`; compute it "
             "before training from public data, as `keras.layers.Normalization.adapt` does. "
             "For public rows the model predicts by itself: `private.model.predict(x)`, and leave "

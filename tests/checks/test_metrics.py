@@ -1,0 +1,143 @@
+"""Metrics see rows without noise: what they keep of them stays in their own variables."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfdp
+from tfdp.errors import UnsupportedLayerError
+
+D = 3
+
+
+def in_branch(kernel, value):
+    tf.cond(value > 0, lambda: kernel.assign_add(0 * kernel + value), lambda: kernel)
+
+
+# What a metric does with a weight, or another variable, and the largest target.
+KEEPS = {
+    "assign": lambda kernel, value: kernel.assign(0 * kernel + value),
+    "scatter": lambda kernel, value: kernel._value.scatter_nd_update(
+        [[0, 0]], value[None]
+    ),
+    "raw": lambda kernel, value: tf.raw_ops.AssignVariableOp(
+        resource=kernel._value.handle, value=0 * kernel + value
+    ),
+    "branch": in_branch,
+    "function": lambda kernel, value: tf.function(
+        lambda: kernel.assign(0 * kernel + value), autograph=False
+    )(),
+}
+
+
+class Keeping(keras.metrics.Mean):
+    """Keeps the largest target somewhere else."""
+
+    def __init__(self, keep, of=None):
+        super().__init__()
+        self.keep, self.of = keep, of
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        if self.of is not None:
+            self.keep(self.of(), ops.max(y_true))
+        super().update_state(ops.mean(y_pred, -1))
+
+
+def private(metric, **options):
+    model = keras.Sequential([keras.Input((D,)), layers.Dense(1, name="dense")])
+    wrapped = tfdp.DPModel(model)
+    optimizer = tfdp.optimizers.DPSGD(
+        0.1, l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=4
+    )
+    wrapped.compile(optimizer, "mse", metrics=[metric], **options)
+    return wrapped
+
+
+def data():
+    return np.ones((8, D), "float32"), np.arange(8.0, dtype="float32")[:, None]
+
+
+RUNS = {
+    "fit": lambda model: model.fit(*data(), batch_size=4, verbose=0),
+    "single": lambda model: model.train_on_batch(*data()),
+    "evaluate": lambda model: model.evaluate(*data(), verbose=0),
+}
+
+
+CASES = [("single", keep) for keep in KEEPS] + [("fit", "assign"), ("evaluate", "raw")]
+
+
+@pytest.mark.parametrize(("run", "keep"), CASES)
+def test_metrics_keep_nothing_in_a_weight(run, keep):
+    model = private(Keeping(KEEPS[keep], lambda: model.model.layers[0].kernel))
+    with pytest.raises(UnsupportedLayerError, match="in their own variables alone"):
+        RUNS[run](model)
+
+
+@pytest.mark.parametrize("dial", ["l2_norm_clip", "noise_multiplier", "learning_rate"])
+def test_metrics_turn_no_dial(dial):
+    def keep(_, value):
+        getattr(model.optimizer, dial).assign(ops.cast(value, "float64"))
+
+    metric = Keeping(keep, lambda: None)
+    if dial == "learning_rate":
+        metric.keep = lambda _, value: model.optimizer.learning_rate.assign(value)
+    model = private(metric)
+    with pytest.raises(UnsupportedLayerError, match=dial):
+        RUNS["fit"](model)
+
+
+@pytest.mark.parametrize("make", [tf.Variable, keras.Variable])
+def test_metrics_keep_nothing_where_a_later_step_could_find_it(make):
+    seen = make(0.0)
+    model = private(Keeping(lambda _, value: seen.assign(value), lambda: None))
+    with pytest.raises(UnsupportedLayerError, match=r"in their own .*AssignVariableOp"):
+        RUNS["fit"](model)
+
+
+@pytest.mark.parametrize(
+    "run", [RUNS["single"], RUNS["evaluate"]], ids=["single", "evaluate"]
+)
+def test_eagerly_what_a_metric_assigned_is_put_back(run):
+    model = private(
+        Keeping(KEEPS["scatter"], lambda: model.model.layers[0].kernel),
+        run_eagerly=True,
+    )
+    before = model.model.get_weights()
+    with pytest.raises(UnsupportedLayerError, match="dense/kernel`, assigned by one"):
+        run(model)
+    if run is RUNS["evaluate"]:
+        np.testing.assert_array_equal(model.model.get_weights()[0], before[0])
+
+
+class OwnGraph(keras.metrics.Metric):
+    """Reads a weight, draws, and keeps the sum in functions and branches of its own."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.total = self.add_variable((), "zeros", name="total")
+        self.kernel = kernel
+
+    @tf.function(autograph=False)
+    def add(self, value):
+        self.total.assign_add(value)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        value = ops.sum(self.kernel()) + keras.random.normal(())
+        tf.cond(value > 0, lambda: self.add(value), lambda: self.add(-value))
+
+    def result(self):
+        return self.total
+
+
+@pytest.mark.parametrize(
+    ("run", "run_eagerly"),
+    [("fit", False), ("single", True), ("evaluate", False), ("evaluate", True)],
+)
+def test_metrics_keep_what_they_like_in_their_own_variables(run, run_eagerly):
+    metric = OwnGraph(lambda: model.model.layers[0].kernel)
+    model = private(metric, run_eagerly=run_eagerly)
+    RUNS[run](model)
+    assert metric.total.numpy() > 0

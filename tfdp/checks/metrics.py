@@ -1,0 +1,131 @@
+"""Metrics that keep data in their own variables alone, which no model has in it."""
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _keras
+from tfdp._types import Tensor, Variable
+from tfdp.errors import UnsupportedLayerError
+from tfdp.rules.uses import has_functions
+
+# What leaves a variable, or a table, as it is. All else that takes one may change it.
+_ONLY_READ = {
+    "Identity",
+    "LookupTableFindV2",
+    "LookupTableSizeV2",
+    "ReadVariableOp",
+    "ResourceGather",
+    "ResourceGatherNd",
+    "VarIsInitializedOp",
+    "VariableShape",
+}
+
+
+@contextlib.contextmanager
+def only_metrics_assigned(model: keras.Model) -> Iterator[None]:
+    """Refuse that metrics which are computed inside keep data in anything but themselves.
+
+    They see rows without noise. In a weight these would be released, in an optimizer's
+    dial they would steer it, and what a layer or a loss reads would let rows meet those of
+    later steps.
+
+    In a graph every operation inside is looked at, and what it calls. Eagerly the values of
+    the model's and the optimizer's variables are compared: other variables are not seen.
+
+    Args:
+        model: A compiled `tfdp.DPModel`.
+
+    Raises:
+        UnsupportedLayerError: Afterwards, if anything else was assigned. Eagerly it has
+            its value from before again.
+    """
+    if tf.executing_eagerly():
+        with _values_compared(model):
+            yield
+        return
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    yield
+    own = _own(model)
+    for op in graph.get_operations()[before:]:
+        if op.type in _ONLY_READ or (has_functions(op) and not _writes_inside(op)):
+            continue
+        for handle in op.inputs:
+            known = _outermost(handle)
+            if handle.dtype == tf.resource and id(known) not in own:
+                _refuse(model, _name_of(model, known, op))
+
+
+def _own(model: keras.Model) -> set[int]:
+    """Identify the handles that metrics may assign to, and draw random numbers with."""
+    _keras.note_metrics(model)
+    of_global = _keras.handles_of(_keras.global_seed_state())
+    return {id(each) for each in (*_keras.metrics_handles(model), *of_global)}
+
+
+def _variables(model: keras.Model) -> list[Variable]:
+    optimizer = getattr(model, "optimizer", None)
+    return [*model.variables, *(optimizer.variables if optimizer else ())]
+
+
+def _writes_inside(op: tf.Operation) -> bool:
+    """Tell whether what an operation calls may change variables, whichever they are."""
+    for attribute in op.op_def.attr:
+        if "func" not in attribute.type:
+            continue
+        found = op.get_attr(attribute.name)
+        for function in found if isinstance(found, list) else [found]:
+            body = _keras.function_graph(op.graph, function.name)
+            for inner in body.get_operations():
+                takes = any(each.dtype == tf.resource for each in inner.inputs)
+                if not takes or inner.type in _ONLY_READ:
+                    continue
+                if not has_functions(inner) or _writes_inside(inner):
+                    return True
+    return False
+
+
+def _outermost(tensor: Tensor) -> Tensor:
+    """Return what a tensor is where it was captured first."""
+    while isinstance(getattr(tensor, "graph", None), tf.Graph):
+        captures = getattr(tensor.graph, "captures", ())
+        outer = next((out for out, inner in captures if inner is tensor), None)
+        if outer is None:
+            return tensor
+        tensor = outer
+    return tensor
+
+
+def _name_of(model: keras.Model, handle: Tensor, op: tf.Operation) -> str:
+    for variable in _variables(model):
+        if any(each is handle for each in _keras.handles_of(variable)):
+            return f"`{variable.path}`"
+    return f"what operation `{op.name}` ({op.type}) changes"
+
+
+@contextlib.contextmanager
+def _values_compared(model: keras.Model) -> Iterator[None]:
+    own = _own(model)
+    variables = [
+        each
+        for each in _variables(model)
+        if own.isdisjoint(map(id, _keras.handles_of(each)))
+    ]
+    with _keras.values_kept(variables):
+        before = [each.numpy() for each in variables]
+        yield
+        for variable, value in zip(variables, before, strict=True):
+            if not np.array_equal(variable.numpy(), value):
+                _refuse(model, f"`{variable.path}`")
+
+
+def _refuse(model: keras.Model, what: str) -> None:
+    raise UnsupportedLayerError(
+        f"Metrics of model `{model.name}` must keep what they see of rows, without noise, in "
+        f"their own variables alone. Received: {what}, assigned by one. Make the variables "
+        "of a metric with `self.add_variable(...)` in its `__init__`, and assign no others."
+    )
