@@ -7,6 +7,7 @@ import pytest
 from dp_accounting import pld, rdp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from tfdp.accounting import accountant
 from tfdp.accounting.accountant import epsilon, reported_epsilon
@@ -251,3 +252,38 @@ def test_together_costs_no_less_than_the_dearer(one, other, name):
 def test_a_larger_delta_costs_less(segment, delta, factor):
     cost = epsilon([segment], delta)
     assert epsilon([segment], min(delta * factor, 0.9)) <= cost
+
+
+# Steps, noise and batch of a million rows, each of which is in nearly all batches, and a
+# delta for which what float64 rounds in a convolution counted.
+MANY_STEPS = [
+    (100_000, 300.0, 1e-10),
+    (100_000, 300.0, 1e-14),
+    (20_000, 150.0, 1e-13),
+    (20_000, 150.0, 1e-6),
+]
+
+
+def least_epsilon(steps, noise_multiplier, chance, delta):
+    """Of a test of the sum of all releases: no bound can be below it."""
+    far = 12 * math.sqrt(steps * chance * (1 - chance)) + 60
+    counts = np.arange(int(steps * chance - far), steps + 1)
+    weights = stats.binom.logpmf(counts, steps, chance)
+    stddev = noise_multiplier * math.sqrt(steps)
+    at = np.linspace(0, steps + 20 * stddev, 4001)
+    tails = stats.norm.logsf((at[:, None] - counts) / stddev)
+    with_row = np.logaddexp.reduce(weights + tails, axis=1)
+    at, with_row = at[with_row > math.log(delta)], with_row[with_row > math.log(delta)]
+    above = with_row + np.log1p(-np.exp(math.log(delta) - with_row))
+    return np.max(above - stats.norm.logsf(at / stddev))
+
+
+@pytest.mark.parametrize(("steps", "noise_multiplier", "delta"), MANY_STEPS)
+def test_what_convolutions_round_makes_no_epsilon_smaller(
+    steps, noise_multiplier, delta
+):
+    rows = 10**6
+    chance = (rows - 1) / rows
+    segment = PoissonSteps(steps, noise_multiplier, rows, rows - 1)
+    least = least_epsilon(steps, noise_multiplier, chance, delta)
+    assert least <= epsilon([segment], delta) <= epsilon([segment], delta, "RDP")

@@ -10,7 +10,7 @@ from dp_accounting import rdp
 from dp_accounting.pld import privacy_loss_distribution
 
 from tfdp._validate import positive_int
-from tfdp.accounting.accountant import epsilon
+from tfdp.accounting.accountant import epsilon, lost_by_rounding
 from tfdp.accounting.segments import Segment
 from tfdp.sampling import Unknown
 
@@ -30,8 +30,6 @@ _ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 65), 128, 25
 _PLD_INTERVAL = 1e-3
 _PLD_MOST_EPSILON = 200.0
 _PLD_MOST_EXAMPLES = 20.0
-# Below it, what float64 rounds in a convolution of losses counts.
-_PLD_LEAST_DELTA = 1e-13
 
 
 def user_epsilon(
@@ -143,8 +141,7 @@ def _epsilon_of_group(
         part = math.exp(math.log(delta) - log_sum)
         if part == 0:
             return math.inf
-        by = accountant if part >= _PLD_LEAST_DELTA else "RDP"
-        return epsilon([segment], part, by)
+        return epsilon([segment], part, accountant)
 
     too_low, enough = 0.0, epsilon([segment], delta, accountant)
     while examples * enough < most:
@@ -246,7 +243,8 @@ def _epsilon_by_pld(
     of_mixture = getattr(
         privacy_loss_distribution, "from_mixture_gaussian_mechanism", None
     )
-    if of_mixture is None:  # dp_accounting 0.4
+    lost = lost_by_rounding(segment.count)
+    if of_mixture is None or not lost < delta:  # dp_accounting 0.4 has no mixtures.
         return math.inf
     weights = np.exp(log_chances)
     loss = of_mixture(
@@ -255,5 +253,5 @@ def _epsilon_by_pld(
         list(weights / weights.sum()),
         value_discretization_interval=_PLD_INTERVAL,
     )
-    result = loss.self_compose(segment.count).get_epsilon_for_delta(delta)
-    return max(0.0, float(result))
+    loss = loss.self_compose(segment.count)
+    return max(0.0, float(loss.get_epsilon_for_delta(delta - lost)))
