@@ -492,6 +492,47 @@ def test_a_run_stopped_by_hand_states_its_plan():
     assert model.ledger.cut_short == (PoissonSteps(8, 1.0, 20, 5),)
 
 
+class OneMore(keras.callbacks.Callback):
+    """Takes a step of its own, once."""
+
+    def __init__(self, method):
+        super().__init__()
+        self.is_done = False
+        setattr(self, method, self.step)
+
+    def step(self, *_, **__):
+        if not self.is_done:
+            self.is_done = True
+            x, y = data(20)
+            self.model.train_on_batch(x[:5], y[:5])
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+@pytest.mark.parametrize(
+    "method",
+    ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end"],
+)
+def test_a_step_of_a_callback_takes_no_plan_away(method, sampling):
+    """What is stopped on exact values owes what it would have run."""
+
+    def epsilon(epochs_run):
+        x, y = data(20)
+        model = private(
+            opt=optimizer(8.0), wrap={"sampling": sampling}, run_eagerly=True
+        )
+        stop = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: setattr(
+                model, "stop_training", epoch + 1 >= epochs_run
+            )
+        )
+        callbacks = [OneMore(method), stop]
+        model.fit(x, y, batch_size=5, epochs=5, callbacks=callbacks, verbose=0)
+        assert bool(model.ledger.cut_short) == (epochs_run < 5)
+        return model.ledger.planned().epsilon(1e-3)
+
+    assert epsilon(2) == pytest.approx(epsilon(5), rel=1e-6)
+
+
 # ------------------------------------------------------------------- Keras's habits
 
 

@@ -162,6 +162,16 @@ class StepCounter:
             counted.append((1, min(opened, noise_multiplier)))
         return [Segment(self.scheme, int(count), float(z)) for count, z in counted]
 
+    @property
+    def steps_to_come(self) -> int | None:
+        """How many steps of what was planned have not been taken; None if nobody knows."""
+        if self.planned_releases is None:
+            return None
+        whole = max(0, self.planned_releases - self.releases_begun)
+        in_release = int(self._steps_in_release.numpy())
+        rest = self.steps_per_release - in_release if self.releases_begun else 0
+        return whole * self.steps_per_release + max(0, rest)
+
     def missing(self) -> list[Segment]:
         """Return what was planned and not begun, as far as budgets have room for it."""
         begun, limit = self.releases_begun, self.limit

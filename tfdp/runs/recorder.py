@@ -337,6 +337,22 @@ class LedgerRecorder:
         )
         self.beginnings += 1
 
+    def begin_between(self, scheme: Scheme) -> None:
+        """Begin another segment in the midst of a `fit`, whose plan goes on in it.
+
+        Args:
+            scheme: Of a step that the plan does not know. What comes after it counts as
+                that does.
+        """
+        to_come = self.counter.steps_to_come
+        # What is missing is still to come, and nothing has ended it.
+        self._ended = self.own_run().ledger
+        self._ended_by_release = self._ended_by_budget = None
+        self.counter.begin(
+            scheme, 1, None if to_come is None else 1 + to_come, UNPLANNED
+        )
+        self.beginnings += 1
+
     def count_release(self, segment: Segment) -> None:
         """Count what is about to be released beside the steps.
 

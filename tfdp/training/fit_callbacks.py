@@ -94,7 +94,7 @@ class LedgerCallback(StepCallback):
         if not self._has_begun:
             # After a backup was restored some epochs are not run.
             epochs = self.params["epochs"] - epoch
-            planned = self._data.planned_releases(epochs)
+            planned = self._planned(epochs)
             self._recorder.plan(planned)
             self._open_plan = None
             if planned is None:
@@ -108,6 +108,15 @@ class LedgerCallback(StepCallback):
             self._recorder.sampled_epochs = drawn.epoch
         # What a backup restored may have spent the budget.
         self._model_ledger.limit(1)
+
+    def _planned(self, epochs: int) -> int | None:
+        """Return how many releases the segment has with those of so many epochs."""
+        counter, data = self._recorder.counter, self._data
+        if counter.scheme == data.scheme:
+            return data.planned_releases(epochs)
+        # A callback has taken a step, and what comes counts as that does, step by step.
+        steps = data.steps_per_epoch
+        return None if steps is None else counter.releases_begun + steps * epochs
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Tell the other processes, which may have epochs to run, if there was none."""
