@@ -84,8 +84,11 @@ def model_with(*inner):
 
 def adding(function):
     """A problem whose model adds a loss in the middle."""
-    name = "added"
-    return Problem(name, lambda: model_with(Adding(function)), floats(3, 2), "mse")
+    return of_layer(lambda: Adding(function))
+
+
+def of_layer(make):
+    return Problem("added", lambda: model_with(make()), floats(3, 2), "mse")
 
 
 def count(x):
@@ -212,6 +215,40 @@ def test_uphill_from_what_is_added_too(name, is_exact):
     problem, ascent = PROBLEMS[name], Uphill(0.3, 0.5, is_exact)
     both = [BookkeepingEngine(), engines.VectorizedEngine()]
     check(problem, runner(problem, both, ascent=ascent), OUTLIER, ascent=ascent)
+
+
+class Table(layers.Layer):
+    """Multiplies rows by a table of weights, or of positions, that is regularized."""
+
+    def __init__(self, length, of_positions):
+        super().__init__()
+        regularizer = keras.regularizers.L2(0.3)
+        if of_positions:
+            self.inner = layers.Embedding(length, 4, activity_regularizer=regularizer)
+            self.table = ops.arange(length)
+        else:
+            self.inner = layers.Dense(4, "tanh", activity_regularizer=regularizer)
+            self.table = self.add_weight(shape=(length, 3), name="table")
+
+    def call(self, x):
+        return x * ops.mean(self.inner(self.table), 0)
+
+
+@pytest.mark.parametrize("of_positions", [False, True])
+@pytest.mark.parametrize("length", [1, 4, 5])
+def test_a_regularized_table_has_the_penalty_of_each_row(length, of_positions):
+    """Its leading axis is not one of rows: nobody divides by them."""
+    problem = of_layer(lambda: Table(length, of_positions))
+    engine = chosen(problem)
+    assert type(engine) is BookkeepingEngine
+    check(problem, runner(problem, [engine, engines.VectorizedEngine()]), OUTLIER)
+
+
+def test_a_layer_that_is_called_on_a_variable_is_explained():
+    model = tfdp.DPModel(of_layer(lambda: Table(4, of_positions=False)).build())
+    model.compile(noiseless(), "mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 2)), batch_size=4, verbose=0)
+    assert "table" in model.explain()
 
 
 @pytest.mark.slow

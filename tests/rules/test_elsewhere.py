@@ -162,11 +162,17 @@ SHAPES = {
     "associative": (WIDTH,),
     "in_groups": (2, WIDTH, 4),
     "of_each_channel": (2, 1, WIDTH),
+    "padded": (1, 3, WIDTH, WIDTH),
+    "padded_each_channel": (1, 3, WIDTH, 1),
+    "padded_transposed": (1, 3, WIDTH, WIDTH),
     "put": (WIDTH,),
     "put_by_numbers": (WIDTH,),
     "recomputed": (WIDTH,),
     "product": (WIDTH,),
 }
+# Before and after each axis: by itself, TensorFlow pads the same before as after.
+PADS = [(0, 0), (0, 0), (2, 1), (0, 0)]
+
 USES = {
     "scaled": lambda x, own: x * own,
     "rolled": lambda x, own: x * ops.roll(own, 1, axis=-1),
@@ -203,6 +209,19 @@ USES = {
         ops.concatenate([x, x], -1), own, padding="same"
     ),
     "of_each_channel": ops.conv,
+    "padded": lambda x, own: tf.nn.conv2d(
+        x[:, None], tf.convert_to_tensor(own), 1, padding=PADS
+    ),
+    "padded_each_channel": lambda x, own: tf.nn.depthwise_conv2d(
+        x[:, None], tf.convert_to_tensor(own), [1, 1, 1, 1], padding=PADS
+    ),
+    "padded_transposed": lambda x, own: tf.nn.conv2d_transpose(
+        x[:, None],
+        tf.convert_to_tensor(own),
+        [tf.shape(x)[0], 1, LENGTH - 1, WIDTH],
+        1,
+        padding=PADS,
+    ),
     "put": lambda x, own: ops.slice_update(x, (0, LENGTH - 1, 0), x[:, :1] * own),
     "put_by_numbers": put_by_numbers,
     "recomputed": recomputed,

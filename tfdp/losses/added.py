@@ -168,9 +168,11 @@ def _of_added(added: _Added, rows: int | Tensor, inputs: Nest) -> Tensor:
         # As Keras adds up losses that are no scalars.
         return tf.reshape(tf.reduce_sum(loss), [1])
     try:
-        if added.total is None:
+        divided = RowsOf(rows, inputs, is_divided=True)
+        # Of a table of weights, or of positions, the leading axis is not one of rows.
+        if added.total is None or divided.is_free(added.total):
             return RowsOf(rows, inputs).of(loss)
-        return RowsOf(rows, inputs, is_divided=True).of(added.total)
+        return divided.of(added.total)
     except NotOfRowsError as error:
         raise AddedLossError(
             "A loss that a layer adds must be a sum or a mean over the rows, or have a "

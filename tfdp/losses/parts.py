@@ -56,7 +56,7 @@ class RowsOf:
             return self._reduced(loss, tf.reduce_sum)
         if loss.graph is not tf.compat.v1.get_default_graph():
             raise NotOfRowsError("was made inside of a loop or a branch")
-        if self._free(loss):
+        if self.is_free(loss):
             return tf.broadcast_to(loss, [self._rows])
         return self._made_by(loss.op)
 
@@ -70,7 +70,7 @@ class RowsOf:
             if values.op.type == "Pack" and values.shape.rank == 1:
                 return reduce(tf.stack(list(map(self.of, values.op.inputs)), 1), axis=1)
             return self._reduced(values, reduce)
-        if op.type == "Mul" and self._free(inputs[0]):
+        if op.type == "Mul" and self.is_free(inputs[0]):
             inputs.reverse()
         if op.type in _PRODUCTS:
             return _PRODUCTS[op.type](self.of(inputs[0]), self._of_one_row(inputs[1]))
@@ -103,7 +103,7 @@ class RowsOf:
 
     def _of_one_row(self, number: Tensor) -> Tensor:
         """Return what a number that is made of lengths, and of no data, is for one row."""
-        if self._free(number):
+        if self.is_free(number):
             return number
         op = number.op
         inputs = list(op.inputs)
@@ -126,7 +126,7 @@ class RowsOf:
         made = _OF_LENGTHS[op.type](*map(self._of_one_row, inputs))
         return tf.cast(made, op.outputs[0].dtype)
 
-    def _free(self, tensor: Tensor) -> bool:
+    def is_free(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is made of constants and variables, and no data."""
         stack = [(tensor.op, False)]
         while stack:

@@ -34,7 +34,8 @@ def dense(call: Call) -> Nest:
 
 def _numbers(call: Call) -> Tensor:
     """Return the inputs as what they are multiplied as; whole numbers are no ids."""
-    x = call.inputs
+    # It may be a variable.
+    x = tf.convert_to_tensor(call.inputs)
     return x if x.dtype.is_floating else tf.cast(x, call.layer.compute_dtype)
 
 

@@ -12,6 +12,7 @@ import string
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp._types import Tensor
@@ -274,7 +275,6 @@ def _met_by_sliding(followed: Followed, use: Use, place: Place) -> Met:
     shapes = (x.shape[1:], use.output.shape[1:], shape)
     if (
         place.axis
-        or padding == "EXPLICIT"
         or layout not in {"NHWC", "NDHWC"}
         or not all(each.is_fully_defined() for each in shapes)
     ):
@@ -282,6 +282,9 @@ def _met_by_sliding(followed: Followed, use: Use, place: Place) -> Met:
     strides, dilations = (
         tuple(op.get_attr(name)[1:-1]) for name in ("strides", "dilations")
     )
+    pads = None
+    if padding == "EXPLICIT":
+        pads, padding = np.reshape(op.get_attr("explicit_paddings"), [-1, 2]), "VALID"
     geometry = Geometry(strides, dilations, padding)
     is_depthwise = op.type == "DepthwiseConv2dNative"
     line = followed.line_to(use.tensor)
@@ -299,6 +302,8 @@ def _met_by_sliding(followed: Followed, use: Use, place: Place) -> Met:
         if op.type == "Conv2DBackpropInput":
             # Turned around, inputs and outputs change places.
             seen, g = g, seen
+        if pads is not None:
+            seen = tf.pad(seen, pads)
         if is_own and not is_depthwise:
             return [kernel_term(followed.variable, seen, g, geometry)]
         return [back(of_rows(seen, g))]
