@@ -507,10 +507,17 @@ class OneMore(keras.callbacks.Callback):
             self.model.train_on_batch(x[:5], y[:5])
 
 
-@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 @pytest.mark.parametrize(
-    "method",
-    ["on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end"],
+    ("method", "sampling"),
+    [
+        ("on_epoch_begin", "poisson"),
+        ("on_train_batch_end", "shuffle"),
+        pytest.param("on_train_begin", "poisson", marks=pytest.mark.slow),
+        pytest.param("on_train_begin", "shuffle", marks=pytest.mark.slow),
+        pytest.param("on_epoch_begin", "shuffle", marks=pytest.mark.slow),
+        pytest.param("on_train_batch_begin", "shuffle", marks=pytest.mark.slow),
+        pytest.param("on_train_batch_end", "poisson", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_of_a_callback_takes_no_plan_away(method, sampling):
     """What is stopped on exact values owes what it would have run."""
@@ -551,10 +558,10 @@ def take_steps(way, model, x, y):
         model.fit(x, y, batch_size=15, epochs=3, verbose=0)
 
 
-WAYS_OF_STEPS = ["single", "loop", "fit"]
-
-
-@pytest.mark.parametrize("way", WAYS_OF_STEPS)
+@pytest.mark.parametrize(
+    "way",
+    ["loop", *(pytest.param(w, marks=pytest.mark.slow) for w in ("single", "fit"))],
+)
 def test_states_of_seeds_do_not_tell_how_many_passes_there_were(way):
     states = []
     for rows in (4, 5):
@@ -590,7 +597,10 @@ class Keeps(tfdp.optimizers.DPSGD):
         return super().take_step(clipped_sum, *args, **options)
 
 
-@pytest.mark.parametrize("way", ["single", "fit", "both"])
+@pytest.mark.parametrize(
+    "way",
+    ["single", *(pytest.param(w, marks=pytest.mark.slow) for w in ("fit", "both"))],
+)
 def test_no_mask_of_dropout_comes_again(way):
     """A row has a mask by its place: what is drawn again adds up to more than C."""
     rows = 12

@@ -264,7 +264,8 @@ def test_steps_and_parts_of_epochs():
     assert halves == calibrate_noise_multiplier(2.0, steps=51, **options) < by_epochs
 
 
-@pytest.mark.parametrize("target", [3.0, pytest.param(0.5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [3.0, 0.5])
 def test_noise_of_balls_in_bins_is_the_least_that_is_enough(target):
     noise = calibrate_noise_multiplier(target, **MNIST, sampling="balls_in_bins")
 

@@ -105,7 +105,7 @@ class TestAdaptiveQuantileClip:
         [
             pytest.param(0.25, 100.0, marks=pytest.mark.slow),
             pytest.param(0.5, 0.01, marks=pytest.mark.slow),
-            (0.9, 100.0),
+            pytest.param(0.9, 100.0, marks=pytest.mark.slow),
         ],
     )
     def test_reaches_the_true_quantile_from_far_away(self, quantile, factor):

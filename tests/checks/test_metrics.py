@@ -66,7 +66,11 @@ RUNS = {
 }
 
 
-CASES = [("single", keep) for keep in KEEPS] + [("fit", "assign"), ("evaluate", "raw")]
+CASES = [
+    *(("single", keep) for keep in KEEPS),
+    ("evaluate", "raw"),
+    pytest.param("fit", "assign", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("run", "keep"), CASES)
@@ -76,7 +80,14 @@ def test_metrics_keep_nothing_in_a_weight(run, keep):
         RUNS[run](model)
 
 
-@pytest.mark.parametrize("dial", ["l2_norm_clip", "noise_multiplier", "learning_rate"])
+@pytest.mark.parametrize(
+    "dial",
+    [
+        "l2_norm_clip",
+        pytest.param("noise_multiplier", marks=pytest.mark.slow),
+        pytest.param("learning_rate", marks=pytest.mark.slow),
+    ],
+)
 def test_metrics_turn_no_dial(dial):
     def keep(_, value):
         getattr(model.optimizer, dial).assign(ops.cast(value, "float64"))
@@ -134,7 +145,12 @@ class OwnGraph(keras.metrics.Metric):
 
 @pytest.mark.parametrize(
     ("run", "run_eagerly"),
-    [("fit", False), ("single", True), ("evaluate", False), ("evaluate", True)],
+    [
+        ("fit", False),
+        ("single", True),
+        pytest.param("evaluate", False, marks=pytest.mark.slow),
+        pytest.param("evaluate", True, marks=pytest.mark.slow),
+    ],
 )
 def test_metrics_keep_what_they_like_in_their_own_variables(run, run_eagerly):
     metric = OwnGraph(lambda: model.model.layers[0].kernel)

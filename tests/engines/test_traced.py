@@ -334,7 +334,9 @@ def test_inputs_in_another_nest_are_proven_anew():
         clip({"a": x, "b": x})
 
 
-@pytest.mark.parametrize("num_microbatches", [None, 4])
+@pytest.mark.parametrize(
+    "num_microbatches", [pytest.param(None, marks=pytest.mark.slow), 4]
+)
 def test_a_replica_clips_in_a_graph_of_ones_own(num_microbatches):
     strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
     with strategy.scope():

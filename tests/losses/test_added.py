@@ -193,7 +193,9 @@ def test_each_unit_by_itself(name, engine):
     check(problem, runner(problem, [engine], unit_size=2), OUTLIER, unit_size=2)
 
 
-@pytest.mark.parametrize("name", ["activity", "bottleneck"])
+@pytest.mark.parametrize(
+    "name", ["activity", pytest.param("bottleneck", marks=pytest.mark.slow)]
+)
 def test_units_of_two_one_of_them_padded(name):
     problem = PROBLEMS[name]
     all_of_them = [
@@ -234,8 +236,16 @@ class Table(layers.Layer):
         return x * ops.mean(self.inner(self.table), 0)
 
 
-@pytest.mark.parametrize("of_positions", [False, True])
-@pytest.mark.parametrize("length", [1, 4, 5])
+@pytest.mark.parametrize(
+    ("length", "of_positions"),
+    [
+        (4, False),
+        (5, True),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(4, True, marks=pytest.mark.slow),
+        pytest.param(5, False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_regularized_table_has_the_penalty_of_each_row(length, of_positions):
     """Its leading axis is not one of rows: nobody divides by them."""
     problem = of_layer(lambda: Table(length, of_positions))

@@ -408,7 +408,16 @@ def chosen(problem, engine="auto", seen=None):
 
 
 # The others take seconds as well, and differ in no more than an operation.
-QUICK = {"in_a_map", "in_activations", "in_time", "part", "places", "rolled", "tied"}
+QUICK = {
+    "in_a_map",
+    "in_activations",
+    "in_time",
+    "padded",
+    "part",
+    "places",
+    "rolled",
+    "tied",
+}
 # Whose operations others have, too.
 ONE_MORE = {
     "broadcast", "decay", "dense_of_vector", "ellipsis", "heads", "multiplied", "positions",

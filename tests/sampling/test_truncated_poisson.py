@@ -26,7 +26,7 @@ def test_a_bound_near_the_mean_costs_what_dp_accounting_says():
 @pytest.mark.parametrize(
     ("n", "batch_size", "z"),
     [
-        (1000, 10, 1.0),
+        pytest.param(1000, 10, 1.0, marks=pytest.mark.slow),
         pytest.param(1000, 1, 0.8, marks=pytest.mark.slow),
         pytest.param(60_000, 256, 1.1, marks=pytest.mark.exhaustive),
     ],
@@ -42,7 +42,7 @@ def test_a_free_bound_costs_less_than_a_percent(n, batch_size, z):
 @pytest.mark.parametrize(
     ("n", "batch_size", "z", "steps", "delta"),
     [
-        (1000, 10, 1.0, 128, 1e-6),
+        pytest.param(1000, 10, 1.0, 128, 1e-6, marks=pytest.mark.slow),
         pytest.param(60_000, 256, 0.6, 5000, 1e-5, marks=pytest.mark.exhaustive),
     ],
 )
