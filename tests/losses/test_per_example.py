@@ -6,10 +6,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras import losses, ops
+from keras import layers, losses, ops
 
-from tests.problems import PROBLEMS, Batch, cases, precision, take
+import tfdp
+from tests.engine_checks import OUTLIER, check, runner
+from tests.problems import PROBLEMS, Batch, Problem, cases, precision, take
 from tests.reference import per_example_losses
+from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.errors import UnsupportedLossError
 from tfdp.losses import PerExampleLoss
 from tfdp.losses.per_example import each_row_alone
@@ -334,3 +337,36 @@ def test_losses_have_keras_s_float_dtype(dtype):
     with precision(dtype):
         values = PerExampleLoss("mse")(tf.zeros([2, 2]), tf.zeros([2, 2]))
     assert values.dtype == dtype
+
+
+@pytest.mark.parametrize("loss", ["hinge", losses.SquaredHinge(), losses.hinge])
+@pytest.mark.parametrize("labels", [(0, 1), (-1, 1), (0, -1)])
+def test_the_labels_of_a_hinge_are_those_of_a_row(loss, labels, rng):
+    """Keras asks of all together whether they are 0 and 1."""
+    y = rng.choice(labels, size=(6, 1)).astype("float64")
+    y_pred = rng.normal(size=(6, 1))
+    of_rows = PerExampleLoss(loss)(*tensors((y, y_pred)))
+    loss = losses.get(loss)
+    expected = [np.mean(loss(y[i : i + 1], y_pred[i : i + 1])) for i in range(6)]
+    np.testing.assert_allclose(of_rows, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [losses.Hinge(), "squared_hinge"])
+def test_a_hinge_clips_as_single_rows_and_trains(loss, rng):
+    problem = Problem(
+        "hinge",
+        lambda: keras.Sequential([
+            keras.Input((3,)),
+            layers.Dense(4, "tanh"),
+            layers.Dense(1),
+        ]),
+        lambda rng: (rng.normal(size=3), rng.integers(2, size=1)),
+        loss,
+    )
+    engine = BookkeepingEngine()
+    check(problem, runner(problem, [engine]), OUTLIER)
+    model = tfdp.DPModel(problem.build())
+    optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+    model.compile(optimizer, loss)
+    x, y = rng.normal(size=(8, 3)), rng.integers(2, size=(8, 1))
+    model.fit(x, y, batch_size=4, verbose=0)

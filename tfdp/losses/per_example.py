@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import keras
@@ -92,11 +93,22 @@ class _RowwiseLoss(keras.losses.Loss):
         of_values = _keras.keras_mask(values)
         if of_values is not None:
             mask = of_values if mask is None else mask & of_values
-        if values.shape.rank == 0:
-            values, mask = each_row_alone(loss.call, (y_true, y_pred)), None
+        # Of all labels together these two ask whether they are 0 and 1.
+        is_hinge = getattr(loss, "fn", None) in (
+            keras.losses.hinge,
+            keras.losses.squared_hinge,
+        )
+        if values.shape.rank == 0 or (is_hinge and values.shape.rank == 1):
+            of_row = functools.partial(_of_row, loss)
+            values, mask = each_row_alone(of_row, (y_true, y_pred)), None
         return _reduce_rows(
             tf.cast(values, loss.dtype), sample_weight, mask, loss.reduction
         )
+
+
+def _of_row(loss: keras.losses.Loss, y_true: Nest, y_pred: Nest) -> Tensor:
+    value = loss.call(y_true, y_pred)
+    return value if value.shape.rank == 0 else tf.reduce_mean(value)
 
 
 _splits_losses: contextvars.ContextVar[bool] = contextvars.ContextVar(
