@@ -332,6 +332,55 @@ def one_of_its_own(model):
     model.train_step((tf.ones((4, 3)), tf.ones((4, 1))))
 
 
+class StepsInAGraph(keras.callbacks.Callback):
+    """Takes a step of a loop after each batch, in a graph; or lets another model `fit`."""
+
+    def __init__(self, is_fit):
+        super().__init__()
+        self.is_fit = is_fit
+
+    def on_train_begin(self, logs=None):
+        self.step = tf.function(lambda: one_of_a_loop(self.model), autograph=False)
+        self.other = tfdp.DPModel(keras.Sequential([self.model.model.layers[0]]))
+        self.other.compile(
+            tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.5), "mse"
+        )
+
+    def on_train_batch_end(self, batch, logs=None):
+        if not self.is_fit:
+            self.step()
+        elif batch == 0:
+            fit(self.other, batch_size=20)
+
+
+@pytest.mark.parametrize("is_fit", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_steps_of_graphs_and_of_other_models_are_written_down(is_fit, tmp_path):
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+    model = private()
+    optimizer = tfdp.optimizers.DPSGD(
+        0.1, l2_norm_clip=1.0, noise_multiplier=1.5, expected_batch_size=10
+    )
+    model.compile(optimizer, "mse")
+    with pytest.raises(RuntimeError, match="stop"):
+        fit(model, StepsInAGraph(is_fit), backup, Stop(3), batch_size=10)
+    killed = LedgerRecorder()
+    Journal(killed, backup.backup_dir, list).restore()
+    # The last one of the graph came after the last batch began.
+    assert killed.all_steps == model.recorder.all_steps - (0 if is_fit else 1)
+
+
+def test_a_run_that_has_ended_states_no_more_than_it_ran(tmp_path):
+    """Of three steps that go together the last ones may be less."""
+    backup = keras.callbacks.BackupAndRestore(
+        tmp_path / "backup", delete_checkpoint=False
+    )
+    model = private(steps_per_execution=3)
+    fit(model, backup, batch_size=10)
+    found = LedgerRecorder()
+    Journal(found, backup.backup_dir, list).restore()
+    assert found.all_steps == model.ledger.steps == 4
+
+
 TAKEN = [
     *(one_on_a_batch, one_of_a_loop),
     *(pytest.param(take, marks=pytest.mark.slow) for take in (one_of_another_model,)),

@@ -28,8 +28,9 @@ class Journal(keras.callbacks.Callback):
 
     Guarantees:
         After a kill at any time, `restore` makes the ledger at least as large as
-        what really ran, with single steps of callbacks. Not covered: steps after the last
-        batch or epoch that run in a graph which a callback has traced.
+        what really ran, with single steps of callbacks. Not covered: steps since the last
+        batch began that another model's `fit` takes in a callback, or a graph which a
+        callback has traced.
 
     Args:
         recorder: Of the model that trains.
@@ -47,8 +48,8 @@ class Journal(keras.callbacks.Callback):
         super().__init__()
         self._to_come = to_come
         self._recorder = recorder
-        # Whose steps the lines count, and which segment of it.
-        self._counted: tuple[LedgerRecorder, int] | None = None
+        # Whose steps the lines count, and what the header knows of others.
+        self._counted: tuple[object, ...] | None = None
         self.path = Path(directory) / _FILE
 
     def restore(self) -> None:
@@ -89,7 +90,7 @@ class Journal(keras.callbacks.Callback):
             recorder: Of the steps to come; by default that of the training.
         """
         own, recorder = self._recorder, recorder or self._recorder
-        self._counted = recorder, recorder.beginnings
+        self._counted = self._known(recorder)
         counter = recorder.counter
         self._steps, self._releases = recorder.steps, counter.releases_begun
         # Less noise in the steps to come would also count for a pass that is open.
@@ -104,6 +105,17 @@ class Journal(keras.callbacks.Callback):
         with replaced(self.path) as file:
             file.write(f"{header}\n")
 
+    def on_train_end(self, logs: Logs = None) -> None:
+        """Write down what has run, if the backup stays: it is no longer what may have."""
+        if self.path.exists():
+            self.begin()
+
+    def _known(self, recorder: LedgerRecorder) -> tuple[object, ...]:
+        others = {each.run: each for each in self._recorder.recorders()}
+        others.pop(recorder.run, None)
+        steps = {run: int(each.counter.steps.numpy()) for run, each in others.items()}
+        return recorder, recorder.beginnings, steps
+
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Write down the steps that are about to run."""
         self.write(self._recorder, self.model.steps_per_execution)
@@ -115,8 +127,8 @@ class Journal(keras.callbacks.Callback):
         noise_multiplier: float | None = None,
     ) -> None:
         """Write down steps that are about to run; see `StepJournal`."""
-        if self._counted != (recorder, recorder.beginnings):
-            # Another segment has begun, or another recorder counts.
+        if self._counted != self._known(recorder):
+            # Another segment has begun, or another recorder counts, or has counted.
             self.begin(recorder)
         counter = recorder.counter
         if noise_multiplier is None:
