@@ -585,6 +585,18 @@ def test_states_of_seeds_do_not_tell_how_many_passes_there_were(way):
     assert states[0] == states[1]
 
 
+def test_a_graph_of_steps_takes_any_number_of_rows():
+    model = private(opt=optimizer(expected_batch_size=4))
+    x, y = data(5)
+    specs = [tf.TensorSpec([None, 3]), tf.TensorSpec([None], "int32")]
+    step = tf.function(
+        lambda *rows: model.train_step(rows), input_signature=specs, autograph=False
+    )
+    step(x[:3], y[:3])
+    step(x, y)
+    assert model.ledger.steps == 2
+
+
 class Keeps(tfdp.optimizers.DPSGD):
     """Keeps the clipped sums of its steps, without noise."""
 

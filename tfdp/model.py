@@ -877,8 +877,8 @@ class DPModel(TrainingFunctions):
         else:
             # It counts as one of a loop of one's own, whose batches nobody knows, also
             # while `fit` runs.
+            rows = number_of_rows(batch)
             with tf.init_scope():
-                rows = number_of_rows(batch)
                 session = self._session_of_single_step(
                     batch,
                     rows if isinstance(rows, int) else None,
