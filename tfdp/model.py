@@ -1064,10 +1064,10 @@ class DPModel(TrainingFunctions):
         session = self._checked.session(
             UNDECLARED, clipper, self.optimizer, recorder, callbacks
         )
-        if recorder.counter.scheme != session.scheme:
-            is_between = self._is_fitting and recorder is self.recorder
-            begin = recorder.begin_between if is_between else recorder.begin
-            begin(session.scheme)
+        if self._is_fitting and recorder is self.recorder:
+            recorder.step_between(session.scheme)
+        elif recorder.counter.scheme != session.scheme:
+            recorder.begin(session.scheme)
         return session
 
     def _settle(self, session: Session) -> None:

@@ -123,6 +123,28 @@ def test_eagerly_what_a_metric_assigned_is_put_back(run):
         np.testing.assert_array_equal(model.model.get_weights()[0], before[0])
 
 
+class KeepingWhenReset(keras.metrics.Sum):
+    """Puts what it has summed up into a weight when it is reset."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(y_true)
+
+    def reset_state(self):
+        self.weight().assign(ops.reshape(self.total, (1,)))
+        super().reset_state()
+
+
+@pytest.mark.parametrize("run", ["fit", "single", "evaluate"])
+def test_metrics_keep_nothing_when_they_are_reset(run):
+    model = private(KeepingWhenReset(lambda: model.model.layers[0].bias))
+    with pytest.raises(UnsupportedLayerError, match="dense/bias`, assigned by one"):
+        RUNS[run](model)
+
+
 class OwnGraph(keras.metrics.Metric):
     """Reads a weight, draws, and keeps the sum in functions and branches of its own."""
 
@@ -133,11 +155,12 @@ class OwnGraph(keras.metrics.Metric):
 
     @tf.function(autograph=False)
     def add(self, value):
-        self.total.assign_add(value)
+        self.total.assign_add(value + 0 * ops.sum(self.kernel()))
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         value = ops.sum(self.kernel()) + keras.random.normal(())
         tf.cond(value > 0, lambda: self.add(value), lambda: self.add(-value))
+        tf.while_loop(lambda n: n < 2, lambda n: (self.add(n), n + 1)[1:], [value * 0])
 
     def result(self):
         return self.total

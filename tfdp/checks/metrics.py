@@ -24,6 +24,8 @@ _ONLY_READ = {
     "VariableShape",
 }
 
+_BRANCHES = {"Case", "If", "StatelessCase", "StatelessIf"}
+
 
 @contextlib.contextmanager
 def only_metrics_assigned(model: keras.Model) -> Iterator[None]:
@@ -50,13 +52,32 @@ def only_metrics_assigned(model: keras.Model) -> Iterator[None]:
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     yield
+    _check_assigned(model, graph.get_operations()[before:])
+    if not tf.distribute.has_strategy():
+        _check_reset(model)
+
+
+def _check_reset(model: keras.Model) -> None:
+    """Refuse metrics that put what they have kept elsewhere when they are reset.
+
+    Keras resets them outside of graphs: this looks at a graph of it.
+    """
+
+    def reset() -> None:
+        for metric in model.metrics:
+            metric.reset_state()
+
+    with tf.init_scope():
+        graph = tf.function(reset, autograph=False).get_concrete_function().graph
+    _check_assigned(model, graph.get_operations())
+
+
+def _check_assigned(model: keras.Model, operations: list[tf.Operation]) -> None:
     own = _own(model)
-    for op in graph.get_operations()[before:]:
-        if op.type in _ONLY_READ or (has_functions(op) and not _writes_inside(op)):
-            continue
-        for handle in op.inputs:
+    for op in operations:
+        for handle in _changed(op):
             known = _outermost(handle)
-            if handle.dtype == tf.resource and id(known) not in own:
+            if id(known) not in own:
                 _refuse(model, _name_of(model, known, op))
 
 
@@ -72,21 +93,35 @@ def _variables(model: keras.Model) -> list[Variable]:
     return [*model.variables, *(optimizer.variables if optimizer else ())]
 
 
-def _writes_inside(op: tf.Operation) -> bool:
-    """Tell whether what an operation calls may change variables, whichever they are."""
+def _changed(op: tf.Operation) -> list[Tensor]:
+    """List those of an operation's inputs that it may change, or what it calls."""
+    handles = [each for each in op.inputs if each.dtype == tf.resource]
+    # What replicas add up together takes a resource that orders it.
+    if not handles or op.type in _ONLY_READ or op.type.startswith("Collective"):
+        return []
+    if not has_functions(op):
+        return handles
+    # The first input of a branch tells which one is taken.
+    arguments = list(op.inputs)[op.type in _BRANCHES :]
+    changed: list[Tensor] = []
+    for body in _bodies(op):
+        if len(body.inputs) != len(arguments):
+            return handles
+        outer = dict(zip(map(id, body.inputs), arguments, strict=True))
+        for inner in body.get_operations():
+            found = [outer.get(id(each)) for each in _changed(inner)]
+            if any(each is None for each in found):
+                return handles
+            changed += found
+    return changed
+
+
+def _bodies(op: tf.Operation) -> Iterator[tf.Graph]:
     for attribute in op.op_def.attr:
-        if "func" not in attribute.type:
-            continue
-        found = op.get_attr(attribute.name)
-        for function in found if isinstance(found, list) else [found]:
-            body = _keras.function_graph(op.graph, function.name)
-            for inner in body.get_operations():
-                takes = any(each.dtype == tf.resource for each in inner.inputs)
-                if not takes or inner.type in _ONLY_READ:
-                    continue
-                if not has_functions(inner) or _writes_inside(inner):
-                    return True
-    return False
+        if "func" in attribute.type:
+            found = op.get_attr(attribute.name)
+            for function in found if isinstance(found, list) else [found]:
+                yield _keras.function_graph(op.graph, function.name)
 
 
 def _outermost(tensor: Tensor) -> Tensor:

@@ -337,20 +337,23 @@ class LedgerRecorder:
         )
         self.beginnings += 1
 
-    def begin_between(self, scheme: Scheme) -> None:
-        """Begin another segment in the midst of a `fit`, whose plan goes on in it.
+    def step_between(self, scheme: Scheme) -> None:
+        """Let a step come in the midst of a `fit` that the plan of this does not know.
 
         Args:
-            scheme: Of a step that the plan does not know. What comes after it counts as
-                that does.
+            scheme: Of the step. If it is another one a segment of it begins, in which the
+                plan goes on: what comes after the step counts as that does.
         """
-        to_come = self.counter.steps_to_come
+        counter, to_come = self.counter, self.counter.steps_to_come
+        if counter.scheme == scheme:
+            if counter.planned_releases is not None:
+                counter.planned_releases += 1
+            return
         # What is missing is still to come, and nothing has ended it.
         self._ended = self.own_run().ledger
         self._ended_by_release = self._ended_by_budget = None
-        self.counter.begin(
-            scheme, 1, None if to_come is None else 1 + to_come, UNPLANNED
-        )
+        planned = None if to_come is None else 1 + to_come
+        counter.begin(scheme, 1, planned, UNPLANNED)
         self.beginnings += 1
 
     def count_release(self, segment: Segment) -> None:

@@ -83,7 +83,9 @@ class BatchClipper:
             On each replica the sums of all, and the norms of its own units.
         """
         in_passes = self.physical_batch_size is not None
-        if in_passes:
+        if _keras.draws_numbers(self.model):
+            # Also without passes: what went before may have left the states where its
+            # second pass began.
             _seeds.move_on(self.model)
 
         def of_replica(rows: Batch) -> ClippedSum:

@@ -48,19 +48,21 @@ class _OpenPlan:
     def __init__(self, recorder: LedgerRecorder, epochs: int) -> None:
         self._recorder, self._to_come = recorder, epochs
         self._beginnings = recorder.beginnings
-        self._begun = self._longest = 0
+        self._begun = self._longest = self._most_steps = 0
+        self._steps = recorder.steps
 
     def end_epoch(self) -> None:
         """Plan what is to come after an epoch."""
         self._to_come -= 1
         recorder = self._recorder
-        if recorder.beginnings != self._beginnings:
-            # Single steps have begun another segment.
-            return
-        begun = recorder.counter.releases_begun
-        self._longest = max(self._longest, begun - self._begun)
-        self._begun = begun
-        recorder.plan(begun + self._longest * self._to_come)
+        begun, steps = recorder.counter.releases_begun, recorder.steps
+        self._most_steps = max(self._most_steps, steps - self._steps)
+        longest = self._most_steps
+        # If a callback's step has begun another segment, each step counts there.
+        if recorder.beginnings == self._beginnings:
+            longest = self._longest = max(self._longest, begun - self._begun)
+        self._begun, self._steps = begun, steps
+        recorder.plan(begun + longest * self._to_come)
 
 
 class LedgerCallback(StepCallback):
