@@ -492,6 +492,17 @@ def test_a_run_stopped_by_hand_states_its_plan():
     assert model.ledger.cut_short == (PoissonSteps(8, 1.0, 20, 5),)
 
 
+def test_a_run_of_microbatches_owes_the_passes_of_its_plan():
+    x, y = data(20)
+    model = private(opt=optimizer(num_microbatches=2), wrap={"sampling": "shuffle"})
+    stop = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", True)
+    )
+    model.fit(x, y, batch_size=4, epochs=3, callbacks=[stop], verbose=0)
+    assert [each.count for each in segments(model)] == [1]
+    assert [each.count for each in model.ledger.cut_short] == [2]
+
+
 class OneMore(keras.callbacks.Callback):
     """Takes a step of its own, so many times."""
 

@@ -90,6 +90,7 @@ class LedgerCallback(StepCallback):
     def on_train_begin(self, logs: Logs = None) -> None:
         """Expect to see the first epoch, which may not be the one asked for."""
         self._has_begun = False
+        self._beginnings = self._recorder.beginnings
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Begin a new pass, and remember which draws are used up."""
@@ -113,12 +114,11 @@ class LedgerCallback(StepCallback):
 
     def _planned(self, epochs: int) -> int | None:
         """Return how many releases the segment has with those of so many epochs."""
-        counter, data = self._recorder.counter, self._data
-        if counter.scheme == data.scheme:
-            return data.planned_releases(epochs)
+        if self._recorder.beginnings == self._beginnings:
+            return self._data.planned_releases(epochs)
         # A callback has taken a step, and what comes counts as that does, step by step.
-        steps = data.steps_per_epoch
-        return None if steps is None else counter.releases_begun + steps * epochs
+        begun, steps = self._recorder.counter.releases_begun, self._data.steps_per_epoch
+        return None if steps is None else begun + steps * epochs
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Tell the other processes, which may have epochs to run, if there was none."""
