@@ -122,6 +122,11 @@ def use_key(model: keras.Model, *, is_known: bool) -> None:
         renew_key(model, is_known=is_known)
 
 
+def key_words(model: keras.Model) -> tf.Variable:
+    """Return the variable of a model's key, for steps that draw the same numbers again."""
+    return _key_of(model).words
+
+
 def move_on(model: keras.Model) -> None:
     """Let a model draw other numbers from the same states, in a graph or not.
 

@@ -1018,7 +1018,8 @@ class DPModel(TrainingFunctions):
                 scheme, clipper, optimizer, LedgerRecorder(), callbacks
             )
             session.recorder.begin(session.scheme)
-            states = [*self.model.weights, *clipper.states()]
+            key = _seeds.key_words(self.model)
+            states = [*self.model.weights, *clipper.states(), key]
             released = session.released.state()
             with (
                 _keras.values_kept(states) as put_back,
