@@ -102,10 +102,10 @@ def no_weight_assigned(model: keras.Model) -> Iterator[None]:
         del args, kwargs
         raise UnsupportedLayerError(
             f"Model `{model.name}` must assign none of its weights while it predicts: they "
-            "would keep rows without noise. Received: "
-            f"`{weight.path}`, assigned there. Assign no variable in `call`; compute it "
-            "before training from public data, as `keras.layers.Normalization.adapt` does. "
-            "For public rows the model predicts by itself: `private.model.predict(x)`, and leave "
+            f"would keep rows without noise. Received: `{weight.path}`, assigned in a call "
+            "for inference. Assign no variable in `call`; compute it before training from "
+            "public data, as `keras.layers.Normalization.adapt` does. For public rows the "
+            "model predicts by itself: `private.model.predict(x)`, and leave "
             "`validation_data` out of `fit`."
         )
 

@@ -98,17 +98,18 @@ class _RowwiseLoss(keras.losses.Loss):
             keras.losses.hinge,
             keras.losses.squared_hinge,
         )
-        if values.shape.rank == 0 or (is_hinge and values.shape.rank == 1):
-            of_row = functools.partial(_of_row, loss)
-            values, mask = each_row_alone(of_row, (y_true, y_pred)), None
+        if values.shape.rank == 0:
+            values, mask = each_row_alone(loss.call, (y_true, y_pred)), None
+        elif is_hinge and values.shape.rank == 1:
+            of_row = functools.partial(_mean_loss, loss)
+            values = each_row_alone(of_row, (y_true, y_pred))
         return _reduce_rows(
             tf.cast(values, loss.dtype), sample_weight, mask, loss.reduction
         )
 
 
-def _of_row(loss: keras.losses.Loss, y_true: Nest, y_pred: Nest) -> Tensor:
-    value = loss.call(y_true, y_pred)
-    return value if value.shape.rank == 0 else tf.reduce_mean(value)
+def _mean_loss(loss: keras.losses.Loss, y_true: Nest, y_pred: Nest) -> Tensor:
+    return tf.reduce_mean(loss.call(y_true, y_pred))
 
 
 _splits_losses: contextvars.ContextVar[bool] = contextvars.ContextVar(
