@@ -250,17 +250,17 @@ def side_by_side(
 
     Returns:
         Tensors, and for each the positions of the gradients that it holds, in order, with
-        their sizes. Gradients of at most a block's size share a tensor of shape
-        ``(U, n)``, one for each dtype; others are as they were.
+        their sizes. Gradients of few numbers share a tensor of shape ``(U, n)``, one for
+        each dtype; others are as they were.
     """
     groups: list[dict[int, int]] = []
     shared: dict[tf.DType, dict[int, int]] = {}
     for position, gradient in enumerate(gradients):
         size = gradient.shape[1:].num_elements()
-        group = shared.get(gradient.dtype) if size <= _LARGEST_BLOCK else None
+        group = shared.get(gradient.dtype) if size < _MANY else None
         if group is None:
             groups.append(group := {})
-            if size <= _LARGEST_BLOCK:
+            if size < _MANY:
                 shared[gradient.dtype] = group
         group[position] = size
     together = []
@@ -327,6 +327,9 @@ def at_least_float32(tensor: tf.Tensor) -> tf.Tensor:
 
 # The sum of a float32 block is off by less than 8e-6 of itself.
 _LARGEST_BLOCK = 128
+
+# From so many numbers on it takes longer to copy a gradient than what it shares would.
+_MANY = 1000
 
 
 def _norms(blocks: tf.Tensor) -> tf.Tensor:

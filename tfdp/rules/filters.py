@@ -228,18 +228,19 @@ def _in_channels(
     geometry: Geometry,
 ) -> Tensor:
     """Let each unit have channels of its own, which do not meet either."""
-    units = tf.shape(inputs)[0]
+    units, rows_of_unit = _lengths(inputs)
 
     def laid_out(rows: Tensor) -> Tensor:
-        *spatial, channels = rows.shape[2:].as_list()
+        *spatial, _ = rows.shape[2:].as_list()
         last = tf.transpose(rows, [1, 2, 3, 0, 4])
-        return tf.reshape(last, [-1, *spatial, units * channels])
+        return tf.reshape(last, [rows_of_unit, *spatial, -1])
 
     *kernel, _, filters = kernel_shape
     channels = inputs.shape[-1]
+    laid_out_inputs = laid_out(inputs)
     gradients = tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
-        input=laid_out(inputs),
-        filter_sizes=[*kernel, units * channels, filters // channels],
+        input=laid_out_inputs,
+        filter_sizes=[*kernel, tf.shape(laid_out_inputs)[-1], filters // channels],
         out_backprop=laid_out(output_gradients),
         strides=[1, *geometry.strides, 1],
         padding=geometry.padding,
@@ -257,12 +258,20 @@ def _by_patches(
 ) -> Tensor:
     rows = tf.reshape(inputs, [-1, *inputs.shape[2:]])
     a = patches(rows, kernel_shape, geometry)
-    # Without units the number of positions would not follow from the others.
-    units, rows_of_unit = tf.unstack(tf.shape(inputs)[:2])
+    units, rows_of_unit = _lengths(inputs)
     positions = rows_of_unit * math.prod(output_gradients.shape[2:-1])
     a = tf.reshape(a, [units, positions, math.prod(kernel_shape[:-1])])
     g = tf.reshape(output_gradients, [units, positions, kernel_shape[-1]])
     return tf.reshape(tf.matmul(a, g, transpose_a=True), [-1, *kernel_shape])
+
+
+def _lengths(inputs: Tensor) -> tuple[int | Tensor, int | Tensor]:
+    """Return units and rows of each; -1 units where these follow, without operations."""
+    rows_of_unit = inputs.shape[1]
+    if rows_of_unit and 0 not in inputs.shape[2:]:
+        return -1, rows_of_unit
+    units, rows_of_unit = tf.unstack(tf.shape(inputs)[:2])
+    return units, rows_of_unit
 
 
 def _by_offsets(
@@ -275,19 +284,19 @@ def _by_offsets(
     """Take one product for each number of the kernel, with the inputs shifted."""
     depth, filters = kernel_shape[-2:]
     spatial = output_gradients.shape[2:-1].as_list()
-    units = tf.shape(inputs)[0]
+    units, rows_of_unit = _lengths(inputs)
+    positions = rows_of_unit * math.prod(spatial)
     padded = geometry.padded(inputs, kernel_shape)
-    g = tf.reshape(output_gradients, [units, -1, groups, filters // groups])
+    g = tf.reshape(output_gradients, [units, positions, groups, filters // groups])
     parts: list[Tensor] = []
-    nothing = tf.zeros([units, depth, filters], g.dtype)
     for window in geometry.windows(spatial, kernel_shape):
         if not geometry.sees_inputs(window, inputs.shape[2:-1], kernel_shape):
-            parts.append(nothing)
+            parts.append(tf.zeros([tf.shape(inputs)[0], depth, filters], g.dtype))
             continue
         # One after the other, or all the shifted inputs are held at once.
         with tf.control_dependencies(parts[-1:]):
             a = padded[(slice(None), slice(None), *window)]
-        a = tf.reshape(a, [units, -1, groups, depth])
+        a = tf.reshape(a, [units, positions, groups, depth])
         if groups == 1:
             parts.append(tf.matmul(a[:, :, 0], g[:, :, 0], transpose_a=True))
         else:

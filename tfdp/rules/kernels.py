@@ -1,5 +1,7 @@
 """Terms of the kernels that slide over the inputs of convolutions."""
 
+import tensorflow as tf
+
 from tfdp import _keras
 from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32
@@ -16,8 +18,10 @@ def kernel_term(
     if geometry.groups(x.shape, variable.shape) == 1:
         # A window of one number is a matrix product at every position it visits.
         if all(size == 1 for size in variable.shape[:-2]):
-            strides = (slice(None, None, stride) for stride in geometry.strides)
-            return OuterProducts(variable, x[(slice(None), *strides)], g)
+            if set(geometry.strides) != {1}:
+                strides = (slice(None, None, stride) for stride in geometry.strides)
+                x = x[(slice(None), *strides)]
+            return OuterProducts(variable, x, g)
         is_flat = len(geometry.strides) == 2 and not _keras.inside_xla()
         if is_flat and has_few_patches(g.shape[1:-1], variable.shape):
             seen = patches(x, tuple(variable.shape), geometry)
@@ -30,6 +34,6 @@ def depthwise_term(
 ) -> Term:
     """Describe the gradient of a depthwise kernel, which is small."""
     shape = tuple(variable.shape)
-    x, g = at_least_float32(x)[:, None], g[:, None]
+    x, g = (tf.expand_dims(each, 1) for each in (at_least_float32(x), g))
     gradients = depthwise_gradients(x, g, kernel_shape=shape, geometry=geometry)
     return PerRow(variable, gradients)

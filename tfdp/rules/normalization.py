@@ -1,18 +1,20 @@
 """Layers with a scale, an offset or a slope for each channel.
 
-Each row gets a copy of these variables: the ordinary backward pass then leaves the
-gradients of the rows apart, where it would have added them up.
+Each row gets a copy of these variables, or of what is made of them: the ordinary backward
+pass then leaves the gradients of the rows apart, where it would have added them up.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 
-from tfdp._types import Nest
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.call import Call
 from tfdp.rules.registry import rule
+from tfdp.rules.terms import PerRow
 
 
 @rule(keras.layers.LayerNormalization)
@@ -42,27 +44,99 @@ def prelu(call: Call) -> Nest:
 @rule(keras.layers.GroupNormalization)
 def group_normalization(call: Call) -> Nest:
     """Rule of `keras.layers.GroupNormalization`."""
+    # Each row has factors and offsets of its own in any case, by its mean and variance.
     layer, x = call.layer, call.inputs
     axis, groups = layer.axis % x.shape.rank, layer.groups
     of_group = x.shape[axis] // groups
-    dynamic = tf.shape(x)
-    grouped_shape = [dynamic[i] if n is None else n for i, n in enumerate(x.shape)]
+    is_static = x.shape[1:].is_fully_defined() and x.shape[1:].num_elements()
+    # -1 takes no operation, but is one length, and does not follow from no numbers.
+    shape = [-1, *x.shape[1:]] if is_static else tf.shape(x)
+    grouped_shape = [shape[i] if n is None else n for i, n in enumerate(x.shape)]
     grouped_shape[axis : axis + 1] = [groups, of_group]
     # Half precision overflows here.
     grouped = tf.reshape(x, grouped_shape)
     grouped = tf.cast(grouped, tf.float32 if x.dtype.size < 4 else x.dtype)
-    over = [i for i in range(1, len(grouped_shape)) if i != axis]
-    mean, variance = keras.ops.moments(grouped, axes=over, keepdims=True)
-    copy_shape = [1] * (len(grouped_shape) - 1)
-    copy_shape[axis - 1 : axis + 1] = [groups, of_group]
-    factor = tf.math.rsqrt(variance + layer.epsilon)
+    over = [i for i in range(1, grouped.shape.rank) if i != axis]
+    mean, rate = _mean_and_rate(grouped, over, layer.epsilon)
+    of_channels = [1] * grouped.shape.rank
+    of_channels[axis : axis + 2] = [groups, of_group]
+
+    def channels(variable: Variable) -> Tensor:
+        value = tf.reshape(tf.convert_to_tensor(variable), of_channels)
+        return tf.cast(value, grouped.dtype)
+
+    factor = rate
     if layer.scale:
-        factor *= tf.cast(call.per_row(layer.gamma, copy_shape), factor.dtype)
+        factor = call.watch(
+            rate * channels(layer.gamma),
+            lambda g: [_of_channels(layer.gamma, g * tf.cast(rate, g.dtype))],
+            is_linear=True,
+        )
     offset = -mean * factor
     if layer.center:
-        offset += tf.cast(call.per_row(layer.beta, copy_shape), factor.dtype)
-    outputs = tf.reshape(grouped * factor + offset, dynamic)
+        offset = call.watch(
+            offset + channels(layer.beta),
+            lambda g: [_of_channels(layer.beta, g)],
+            is_linear=True,
+        )
+    outputs = tf.reshape(_scaled(grouped, factor, offset), shape)
     return tf.cast(tf.ensure_shape(outputs, x.shape), layer.compute_dtype)
+
+
+# TensorFlow's own gradients of means, and of products of different shapes, find out in the
+# graph what to divide by and to sum over where it is not known how many rows there are: in
+# some twenty operations each.
+
+
+def _mean_and_rate(
+    x: Tensor, axes: Sequence[int], epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """Compute mean and ``1 / sqrt(variance + epsilon)``; axes keep one number each."""
+    lengths = [x.shape[axis] for axis in axes]
+    if not all(lengths):
+        mean, variance = keras.ops.moments(x, axes=axes, keepdims=True)
+        return mean, tf.math.rsqrt(variance + epsilon)
+    share = 1 / math.prod(lengths)
+
+    @tf.custom_gradient
+    def of(x: Tensor) -> tuple[tuple[Tensor, Tensor], Callable[..., Tensor]]:
+        mean = tf.reduce_sum(x, axes, keepdims=True) * share
+        squares = tf.math.squared_difference(x, mean)
+        variance = tf.reduce_sum(squares, axes, keepdims=True) * share
+        rate = tf.math.rsqrt(variance + epsilon)
+
+        def gradient(of_mean: Tensor, of_rate: Tensor) -> Tensor:
+            of_square = -share * of_rate * rate * tf.square(rate)
+            return (x - mean) * of_square + share * of_mean
+
+        return (mean, rate), gradient
+
+    moments: tuple[Tensor, Tensor] = of(x)
+    return moments
+
+
+@tf.custom_gradient
+def _scaled(
+    x: Tensor, factor: Tensor, offset: Tensor
+) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor, Tensor]]]:
+    """Compute ``x factor + offset``, which have one number along some axes of x's."""
+
+    def gradient(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        of_factor, of_offset = (
+            tf.reduce_sum(
+                products,
+                [axis for axis, length in enumerate(other.shape) if length == 1],
+                keepdims=True,
+            )
+            for products, other in ((g * x, factor), (g, offset))
+        )
+        return g * factor, of_factor, of_offset
+
+    return x * factor + offset, gradient
+
+
+def _of_channels(variable: Variable, gradients: Tensor) -> PerRow:
+    return PerRow(variable, tf.reshape(gradients, [-1, *variable.shape]))
 
 
 def _run_with_copies(call: Call, shapes: dict[str, Sequence[int]]) -> Nest:

@@ -114,17 +114,17 @@ def squares_from_grams(gram_a: Tensor, gram_g: Tensor, *, error: float) -> Tenso
     lost = _MOST_NUMBERS * float(np.finfo(gram_a.dtype.as_numpy_dtype).tiny)
     # Lengths of the rows, from the diagonals. A diagonal that rounded to zero still
     # counts as the largest that can have done so.
-    a, g = (
-        tf.sqrt(tf.cast(tf.linalg.diag_part(gram), tf.float64) + lost)
-        for gram in (gram_a, gram_g)
-    )
-    without_signs = tf.square(tf.reduce_sum(a * g, 1))
-    positions = tf.cast(tf.shape(gram_a)[1], tf.float64)
+    diagonals = tf.stack([tf.linalg.diag_part(gram) for gram in (gram_a, gram_g)])
+    lengths = tf.sqrt(tf.cast(diagonals, tf.float64) + lost)
+    without_signs = tf.square(tf.reduce_sum(tf.reduce_prod(lengths, 0), 1))
+    positions = gram_a.shape[1]
+    if positions is None:
+        positions = tf.cast(tf.shape(gram_a)[1], tf.float64)
     guard = error + positions * (_unit(gram_a.dtype) / 4)
     # Products too small for the dtype count as nothing, however large the other
     # factor may be.
-    lost *= tf.square(tf.reduce_sum(a, 1)) + tf.square(tf.reduce_sum(g, 1))
-    return tf.maximum(squares, 0) + guard * without_signs + lost
+    of_small = lost * tf.reduce_sum(tf.square(tf.reduce_sum(lengths, 2)), 0)
+    return tf.maximum(squares, 0) + guard * without_signs + of_small
 
 
 def _unit(dtype: tf.DType) -> float:

@@ -24,6 +24,7 @@ from tfdp.rules.terms.term import (
     Term,
     Units,
     in_pairs,
+    in_rows,
     moved_pairs,
     weighted,
 )
@@ -41,7 +42,8 @@ class OuterProducts(Movable):
 
     def __init__(self, variable: Variable, a: Tensor, g: Tensor) -> None:
         self.variable = variable
-        self.pairs = [(a, g)]
+        # Once, here: each way to ask for units would else do so.
+        self.pairs = [(in_rows(a, has_features=a.dtype.is_floating), in_rows(g))]
         self._added_up: list[Tensor] | None = None
         self.p: int = g.shape[-1]
         self.d: int = math.prod(variable.shape) // self.p
@@ -159,9 +161,9 @@ class OuterProducts(Movable):
             squares = squares_rounded_up(g)
             return squares * squares_rounded_up(a) if a.dtype.is_floating else squares
         # All uses along one axis of positions: so cross terms between calls count.
-        g = tf.concat([g for _, g in pairs], axis=1)
+        g = _side_by_side([g for _, g in pairs], axis=1)
         rows = [
-            tf.concat([_inner_products(a, b, g.dtype) for b, _ in pairs], axis=2)
+            _side_by_side([_inner_products(a, b, g.dtype) for b, _ in pairs], axis=2)
             for a, _ in pairs
         ]
         # Inner products of ids are 0 or 1, and exact.
@@ -169,7 +171,7 @@ class OuterProducts(Movable):
         if any(a.dtype.is_floating for a, _ in pairs):
             error += roundoff(self.d, g.dtype)
         return squares_from_grams(
-            tf.concat(rows, axis=1), inner_products(g, g), error=error
+            _side_by_side(rows, axis=1), inner_products(g, g), error=error
         )
 
     def lengths(self, units: Units) -> Tensor:
@@ -244,6 +246,10 @@ class OuterProducts(Movable):
     def moved(self, jvp: Jvp, rate: Tensor) -> "OuterProducts":
         """Move one factor, then the other."""
         return self._of(moved_pairs(self.pairs, jvp, rate))
+
+
+def _side_by_side(parts: list[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else tf.concat(parts, axis)
 
 
 def _inner_products(a: Tensor, b: Tensor, dtype: tf.DType) -> Tensor:

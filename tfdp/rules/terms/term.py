@@ -61,6 +61,8 @@ class Units:
 
     def reshape(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         """``(...)`` -> ``(U, *shape)``."""
+        if tensor.shape.rank and tensor.shape[1:] == shape and 0 not in shape:
+            return tensor
         # -1 needs no operation, but does not follow where there are no numbers.
         return tf.reshape(tensor, [self.number if 0 in shape else -1, *shape])
 
@@ -389,6 +391,24 @@ class PerRow(Kept):
     def factors(self, units: Units) -> list[Tensor]:
         """The units' gradients are the only factor."""
         return [self.instantiate(units)]
+
+
+def in_rows(tensor: Tensor, *, has_features: bool = True) -> Tensor:
+    """Put what is between rows and features along one axis of positions, if known.
+
+    Args:
+        tensor: Shape ``(R, ..., d)``, or ``(R, ...)`` without features.
+        has_features: Whether there are some.
+
+    Returns:
+        Shape ``(R, T, d)`` or ``(R, T)``; the tensor where that does not follow.
+    """
+    end = tensor.shape.rank - has_features
+    between = tensor.shape[1:end]
+    if not tensor.shape[1:].is_fully_defined() or not tensor.shape[1:].num_elements():
+        return tensor
+    shape = [math.prod(between), *tensor.shape[end:]]
+    return tensor if tensor.shape[1:] == shape else tf.reshape(tensor, [-1, *shape])
 
 
 def weighted(units: Tensor, weights: Tensor | None) -> Tensor:
