@@ -80,8 +80,7 @@ def test_a_sequential_model():
     )
     assert explained(model) == [
         ["conv2d", "conv", "instantiated", str(4 * 3 * 3 * 2 * 3)],
-        ["layer_normalization", "layer_normalization", "instantiated", "12"],
-        ["layer_normalization", "layer_normalization", "instantiated", "12"],
+        ["layer_normalization", "layer_normalization", "instantiated", "24"],
         ["dense", "dense", "Gram", "4"],
         ["dense", "dense", "instantiated", "8"],
     ]

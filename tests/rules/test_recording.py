@@ -82,7 +82,6 @@ def test_a_layer_with_one_call_in_another_is_named_by_its_path():
         "dense",
         "dense_1",
         "layer_normalization",
-        "layer_normalization",
         "dense_2",
     ]
     assert all(watched.rule for watched in recording.watched)

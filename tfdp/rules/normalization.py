@@ -14,25 +14,30 @@ from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.call import Call
 from tfdp.rules.registry import rule
-from tfdp.rules.terms import PerRow
+from tfdp.rules.terms import PerRow, Term
 
 
 @rule(keras.layers.LayerNormalization)
 def layer_normalization(call: Call) -> Nest:
     """Rule of `keras.layers.LayerNormalization`."""
     layer, x = call.layer, call.inputs
-    axes = [layer.axis] if isinstance(layer.axis, int) else layer.axis
-    normalized = {axis % x.shape.rank for axis in axes}
-    shape = [x.shape[i] if i in normalized else 1 for i in range(1, x.shape.rank)]
-    return _run_with_copies(call, {"gamma": shape, "beta": shape})
+    axes = _axes(call)
+    if layer.rms_scaling or not _are_of_rows(axes, x):
+        shape = [x.shape[i] if i in axes else 1 for i in range(1, x.shape.rank)]
+        return _run_with_copies(call, {"gamma": shape, "beta": shape})
+    return _normalized_by_row(call, axes, layer.gamma, layer.beta)
 
 
 @rule(keras.layers.RMSNormalization)
 def rms_normalization(call: Call) -> Nest:
     """Rule of `keras.layers.RMSNormalization`."""
-    own = call.layer.scale.shape
-    missing = call.inputs.shape.rank - 1 - len(own)
-    return _run_with_copies(call, {"scale": [1] * missing + list(own)})
+    own, x = call.layer.scale.shape, call.inputs
+    missing = x.shape.rank - 1 - len(own)
+    axes = _axes(call)
+    # Keras multiplies by the scale along the last axes, whichever are normalized.
+    if missing < 0 or axes != list(range(missing + 1, x.shape.rank)):
+        return _run_with_copies(call, {"scale": [1] * missing + list(own)})
+    return _normalized_by_row(call, axes, call.layer.scale, None, is_centered=False)
 
 
 @rule(keras.layers.PReLU)
@@ -88,6 +93,72 @@ def group_normalization(call: Call) -> Nest:
 # some twenty operations each.
 
 
+def _normalized_by_row(
+    call: Call,
+    axes: list[int],
+    scale: Variable | None,
+    offset: Variable | None,
+    *,
+    is_centered: bool = True,
+) -> Nest:
+    """Normalize over axes of each row, then scale and shift along them."""
+    layer, x = call.layer, call.inputs
+    wide = tf.cast(x, keras.backend.result_type(x.dtype, "float32"))
+    along = [n if i in axes else 1 for i, n in enumerate(x.shape)]
+    others = [i for i in range(1, x.shape.rank) if i not in axes]
+
+    def numbers(variable: Variable | None, default: float) -> Tensor | float:
+        if variable is None:
+            return default
+        return tf.reshape(tf.cast(variable.value, wide.dtype), along)
+
+    def term(variable: Variable, gradients: Tensor) -> PerRow:
+        sums = tf.reduce_sum(gradients, others) if others else gradients
+        return PerRow(variable, tf.reshape(sums, [-1, *variable.shape]))
+
+    normalized = _normalized(wide, axes, layer.epsilon, is_centered=is_centered)
+    factors, offsets = numbers(scale, 1.0), numbers(offset, 0.0)
+
+    @tf.custom_gradient
+    def moved(normalized: Tensor) -> tuple[Tensor, Callable[..., Tensor]]:
+        return normalized * factors + offsets, lambda g: g * factors
+
+    def terms(g: Tensor) -> list[Term]:
+        of_both = [
+            (scale, lambda: g * tf.cast(normalized, g.dtype)),
+            (offset, lambda: g),
+        ]
+        return [term(v, gradients()) for v, gradients in of_both if v is not None]
+
+    outputs = call.watch(moved(normalized), terms, is_linear=True)
+    return tf.cast(outputs, layer.compute_dtype)
+
+
+def _normalized(
+    x: Tensor, axes: Sequence[int], epsilon: float, *, is_centered: bool
+) -> Tensor:
+    """Divide by the root of the mean square over axes, with or without the mean."""
+    share = 1 / math.prod(x.shape[axis] for axis in axes)
+
+    def mean(x: Tensor) -> Tensor:
+        return tf.reduce_sum(x, axes, keepdims=True) * share
+
+    @tf.custom_gradient
+    def of(x: Tensor) -> tuple[Tensor, Callable[..., Tensor]]:
+        centered = x - mean(x) if is_centered else x
+        rate = tf.math.rsqrt(mean(tf.square(centered)) + epsilon)
+        normalized = centered * rate
+
+        def gradient(g: Tensor) -> Tensor:
+            away = normalized * mean(g * normalized)
+            return rate * (g - mean(g) - away if is_centered else g - away)
+
+        return normalized, gradient
+
+    normalized: Tensor = of(x)
+    return normalized
+
+
 def _mean_and_rate(
     x: Tensor, axes: Sequence[int], epsilon: float
 ) -> tuple[Tensor, Tensor]:
@@ -107,7 +178,10 @@ def _mean_and_rate(
 
         def gradient(of_mean: Tensor, of_rate: Tensor) -> Tensor:
             of_square = -share * of_rate * rate * tf.square(rate)
-            return (x - mean) * of_square + share * of_mean
+            # Not before it is needed: it would be held until then.
+            with tf.control_dependencies([of_square]):
+                centered = x - mean
+            return centered * of_square + share * of_mean
 
         return (mean, rate), gradient
 
@@ -133,6 +207,16 @@ def _scaled(
         return g * factor, of_factor, of_offset
 
     return x * factor + offset, gradient
+
+
+def _axes(call: Call) -> list[int]:
+    """Return the axes that a layer normalizes, ascending."""
+    axes, rank = call.layer.axis, call.inputs.shape.rank
+    return sorted(axis % rank for axis in ([axes] if isinstance(axes, int) else axes))
+
+
+def _are_of_rows(axes: list[int], x: Tensor) -> bool:
+    return axes[0] > 0 and all(x.shape[axis] for axis in axes)
 
 
 def _of_channels(variable: Variable, gradients: Tensor) -> PerRow:
