@@ -551,6 +551,50 @@ def test_a_step_of_a_callback_takes_no_plan_away(method, sampling):
     assert epsilon(2) == pytest.approx(epsilon(5), rel=1e-6)
 
 
+def test_a_step_of_a_callback_leaves_the_noise_of_the_plan():
+    """What is owed has the least noise that was to come, not that of the last step."""
+    x, y = data(20)
+    model = private(opt=optimizer(8.0), run_eagerly=True)
+
+    def noise(step):
+        return 8.0 / (1 + step // 4)
+
+    callbacks = [
+        tfdp.callbacks.NoiseMultiplierScheduler(noise),
+        OneMore("on_epoch_begin", times=1),
+        keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", epoch > 0)
+        ),
+    ]
+    model.fit(x, y, batch_size=5, epochs=5, callbacks=callbacks, verbose=0)
+    assert [each.noise_multiplier for each in model.ledger.cut_short] == [8.0 / 5]
+
+
+def test_steps_before_an_undeclared_fit_are_beside_its_plan():
+    x, y = data(20)
+    pipeline = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
+
+    def planned(epochs_run):
+        model = private(opt=optimizer(8.0, expected_batch_size=5), run_eagerly=True)
+        stop = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: setattr(
+                model, "stop_training", epoch + 1 >= epochs_run
+            )
+        )
+        callbacks = [OneMore("on_train_begin", times=1), stop]
+        model.fit(
+            pipeline.repeat(),
+            steps_per_epoch=4,
+            epochs=3,
+            callbacks=callbacks,
+            verbose=0,
+        )
+        ledger = model.ledger
+        return sum(each.count for each in (*ledger.segments, *ledger.cut_short))
+
+    assert planned(2) == planned(3) == 13
+
+
 # ------------------------------------------------------------------- Keras's habits
 
 
@@ -616,13 +660,19 @@ class Keeps(tfdp.optimizers.DPSGD):
         self.sums = []
 
     def take_step(self, clipped_sum, *args, **options):
-        self.sums.append(clipped_sum.gradients[0].numpy())
+        self.sums += [gradient.numpy() for gradient in clipped_sum.gradients]
         return super().take_step(clipped_sum, *args, **options)
 
 
 @pytest.mark.parametrize(
     "way",
-    ["single", *(pytest.param(w, marks=pytest.mark.slow) for w in ("fit", "both"))],
+    [
+        "single",
+        *(
+            pytest.param(w, marks=pytest.mark.slow)
+            for w in ("fit", "both", "without passes")
+        ),
+    ],
 )
 def test_no_mask_of_dropout_comes_again(way):
     """A row has a mask by its place: what is drawn again adds up to more than C."""
@@ -648,6 +698,29 @@ def test_no_mask_of_dropout_comes_again(way):
         take_steps(each.replace("without passes", "single"), model, x, y)
     masks = np.concatenate(optimizer.sums, 1).T > 0
     assert len(masks) >= 3 * rows
+    assert len(np.unique(masks, axis=0)) == len(masks)
+
+
+def test_no_mask_of_a_layer_comes_again_in_another():
+    """Seeds of layers may differ by as little as 1."""
+    rows, seeds = 12, (1, 2)
+    x = keras.Input((32,))
+    outputs = [
+        layers.Dense(rows, use_bias=False)(layers.Dropout(0.5, seed=seed)(x))
+        for seed in seeds
+    ]
+    inner = keras.Model(x, layers.Concatenate()(outputs))
+    model = tfdp.DPModel(inner, physical_batch_size=4)
+    optimizer = Keeps(expected_batch_size=rows)
+    model.compile(
+        optimizer,
+        lambda y, y_pred: tf.reduce_sum(y * y_pred, -1),
+        run_eagerly=True,
+    )
+    y = np.concatenate([np.eye(rows, dtype="float32")] * len(seeds), 1)
+    take_steps("single", model, np.ones((rows, 32), "float32"), y)
+    masks = np.concatenate(optimizer.sums, 1).T > 0
+    assert len(masks) == 3 * rows * len(seeds)
     assert len(np.unique(masks, axis=0)) == len(masks)
 
 

@@ -134,8 +134,11 @@ def move_on(model: keras.Model) -> None:
     """
     key = _key_of(model)
     if not key.is_known:
-        # States move in the second word.
-        key.words.assign_add([1, 0])
+        # Not by adding: seeds of two layers may differ by as little as what is added.
+        words = tf.random.stateless_uniform(
+            [2], key.words, minval=None, maxval=None, dtype=tf.uint32
+        )
+        key.words.assign(tf.cast(words, tf.int64))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
 from tfdp.ascent.losses import AscentLoss
 from tfdp.checks.evaluation import check_assigns_no_weight, no_weight_assigned
-from tfdp.checks.metrics import only_metrics_assigned
+from tfdp.checks.metrics import only_metrics_assigned, only_metrics_reset
 from tfdp.data.sources import have_common_rows
 from tfdp.data.training_data import (
     TrainingData,
@@ -843,6 +843,15 @@ class DPModel(TrainingFunctions):
                 x, y, y_pred, sample_weight
             )
             return logs
+
+    def reset_metrics(self) -> None:
+        """Reset the metrics, as Keras does where an epoch or an evaluation begins.
+
+        Raises:
+            UnsupportedLayerError: If one assigns a variable of the model or the optimizer.
+        """
+        with only_metrics_reset(self):
+            super().reset_metrics()
 
     @_keras.without_autograph
     def train_step(self, data: Nest) -> dict[str, Tensor]:

@@ -139,10 +139,43 @@ class KeepingWhenReset(keras.metrics.Sum):
 
 
 @pytest.mark.parametrize("run", ["fit", "single", "evaluate"])
-def test_metrics_keep_nothing_when_they_are_reset(run):
-    model = private(KeepingWhenReset(lambda: model.model.layers[0].bias))
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_metrics_keep_nothing_when_they_are_reset(run, run_eagerly):
+    metric = KeepingWhenReset(lambda: model.model.layers[0].bias)
+    model = private(metric, run_eagerly=run_eagerly)
+    RUNS[run](model)
+    before = model.model.layers[0].bias.numpy()
     with pytest.raises(UnsupportedLayerError, match="dense/bias`, assigned by one"):
-        RUNS[run](model)
+        RUNS["evaluate" if run == "single" else run](model)
+    assert metric.total == 0
+    if run != "fit":
+        np.testing.assert_array_equal(model.model.layers[0].bias, before)
+
+
+class Remembering(keras.metrics.Sum):
+    """Remembers its last value in Python, which takes no graph."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(y_true)
+
+    def reset_state(self):
+        self.last = float(self.total.numpy())
+        super().reset_state()
+
+
+def test_metrics_may_be_reset_in_python():
+    metric = Remembering()
+    model = private(metric)
+    RUNS["fit"](model)
+    RUNS["evaluate"](model)
+    RUNS["evaluate"](model)
+    assert metric.last == np.sum(data()[1])
+
+
+def test_weights_that_are_not_finite_are_not_taken_for_assigned_ones():
+    model = private("mae", run_eagerly=True)
+    model.model.layers[0].bias.assign([np.nan])
+    RUNS["evaluate"](model)
 
 
 class OwnGraph(keras.metrics.Metric):

@@ -341,14 +341,31 @@ def test_losses_have_keras_s_float_dtype(dtype):
 
 @pytest.mark.parametrize("loss", ["hinge", losses.SquaredHinge(), losses.hinge])
 @pytest.mark.parametrize("labels", [(0, 1), (-1, 1), (0, -1)])
-def test_the_labels_of_a_hinge_are_those_of_a_row(loss, labels, rng):
+@pytest.mark.parametrize("lengths", [(1,), (4, 2)])
+def test_the_labels_of_a_hinge_are_those_of_a_row(loss, labels, lengths, rng):
     """Keras asks of all together whether they are 0 and 1."""
-    y = rng.choice(labels, size=(6, 1)).astype("float64")
-    y_pred = rng.normal(size=(6, 1))
+    y = rng.choice(labels, size=(6, *lengths)).astype("float64")
+    y_pred = rng.normal(size=(6, *lengths))
     of_rows = PerExampleLoss(loss)(*tensors((y, y_pred)))
     loss = losses.get(loss)
     expected = [np.mean(loss(y[i : i + 1], y_pred[i : i + 1])) for i in range(6)]
     np.testing.assert_allclose(of_rows, expected, rtol=1e-6)
+
+
+def test_hinges_leave_out_what_is_masked(rng):
+    y = rng.choice((0.0, 1.0), size=(6, 4, 2))
+    y_pred = tf.constant(rng.normal(size=(6, 4, 2)))
+    mask = rng.integers(2, size=(6, 4)).astype(bool)
+    mask[:, 0] = True
+    values = PerExampleLoss("hinge")(tf.constant(y), y_pred).numpy()
+    assert values.shape == (6,)
+    y_pred._keras_mask = tf.constant(mask)
+    found = PerExampleLoss("hinge")(tf.constant(y), y_pred)
+    expected = [
+        np.mean(losses.hinge(y[i, mask[i]], y_pred.numpy()[i, mask[i]]))
+        for i in range(6)
+    ]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("loss", [losses.Hinge(), "squared_hinge"])

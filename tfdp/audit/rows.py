@@ -18,7 +18,7 @@ from tfdp.model import DPModel
 from tfdp.sampling import Scheme
 from tfdp.training.arguments import check_protects
 
-# So many times as large as the largest number of a batch are an outlier's.
+# An outlier is so many times as large as the largest number of its batch.
 _OUTLIER = 1e3
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import keras
@@ -93,23 +92,32 @@ class _RowwiseLoss(keras.losses.Loss):
         of_values = _keras.keras_mask(values)
         if of_values is not None:
             mask = of_values if mask is None else mask & of_values
-        # Of all labels together these two ask whether they are 0 and 1.
-        is_hinge = getattr(loss, "fn", None) in (
-            keras.losses.hinge,
-            keras.losses.squared_hinge,
-        )
         if values.shape.rank == 0:
             values, mask = each_row_alone(loss.call, (y_true, y_pred)), None
-        elif is_hinge and values.shape.rank == 1:
-            of_row = functools.partial(_mean_loss, loss)
-            values = each_row_alone(of_row, (y_true, y_pred))
+        elif getattr(loss, "fn", None) in _HINGES:
+            values = _HINGES[loss.fn](_margins(y_true, y_pred))
         return _reduce_rows(
             tf.cast(values, loss.dtype), sample_weight, mask, loss.reduction
         )
 
 
-def _mean_loss(loss: keras.losses.Loss, y_true: Nest, y_pred: Nest) -> Tensor:
-    return tf.reduce_mean(loss.call(y_true, y_pred))
+# Of all labels together Keras's ask whether they are 0 and 1.
+_HINGES: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
+    keras.losses.hinge: lambda margins: tf.reduce_mean(margins, -1),
+    keras.losses.squared_hinge: lambda margins: tf.reduce_mean(margins**2, -1),
+}
+
+
+def _margins(y_true: Tensor, y_pred: Tensor) -> Tensor:
+    """Return what hinge losses take the mean of, with the labels of each row by itself."""
+    if y_true.shape.rank != y_pred.shape.rank:
+        y_true = tf.reshape(y_true, tf.shape(y_pred))
+    is_binary = tf.reduce_all(
+        (y_true == 0) | (y_true == 1),
+        list(range(1, y_true.shape.rank)),
+        keepdims=True,
+    )
+    return tf.nn.relu(1 - tf.where(is_binary, 2 * y_true - 1, y_true) * y_pred)
 
 
 _splits_losses: contextvars.ContextVar[bool] = contextvars.ContextVar(

@@ -21,7 +21,7 @@ _MANY_CHANNELS = 64
 # where TensorFlow's own, which it leaves to float64, take 20.
 _SMALL = 3
 
-# For so few positions products of shifted inputs are faster than a loop over units.
+# For fewer positions products of shifted inputs are faster than a loop over units.
 _MANY_POSITIONS = 16
 
 

@@ -169,8 +169,15 @@ class StepCounter:
             return None
         whole = max(0, self.planned_releases - self.releases_begun)
         in_release = int(self._steps_in_release.numpy())
-        rest = self.steps_per_release - in_release if self.releases_begun else 0
-        return whole * self.steps_per_release + max(0, rest)
+        return (whole + 1) * self.steps_per_release - in_release
+
+    def levels_for(self, scheme: Scheme) -> Array:
+        """Return the noise that was planned, as releases over such batches count it."""
+        levels = self._levels.numpy()
+        if not np.isfinite(levels).all():
+            return UNPLANNED
+        ratio = self.scheme.sensitivity_in_clips / scheme.sensitivity_in_clips
+        return np.asarray(levels * ratio)
 
     def missing(self) -> list[Segment]:
         """Return what was planned and not begun, as far as budgets have room for it."""

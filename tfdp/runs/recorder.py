@@ -353,7 +353,7 @@ class LedgerRecorder:
         self._ended = self.own_run().ledger
         self._ended_by_release = self._ended_by_budget = None
         planned = None if to_come is None else 1 + to_come
-        counter.begin(scheme, 1, planned, UNPLANNED)
+        counter.begin(scheme, 1, planned, counter.levels_for(scheme))
         self.beginnings += 1
 
     def count_release(self, segment: Segment) -> None:

@@ -82,15 +82,18 @@ class BatchClipper:
         Returns:
             On each replica the sums of all, and the norms of its own units.
         """
-        in_passes = self.physical_batch_size is not None
+        once = (
+            contextlib.nullcontext
+            if self.physical_batch_size is None
+            else _seeds.counted_once
+        )
         if _keras.draws_numbers(self.model):
             # Also without passes: what went before may have left the states where its
             # second pass began.
             _seeds.move_on(self.model)
 
         def of_replica(rows: Batch) -> ClippedSum:
-            counting = contextlib.nullcontext()
-            with _seeds.counted_once(self.model) if in_passes else counting:
+            with once(self.model):
                 return self._on_one(rows, l2_norm_clip, objective, on_outputs)
 
         return self._on_all(of_replica, objective, batch)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import keras
+import numpy as np
 
 from tfdp._types import Logs, Nest
 from tfdp.data.training_data import TrainingData
@@ -48,21 +49,20 @@ class _OpenPlan:
     def __init__(self, recorder: LedgerRecorder, epochs: int) -> None:
         self._recorder, self._to_come = recorder, epochs
         self._beginnings = recorder.beginnings
-        self._begun = self._longest = self._most_steps = 0
-        self._steps = recorder.steps
+        self._before = np.array([0, recorder.steps])
+        self._longest = np.array([0, 0])
 
     def end_epoch(self) -> None:
         """Plan what is to come after an epoch."""
         self._to_come -= 1
         recorder = self._recorder
-        begun, steps = recorder.counter.releases_begun, recorder.steps
-        self._most_steps = max(self._most_steps, steps - self._steps)
-        longest = self._most_steps
+        now = np.array([recorder.counter.releases_begun, recorder.steps])
+        self._longest = np.maximum(self._longest, now - self._before)
+        self._before = now
         # If a callback's step has begun another segment, each step counts there.
-        if recorder.beginnings == self._beginnings:
-            longest = self._longest = max(self._longest, begun - self._begun)
-        self._begun, self._steps = begun, steps
-        recorder.plan(begun + longest * self._to_come)
+        counts_steps = recorder.beginnings != self._beginnings
+        longest = int(self._longest[int(counts_steps)])
+        recorder.plan(int(now[0]) + longest * self._to_come)
 
 
 class LedgerCallback(StepCallback):
@@ -115,10 +115,14 @@ class LedgerCallback(StepCallback):
     def _planned(self, epochs: int) -> int | None:
         """Return how many releases the segment has with those of so many epochs."""
         if self._recorder.beginnings == self._beginnings:
-            return self._data.planned_releases(epochs)
-        # A callback has taken a step, and what comes counts as that does, step by step.
-        begun, steps = self._recorder.counter.releases_begun, self._data.steps_per_epoch
-        return None if steps is None else begun + steps * epochs
+            planned = self._data.planned_releases(epochs)
+        else:
+            # A callback has taken a step, and what comes counts as that does, step by step.
+            steps = self._data.steps_per_epoch
+            planned = None if steps is None else steps * epochs
+        # Those of a callback's steps are beside the plan.
+        begun = self._recorder.counter.releases_begun
+        return None if planned is None else begun + planned
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Tell the other processes, which may have epochs to run, if there was none."""

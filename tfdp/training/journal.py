@@ -111,10 +111,12 @@ class Journal(keras.callbacks.Callback):
             self.begin()
 
     def _known(self, recorder: LedgerRecorder) -> tuple[object, ...]:
-        others = {each.run: each for each in self._recorder.recorders()}
-        others.pop(recorder.run, None)
-        steps = {run: int(each.counter.steps.numpy()) for run, each in others.items()}
-        return recorder, recorder.beginnings, steps
+        others = {
+            each.run: int(each.counter.steps.numpy())
+            for each in self._recorder.recorders()
+            if each is not recorder
+        }
+        return recorder, recorder.beginnings, others
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Write down the steps that are about to run."""
