@@ -570,6 +570,21 @@ def test_a_step_of_a_callback_leaves_the_noise_of_the_plan():
     assert [each.noise_multiplier for each in model.ledger.cut_short] == [8.0 / 5]
 
 
+def test_undeclared_data_that_tell_their_length_owe_all_of_it():
+    """An epoch that was cut says nothing of how long it would have been."""
+    x, y = data(20)
+    pipeline = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
+    model = private(opt=optimizer(8.0, expected_batch_size=5), run_eagerly=True)
+    stop = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: setattr(
+            model, "stop_training", batch == 1
+        )
+    )
+    model.fit(pipeline, epochs=3, callbacks=[stop], verbose=0)
+    assert [each.count for each in segments(model)] == [2]
+    assert [each.count for each in model.ledger.cut_short] == [10]
+
+
 def test_steps_before_an_undeclared_fit_are_beside_its_plan():
     x, y = data(20)
     pipeline = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)

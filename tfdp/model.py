@@ -17,7 +17,7 @@ from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
 from tfdp.ascent.losses import AscentLoss
 from tfdp.checks.evaluation import check_assigns_no_weight, no_weight_assigned
-from tfdp.checks.metrics import only_metrics_assigned, only_metrics_reset
+from tfdp.checks.metrics import only_metrics_assigned, only_metrics_called
 from tfdp.data.sources import have_common_rows
 from tfdp.data.training_data import (
     TrainingData,
@@ -850,8 +850,18 @@ class DPModel(TrainingFunctions):
         Raises:
             UnsupportedLayerError: If one assigns a variable of the model or the optimizer.
         """
-        with only_metrics_reset(self):
+        with only_metrics_called(self, "reset_state"):
             super().reset_metrics()
+
+    def get_metrics_result(self) -> dict[str, Tensor]:
+        """Return the values of the metrics, which are not private, as Keras does.
+
+        Raises:
+            UnsupportedLayerError: If one assigns a variable of the model or the optimizer.
+        """
+        with only_metrics_called(self, "result"):
+            values: dict[str, Tensor] = super().get_metrics_result()
+            return values
 
     @_keras.without_autograph
     def train_step(self, data: Nest) -> dict[str, Tensor]:
@@ -956,10 +966,18 @@ class DPModel(TrainingFunctions):
         sample_weight: Nest = None,
         training: bool = True,
     ) -> Tensor:
-        """Compute the ordinary loss of a batch, as the wrapped model would."""
-        if not self._checked.has_own_loss:
-            return super().compute_loss(x, y, y_pred, sample_weight, training)
-        return _keras.compute_loss(self.model, x, y, y_pred, sample_weight)
+        """Compute the ordinary loss of a batch, as the wrapped model would.
+
+        Returns:
+            A scalar, which is not private.
+
+        Raises:
+            UnsupportedLayerError: If it assigns a variable of the model or the optimizer.
+        """
+        with only_metrics_assigned(self, is_loss=True):
+            if not self._checked.has_own_loss:
+                return super().compute_loss(x, y, y_pred, sample_weight, training)
+            return _keras.compute_loss(self.model, x, y, y_pred, sample_weight)
 
     def nonprivate_losses(
         self, x: Nest, y: Nest = None, sample_weight: Nest = None, batch_size: int = 256

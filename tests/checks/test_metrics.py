@@ -45,13 +45,13 @@ class Keeping(keras.metrics.Mean):
         super().update_state(ops.mean(y_pred, -1))
 
 
-def private(metric, **options):
+def private(metric, loss="mse", **options):
     model = keras.Sequential([keras.Input((D,)), layers.Dense(1, name="dense")])
     wrapped = tfdp.DPModel(model)
     optimizer = tfdp.optimizers.DPSGD(
         0.1, l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=4
     )
-    wrapped.compile(optimizer, "mse", metrics=[metric], **options)
+    wrapped.compile(optimizer, loss, metrics=[metric], **options)
     return wrapped
 
 
@@ -76,7 +76,7 @@ CASES = [
 @pytest.mark.parametrize(("run", "keep"), CASES)
 def test_metrics_keep_nothing_in_a_weight(run, keep):
     model = private(Keeping(KEEPS[keep], lambda: model.model.layers[0].kernel))
-    with pytest.raises(UnsupportedLayerError, match="in their own variables alone"):
+    with pytest.raises(UnsupportedLayerError, match="in variables of metrics alone"):
         RUNS[run](model)
 
 
@@ -104,7 +104,9 @@ def test_metrics_turn_no_dial(dial):
 def test_metrics_keep_nothing_where_a_later_step_could_find_it(make):
     seen = make(0.0)
     model = private(Keeping(lambda _, value: seen.assign(value), lambda: None))
-    with pytest.raises(UnsupportedLayerError, match=r"in their own .*AssignVariableOp"):
+    with pytest.raises(
+        UnsupportedLayerError, match=r"of metrics alone.*AssignVariableOp"
+    ):
         RUNS["fit"](model)
 
 
@@ -121,6 +123,63 @@ def test_eagerly_what_a_metric_assigned_is_put_back(run):
         run(model)
     if run is RUNS["evaluate"]:
         np.testing.assert_array_equal(model.model.get_weights()[0], before[0])
+
+
+@pytest.mark.parametrize("dial", ["noise_multiplier", "learning_rate"])
+def test_what_keras_takes_for_a_metric_s_own_is_refused(dial):
+    """It would be set to zero where metrics are reset."""
+    metric = keras.metrics.MeanAbsoluteError()
+    model = private(metric)
+    metric.logged = getattr(model.optimizer, dial)
+    before = float(metric.logged.numpy())
+    for run in ("evaluate", "fit"):
+        with pytest.raises(UnsupportedLayerError, match=f"`mean_.*` with .*{dial}`"):
+            RUNS[run](model)
+    assert float(metric.logged.numpy()) == before
+
+
+class KeepingLoss(keras.losses.Loss):
+    """Keeps the largest target in a variable, once that is asked for."""
+
+    keep = None
+
+    def call(self, y_true, y_pred):
+        if self.keep is not None:
+            self.keep(ops.max(y_true))
+        return ops.mean((y_true - y_pred) ** 2, -1)
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+@pytest.mark.parametrize("way", ["assign", "scatter", "raw"])
+def test_losses_keep_nothing_in_a_weight_in_evaluation(way, run_eagerly):
+    loss = KeepingLoss()
+    model = private("mae", loss=loss, run_eagerly=run_eagerly)
+    kernel = model.model.layers[0].kernel
+    loss.keep = lambda value: KEEPS[way](kernel, value)
+    with pytest.raises(UnsupportedLayerError, match="dense/kernel`, assigned by one"):
+        RUNS["evaluate"](model)
+
+
+class KeepingAtTheEnd(keras.metrics.Sum):
+    """Puts what it has summed up into a weight when its result is asked for eagerly."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(y_true)
+
+    def result(self):
+        if tf.executing_eagerly():
+            self.weight().assign(ops.reshape(self.total, (1,)))
+        return super().result()
+
+
+def test_metrics_keep_nothing_when_their_results_are_asked_for():
+    model = private(KeepingAtTheEnd(lambda: model.model.layers[0].bias))
+    with pytest.raises(UnsupportedLayerError, match="dense/bias`, assigned by one"):
+        RUNS["fit"](model)
 
 
 class KeepingWhenReset(keras.metrics.Sum):

@@ -1,7 +1,7 @@
-"""Metrics that keep data in their own variables alone, which no model has in it."""
+"""Metrics and losses that keep data in variables of metrics alone, which no model has in it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
 import keras
@@ -29,8 +29,10 @@ _BRANCHES = {"Case", "If", "StatelessCase", "StatelessIf"}
 
 
 @contextlib.contextmanager
-def only_metrics_assigned(model: keras.Model) -> Iterator[None]:
-    """Refuse that metrics which are computed inside keep data in anything but themselves.
+def only_metrics_assigned(
+    model: keras.Model, *, is_loss: bool = False
+) -> Iterator[None]:
+    """Refuse that what is computed inside keeps data in anything but metrics.
 
     They see rows without noise. In a weight these would be released, in an optimizer's
     dial they would steer it, and what a layer or a loss reads would let rows meet those of
@@ -41,46 +43,76 @@ def only_metrics_assigned(model: keras.Model) -> Iterator[None]:
 
     Args:
         model: A compiled `tfdp.DPModel`.
+        is_loss: Whether it is a loss for evaluation, which may have variables of its own,
+            and draw numbers as the model does.
 
     Raises:
         UnsupportedLayerError: Afterwards, if anything else was assigned. Eagerly it has
-            its value from before again.
+            its value from before again. Also if a metric has a variable of the model or
+            the optimizer as an attribute, which Keras takes for the metric's.
     """
     if tf.executing_eagerly():
-        with _values_compared(model):
+        with _values_compared(model, is_loss=is_loss):
             yield
         return
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     yield
-    _check_assigned(model, graph.get_operations()[before:])
+    own, known = _own(model), _watched(model, is_loss=is_loss)
+    for op in graph.get_operations()[before:]:
+        for handle in map(_outermost, _changed(op)):
+            name = known.get(id(handle))
+            if name is None and not is_loss and id(handle) not in own:
+                name = f"what operation `{op.name}` ({op.type}) changes"
+            if name is not None:
+                _refuse(model, name)
 
 
 @contextlib.contextmanager
-def only_metrics_reset(model: keras.Model) -> Iterator[None]:
-    """As `only_metrics_assigned`, while Keras resets metrics, which it does eagerly."""
-    found = [(metric, *getattr(metric, "metrics", ())) for metric in model.metrics]
+def only_metrics_called(model: keras.Model, method: str) -> Iterator[None]:
+    """As `only_metrics_assigned`, while Keras calls a method of all metrics eagerly."""
+    _own(model)
     are_kerass = all(
-        each.reset_state.__module__.startswith("keras.")
-        for parts in found
-        for each in parts
+        getattr(metric, method).__module__.startswith("keras.")
+        for metric in _metrics(model)
     )
-    with contextlib.nullcontext() if are_kerass else _values_compared(model):
+    is_known = are_kerass or not tf.executing_eagerly()
+    with contextlib.nullcontext() if is_known else _values_compared(model):
         yield
 
 
-def _check_assigned(model: keras.Model, operations: list[tf.Operation]) -> None:
-    own = _own(model)
-    for op in operations:
-        for handle in _changed(op):
-            known = _outermost(handle)
-            if id(known) not in own:
-                _refuse(model, _name_of(model, known, op))
+def _metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """List all metrics, those that Keras has put into one for `compile` behind it."""
+    metrics = [*model.metrics, *_keras.metrics_of(model.model)]
+    return [
+        *metrics,
+        *(part for each in metrics for part in getattr(each, "metrics", ())),
+    ]
 
 
 def _own(model: keras.Model) -> set[int]:
-    """Identify the handles that metrics may assign to, and draw random numbers with."""
+    """Identify the handles that metrics may assign to, and draw random numbers with.
+
+    Args:
+        model: See `only_metrics_assigned`.
+
+    Returns:
+        The `id` of each.
+
+    Raises:
+        UnsupportedLayerError: If a metric has a variable that is not its own.
+    """
     _keras.note_metrics(model)
+    others = _handles(_variables(model))
+    for metric in reversed(_metrics(model)):
+        for variable in metric.variables:
+            if not others.keys().isdisjoint(_handles([variable])):
+                raise UnsupportedLayerError(
+                    "A metric must not have a variable of the model or the optimizer as an "
+                    "attribute: Keras takes it for the metric's own, and sets it to zero. "
+                    f"Received: metric `{metric.name}` with `{variable.path}`. Hold it in "
+                    "a function, `self.value = lambda: optimizer.learning_rate`."
+                )
     of_global = _keras.handles_of(_keras.global_seed_state())
     return {id(each) for each in (*_keras.metrics_handles(model), *of_global)}
 
@@ -88,6 +120,21 @@ def _own(model: keras.Model) -> set[int]:
 def _variables(model: keras.Model) -> list[Variable]:
     optimizer = getattr(model, "optimizer", None)
     return [*model.variables, *(optimizer.variables if optimizer else ())]
+
+
+def _watched(model: keras.Model, *, is_loss: bool) -> dict[int, str]:
+    """Return what must not be assigned, by the handles of it."""
+    draws = set(map(id, _keras.seed_states(model))) if is_loss else set()
+    return _handles(each for each in _variables(model) if id(each) not in draws)
+
+
+def _handles(variables: Iterable[Variable]) -> dict[int, str]:
+    """Return the paths of variables by the `id` of their handles."""
+    return {
+        id(handle): f"`{variable.path}`"
+        for variable in variables
+        for handle in _keras.handles_of(variable)
+    }
 
 
 def _changed(op: tf.Operation) -> list[Tensor]:
@@ -132,20 +179,14 @@ def _outermost(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _name_of(model: keras.Model, handle: Tensor, op: tf.Operation) -> str:
-    for variable in _variables(model):
-        if any(each is handle for each in _keras.handles_of(variable)):
-            return f"`{variable.path}`"
-    return f"what operation `{op.name}` ({op.type}) changes"
-
-
 @contextlib.contextmanager
-def _values_compared(model: keras.Model) -> Iterator[None]:
-    own = _own(model)
+def _values_compared(model: keras.Model, *, is_loss: bool = False) -> Iterator[None]:
+    own, watched = _own(model), _watched(model, is_loss=is_loss)
     variables = [
         each
         for each in _variables(model)
-        if own.isdisjoint(map(id, _keras.handles_of(each)))
+        if not (handles := set(map(id, _keras.handles_of(each)))) & own
+        and handles & watched.keys()
     ]
     before = [np.array(each.numpy()) for each in variables]
     yield
@@ -163,7 +204,7 @@ def _values_compared(model: keras.Model) -> Iterator[None]:
 
 def _refuse(model: keras.Model, what: str) -> NoReturn:
     raise UnsupportedLayerError(
-        f"Metrics of model `{model.name}` must keep what they see of rows, without noise, in "
-        f"their own variables alone. Received: {what}, assigned by one. Make the variables "
-        "of a metric with `self.add_variable(...)` in its `__init__`, and assign no others."
+        f"Metrics and losses of model `{model.name}` must keep what they see of rows, without "
+        f"noise, in variables of metrics alone. Received: {what}, assigned by one. Make these "
+        "with `self.add_variable(...)` in a metric's `__init__`, and assign no others."
     )

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _validate
-from tfdp._types import Data
+from tfdp._types import Data, Nest
 from tfdp.data.balls_in_bins import BallsInBins
 from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.sampling import Scheme, poisson_probability, samplings
@@ -51,11 +51,7 @@ class DeclaredDataset:
     @property
     def number_of_batches(self) -> int | None:
         """Number of batches of the dataset; None if it is unknown or infinite."""
-        if isinstance(self.dataset, tf.data.Dataset):
-            size = int(self.dataset.cardinality())
-            return size if size >= 0 else None
-        number: int | None = self.dataset.num_batches
-        return number
+        return number_of_batches(self.dataset)
 
     @property
     def batches_per_pass(self) -> int:
@@ -69,6 +65,15 @@ class DeclaredDataset:
         if self.number_of_batches is None:
             return -(-self.number_of_examples // self.expected_batch_size)
         return self.number_of_batches
+
+
+def number_of_batches(data: Nest) -> int | None:
+    """Count the batches of a pipeline; None if it is endless or does not tell."""
+    if isinstance(data, tf.data.Dataset):
+        size = int(data.cardinality())
+        return size if size >= 0 else None
+    number: int | None = getattr(data, "num_batches", None)
+    return number
 
 
 def declare(

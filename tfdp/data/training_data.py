@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdp import _tree, _validate
 from tfdp._types import Nest
 from tfdp.data.balls_in_bins import BallsInBins
-from tfdp.data.declared import DeclaredDataset
+from tfdp.data.declared import DeclaredDataset, number_of_batches
 from tfdp.data.drawn_dataset import DrawnDataset
 from tfdp.data.pipeline import is_read_by_one_thread, pipeline_of
 from tfdp.data.rows import rows_of
@@ -255,7 +255,7 @@ def training_data(
             y,
             sample_weight,
             keras_steps_per_epoch=steps_per_epoch,
-            steps_per_epoch=steps_per_epoch,
+            steps_per_epoch=steps_per_epoch or number_of_batches(x),
             shuffle=shuffle and isinstance(x, keras.utils.PyDataset),
         )
     _check_shuffled(shuffle)
