@@ -186,6 +186,16 @@ def test_products_along_axes_are_those_of_tensorflow(axis, keepdims, rng):
     assert whole.numpy() == [6]
 
 
+def test_groups_of_channels_in_half_precision_are_those_of_keras(rng):
+    x, kernel = rng.normal(size=(2, 12, 12, 12, 2)), rng.normal(size=(2, 2, 2, 1, 6))
+    expected = keras.ops.conv(x, kernel, strides=4, padding="same")
+    half = [tf.cast(each, tf.float16) for each in (x, kernel)]
+    with _keras.models_run_plainly():
+        found = keras.ops.conv(*half, strides=4, padding="same")
+    assert found.dtype == tf.float16
+    np.testing.assert_allclose(found, expected, atol=2e-2)
+
+
 @pytest.mark.parametrize("value", [1.5, np.ones(2), {"a": 1, "b": (None, 2)}])
 def test_outputs_of_known_branches_are_those_of_tensorflow(value):
     found = []

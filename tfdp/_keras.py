@@ -404,8 +404,11 @@ def _conv(
     has_onednn = _pywrap_util_port.IsMklEnabled() and inputs.dtype == tf.float32
     if inside_xla() or (has_onednn and len(size) < 3):
         return convolve(inputs, kernel)
-    pairs = zip(tf.split(inputs, groups, -1), tf.split(kernel, groups, -1), strict=True)
-    return tf.concat([convolve(*pair) for pair in pairs], -1)
+    # In half precision TensorFlow's are wrong on CPUs, for some strides in three dimensions.
+    dtype = tf.float32 if inputs.dtype.size < 4 else inputs.dtype
+    parts = (tf.split(tf.cast(each, dtype), groups, -1) for each in (inputs, kernel))
+    outputs = [convolve(*pair) for pair in zip(*parts, strict=True)]
+    return tf.cast(tf.concat(outputs, -1), inputs.dtype)
 
 
 def _update_slice(inputs: Tensor, updates: Tensor, begin: Nest) -> Tensor:

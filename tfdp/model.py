@@ -17,7 +17,11 @@ from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
 from tfdp.ascent.losses import AscentLoss
 from tfdp.checks.evaluation import check_assigns_no_weight, no_weight_assigned
-from tfdp.checks.metrics import only_metrics_assigned, only_metrics_called
+from tfdp.checks.metrics import (
+    losses_keep_nothing,
+    only_metrics_assigned,
+    only_metrics_called,
+)
 from tfdp.data.sources import have_common_rows
 from tfdp.data.training_data import (
     TrainingData,
@@ -972,9 +976,11 @@ class DPModel(TrainingFunctions):
             A scalar, which is not private.
 
         Raises:
-            UnsupportedLayerError: If it assigns a variable of the model or the optimizer.
+            UnsupportedLayerError: If it assigns a weight, or a variable of the optimizer.
         """
-        with only_metrics_assigned(self, is_loss=True):
+        if self._checked.has_losses_of_keras:
+            return super().compute_loss(x, y, y_pred, sample_weight, training)
+        with losses_keep_nothing(self):
             if not self._checked.has_own_loss:
                 return super().compute_loss(x, y, y_pred, sample_weight, training)
             return _keras.compute_loss(self.model, x, y, y_pred, sample_weight)

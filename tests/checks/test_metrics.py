@@ -160,6 +160,39 @@ def test_losses_keep_nothing_in_a_weight_in_evaluation(way, run_eagerly):
         RUNS["evaluate"](model)
 
 
+class Annealed(keras.Model):
+    """Counts the batches that it has seen, in its own `compute_loss`."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+        self.seen = self.add_weight(name="seen", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, *_, **__):
+        self.seen.assign(self.seen + 1.0)
+        return self.seen * ops.mean(ops.sum((y_pred - y) ** 2, -1))
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_what_a_loss_counts_it_counts_once_a_batch(run_eagerly):
+    """It is computed for the logs, too, and not to train in evaluation."""
+    model = Annealed()
+    x, y = data()
+    model(x)
+    wrapped = tfdp.DPModel(model)
+    optimizer = tfdp.optimizers.DPSGD(
+        0.1, l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=8
+    )
+    wrapped.compile(optimizer, run_eagerly=run_eagerly)
+    for _ in range(3):
+        wrapped.train_on_batch(x, y)
+    wrapped.evaluate(x, y, verbose=0)
+    assert model.seen == 3
+
+
 class KeepingAtTheEnd(keras.metrics.Sum):
     """Puts what it has summed up into a weight when its result is asked for eagerly."""
 

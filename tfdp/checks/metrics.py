@@ -1,8 +1,7 @@
 """Metrics and losses that keep data in variables of metrics alone, which no model has in it."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator
 
 import keras
 import numpy as np
@@ -29,10 +28,8 @@ _BRANCHES = {"Case", "If", "StatelessCase", "StatelessIf"}
 
 
 @contextlib.contextmanager
-def only_metrics_assigned(
-    model: keras.Model, *, is_loss: bool = False
-) -> Iterator[None]:
-    """Refuse that what is computed inside keeps data in anything but metrics.
+def only_metrics_assigned(model: keras.Model) -> Iterator[None]:
+    """Refuse that metrics which are computed inside keep data in anything but themselves.
 
     They see rows without noise. In a weight these would be released, in an optimizer's
     dial they would steer it, and what a layer or a loss reads would let rows meet those of
@@ -43,29 +40,18 @@ def only_metrics_assigned(
 
     Args:
         model: A compiled `tfdp.DPModel`.
-        is_loss: Whether it is a loss for evaluation, which may have variables of its own,
-            and draw numbers as the model does.
 
     Raises:
         UnsupportedLayerError: Afterwards, if anything else was assigned. Eagerly it has
             its value from before again. Also if a metric has a variable of the model or
             the optimizer as an attribute, which Keras takes for the metric's.
     """
-    if tf.executing_eagerly():
-        with _values_compared(model, is_loss=is_loss):
-            yield
-        return
-    graph = tf.compat.v1.get_default_graph()
-    before = len(graph.get_operations())
-    yield
-    own, known = _own(model), _watched(model, is_loss=is_loss)
-    for op in graph.get_operations()[before:]:
-        for handle in map(_outermost, _changed(op)):
-            name = known.get(id(handle))
-            if name is None and not is_loss and id(handle) not in own:
-                name = f"what operation `{op.name}` ({op.type}) changes"
-            if name is not None:
-                _refuse(model, name)
+    with _changes(_variables(model)) as changes:
+        yield
+    own, known = _own(model), _handles(_variables(model))
+    changes.refuse(
+        model, lambda handle: None if handle in own else known.get(handle, "")
+    )
 
 
 @contextlib.contextmanager
@@ -77,8 +63,92 @@ def only_metrics_called(model: keras.Model, method: str) -> Iterator[None]:
         for metric in _metrics(model)
     )
     is_known = are_kerass or not tf.executing_eagerly()
-    with contextlib.nullcontext() if is_known else _values_compared(model):
+    with contextlib.nullcontext() if is_known else only_metrics_assigned(model):
         yield
+
+
+@contextlib.contextmanager
+def losses_keep_nothing(model: keras.Model) -> Iterator[None]:
+    """Refuse that a loss which is computed for logs keeps data in a weight or a dial.
+
+    What it counts in other variables of the model has its value from before again: the
+    step counts it, and what it keeps there is proven to be of no row.
+
+    Args:
+        model: See `only_metrics_assigned`.
+
+    Raises:
+        UnsupportedLayerError: Afterwards, if a weight or a dial was assigned.
+    """
+    draws = set(map(id, _keras.seed_states(model)))
+    states = [v for v in model.non_trainable_variables if id(v) not in draws]
+    others = {id(each) for each in (*states, *_keras.seed_states(model))}
+    before = [tf.identity(state.value) for state in states]
+    with _changes(_variables(model)) as changes:
+        yield
+    known = _handles(each for each in _variables(model) if id(each) not in others)
+    changes.refuse(model, known.get)
+    for state, value in zip(states, before, strict=True):
+        if not changes.handles().keys().isdisjoint(_handles([state])):
+            state.assign(value)
+
+
+class _Changes:
+    """What was assigned inside of a context, known once that has ended."""
+
+    def __init__(self, variables: list[Variable]) -> None:
+        self._variables = variables
+        self._graph = None
+        if tf.executing_eagerly():
+            self._before = [np.array(each.numpy()) for each in variables]
+        else:
+            self._graph = tf.compat.v1.get_default_graph()
+            self._first = len(self._graph.get_operations())
+
+    def end(self) -> None:
+        self._changed: list[tuple[Tensor, str]] = []
+        if self._graph is None:
+            self._moved = [
+                (variable, value)
+                for variable, value in zip(self._variables, self._before, strict=True)
+                # Bytes: no NaN equals another.
+                if variable.numpy().tobytes() != value.tobytes()
+            ]
+            self._changed = [
+                (handle, "")
+                for variable, _ in self._moved
+                for handle in _keras.handles_of(variable)
+            ]
+            return
+        for op in self._graph.get_operations()[self._first :]:
+            name = f"what operation `{op.name}` ({op.type}) changes"
+            self._changed += [(_outermost(each), name) for each in _changed(op)]
+
+    def handles(self) -> dict[int, str]:
+        """Return what was assigned, by the `id` of its handle, and by which operation."""
+        return {id(handle): name for handle, name in self._changed}
+
+    def refuse(self, model: keras.Model, name_of: Callable[[int], str | None]) -> None:
+        """Raise if a name is found for what was assigned, ``""`` for one unknown."""
+        for handle, operation in self._changed:
+            name = name_of(id(handle))
+            if name is None:
+                continue
+            for variable, value in self._moved if self._graph is None else ():
+                variable.assign(value)
+            raise UnsupportedLayerError(
+                f"Metrics and losses of model `{model.name}` must keep what they see of "
+                "rows, without noise, in variables of metrics alone. Received: "
+                f"{name or operation}, assigned by one. Make these with "
+                "`self.add_variable(...)` in a metric's `__init__`, and assign no others."
+            )
+
+
+@contextlib.contextmanager
+def _changes(variables: list[Variable]) -> Iterator[_Changes]:
+    changes = _Changes(variables)
+    yield changes
+    changes.end()
 
 
 def _metrics(model: keras.Model) -> list[keras.metrics.Metric]:
@@ -120,12 +190,6 @@ def _own(model: keras.Model) -> set[int]:
 def _variables(model: keras.Model) -> list[Variable]:
     optimizer = getattr(model, "optimizer", None)
     return [*model.variables, *(optimizer.variables if optimizer else ())]
-
-
-def _watched(model: keras.Model, *, is_loss: bool) -> dict[int, str]:
-    """Return what must not be assigned, by the handles of it."""
-    draws = set(map(id, _keras.seed_states(model))) if is_loss else set()
-    return _handles(each for each in _variables(model) if id(each) not in draws)
 
 
 def _handles(variables: Iterable[Variable]) -> dict[int, str]:
@@ -177,34 +241,3 @@ def _outermost(tensor: Tensor) -> Tensor:
             return tensor
         tensor = outer
     return tensor
-
-
-@contextlib.contextmanager
-def _values_compared(model: keras.Model, *, is_loss: bool = False) -> Iterator[None]:
-    own, watched = _own(model), _watched(model, is_loss=is_loss)
-    variables = [
-        each
-        for each in _variables(model)
-        if not (handles := set(map(id, _keras.handles_of(each)))) & own
-        and handles & watched.keys()
-    ]
-    before = [np.array(each.numpy()) for each in variables]
-    yield
-    changed = [
-        (variable, value)
-        for variable, value in zip(variables, before, strict=True)
-        # Bytes: no NaN equals another.
-        if variable.numpy().tobytes() != value.tobytes()
-    ]
-    for variable, value in changed:
-        variable.assign(value)
-    for variable, _ in changed:
-        _refuse(model, f"`{variable.path}`")
-
-
-def _refuse(model: keras.Model, what: str) -> NoReturn:
-    raise UnsupportedLayerError(
-        f"Metrics and losses of model `{model.name}` must keep what they see of rows, without "
-        f"noise, in variables of metrics alone. Received: {what}, assigned by one. Make these "
-        "with `self.add_variable(...)` in a metric's `__init__`, and assign no others."
-    )

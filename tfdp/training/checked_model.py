@@ -110,6 +110,18 @@ class CheckedModel:
         return self._loss is not None and not self.has_own_loss
 
     @property
+    def has_losses_of_keras(self) -> bool:
+        """Whether all losses are Keras's own, which assign nothing."""
+        parts = [
+            part
+            for loss in keras.tree.flatten(self._loss)
+            for part in (loss, getattr(loss, "fn", None))
+            if part is not None and not isinstance(part, str)
+        ]
+        are_kerass = all(part.__module__.startswith("keras.") for part in parts)
+        return are_kerass and not self.has_own_loss
+
+    @property
     def fitted_signature(self) -> Nest:
         """Signature of the inputs that trained the model, here or before it was saved."""
         if self.signature is not None or not self._loaded:
