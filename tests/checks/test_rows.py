@@ -1275,6 +1275,28 @@ def test_an_ordinary_model_is_proven():
     assert engine == BookkeepingEngine()
 
 
+def test_what_onednn_reads_of_other_rows_is_refused():
+    """Of one channel, by steps of 1 and of more, for outputs of one column."""
+
+    class Striding(layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(2, 3, 1, 2))
+
+        def call(self, x):
+            return tf.nn.conv2d(x, self.kernel, (1, 2), "VALID")
+
+    for width in (6, 3):
+        model = keras.Sequential([keras.Input((8, width, 1)), Striding()])
+        shape = model.output_shape
+        data = (np.ones((4, 8, width, 1)), np.ones((4, *shape[1:])), None)
+        with (
+            pytest.raises(UnsupportedLayerError, match="the same stride along both")
+            if width == 3
+            else contextlib.nullcontext()
+        ):
+            choose("auto", Objective.of(model, "mse"), data)
+
+
 # --------------------------------------------------------------- layers that have rules
 
 # A layer's matrix is used by another one.

@@ -40,7 +40,12 @@ def patches(
     """
     height, width, channels, _ = kernel_shape
     size = height * width * channels
-    is_plain = channels == 1 and set(geometry.dilations) == {1}
+    # With different strides such a convolution may read other rows.
+    is_plain = (
+        channels == 1
+        and set(geometry.dilations) == {1}
+        and len(set(geometry.strides)) == 1
+    )
     if is_plain and size <= 128 and not _keras.inside_xla():
         # A convolution with the identity is three times faster than the patch
         # operation here, which copies one number at a time. (Where oneDNN is off, that

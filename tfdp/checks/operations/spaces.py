@@ -28,11 +28,34 @@ def _spatial(node: Node) -> Value:
     # How many of its leading axes are the batch is an attribute.
     if node.op.type == "Conv" and node.attr("batch_dims") != 1:
         return node.unknown()
+    if node.op.type == "Conv2D" and _reads_other_rows(node):
+        return node.mixed(
+            "of one channel, to one column, by different strides reads memory of other rows "
+            "on CPUs, by a fault of oneDNN; with the same stride along both axes it does not"
+        )
     # Of tensors of other ranks nobody knows which axis is that of the batch.
     has_batch = value.axis == 0 and node.op.inputs[0].shape.rank in (4, 5)
     if value.axis is not None and not has_batch:
         return node.mixed("takes the rows for a space")
     return node.rows_of(value)
+
+
+def _reads_other_rows(node: Node) -> bool:
+    """Tell whether oneDNN's code for one channel takes memory that is not the row's.
+
+    It was seen to where the kernel goes by steps of 1 and of more, and the outputs have one
+    column of several numbers, in batches of two rows and more.
+    """
+    inputs, kernel = (each.shape for each in node.op.inputs)
+    _, along_rows, along_columns, _ = node.attr("strides")
+    _, rows, columns, _ = node.op.outputs[0].shape
+    return (
+        inputs[-1] in (None, 1)
+        and along_rows == 1 < along_columns
+        and kernel[1] != 1
+        and rows != 1
+        and columns in (None, 1)
+    )
 
 
 @rule(*_OF_SEVERAL.split(), rows_in=ANY)
