@@ -41,11 +41,9 @@ def _spatial(node: Node) -> Value:
 
 
 def _reads_other_rows(node: Node) -> bool:
-    """Tell whether oneDNN's code for one channel takes memory that is not the row's.
-
-    It was seen to where the kernel goes by steps of 1 and of more, and the outputs have one
-    column of several numbers, in batches of two rows and more.
-    """
+    """Tell whether oneDNN's code for one channel takes memory that is not the row's."""
+    # Seen where the kernel goes by steps of 1 and of more, and the outputs have one column of
+    # several numbers, in batches of two rows and more.
     inputs, kernel = (each.shape for each in node.op.inputs)
     _, along_rows, along_columns, _ = node.attr("strides")
     _, rows, columns, _ = node.op.outputs[0].shape
