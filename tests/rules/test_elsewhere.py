@@ -123,6 +123,12 @@ def put_by_numbers(x, own):
     return ops.scatter_update(x, places, values)
 
 
+def sliced(x, own):
+    """Take slices of all kinds, and slices of slices."""
+    by_steps = x * own[4] + own[::-2][1:, None, :][0]
+    return by_steps * own[..., 1:2][LENGTH - 1 :: -1] + own[-1, None, -2]
+
+
 def recomputed(x, own):
     return keras.remat(lambda x: ops.tanh(x * own) * own)(x)
 
@@ -168,6 +174,7 @@ SHAPES = {
     "put": (WIDTH,),
     "put_by_numbers": (WIDTH,),
     "recomputed": (WIDTH,),
+    "sliced": (6, WIDTH),
     "product": (WIDTH,),
 }
 # Before and after each axis: by itself, TensorFlow pads the same before as after.
@@ -225,6 +232,7 @@ USES = {
     "put": lambda x, own: ops.slice_update(x, (0, LENGTH - 1, 0), x[:, :1] * own),
     "put_by_numbers": put_by_numbers,
     "recomputed": recomputed,
+    "sliced": sliced,
     "product": lambda x, own: ops.prod(1 + 0.1 * x * own, axis=1, keepdims=True) + x,
 }
 
@@ -416,6 +424,7 @@ QUICK = {
     "part",
     "places",
     "rolled",
+    "sliced",
     "tied",
 }
 # Whose operations others have, too.

@@ -27,6 +27,11 @@ ELEMENTWISE = frozenset({
 AS_IT_IS = frozenset({"Identity", "Cast"})
 _SAME_ORDER = AS_IT_IS | {"Reshape", "ExpandDims", "Squeeze"}
 
+_MASKS = (
+    *("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask"),
+    "shrink_axis_mask",
+)
+
 
 def through(followed: Followed, tensor: Tensor) -> Callable[[Tensor], Term]:
     """Return what takes the rows' gradients of a tensor to those of the variable.
@@ -40,8 +45,8 @@ def through(followed: Followed, tensor: Tensor) -> Callable[[Tensor], Term]:
     """
     variable = followed.variable
     line = followed.line_to(tensor)
-    if line is not None and all(op.type in _SAME_ORDER for op in line):
-        return lambda g: PerRow(variable, tf.reshape(g, [-1, *variable.shape]))
+    if line is not None and all(_only_moves(op, followed) for op in line):
+        return lambda g: PerRow(variable, _unsliced(line, g, tuple(variable.shape)))
     lookup = None if line is None else _lookup_of(line)
     if lookup is not None:
         ids = lookup.inputs[1]
@@ -77,6 +82,39 @@ def through(followed: Followed, tensor: Tensor) -> Callable[[Tensor], Term]:
         return PerRow(variable, vectorized_map(back, g))
 
     return term
+
+
+def _only_moves(op: tf.Operation, followed: Followed) -> bool:
+    """Tell whether an operation has numbers of the variable, each once, elsewhere."""
+    is_slice = op.type == "StridedSlice" and op.inputs[0].op.name in followed.made
+    return is_slice or op.type in _SAME_ORDER
+
+
+def _unsliced(line: list[tf.Operation], g: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Put gradients of rows where slices were taken from, and zeros elsewhere."""
+    # In a map over rows each slice would take dozens of operations.
+    for op in reversed(line):
+        if op.type != "StridedSlice":
+            continue
+        # All of the axis of rows, before the others.
+        begin, end, strides = (
+            tf.concat([[tf.constant(first, each.dtype)], each], 0)
+            for first, each in zip((0, 0, 1), op.inputs[1:], strict=True)
+        )
+        masks = {name: op.get_attr(name) << 1 for name in _MASKS}
+        masks["begin_mask"] |= 1
+        masks["end_mask"] |= 1
+        rows = tf.shape(g)[0]
+        whole = tf.stack([rows, *lengths_of(op.inputs[0])])
+        g = tf.raw_ops.StridedSliceGrad(
+            shape=tf.cast(whole, begin.dtype),
+            begin=begin,
+            end=end,
+            strides=strides,
+            dy=tf.reshape(g, [rows, *lengths_of(op.outputs[0])]),
+            **masks,
+        )
+    return tf.reshape(g, [-1, *shape])
 
 
 def _lookup_of(line: list[tf.Operation]) -> tf.Operation | None:
