@@ -130,6 +130,15 @@ def test_texts_as_long_as_the_longest_are_taken_row_by_row():
     check([(text, mean)], "apart")
 
 
+def test_loops_over_the_words_of_the_longest_are_told_of_a_length():
+    """Of a text without words no such loop has a last state, in plain Keras either."""
+    text = keras.Input((), name="text", dtype="string")
+    ids = layers.TextVectorization(vocabulary=WORDS)(text)
+    words = layers.Embedding(9, 2, mask_zero=True)(ids)
+    with pytest.raises(UnsupportedLayerError, match="output_sequence_length=200"):
+        check([(text, layers.Bidirectional(layers.LSTM(2))(words))], "apart")
+
+
 @keras.saving.register_keras_serializable("tests")
 class Remembering(layers.Layer):
     """Keeps how many words there were, where they were cut."""

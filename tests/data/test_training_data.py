@@ -235,3 +235,33 @@ def test_numbers_of_examples():
 def test_contradictions_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         of(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("x", "fix"),
+    [
+        (tf.ragged.constant([[1.0], [2.0, 3.0]]), r"\(x.to_tensor\(\), y\)"),
+        (
+            tf.sparse.from_dense([[1.0, 0.0], [0.0, 2.0]]),
+            r"\(tf.sparse.to_dense\(x\), y\)",
+        ),
+    ],
+    ids=["ragged", "sparse"],
+)
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_batches_that_are_not_dense_are_refused(x, fix, is_declared):
+    data = tf.data.Dataset.from_tensors((x, tf.ones([2, 1])))
+    if is_declared:
+        data = declare(
+            data, number_of_examples=2, expected_batch_size=2, sampling="shuffle"
+        )
+    with pytest.raises(TypeError, match=fix):
+        training_data(
+            data,
+            None,
+            None,
+            batch_size=None,
+            steps_per_epoch=None,
+            shuffle=True,
+            sampling="poisson",
+        )

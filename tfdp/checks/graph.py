@@ -21,6 +21,7 @@ from tfdp.checks.node import (
 )
 from tfdp.checks.operations import apply
 from tfdp.checks.operations.chance import has_known_seed, with_chance
+from tfdp.checks.operations.words import AS_LONG_AS_THE_LONGEST
 from tfdp.checks.sizes import (
     CONSTANTS,
     Evaluate,
@@ -277,6 +278,11 @@ class Analysis:
     ) -> Value:
         """Note that all rows, or how many there are, decide about a tensor."""
         what = "how many there are" if predicate.axis is None else "what is in them"
+        if any(each.why == AS_LONG_AS_THE_LONGEST for each in predicate.causes):
+            what = (
+                "the length of the longest (all have the same by "
+                "`TextVectorization(..., output_sequence_length=200)`)"
+            )
         cause = self._node(op, []).cause(f"{does} for all rows by {what}")
         return value._replace(causes=value.causes | predicate.causes | {cause})
 

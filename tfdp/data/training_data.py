@@ -247,6 +247,7 @@ def training_data(
                 "`batch_size` belongs to arrays; these data come in batches. Received: "
                 f"batch_size={batch_size!r}. Leave it out."
             )
+        _check_dense(x)
         if knows_sampling:
             return _sampled(x, steps_per_epoch)
         return TrainingData(
@@ -285,6 +286,22 @@ def training_data(
         shuffle=True,
         batch_size=batch_size,
     )
+
+
+def _check_dense(data: Nest) -> None:
+    """Refuse batches of which TensorFlow knows no rows to take out."""
+    dataset = data.dataset if isinstance(data, BallsInBins | DeclaredDataset) else data
+    if not isinstance(dataset, tf.data.Dataset):
+        return
+    for spec in tf.nest.flatten(dataset.element_spec):
+        if isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec):
+            is_ragged = isinstance(spec, tf.RaggedTensorSpec)
+            dense = "x.to_tensor()" if is_ragged else "tf.sparse.to_dense(x)"
+            raise TypeError(
+                "Batches must be of dense tensors. Received: element_spec="
+                f"{dataset.element_spec}. Use `dataset.map(lambda x, y: ({dense}, y))`, "
+                "before `tfdp.data.declare`."
+            )
 
 
 def _checked_batch_size(batch_size: int | None, examples: int, unit: str) -> int:

@@ -29,7 +29,10 @@ def map_units(
     reason = None
     if any(each.dtype == tf.string for each in keras.tree.flatten(elements)):
         # It would run, and stop where two rows have not as many words.
-        reason = "strings may have any number of words"
+        reason = (
+            "strings may have any number of words. With "
+            "`TextVectorization(..., output_sequence_length=200)` rows go together"
+        )
     elif must_rehearse and not _rehearse(run_all, elements):
         reason = "a loop over time or a convolution in groups cannot be vectorized"
     else:

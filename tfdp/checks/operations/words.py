@@ -24,6 +24,8 @@ from tfdp.checks.values import (
 # What is the matter with words, until they are rows again.
 _CUT = "cuts rows into words, of which nobody knows what becomes"
 
+AS_LONG_AS_THE_LONGEST = "makes each row as long as the longest"
+
 # What words may go through: each by itself.
 _OF_EACH_WORD = frozenset([
     "AddV2",
@@ -119,7 +121,7 @@ def _padded(node: Node) -> Value:
     # The scalar -1 leaves every length open.
     rows, *lengths = map(int, known(shape.numbers).ravel())
     if not lengths or -1 in lengths:
-        return node.mixed("makes each row as long as the longest", is_certain=False)
+        return node.mixed(AS_LONG_AS_THE_LONGEST, is_certain=False)
     if rows != -1 or have_rows([default]):
         return node.unknown()
     return _rows_again(node, [words, shape, default], cut, lengths)
