@@ -37,8 +37,7 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
     """
     size = a.shape[1:].num_elements()
     # -1 stands for one length only, and for none where there are no numbers.
-    number = tf.shape(a)[0]
-    shape = [-1, 1, size] if size else [number, 1, -1 if size is None else 0]
+    shape = [-1, 1, size] if size else [tf.shape(a)[0], 1, -1 if size is None else 0]
     rows = [tf.reshape(each, shape) for each in (a, b)]
     return tf.reshape(matmul_by_unit(*rows, transpose_b=True), [-1])
 
