@@ -141,13 +141,6 @@ def check_shareable(data: TrainingData) -> None:
             "`private.fit(x, y, batch_size=...)`, or "
             "`tf.data.Dataset.from_generator(...)`."
         )
-    if not all(
-        isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(x.element_spec)
-    ):
-        raise TypeError(
-            "Replicas share batches of dense tensors. Received: element_spec="
-            f"{x.element_spec}. Use `dataset.map(lambda x, y: (x.to_tensor(), y))`."
-        )
 
 
 def agreed_stream(
