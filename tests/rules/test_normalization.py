@@ -1,10 +1,18 @@
-"""Tests of `tfdp.rules.normalization`; gradients of the layers are tested with the engines."""
+"""Gradients of normalized rows, and gradients of these."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.engine_checks import OUTLIER, check, runner
+from tests.problems import PROBLEMS
+from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.rules.normalization import _mean_and_rate, _scaled
+
+
+@pytest.mark.parametrize("name", ["group_norm_axes", "layer_norm_axes", "rms_norm"])
+def test_rows_have_the_gradients_of_single_ones(name):
+    check(PROBLEMS[name], runner(PROBLEMS[name], [BookkeepingEngine()]), OUTLIER)
 
 
 def _by_definition(x: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
