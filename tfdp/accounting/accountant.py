@@ -136,7 +136,7 @@ def deltas(
     bounds = [np.ones(len(epsilons))]
     if is_cheap:
         loss = _composed_loss(segments, _PLD_INTERVAL if few else _PLD_COARSE_INTERVAL)
-        lost = lost_by_rounding(sum(map(_convolutions, segments)))
+        lost = _lost(segments)
         bounds.append(loss.get_delta_for_epsilon(np.asarray(epsilons)) + lost)
         in_full = _in_full(segments)
         if in_full != segments:
@@ -210,7 +210,7 @@ def _epsilon(segments: tuple[Segment, ...], delta: float, accountant: str) -> fl
         segments, _rough_epsilon(segments, delta)
     ):
         return _epsilon(segments, delta, "RDP")
-    lost = lost_by_rounding(sum(map(_convolutions, segments)))
+    lost = _lost(segments)
     if not lost < delta:
         return _epsilon(segments, delta, "RDP")
     interval = _PLD_INTERVAL if few else _PLD_COARSE_INTERVAL
@@ -221,13 +221,17 @@ def _epsilon(segments: tuple[Segment, ...], delta: float, accountant: str) -> fl
         result = min(result, _epsilon(in_full, delta, accountant))
     if few and math.isfinite(result) and 10 * lost < delta:
         return result
-    # What a loss distribution cuts off may be more than a tiny delta.
+    # What a loss distribution cuts off, or rounds, may be more than a tiny delta.
     return min(result, _epsilon(segments, delta, "RDP"))
 
 
 def lost_by_rounding(steps: int) -> float:
     """Return how much of a delta may be lost where the losses of so many steps compose."""
     return _LOST_BY_A_STEP * steps
+
+
+def _lost(segments: tuple[Segment, ...]) -> float:
+    return lost_by_rounding(sum(map(_convolutions, segments)))
 
 
 @functools.lru_cache(maxsize=4096)

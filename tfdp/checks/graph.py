@@ -58,8 +58,8 @@ _FLOATS, _OF_POSITIONS, _MOST_EXACT = (tf.float32, tf.float64), ("Cast", "Range"
 _MOST_ROUNDS = 12
 
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-_BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
-_LOOPS = ("While", "StatelessWhile")
+BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
+LOOPS = ("While", "StatelessWhile")
 
 # In place of a variable's name: that of a metric, whose numbers nobody calls private.
 METRIC = "metric"
@@ -175,9 +175,9 @@ class Analysis:
         try:
             if kind in _CALLS:
                 return self._called(op, op.get_attr("f").name, inputs)
-            if kind in _BRANCHES:
+            if kind in BRANCHES:
                 return self._branches(op, inputs)
-            if kind in _LOOPS:
+            if kind in LOOPS:
                 return self._loop(op, inputs)
             if kind not in RULES and _keras.is_function(op.graph, kind):
                 return self._called(op, kind, inputs)
@@ -409,9 +409,7 @@ def _needed(
     ends = [
         op
         for op in graph.get_operations()[:past]
-        if has_effect(op)
-        or has_known_seed(op)
-        or op.type in _CALLS + _BRANCHES + _LOOPS
+        if has_effect(op) or has_known_seed(op) or op.type in _CALLS + BRANCHES + LOOPS
     ]
     ordered: list[tf.Operation] = []
     seen: set[str] = set()

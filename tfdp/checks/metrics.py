@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp._types import Tensor, Variable
+from tfdp.checks.graph import BRANCHES
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.uses import has_functions
 
@@ -23,8 +24,6 @@ _ONLY_READ = {
     "VarIsInitializedOp",
     "VariableShape",
 }
-
-_BRANCHES = {"Case", "If", "StatelessCase", "StatelessIf"}
 
 
 @contextlib.contextmanager
@@ -210,7 +209,7 @@ def _changed(op: tf.Operation) -> list[Tensor]:
     if not has_functions(op):
         return handles
     # The first input of a branch tells which one is taken.
-    arguments = list(op.inputs)[op.type in _BRANCHES :]
+    arguments = list(op.inputs)[op.type in BRANCHES :]
     changed: list[Tensor] = []
     for body in _bodies(op):
         if len(body.inputs) != len(arguments):

@@ -8,10 +8,10 @@ import keras
 
 from tfdp.checks.comparisons import COMPARISONS, MEETING, OWN_COMPARISONS
 from tfdp.checks.found import LOSS, Found
+from tfdp.checks.graph import LOOPS
 from tfdp.checks.node import BY_PLACE, MEMORY
 from tfdp.checks.tracing import (
     LEAVES_TO_THE_NEXT,
-    LOOPS,
     NO_GRADIENT,
     READS_METRIC,
     Trace,

@@ -14,7 +14,7 @@ from tfdp._tracing import traced_by, units_checked_by
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.checks.comparisons import OWN_COMPARISONS, Comparisons, warn_of_change
 from tfdp.checks.found import GRADIENTS, LOSS, Found, Owner, differentiated
-from tfdp.checks.graph import METRIC, Analysis
+from tfdp.checks.graph import LOOPS, METRIC, Analysis
 from tfdp.checks.node import BY_PLACE, SEEDS, SHARED_SEEDS
 from tfdp.checks.operations.chance import READ
 from tfdp.checks.sizes import Length, Size
@@ -49,8 +49,6 @@ NO_GRADIENT = "has no gradient in a loop over rows"
 LEAVES_TO_THE_NEXT = "leaves to the next row"
 
 READS_METRIC = "reads a metric, which holds data without noise"
-
-LOOPS = ("While", "StatelessWhile")
 
 
 class _Alone(NamedTuple):

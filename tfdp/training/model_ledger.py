@@ -187,7 +187,7 @@ class ModelLedger:
             recorder.run,
             recorder.all_runs(),
             planned,
-            beside=self._planned_releases(),
+            beside=self._planned_beside(),
             label=self._name(),
         )
         part = Reservation(
@@ -223,9 +223,9 @@ class ModelLedger:
         Raises:
             ValueError: If nobody knows how many steps there are to be.
         """
-        return (*self._planned_steps(), *self._planned_releases())
+        return (*self._planned_steps(), *self._planned_beside())
 
-    def _planned_releases(self) -> tuple[Segment, ...]:
+    def _planned_beside(self) -> tuple[Segment, ...]:
         """Return what callbacks are to release beside the steps."""
         return tuple(self.recorder.to_come.values())
 
