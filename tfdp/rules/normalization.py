@@ -35,7 +35,8 @@ def rms_normalization(call: Call) -> Nest:
     missing = x.shape.rank - 1 - len(own)
     axes = _axes(call)
     # Keras multiplies by the scale along the last axes, whichever are normalized.
-    if missing < 0 or axes != list(range(missing + 1, x.shape.rank)):
+    is_along_last = axes == list(range(missing + 1, x.shape.rank))
+    if not (is_along_last and _are_of_rows(axes, x) and own == x.shape[missing + 1 :]):
         return _run_with_copies(call, {"scale": [1] * missing + list(own)})
     return _normalized_by_row(call, axes, call.layer.scale, None, is_centered=False)
 
@@ -138,10 +139,9 @@ def _normalized(
     x: Tensor, axes: Sequence[int], epsilon: float, *, is_centered: bool
 ) -> Tensor:
     """Divide by the root of the mean square over axes, with or without the mean."""
-    share = 1 / math.prod(x.shape[axis] for axis in axes)
 
     def mean(x: Tensor) -> Tensor:
-        return tf.reduce_sum(x, axes, keepdims=True) * share
+        return tf.reduce_mean(x, axes, keepdims=True)
 
     @tf.custom_gradient
     def of(x: Tensor) -> tuple[Tensor, Callable[..., Tensor]]:
@@ -171,9 +171,9 @@ def _mean_and_rate(
 
     @tf.custom_gradient
     def of(x: Tensor) -> tuple[tuple[Tensor, Tensor], Callable[..., Tensor]]:
-        mean = tf.reduce_sum(x, axes, keepdims=True) * share
+        mean = tf.reduce_mean(x, axes, keepdims=True)
         squares = tf.math.squared_difference(x, mean)
-        variance = tf.reduce_sum(squares, axes, keepdims=True) * share
+        variance = tf.reduce_mean(squares, axes, keepdims=True)
         rate = tf.math.rsqrt(variance + epsilon)
 
         def gradient(of_mean: Tensor, of_rate: Tensor) -> Tensor:
@@ -216,7 +216,10 @@ def _axes(call: Call) -> list[int]:
 
 
 def _are_of_rows(axes: list[int], x: Tensor) -> bool:
-    return axes[0] > 0 and all(x.shape[axis] for axis in axes)
+    """Tell whether axes of known lengths are normalized, of what is no whole numbers."""
+    # Keras makes whole numbers of what it has made of those.
+    is_known = all(x.shape[axis] for axis in axes)
+    return x.dtype.is_floating and axes[0] > 0 and is_known
 
 
 def _of_channels(variable: Variable, gradients: Tensor) -> PerRow:
