@@ -980,7 +980,7 @@ class DPModel(TrainingFunctions):
         """
         if self._checked.has_losses_of_keras:
             return super().compute_loss(x, y, y_pred, sample_weight, training)
-        with losses_keep_nothing(self):
+        with losses_keep_nothing(self, self._checked.losses, training=training):
             if not self._checked.has_own_loss:
                 return super().compute_loss(x, y, y_pred, sample_weight, training)
             return _keras.compute_loss(self.model, x, y, y_pred, sample_weight)

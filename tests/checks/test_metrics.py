@@ -160,6 +160,33 @@ def test_losses_keep_nothing_in_a_weight_in_evaluation(way, run_eagerly):
         RUNS["evaluate"](model)
 
 
+def test_losses_keep_nothing_of_evaluation_for_a_later_step():
+    loss = KeepingLoss()
+    loss.seen = keras.Variable(1.0)
+    model = private("mae", loss=loss)
+    RUNS["evaluate"](model)
+    loss.keep = loss.seen.assign
+    model.test_function = None
+    with pytest.raises(UnsupportedLayerError, match=r"AssignVariableOp.*by one"):
+        RUNS["evaluate"](model)
+
+
+class Drawing(keras.losses.Loss):
+    """Adds a random number, which training refuses or draws for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, y_true, y_pred):
+        drawn = keras.random.normal((), seed=self.seed_generator)
+        return ops.mean((y_true - y_pred) ** 2, -1) + drawn
+
+
+def test_losses_may_draw_in_evaluation():
+    RUNS["evaluate"](private("mae", loss=Drawing()))
+
+
 class Annealed(keras.Model):
     """Counts the batches that it has seen, in its own `compute_loss`."""
 

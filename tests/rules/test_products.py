@@ -138,6 +138,14 @@ def test_factors_too_small_to_square_do_not_shorten_a_norm():
     assert np.sqrt(squares[0]) >= true
 
 
+def test_products_too_small_for_the_dtype_do_not_shorten_a_norm():
+    # Both Gram matrices are there; their products vanish in float32.
+    a = tf.fill([1, 30, 4], 1e-10)
+    true = np.linalg.norm(np.full((4, 4), 30 * 1e-20))
+    gram = inner_products(a, a)
+    assert np.sqrt(squares_from_grams(gram, gram, error=0.0)[0]) >= true
+
+
 @pytest.mark.parametrize("shape", [(4,), (2, 5), (0,), (2, None), (None, 0)], ids=str)
 def test_products_of_each_unit_are_added_up(shape, rng):
     known = [4 if length is None else length for length in shape]

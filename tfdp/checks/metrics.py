@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Tensor, Variable
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.checks.graph import BRANCHES
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.uses import has_functions
@@ -67,26 +67,46 @@ def only_metrics_called(model: keras.Model, method: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def losses_keep_nothing(model: keras.Model) -> Iterator[None]:
+def losses_keep_nothing(
+    model: keras.Model, losses: Nest, *, training: bool
+) -> Iterator[None]:
     """Refuse that a loss which is computed for logs keeps data in a weight or a dial.
 
     What it counts in other variables of the model has its value from before again: the
-    step counts it, and what it keeps there is proven to be of no row.
+    step counts it, and what it keeps there is proven to be of no row. So are its own
+    variables, in training.
 
     Args:
         model: See `only_metrics_assigned`.
+        losses: They, as `compile` was given them.
+        training: Whether it is computed after a step; in evaluation it may assign no
+            variables of its own either, which a step may read.
 
     Raises:
         UnsupportedLayerError: Afterwards, if a weight or a dial was assigned.
     """
-    draws = set(map(id, _keras.seed_states(model)))
-    states = [v for v in model.non_trainable_variables if id(v) not in draws]
-    others = {id(each) for each in (*states, *_keras.seed_states(model))}
+    generators = [
+        value
+        for loss in keras.tree.flatten(losses)
+        for value in getattr(loss, "__dict__", {}).values()
+        if isinstance(value, keras.random.SeedGenerator)
+    ]
+    draws = [*_keras.seed_states(model), *(each.state for each in generators)]
+    drawn = set(map(id, draws))
+    states = [v for v in model.non_trainable_variables if id(v) not in drawn]
+    others = {id(each) for each in (*states, *draws)}
     before = [tf.identity(state.value) for state in states]
     with _changes(_variables(model)) as changes:
         yield
     known = _handles(each for each in _variables(model) if id(each) not in others)
-    changes.refuse(model, known.get)
+    may_change = _own(model) | _handles([*states, *draws]).keys()
+
+    def name_of(handle: int) -> str | None:
+        if handle in known or training or handle in may_change:
+            return known.get(handle)
+        return ""
+
+    changes.refuse(model, name_of)
     for state, value in zip(states, before, strict=True):
         if not changes.handles().keys().isdisjoint(_handles([state])):
             state.assign(value)

@@ -110,7 +110,8 @@ def squares_from_grams(gram_a: Tensor, gram_g: Tensor, *, error: float) -> Tenso
     of_rows = tf.reduce_sum(gram_a * gram_g, 2)
     squares = tf.reduce_sum(tf.cast(of_rows, tf.float64), 1)
     # What a sum of products can lose because each was too small for the dtype.
-    lost = _MOST_NUMBERS * float(np.finfo(gram_a.dtype.as_numpy_dtype).tiny)
+    tiny = float(np.finfo(gram_a.dtype.as_numpy_dtype).tiny)
+    lost = _MOST_NUMBERS * tiny
     # Lengths of the rows, from the diagonals. A diagonal that rounded to zero still
     # counts as the largest that can have done so.
     diagonals = tf.stack([tf.linalg.diag_part(gram) for gram in (gram_a, gram_g)])
@@ -123,6 +124,8 @@ def squares_from_grams(gram_a: Tensor, gram_g: Tensor, *, error: float) -> Tenso
     # Products too small for the dtype count as nothing, however large the other
     # factor may be.
     of_small = lost * tf.reduce_sum(tf.square(tf.reduce_sum(lengths, 2)), 0)
+    # So may each product of the two sides.
+    of_small += positions**2 * tiny
     return tf.maximum(squares, 0) + guard * without_signs + of_small
 
 
