@@ -1,6 +1,7 @@
 """Metrics and losses that keep data in variables of metrics alone, which no model has in it."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 import keras
@@ -8,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Nest, Tensor, Variable
+from tfdp._types import Array, Nest, Tensor, Variable
 from tfdp.checks.graph import BRANCHES
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.uses import has_functions
@@ -108,52 +109,29 @@ def losses_keep_nothing(
 
     changes.refuse(model, name_of)
     for state, value in zip(states, before, strict=True):
-        if not changes.handles().keys().isdisjoint(_handles([state])):
+        if not changes.handles.keys().isdisjoint(_handles([state])):
             state.assign(value)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Changes:
-    """What was assigned inside of a context, known once that has ended."""
+    """What was assigned inside of `_changes`, once that has ended.
 
-    def __init__(self, variables: list[Variable]) -> None:
-        self._variables = variables
-        self._graph = None
-        if tf.executing_eagerly():
-            self._before = [np.array(each.numpy()) for each in variables]
-        else:
-            self._graph = tf.compat.v1.get_default_graph()
-            self._first = len(self._graph.get_operations())
+    Attributes:
+        handles: By the `id` of a handle which operation of the graph assigns it.
+        values: Eagerly, variables and what they were before.
+    """
 
-    def end(self) -> None:
-        self._changed: list[tuple[Tensor, str]] = []
-        if self._graph is None:
-            self._moved = [
-                (variable, value)
-                for variable, value in zip(self._variables, self._before, strict=True)
-                # Bytes: no NaN equals another.
-                if variable.numpy().tobytes() != value.tobytes()
-            ]
-            self._changed = [
-                (handle, "")
-                for variable, _ in self._moved
-                for handle in _keras.handles_of(variable)
-            ]
-            return
-        for op in self._graph.get_operations()[self._first :]:
-            name = f"what operation `{op.name}` ({op.type}) changes"
-            self._changed += [(_outermost(each), name) for each in _changed(op)]
-
-    def handles(self) -> dict[int, str]:
-        """Return what was assigned, by the `id` of its handle, and by which operation."""
-        return {id(handle): name for handle, name in self._changed}
+    handles: dict[int, str] = dataclasses.field(default_factory=dict)
+    values: list[tuple[Variable, Array]] = dataclasses.field(default_factory=list)
 
     def refuse(self, model: keras.Model, name_of: Callable[[int], str | None]) -> None:
         """Raise if a name is found for what was assigned, ``""`` for one unknown."""
-        for handle, operation in self._changed:
-            name = name_of(id(handle))
+        for handle, operation in self.handles.items():
+            name = name_of(handle)
             if name is None:
                 continue
-            for variable, value in self._moved if self._graph is None else ():
+            for variable, value in self.values:
                 variable.assign(value)
             raise UnsupportedLayerError(
                 f"Metrics and losses of model `{model.name}` must keep what they see of "
@@ -165,9 +143,23 @@ class _Changes:
 
 @contextlib.contextmanager
 def _changes(variables: list[Variable]) -> Iterator[_Changes]:
-    changes = _Changes(variables)
+    """Find what is assigned inside: anything in a graph, eagerly of these variables."""
+    changes = _Changes()
+    if not tf.executing_eagerly():
+        graph = tf.compat.v1.get_default_graph()
+        first = len(graph.get_operations())
+        yield changes
+        for op in graph.get_operations()[first:]:
+            name = f"what operation `{op.name}` ({op.type}) changes"
+            changes.handles.update((id(_outermost(h)), name) for h in _changed(op))
+        return
+    before = [np.array(each.numpy()) for each in variables]
     yield changes
-    changes.end()
+    for variable, value in zip(variables, before, strict=True):
+        # Bytes: no NaN equals another.
+        if variable.numpy().tobytes() != value.tobytes():
+            changes.values.append((variable, value))
+            changes.handles.update(_handles([variable]))
 
 
 def _metrics(model: keras.Model) -> list[keras.metrics.Metric]:
