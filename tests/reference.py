@@ -5,6 +5,8 @@ what Keras's compiled loss gives for a batch that holds only that example, with 
 layers add to that; weight regularisers are no part of it.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -111,6 +113,22 @@ def problem_gradients(problem: Problem, batch: Batch) -> list[np.ndarray]:
     )
 
 
+def _moments(x: Any, axes: Any, keepdims: bool = False) -> tuple[Any, Any]:
+    mean = tf.reduce_mean(x, axes, keepdims=True)
+    variance = tf.reduce_mean((x - mean) ** 2, axes, keepdims=keepdims)
+    return tf.reshape(mean, tf.shape(variance)), variance
+
+
+@contextlib.contextmanager
+def _means_that_move() -> Iterator[None]:
+    """Let gradients of gradients know that a mean moves, which TensorFlow's leave out."""
+    before, tf.nn.moments = tf.nn.moments, _moments
+    try:
+        yield
+    finally:
+        tf.nn.moments = before
+
+
 def uphill_gradients(
     problem: Problem,
     batch: Batch,
@@ -141,7 +159,7 @@ def uphill_gradients(
     starts = range(0, size(batch), unit_size)
     units = [np.zeros((len(starts), *variable.shape)) for variable in variables]
 
-    with precision("float64"):
+    with precision("float64"), _means_that_move():
         objective = _Objective(model, problem.loss("float64"), problem.loss_weights)
 
         def mean_loss(rows: list[int]) -> Any:

@@ -186,49 +186,6 @@ def test_products_along_axes_are_those_of_tensorflow(axis, keepdims, rng):
     assert whole.numpy() == [6]
 
 
-class Inside(keras.layers.Layer):
-    """Has a layer and a condition in a function of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(2, kernel_initializer="ones")
-
-    def build(self, shape):
-        self.dense.build(shape)
-
-    @tf.function
-    def call(self, x):
-        if tf.reduce_sum(x) > 100:
-            x = x / 2
-        return self.dense(x)
-
-
-@pytest.mark.parametrize("options", [{}, {"autograph": False}])
-def test_functions_are_done_where_they_are_called(options):
-    inner = tf.function(lambda x, *, times: x * times, **options)
-    with tf.Graph().as_default() as graph, _keras.models_run_plainly():
-        inner(tf.ones([3]), times=2.0)
-    assert "PartitionedCall" not in {op.type for op in graph.get_operations()}
-    np.testing.assert_array_equal(inner(tf.ones([3]), times=2.0), [2, 2, 2])
-    layer = Inside()
-    x = tf.fill([2, 3], 50.0)
-    run = tf.function(layer, autograph=False)
-    with _keras.models_run_plainly():
-        found = run(x)
-    np.testing.assert_array_equal(found, layer(x))
-    np.testing.assert_array_equal(found, np.full((2, 2), 75.0))
-
-
-def test_functions_for_xla_and_with_a_signature_are_left_alone():
-    of_specs = tf.function(lambda x: x, input_signature=[tf.TensorSpec([], "float32")])
-    compiled = tf.function(lambda x: x + 1, jit_compile=True)
-    with tf.Graph().as_default() as graph, _keras.models_run_plainly():
-        assert of_specs(1).dtype == tf.float32
-        compiled(1.0)
-    calls = [op for op in graph.get_operations() if "PartitionedCall" in op.type]
-    assert len(calls) == 2
-
-
 def test_groups_of_channels_in_half_precision_are_those_of_keras(rng):
     x, kernel = rng.normal(size=(2, 12, 12, 12, 2)), rng.normal(size=(2, 2, 2, 1, 6))
     expected = keras.ops.conv(x, kernel, strides=4, padding="same")

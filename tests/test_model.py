@@ -667,6 +667,20 @@ def test_a_graph_of_steps_takes_any_number_of_rows():
     assert model.ledger.steps == 2
 
 
+def test_batches_of_other_sizes_come_after_an_evaluation():
+    """Layers still have the losses that they added in another graph."""
+    inner = keras.Sequential([
+        keras.Input((3,)),
+        layers.Dense(2, activity_regularizer="l2"),
+        layers.Dense(1),
+    ])
+    model = tfdp.DPModel(inner)
+    model.compile(optimizer(), "mse")
+    x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+    model.fit(x, y, batch_size=4, validation_data=(x, y), verbose=0)
+    model.train_on_batch(x, y)
+
+
 class Keeps(tfdp.optimizers.DPSGD):
     """Keeps the clipped sums of its steps, without noise."""
 

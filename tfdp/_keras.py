@@ -33,12 +33,7 @@ from keras.src.trainers.trainer import model_supports_jit
 from keras.src.utils.naming import to_snake_case
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python import pywrap_tfe
-from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.eager import context, record, tape
-from tensorflow.python.eager.polymorphic_function import (
-    autograph_util,
-    polymorphic_function,
-)
 from tensorflow.python.framework import function_def_to_graph, smart_cond
 from tensorflow.python.ops import (
     array_grad,
@@ -304,12 +299,10 @@ def models_run_plainly() -> Iterator[None]:
     Products along an axis are made of pairs: TensorFlow's gradient of them asks how many
     rows there are. And convolutions in groups and updates of slices are not given to XLA:
     that compiles them for each number of rows, and on CPUs they then take many times as long.
-    What a `tf.function` does is done in the graph that calls it, where layers are seen.
     """
     # Outside of these contexts the replacements do what the originals do.
     tf.cond, tf.reduce_prod, keras_nn.conv = _cond, _reduce_prod, _conv
     keras_core.dynamic_update_slice = _update_slice
-    polymorphic_function.Function.__call__ = _call
     before, _plainly.is_on = _plainly.is_on, True
     try:
         yield
@@ -326,7 +319,6 @@ _cond_of_tensorflow, _conv_of_keras = tf.cond, keras_nn.conv
 _recompute_of_tensorflow = tf.recompute_grad
 _reduce_prod_of_tensorflow = tf.reduce_prod
 _update_slice_of_xla = keras_core.dynamic_update_slice
-_call_of_tensorflow = polymorphic_function.Function.__call__
 
 
 @functools.wraps(_cond_of_tensorflow)
@@ -338,22 +330,6 @@ def _cond(pred: Tensor, *args: Nest, **kwargs: Nest) -> Nest:
     return tf.nest.map_structure(
         _as_of_a_branch, smart_cond.smart_cond(pred, *args, **kwargs)
     )
-
-
-@functools.wraps(_call_of_tensorflow)
-def _call(self: polymorphic_function.Function, *args: Nest, **kwargs: Nest) -> Nest:
-    # A signature converts what is given, and XLA would see less than it was told to compile.
-    is_plain = not self._jit_compile and self.input_signature is None
-    if not (_plainly.is_on and is_plain) or tf.executing_eagerly():
-        return _call_of_tensorflow(self, *args, **kwargs)
-    function, status = self.python_function, ag_ctx.Status.DISABLED
-    options = self._experimental_autograph_options
-    if self._autograph:
-        function = autograph_util.py_func_from_autograph(function, options)
-        status = ag_ctx.Status.ENABLED
-    with ag_ctx.ControlStatusCtx(status=status, options=options):
-        outputs: Nest = function(*args, **kwargs)
-    return outputs
 
 
 def _as_of_a_branch(output: Nest) -> Nest:
@@ -871,11 +847,17 @@ def compiles_training(model: keras.Model, jit_compile: bool | str) -> bool:
 
 
 def compute_loss(
-    model: keras.Model, x: Nest, y: Nest, y_pred: Nest, weights: Nest
+    model: keras.Model,
+    x: Nest,
+    y: Nest,
+    y_pred: Nest,
+    weights: Nest,
+    *,
+    training: bool = True,
 ) -> Tensor:
-    """Call a model's own `compute_loss` for training, old signatures included."""
+    """Call a model's own `compute_loss`, old signatures included."""
     if "training" in inspect.signature(model.compute_loss).parameters:
-        return model.compute_loss(x, y, y_pred, weights, training=True)
+        return model.compute_loss(x, y, y_pred, weights, training=training)
     return model.compute_loss(x, y, y_pred, weights)
 
 
@@ -1173,6 +1155,16 @@ def metrics_handles(model: keras.Model) -> list[Tensor]:
     return [
         each for metric in metrics for v in metric.variables for each in handles_of(v)
     ]
+
+
+def is_of_seed(handle: Tensor) -> bool:
+    """Tell whether a variable is like the state of a `keras.random.SeedGenerator`."""
+    data = getattr(handle, "_handle_data", None)
+    if data is None or not data.shape_and_type:
+        return False
+    (first, *_) = data.shape_and_type
+    dtypes = [each.as_datatype_enum for each in (tf.uint32, tf.int64)]
+    return first.dtype in dtypes and [axis.size for axis in first.shape.dim] == [2]
 
 
 def reset_metrics(model: keras.Model) -> None:

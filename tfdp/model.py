@@ -960,6 +960,8 @@ class DPModel(TrainingFunctions):
             return contextlib.nullcontext()
         asked = self.model if self._checked.has_own_loss else self
         added = tf.reduce_mean(outputs.added[0])
+        # What layers have kept may be of another graph.
+        _keras.clear_losses(asked)
         return _keras.with_losses(asked, [added, *asked.losses])
 
     def compute_loss(
@@ -980,10 +982,12 @@ class DPModel(TrainingFunctions):
         """
         if self._checked.has_losses_of_keras:
             return super().compute_loss(x, y, y_pred, sample_weight, training)
-        with losses_keep_nothing(self, self._checked.losses, training=training):
+        with losses_keep_nothing(self, training=training):
             if not self._checked.has_own_loss:
                 return super().compute_loss(x, y, y_pred, sample_weight, training)
-            return _keras.compute_loss(self.model, x, y, y_pred, sample_weight)
+            return _keras.compute_loss(
+                self.model, x, y, y_pred, sample_weight, training=training
+            )
 
     def nonprivate_losses(
         self, x: Nest, y: Nest = None, sample_weight: Nest = None, batch_size: int = 256

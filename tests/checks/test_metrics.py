@@ -171,20 +171,39 @@ def test_losses_keep_nothing_of_evaluation_for_a_later_step():
         RUNS["evaluate"](model)
 
 
-class Drawing(keras.losses.Loss):
-    """Adds a random number, which training refuses or draws for each row."""
+def test_losses_and_metrics_may_draw_in_evaluation():
+    seeds = [keras.random.SeedGenerator(1)]
+
+    def drawing(y_true, y_pred):
+        drawn = keras.random.normal((), seed=seeds[0])
+        return ops.mean((y_true - y_pred) ** 2, -1) + drawn
+
+    RUNS["evaluate"](private(drawing, loss=drawing))
+
+
+class Choosing(keras.Model):
+    """Has another loss for evaluation."""
 
     def __init__(self):
         super().__init__()
-        self.seed_generator = keras.random.SeedGenerator(1)
+        self.dense = layers.Dense(1)
 
-    def call(self, y_true, y_pred):
-        drawn = keras.random.normal((), seed=self.seed_generator)
-        return ops.mean((y_true - y_pred) ** 2, -1) + drawn
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, *_, training=True, **__):
+        loss = ops.mean(ops.sum((y_pred - y) ** 2, -1))
+        return 10 * loss if training else loss
 
 
-def test_losses_may_draw_in_evaluation():
-    RUNS["evaluate"](private("mae", loss=Drawing()))
+def test_evaluation_computes_the_loss_of_evaluation():
+    model = Choosing()
+    x, y = data()
+    expected = np.mean((model(x) - y) ** 2)
+    wrapped = tfdp.DPModel(model)
+    optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
+    wrapped.compile(optimizer)
+    np.testing.assert_allclose(wrapped.evaluate(x, y, verbose=0), expected, rtol=1e-5)
 
 
 class Annealed(keras.Model):

@@ -577,7 +577,7 @@ def in_a_loop(x, own):
 
 
 def in_a_function(x, own):
-    return tf.function(lambda x: x * own, jit_compile=True)(x)
+    return tf.function(lambda x: x * own)(x)
 
 
 def of_waves(x, own):

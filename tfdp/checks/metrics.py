@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Array, Nest, Tensor, Variable
+from tfdp._types import Array, Tensor, Variable
 from tfdp.checks.graph import BRANCHES
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.uses import has_functions
@@ -68,9 +68,7 @@ def only_metrics_called(model: keras.Model, method: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def losses_keep_nothing(
-    model: keras.Model, losses: Nest, *, training: bool
-) -> Iterator[None]:
+def losses_keep_nothing(model: keras.Model, *, training: bool) -> Iterator[None]:
     """Refuse that a loss which is computed for logs keeps data in a weight or a dial.
 
     What it counts in other variables of the model has its value from before again: the
@@ -79,28 +77,21 @@ def losses_keep_nothing(
 
     Args:
         model: See `only_metrics_assigned`.
-        losses: They, as `compile` was given them.
-        training: Whether it is computed after a step; in evaluation it may assign no
-            variables of its own either, which a step may read.
+        training: Whether it is computed after a step. In evaluation it may assign no
+            variables of its own either, which a step may read; eagerly they are not seen.
 
     Raises:
         UnsupportedLayerError: Afterwards, if a weight or a dial was assigned.
     """
-    generators = [
-        value
-        for loss in keras.tree.flatten(losses)
-        for value in getattr(loss, "__dict__", {}).values()
-        if isinstance(value, keras.random.SeedGenerator)
-    ]
-    draws = [*_keras.seed_states(model), *(each.state for each in generators)]
-    drawn = set(map(id, draws))
+    seeds = _keras.seed_states(model)
+    drawn = set(map(id, seeds))
     states = [v for v in model.non_trainable_variables if id(v) not in drawn]
-    others = {id(each) for each in (*states, *draws)}
+    others = {id(each) for each in (*states, *seeds)}
     before = [tf.identity(state.value) for state in states]
     with _changes(_variables(model)) as changes:
         yield
     known = _handles(each for each in _variables(model) if id(each) not in others)
-    may_change = _own(model) | _handles([*states, *draws]).keys()
+    may_change = _own(model) | _handles([*states, *seeds]).keys()
 
     def name_of(handle: int) -> str | None:
         if handle in known or training or handle in may_change:
@@ -118,26 +109,28 @@ class _Changes:
     """What was assigned inside of `_changes`, once that has ended.
 
     Attributes:
-        handles: By the `id` of a handle which operation of the graph assigns it.
+        handles: By the `id` of a handle which operation of the graph assigns it, None
+            where it is like the state of a generator of random numbers.
         values: Eagerly, variables and what they were before.
     """
 
-    handles: dict[int, str] = dataclasses.field(default_factory=dict)
+    handles: dict[int, str | None] = dataclasses.field(default_factory=dict)
     values: list[tuple[Variable, Array]] = dataclasses.field(default_factory=list)
 
     def refuse(self, model: keras.Model, name_of: Callable[[int], str | None]) -> None:
         """Raise if a name is found for what was assigned, ``""`` for one unknown."""
         for handle, operation in self.handles.items():
             name = name_of(handle)
-            if name is None:
+            if name is None or (not name and operation is None):
                 continue
             for variable, value in self.values:
                 variable.assign(value)
             raise UnsupportedLayerError(
                 f"Metrics and losses of model `{model.name}` must keep what they see of "
                 "rows, without noise, in variables of metrics alone. Received: "
-                f"{name or operation}, assigned by one. Make these with "
-                "`self.add_variable(...)` in a metric's `__init__`, and assign no others."
+                f"{name or operation}, assigned by one. Make variables with "
+                "`self.add_variable(...)` in the `__init__` of a metric, and assign no "
+                "others; keep in a loss nothing of what it is computed for."
             )
 
 
@@ -151,7 +144,9 @@ def _changes(variables: list[Variable]) -> Iterator[_Changes]:
         yield changes
         for op in graph.get_operations()[first:]:
             name = f"what operation `{op.name}` ({op.type}) changes"
-            changes.handles.update((id(_outermost(h)), name) for h in _changed(op))
+            for handle in map(_outermost, _changed(op)):
+                is_drawn = _keras.is_of_seed(handle)
+                changes.handles[id(handle)] = None if is_drawn else name
         return
     before = [np.array(each.numpy()) for each in variables]
     yield changes

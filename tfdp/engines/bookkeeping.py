@@ -497,7 +497,8 @@ def _unscaled(tensor: Tensor, gradient: Tensor | None, scale: float) -> Tensor:
     if gradient is None:
         return at_least_float32(tf.zeros_like(tensor))
     gradient = at_least_float32(tf.convert_to_tensor(gradient))
-    if gradient.shape.as_list() != tensor.shape.as_list():
+    known = None if gradient.shape.rank is None else gradient.shape.as_list()
+    if known is None or known != tensor.shape.as_list():
         # Loops forget how many steps they take.
         gradient = tf.ensure_shape(gradient, tensor.shape)
     return gradient if scale == 1.0 else gradient / scale

@@ -57,7 +57,6 @@ class CheckedModel:
         signature: Nest of `tf.TensorSpec` of the inputs that it was checked with last.
         outputs: Targets and predictions likewise: ``(y, y_pred)``.
         has_own_loss: Whether the model computes the loss itself.
-        losses: What `compile` was given.
         ascent: The loss that takes gradients uphill, if any.
         released: The gradient that was released last, for `SAT`.
     """
@@ -93,7 +92,7 @@ class CheckedModel:
             loss_weights: Likewise.
             ascent: See `ascent`.
         """
-        self.losses, self._loss_weights, self.ascent = loss, loss_weights, ascent
+        self._loss, self._loss_weights, self.ascent = loss, loss_weights, ascent
         if not isinstance(ascent, SAT):
             self.released = ReleasedGradient()
         self._objective: Objective | None = None
@@ -108,14 +107,14 @@ class CheckedModel:
     @property
     def needs_targets(self) -> bool:
         """Whether the loss compares what the model predicts."""
-        return self.losses is not None and not self.has_own_loss
+        return self._loss is not None and not self.has_own_loss
 
     @property
     def has_losses_of_keras(self) -> bool:
         """Whether all losses are Keras's own, which assign nothing."""
         parts = [
             part
-            for loss in keras.tree.flatten(self.losses)
+            for loss in keras.tree.flatten(self._loss)
             for part in (loss, getattr(loss, "fn", None))
             if part is not None and not isinstance(part, str)
         ]
@@ -156,7 +155,7 @@ class CheckedModel:
             if self.has_own_loss:
                 known = Objective.of_compute_loss(self._model)
             else:
-                known = Objective.of(self._model, self.losses, self._loss_weights)
+                known = Objective.of(self._model, self._loss, self._loss_weights)
             self._objective = known
         return known
 
@@ -337,7 +336,7 @@ class CheckedModel:
     def _attributes_now(self) -> Hashable:
         of_views = () if self._augmentation is None else (self._augmentation.model,)
         trainable = tuple(map(id, self._model.trainable_variables))
-        return trainable, attributes_of(self._model, self.losses, *of_views)
+        return trainable, attributes_of(self._model, self._loss, *of_views)
 
 
 def _care_of(engine: engines.Engine) -> tuple[bool, bool]:
