@@ -171,14 +171,24 @@ def test_losses_keep_nothing_of_evaluation_for_a_later_step():
         RUNS["evaluate"](model)
 
 
-def test_losses_and_metrics_may_draw_in_evaluation():
+def test_losses_may_draw_in_evaluation():
     seeds = [keras.random.SeedGenerator(1)]
 
     def drawing(y_true, y_pred):
         drawn = keras.random.normal((), seed=seeds[0])
         return ops.mean((y_true - y_pred) ** 2, -1) + drawn
 
-    RUNS["evaluate"](private(drawing, loss=drawing))
+    RUNS["evaluate"](private("mae", loss=drawing))
+
+
+def test_metrics_keep_nothing_in_what_looks_like_a_seed():
+    seen = tf.Variable([0, 0], dtype=tf.int64)
+
+    def keep(_, value):
+        seen.assign(tf.cast([value, value], tf.int64))
+
+    with pytest.raises(UnsupportedLayerError, match="a state of two numbers"):
+        RUNS["evaluate"](private(Keeping(keep, lambda: None)))
 
 
 class Choosing(keras.Model):
@@ -239,8 +249,8 @@ def test_what_a_loss_counts_it_counts_once_a_batch(run_eagerly):
     assert model.seen == 3
 
 
-class KeepingAtTheEnd(keras.metrics.Sum):
-    """Puts what it has summed up into a weight when its result is asked for eagerly."""
+class Summing(keras.metrics.Sum):
+    """Sums up the targets, and can put the sum into a weight."""
 
     def __init__(self, weight):
         super().__init__()
@@ -249,9 +259,16 @@ class KeepingAtTheEnd(keras.metrics.Sum):
     def update_state(self, y_true, y_pred, sample_weight=None):
         super().update_state(y_true)
 
+    def keep(self):
+        self.weight().assign(ops.reshape(self.total, (1,)))
+
+
+class KeepingAtTheEnd(Summing):
+    """Keeps it when its result is asked for eagerly."""
+
     def result(self):
         if tf.executing_eagerly():
-            self.weight().assign(ops.reshape(self.total, (1,)))
+            self.keep()
         return super().result()
 
 
@@ -261,18 +278,11 @@ def test_metrics_keep_nothing_when_their_results_are_asked_for():
         RUNS["fit"](model)
 
 
-class KeepingWhenReset(keras.metrics.Sum):
-    """Puts what it has summed up into a weight when it is reset."""
-
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = weight
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        super().update_state(y_true)
+class KeepingWhenReset(Summing):
+    """Keeps it when it is reset."""
 
     def reset_state(self):
-        self.weight().assign(ops.reshape(self.total, (1,)))
+        self.keep()
         super().reset_state()
 
 

@@ -49,8 +49,14 @@ def only_metrics_assigned(model: keras.Model) -> Iterator[None]:
     with _changes(_variables(model)) as changes:
         yield
     own, known = _own(model), _handles(_variables(model))
+    # What is like the state of a generator may hold data, which a loss could read.
     changes.refuse(
-        model, lambda handle: None if handle in own else known.get(handle, "")
+        model,
+        lambda handle: (
+            None
+            if handle in own
+            else known.get(handle, changes.handles[handle] or "a state of two numbers")
+        ),
     )
 
 
