@@ -22,6 +22,9 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import core as keras_core
 from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
+    BaseImagePreprocessingLayer,
+)
 from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import global_seed_generator
@@ -760,6 +763,24 @@ def shared_seed_states(model: keras.Model) -> list[keras.Variable]:
         for generator in _generators(model)
         if getattr(generator, "is_same_for_all_rows", False)
     ]
+
+
+# Not every Keras has both.
+_MIXING = tuple(
+    getattr(keras.layers, name)
+    for name in ("MixUp", "CutMix")
+    if hasattr(keras.layers, name)
+)
+
+
+def changes_images(layer: object) -> bool:
+    """Tell whether a layer of Keras's makes other images of images, each of one."""
+    return isinstance(layer, BaseImagePreprocessingLayer) and not mixes_images(layer)
+
+
+def mixes_images(layer: object) -> bool:
+    """Tell whether a layer of Keras's makes an image of two, and a target of two."""
+    return isinstance(layer, _MIXING)
 
 
 def draws_numbers(model: keras.Model) -> bool:

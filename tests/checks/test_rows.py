@@ -1205,6 +1205,41 @@ def test_a_map_that_becomes_a_loop_is_told_of_the_product_that_works():
     assert choose("auto", objective(by_patches), data) == BookkeepingEngine()
 
 
+REPEATED = np.repeat(np.arange(D), [1, 2, *[1] * (D - 2)])
+
+
+@pytest.mark.parametrize(
+    ("refused", "instead", "advice"),
+    [
+        (
+            lambda x: ops.bincount(ops.cast(x, "int32"), minlength=3),
+            lambda x: tf.math.bincount(
+                ops.cast(x, "int32"), minlength=3, maxlength=3, axis=-1
+            ),
+            "tf.math.bincount",
+        ),
+        (
+            lambda x: ops.repeat(x, np.bincount(REPEATED), axis=1),
+            lambda x: ops.take(x, REPEATED, axis=1),
+            "ops.take",
+        ),
+    ],
+    ids=["bincount", "repeat"],
+)
+def test_what_makes_rows_meet_is_told_of_what_does_not(refused, instead, advice):
+    x = ops.cast(np.arange(4 * D).reshape(4, D) % 3, "float32")
+    np.testing.assert_array_equal(instead(x), refused(x))
+
+    def objective(function):
+        first = with_lambda(lambda x: ops.cast(function(x)[:, :D], "float32"))
+        return Objective.of(first, "mse")
+
+    data = (x, np.ones((4, 1)), None)
+    with pytest.raises(UnsupportedLayerError, match=advice):
+        choose("auto", objective(refused), data)
+    assert choose("auto", objective(instead), data) == BookkeepingEngine()
+
+
 @pytest.mark.slow
 def test_a_loss_that_counts_rows_is_that_of_a_batch_of_one(caplog):
     def shared(y_true, y_pred):
