@@ -178,6 +178,7 @@ MEETING = {
     "gram": lambda x: x @ tf.transpose(x) @ x,
     "softmax": lambda x: tf.nn.softmax(x, 0),
     "sort": lambda x: tf.sort(x, 0),
+    "median": lambda x: x - ops.median(x, axis=0),
     "top": lambda x: x - tf.math.top_k(tf.transpose(x), 1).values[:, 0],
     "unique": lambda x: x * tf.cast(tf.size(tf.unique(x[:, 0]).y), x.dtype),
     "where": lambda x: x * tf.cast(tf.shape(tf.where(x[:, 0] > 0))[0], x.dtype),
@@ -664,6 +665,8 @@ APART = {
     "padded": (lambda x: tf.pad(x, [[0, 0], [1, 1]]), (D,)),
     "top of positions": (lambda x: tf.math.top_k(x, 2).values, (4, D)),
     "sorted": (lambda x: tf.sort(x, 1), (4, D)),
+    "median": (lambda x: ops.median(x, axis=1), (4, D)),
+    "quantile": (lambda x: ops.quantile(x, 0.3, axis=-1, keepdims=True), (4, D)),
     "cholesky": (lambda x: tf.linalg.cholesky(with_transpose(x)), (D, D)),
     "solved": (lambda x: tf.linalg.solve(with_transpose(x), x), (D, D)),
     "logarithm of determinant": (
@@ -708,7 +711,7 @@ APART = {
 
 WITHOUT_PROVEN_GRADIENT = {
     *("top", "own places", "places of the largest", "table", "entries of each"),
-    *("other diagonal", "part of the views"),
+    *("other diagonal", "part of the views", "median", "quantile"),
 }
 
 
