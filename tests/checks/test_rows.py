@@ -1313,22 +1313,25 @@ def test_an_ordinary_model_is_proven():
     assert engine == BookkeepingEngine()
 
 
-def test_what_onednn_reads_of_other_rows_is_refused():
+@pytest.mark.parametrize("depth", [(), (3,)])
+def test_what_onednn_reads_of_other_rows_is_refused(depth):
     """Of one channel, by steps of 1 and of more, for outputs of one column."""
 
     class Striding(layers.Layer):
         def build(self, shape):
-            self.kernel = self.add_weight(shape=(2, 3, 1, 2))
+            self.kernel = self.add_weight(shape=(*[1 for _ in depth], 2, 3, 1, 2))
 
         def call(self, x):
+            if depth:
+                return tf.nn.conv3d(x, self.kernel, (1, 2, 1, 2, 1), "VALID")
             return tf.nn.conv2d(x, self.kernel, (1, 2), "VALID")
 
     for width in (6, 3):
-        model = keras.Sequential([keras.Input((8, width, 1)), Striding()])
-        shape = model.output_shape
-        data = (np.ones((4, 8, width, 1)), np.ones((4, *shape[1:])), None)
+        rows = (*depth, 8, width, 1)
+        model = keras.Sequential([keras.Input(rows), Striding()])
+        data = (np.ones((4, *rows)), np.ones((4, *model.output_shape[1:])), None)
         with (
-            pytest.raises(UnsupportedLayerError, match="the same stride along both")
+            pytest.raises(UnsupportedLayerError, match="the same stride along rows")
             if width == 3
             else contextlib.nullcontext()
         ):
