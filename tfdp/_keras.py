@@ -42,6 +42,7 @@ from tensorflow.python.ops import (
     array_grad,
     array_ops,
     control_flow_util,
+    gen_nn_ops,
     gradients_util,
     resource_variable_ops,
     tensor_array_ops,
@@ -272,6 +273,41 @@ def gradients_of_rows() -> Iterator[None]:
         attributes_replaced(array_grad, _BatchGatherGrad=_gathered_gradient),
     ):
         yield
+
+
+def whole_filter_gradients() -> contextlib.AbstractContextManager[None]:
+    """Let gradients of kernels of convolutions have all their entries.
+
+    In bfloat16 TensorFlow leaves those that see nothing but padding as they are in memory,
+    on CPUs: they may be of other rows.
+
+    Returns:
+        A context within which gradients are made so.
+    """
+    return attributes_replaced(gen_nn_ops, **_FILTER_GRADIENTS)
+
+
+def _in_float32(of_kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def gradient(
+        inputs: Tensor, sizes: Tensor, out_backprop: Tensor, *args: Nest, **kwargs: Nest
+    ) -> Tensor:
+        if out_backprop.dtype != tf.bfloat16:
+            return of_kernel(inputs, sizes, out_backprop, *args, **kwargs)
+        inputs, wide = tf.cast(inputs, tf.float32), tf.cast(out_backprop, tf.float32)
+        found = of_kernel(inputs, sizes, wide, *args, **kwargs)
+        return tf.cast(found, out_backprop.dtype)
+
+    return gradient
+
+
+_FILTER_GRADIENTS = {
+    name: _in_float32(getattr(gen_nn_ops, name))
+    for name in (
+        "conv2d_backprop_filter",
+        "conv3d_backprop_filter_v2",
+        "depthwise_conv2d_native_backprop_filter",
+    )
+}
 
 
 def maps_run_in(
