@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, Self, overload
 
 import keras
@@ -33,7 +33,6 @@ from tfdp.distribute.shares import check_shareable, shared_out
 from tfdp.distribute.workers import (
     agree_on_training,
     check_distribution,
-    check_scope,
     lost_workers,
     replicas_of,
 )
@@ -44,10 +43,8 @@ from tfdp.losses.added import Predicted
 from tfdp.losses.batch import Batch, number_of_rows
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.checkpoints import LedgerState
-from tfdp.runs.counter import UNDECLARED
 from tfdp.runs.histories import was_trained
-from tfdp.runs.recorder import LedgerRecorder
-from tfdp.sampling import Scheme, samplings
+from tfdp.sampling import samplings
 from tfdp.training.arguments import (
     check_class_weight,
     check_inputs,
@@ -56,15 +53,12 @@ from tfdp.training.arguments import (
     check_no_class_weight,
     check_optimizer,
     check_protects,
-    check_targets,
-    check_trainable,
     check_unit,
     check_validation_data,
     check_wrapped,
     note_slow_cpu,
 )
 from tfdp.training.augmentation import Augmentation
-from tfdp.training.batch_clipper import BatchClipper
 from tfdp.training.callback import StepCallback, find_queries
 from tfdp.training.checked_model import CheckedModel
 from tfdp.training.fit_callbacks import LedgerCallback, sorted_callbacks
@@ -76,8 +70,8 @@ from tfdp.training.model_ledger import (
     steps_of_plain_keras,
 )
 from tfdp.training.releases import ReleasingCallback, Trained, WatchingCallback
-from tfdp.training.step import Session, private_step
-from tfdp.training.units import with_sizes
+from tfdp.training.sessions import Sessions
+from tfdp.training.step import private_step
 
 
 @keras.saving.register_keras_serializable("tfdp")
@@ -174,7 +168,6 @@ class DPModel(TrainingFunctions):
         **kwargs: object,
     ) -> None:
         check_wrapped(model)
-        engines.get(engine)
         if physical_batch_size is not None:
             physical_batch_size = _validate.positive_int(
                 "physical_batch_size", physical_batch_size
@@ -198,13 +191,11 @@ class DPModel(TrainingFunctions):
         self._ledger_state = LedgerState(
             self._model_ledger.state, self._model_ledger.restore
         )
-        # What the training function was made for.
-        self._session: Session | None = None
-        # Callbacks that act in the steps of the `fit` that runs.
-        self._acting: tuple[StepCallback, ...] = ()
-        self._is_fitting = False
         self._augmentation = views
         self._checked = CheckedModel(model, engine, views, replicas)
+        self.sessions = Sessions(
+            self, self._checked, self._model_ledger, replicas, views
+        )
         if getattr(model, "optimizer", None) is not None:
             # Steps before any private one are a pre-training.
             if any(map(was_trained, model.trainable_variables)):
@@ -507,7 +498,7 @@ class DPModel(TrainingFunctions):
                 auto_scale_loss=False,
             )
         _keras.note_metrics(self, metrics, weighted_metrics)
-        self._given_jit_compile = jit_compile
+        self.sessions.jit_compile = jit_compile
         self._given_ascent = ascent
         self._checked.compile(
             loss, loss_weights, ascent if ascent and ascent.has_ascent() else None
@@ -529,7 +520,7 @@ class DPModel(TrainingFunctions):
         """Return the arguments of `compile`."""
         config = {
             **super().get_compile_config(),
-            "jit_compile": self._given_jit_compile,
+            "jit_compile": self.sessions.jit_compile,
         }
         if self._given_ascent is not None:
             config["loss"] = keras.saving.serialize_keras_object(self._given_ascent)
@@ -608,7 +599,7 @@ class DPModel(TrainingFunctions):
             ValueError: If the arguments contradict each other.
             WorkerLostError: If another process that trains the model is gone.
         """
-        self._get_ready()
+        self.sessions.get_ready()
         note_slow_cpu()
         check_inputs(x)
         check_validation_data(validation_data)
@@ -644,7 +635,7 @@ class DPModel(TrainingFunctions):
         )
         to_run = range(initial_epoch, epochs)
         with (
-            self._only_fit(),
+            self.sessions.only_fit(),
             self._training(data, callbacks, to_run, class_weight) as (data, callbacks),
         ):
             is_weighed = self._replicas.strategy is not None
@@ -669,22 +660,6 @@ class DPModel(TrainingFunctions):
             )
 
     @contextlib.contextmanager
-    def _only_fit(self) -> Iterator[None]:
-        """Refuse a `fit` inside of this one."""
-        if self._is_fitting:
-            raise NotPrivateError(
-                "Only one `fit` of a private model may run: the steps of both would be "
-                f"clipped as those of the last one. Received: model={self.name!r}, in the "
-                "midst of its own `fit`. Call it when that has returned, or take single "
-                "steps in the callback: `private.train_on_batch(x, y)`."
-            )
-        self._is_fitting = True
-        try:
-            yield
-        finally:
-            self._is_fitting = False
-
-    @contextlib.contextmanager
     def _training(
         self,
         data: TrainingData,
@@ -704,6 +679,7 @@ class DPModel(TrainingFunctions):
             Data and callbacks as Keras gets them.
         """
         replicas, ledger, optimizer = self._replicas, self._model_ledger, self.optimizer
+        sessions = self.sessions
         if replicas.strategy is not None:
             check_shareable(data)
         steps = data.steps_per_epoch and data.steps_per_epoch * len(epochs)
@@ -715,8 +691,8 @@ class DPModel(TrainingFunctions):
             agree_on_training(replicas, self.recorder, optimizer, data, epochs, paths)
             for callback in acting:
                 callback.before_training(optimizer, steps)
-            clipper = self._clipper(data.scheme)
-            data = self._check(data, clipper)
+            clipper = sessions.clipper(data.scheme)
+            data = sessions.check(data, clipper)
             regularizers.check_number_of_examples(
                 self.trainable_variables, data.scheme.number_of_examples
             )
@@ -724,10 +700,8 @@ class DPModel(TrainingFunctions):
             for callback in acting:
                 callback.set_model(self)
                 find_queries(callback, optimizer)
-            session = self._checked.session(
-                data.scheme, clipper, optimizer, self.recorder, acting
-            )
-            self._settle(session)
+            session = sessions.made(data.scheme, clipper, self.recorder, acting)
+            sessions.settle(session)
             releases = self._prepare_releases(data, callbacks, epochs)
             self.recorder.journals = kept
             with ledger.counting(session, data, len(epochs), steps, releases):
@@ -741,12 +715,11 @@ class DPModel(TrainingFunctions):
                     )
                 else:
                     data = data.as_pipeline(self.steps_per_execution)
-                self.__dict__["_acting"] = session.callbacks
+                sessions.acting = session.callbacks
                 try:
                     yield data, [first, *callbacks, *kept]
                 finally:
                     session.released.put_back()
-                    self.__dict__["_acting"] = ()
                     # Keras would export what layers have measured of the rows.
                     _keras.reset_metrics(self.model)
 
@@ -803,7 +776,7 @@ class DPModel(TrainingFunctions):
             UnsupportedLayerError: If layers break per-example privacy.
             ValueError: If there are several replicas.
         """
-        self._get_ready()
+        self.sessions.get_ready()
         if self._replicas.number > 1:
             raise ValueError(
                 "`train_on_batch` would give every replica the same batch. Received: "
@@ -812,14 +785,13 @@ class DPModel(TrainingFunctions):
             )
         check_class_weight(class_weight, sample_weight, y, self.model)
         rows = number_of_examples(x)
-        recorder = self.recorder
         # From a callback inside of `fit`, whose next steps have this function, too.
         # A step is checked as it is traced, for the number that layers see.
-        session = self._session_of_single_step(
-            Batch(x, y, sample_weight), None, recorder, self._acting
+        session = self.sessions.for_single_step(
+            Batch(x, y, sample_weight), self.recorder
         )
         regularizers.check_number_of_examples(self.trainable_variables, None, rows=rows)
-        self._settle(session)
+        self.sessions.settle(session)
         self._model_ledger.begin_single_step(session)
         self._model_ledger.check_dials()
         self._model_ledger.limit()
@@ -829,7 +801,7 @@ class DPModel(TrainingFunctions):
             )
         finally:
             session.released.put_back()
-            recorder.note_left(self.model.weights)
+            self.recorder.note_left(self.model.weights)
 
     def compute_metrics(
         self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest = None
@@ -895,17 +867,18 @@ class DPModel(TrainingFunctions):
     ) -> dict[str, Tensor]:
         """Take one private step; replicas share what is done here, once for all."""
         batch = Batch.of(data)
-        if self._is_in_train_function and self._session is not None:
-            session, has_room = self._session_for(batch), self.recorder.counter.has_room
+        if self._is_in_train_function and self.sessions.settled is not None:
+            session = self.sessions.for_batch(batch)
+            has_room = self.recorder.counter.has_room
         else:
             # It counts as one of a loop of one's own, whose batches nobody knows, also
             # while `fit` runs.
             rows = number_of_rows(batch)
             with tf.init_scope():
-                session = self._session_of_single_step(
+                session = self.sessions.for_single_step(
                     batch,
-                    rows if isinstance(rows, int) else None,
                     self.optimizer.recorder_of_loops,
+                    rows if isinstance(rows, int) else None,
                 )
             has_room = functools.partial(self._model_ledger.has_room, session)
         private_step(
@@ -917,24 +890,6 @@ class DPModel(TrainingFunctions):
         )
         logs: dict[str, Tensor] = self.get_metrics_result()
         return logs
-
-    def _session_for(self, batch: Batch) -> Session:
-        """Return the session of `fit`, with an engine for the batch as the graph has it.
-
-        `fit` has checked the first rows. A graph may be traced for others.
-        """
-        session, rows = self._session, None
-        assert session is not None  # noqa: S101
-        if self._replicas.strategy is not None:
-            batch = self._replicas.first(batch)
-        else:
-            rows = number_of_rows(batch)
-        rows = rows if isinstance(rows, int) else None
-        self._check_batch(batch, rows, session.clipper)
-        clipper = dataclasses.replace(session.clipper, engine=self._checked.engine)
-        if clipper == session.clipper:
-            return session
-        return dataclasses.replace(session, clipper=clipper)
 
     def _update_metrics(
         self, has_room: Tensor, data: Nest, rows: Tensor, outputs: Nest
@@ -1021,152 +976,6 @@ class DPModel(TrainingFunctions):
             for first in range(0, number_of_examples(x), batch_size)
         ]
         return np.concatenate(found)
-
-    # Before a training begins.
-
-    @contextlib.contextmanager
-    def rehearsal(
-        self, scheme: Scheme, batch: Batch, callbacks: Sequence[StepCallback]
-    ) -> Iterator[tuple[Session, Callable[[], None]]]:
-        """Let `tfdp.audit` take steps that nothing counts and that leave nothing.
-
-        Where the model was checked before it is not checked again: an audit does not
-        rest on what was proven.
-
-        Args:
-            scheme: How the batches are drawn.
-            batch: Rows such as theirs.
-            callbacks: Act in the steps.
-
-        Yields:
-            A session with a recorder of its own, and a function after which the first
-            step may come again, with its noise and its masks.
-        """
-        self._get_ready()
-        optimizer = self.optimizer
-        if not optimizer.built and self.built:
-            optimizer.build(self.trainable_variables)
-        # The outer one has the batch size that the optimizer expected before.
-        with optimizer.set_aside():
-            clipper = self._clipper(scheme)
-            if self._checked.signature is None:
-                self._check_batch(batch, None, clipper)
-            session = self._checked.session(
-                scheme, clipper, optimizer, LedgerRecorder(), callbacks
-            )
-            session.recorder.begin(session.scheme)
-            key = _seeds.key_words(self.model)
-            states = [*self.model.weights, *clipper.states(), key]
-            released = session.released.state()
-            with (
-                _keras.values_kept(states) as put_back,
-                optimizer.set_aside() as put_optimizer_back,
-            ):
-
-                def begin() -> None:
-                    put_back()
-                    put_optimizer_back()
-                    session.released.restore(released)
-
-                try:
-                    yield session, begin
-                finally:
-                    session.released.put_back()
-                    session.released.restore(released)
-
-    def _clipper(self, scheme: Scheme) -> BatchClipper:
-        """Return what cuts batches; a session gives it the engine that was chosen."""
-        asked = BatchClipper(
-            self.model,
-            self._checked.engine,
-            may_change_engine=self.engine == "auto",
-            physical_batch_size=self.physical_batch_size,
-            replicas=self._replicas,
-            augmentation=self._augmentation,
-            jit_compile=_keras.compiles_training(self, self._given_jit_compile),
-        )
-        return with_sizes(asked, scheme, self.optimizer)
-
-    def _session_of_single_step(
-        self,
-        batch: Batch,
-        rows: int | None,
-        recorder: LedgerRecorder,
-        callbacks: Sequence[StepCallback] = (),
-    ) -> Session:
-        """Return what a step is made for whose batch nobody has described."""
-        check_protects(self.unit, UNDECLARED)
-        _seeds.use_key(self.model, is_known=self.optimizer.noise_is_seeded)
-        clipper = self._clipper(UNDECLARED)
-        self._check_batch(batch, rows, clipper)
-        session = self._checked.session(
-            UNDECLARED, clipper, self.optimizer, recorder, callbacks
-        )
-        if self._is_fitting and recorder is self.recorder:
-            recorder.step_between(session.scheme)
-        elif recorder.counter.scheme != session.scheme:
-            recorder.begin(session.scheme)
-        return session
-
-    def _settle(self, session: Session) -> None:
-        """Make the training function anew if it was made for something else."""
-        if not self.optimizer.built:
-            # A function that makes variables is traced twice.
-            with self._replicas.scope():
-                self.optimizer.build(self.trainable_variables)
-        if session != self._session:
-            self.__dict__["_session"], self.train_function = session, None
-
-    def _get_ready(self) -> None:
-        """Refuse to train what cannot be, and take a newly assigned optimizer."""
-        check_trainable(self)
-        check_scope(self._replicas)
-        if (
-            self._model_ledger.optimizer is not self.optimizer
-        ):  # Assigned after `compile`.
-            check_optimizer(self.optimizer)
-            check_distribution(self._replicas, self.optimizer, self.steps_per_execution)
-            self._model_ledger.bind(self.optimizer)
-
-    def _check(self, data: TrainingData, clipper: BatchClipper) -> TrainingData:
-        """Refuse layers and losses that mix examples."""
-        static_rows = self._checked.static_rows(data.static_batch_size, clipper)
-        spec = data.element_spec
-        if spec is None or not self._checked.knows(spec, static_rows):
-            data, sample = data.with_sample()
-            like = sample if spec is None else spec
-            if not self._checked.knows(like, static_rows):
-                self._check_rows(like, sample, static_rows)
-        return data
-
-    def _check_batch(
-        self, batch: Batch, rows: int | None, clipper: BatchClipper
-    ) -> None:
-        """Check what a step is about to take, or a graph is about to be traced for.
-
-        Whatever was checked before: for rows of another shape layers may do something
-        else.
-        """
-        data = batch[:3]
-        static_rows = self._checked.static_rows(rows, clipper)
-        if self._checked.knows(data, static_rows):
-            return
-        shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]
-        has_sample = all(shape.is_fully_defined() for shape in shapes)
-        with _keras.outside_of_graphs():
-            self._check_rows(data, data if has_sample else None, static_rows)
-
-    def _check_rows(self, data: Nest, sample: Nest, static_rows: int | None) -> None:
-        check_targets(data[1], needs_them=self._checked.needs_targets)
-        # A graph of several replicas is traced for what has been built before.
-        is_in_graph = any(map(tf.is_symbolic_tensor, _tree.tensors(data)))
-        if self._replicas.strategy is not None and not is_in_graph:
-            self.build_all(sample)
-        # Keras makes some of them after `compile`: those of single outputs, of names.
-        _keras.note_metrics(self)
-        self._checked.check(data, sample, static_rows, self.optimizer.iterations)
-        _keras.build_metrics(self, *self._checked.outputs)
-        self.built = True
 
     # Saving.
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, TypeAlias
 
 import keras
@@ -21,14 +21,9 @@ from tfdp.distribute.replicas import Replicas
 from tfdp.engines import VectorizedEngine
 from tfdp.errors import NotPrivateError
 from tfdp.losses.objective import Objective
-from tfdp.optimizers import DPOptimizer
-from tfdp.runs.recorder import LedgerRecorder
-from tfdp.sampling import Scheme
 from tfdp.training.attributes import attributes_of
 from tfdp.training.augmentation import Augmentation
 from tfdp.training.batch_clipper import BatchClipper, keeps_static_rows
-from tfdp.training.callback import StepCallback, acts_in_steps
-from tfdp.training.step import Session
 from tfdp.training.units import filled_up
 
 if TYPE_CHECKING:
@@ -177,43 +172,6 @@ class CheckedModel:
             known = plain, iterations, dataclasses.replace(plain, ascent=ascent)
             self._uphill = known
         return known[2]
-
-    def session(
-        self,
-        scheme: Scheme,
-        clipper: BatchClipper,
-        optimizer: DPOptimizer,
-        recorder: LedgerRecorder,
-        callbacks: Sequence[StepCallback],
-    ) -> Session:
-        """Return what a training function is made for, after the checks.
-
-        Args:
-            scheme: How the batches are drawn.
-            clipper: Cuts them; with any engine.
-            optimizer: Takes the steps.
-            recorder: Counts them.
-            callbacks: Some act in the steps.
-
-        Raises:
-            ValueError: If the optimizer's noise is not accounted for such batches.
-        """
-        acting = tuple(each for each in callbacks if acts_in_steps(each))
-        session = Session(
-            dataclasses.replace(clipper, engine=self.engine, passes=self.passes),
-            self.objective(),
-            self.objective_uphill(optimizer.iterations),
-            scheme.in_units(clipper.examples_per_unit),
-            optimizer,
-            optimizer.mechanism,
-            recorder,
-            self.ascent,
-            self.released,
-            acting,
-            tuple(query for callback in acting for query in callback.queries),
-        )
-        optimizer.mechanism.check(session.scheme)
-        return session
 
     def static_rows(self, batch_size: int | None, clipper: BatchClipper) -> int | None:
         """Return how many rows layers see at once; see `keeps_static_rows`.
