@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, Self, overload
 
@@ -36,8 +35,7 @@ from tfdp.distribute.workers import (
     lost_workers,
     replicas_of,
 )
-from tfdp.engines import explanation
-from tfdp.errors import NotPrivateError, UnsupportedLayerError
+from tfdp.errors import NotPrivateError
 from tfdp.losses import regularizers
 from tfdp.losses.added import Predicted
 from tfdp.losses.batch import Batch, number_of_rows
@@ -69,7 +67,7 @@ from tfdp.training.model_ledger import (
     keep_plain_steps,
     steps_of_plain_keras,
 )
-from tfdp.training.releases import ReleasingCallback, Trained, WatchingCallback
+from tfdp.training.releases import Trained, prepared_releases
 from tfdp.training.sessions import Sessions
 from tfdp.training.step import private_step
 
@@ -255,20 +253,7 @@ class DPModel(TrainingFunctions):
             UnsupportedLayerError: If the engine asked for cannot be used.
             ValueError: If the model's inputs are not known before the first `fit`.
         """
-        signature = self._checked.signature or _keras.input_signature(self.model)
-        if signature is None:
-            raise ValueError(
-                f"The inputs of model `{self.model.name}` are not known yet. Received: "
-                "a model that has seen no data. Call `private.fit(...)` first."
-            )
-        engine = self._checked.engine
-        try:
-            rows = engine.explain(self.model, signature)
-        except UnsupportedLayerError:
-            if self.engine != "auto":
-                raise
-            rows = engines.ApartEngine().explain(self.model, signature)
-        return explanation.table(rows)
+        return self._checked.explain()
 
     # What was run.
 
@@ -702,7 +687,16 @@ class DPModel(TrainingFunctions):
                 find_queries(callback, optimizer)
             session = sessions.made(data.scheme, clipper, self.recorder, acting)
             sessions.settle(session)
-            releases = self._prepare_releases(data, callbacks, epochs)
+            trained = Trained(
+                self._checked.objective(),
+                self._checked.outputs[1],
+                data,
+                ledger,
+                replicas,
+                epochs,
+                self.unit,
+            )
+            releases = prepared_releases(trained, callbacks)
             self.recorder.journals = kept
             with ledger.counting(session, data, len(epochs), steps, releases):
                 if replicas.strategy is not None:
@@ -722,29 +716,6 @@ class DPModel(TrainingFunctions):
                     session.released.put_back()
                     # Keras would export what layers have measured of the rows.
                     _keras.reset_metrics(self.model)
-
-    def _prepare_releases(
-        self,
-        data: TrainingData,
-        callbacks: list[keras.callbacks.Callback],
-        epochs: range,
-    ) -> dict[ReleasingCallback, Segment]:
-        """Let callbacks that release metrics see what they will release them of."""
-        trained = Trained(
-            self._checked.objective(),
-            self._checked.outputs[1],
-            data,
-            self._model_ledger,
-            self._replicas,
-            epochs,
-            self.unit,
-        )
-        found = [each for each in callbacks if isinstance(each, ReleasingCallback)]
-        releases = {callback: callback.prepare(trained) for callback in found}
-        for callback in callbacks:
-            if isinstance(callback, WatchingCallback):
-                callback.watch(found, self._model_ledger)
-        return releases
 
     def train_on_batch(
         self,
@@ -959,23 +930,8 @@ class DPModel(TrainingFunctions):
             What training would minimise for each, without regularizers, shape ``(n,)``.
         """
         objective = dataclasses.replace(self._checked.objective(), training=False)
-        data = _tree.map_tensors(tf.convert_to_tensor, (x, y, sample_weight))
-
-        @tf.function(autograph=False, reduce_retracing=True)
-        def losses(batch: Batch) -> Tensor:
-            return objective.forward(batch)[1]
-
-        found = [
-            losses(
-                Batch(
-                    *_tree.map_tensors(
-                        operator.itemgetter(slice(first, first + batch_size)), data
-                    )
-                )
-            ).numpy()
-            for first in range(0, number_of_examples(x), batch_size)
-        ]
-        return np.concatenate(found)
+        data = _tree.map_tensors(tf.convert_to_tensor, Batch(x, y, sample_weight))
+        return objective.losses_of_rows(data, number_of_examples(x), batch_size)
 
     # Saving.
 

@@ -18,8 +18,8 @@ from tfdp.ascent.released import ReleasedGradient
 from tfdp.checks.engine import choose
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.distribute.replicas import Replicas
-from tfdp.engines import VectorizedEngine
-from tfdp.errors import NotPrivateError
+from tfdp.engines import VectorizedEngine, explanation
+from tfdp.errors import NotPrivateError, UnsupportedLayerError
 from tfdp.losses.objective import Objective
 from tfdp.training.attributes import attributes_of
 from tfdp.training.augmentation import Augmentation
@@ -172,6 +172,22 @@ class CheckedModel:
             known = plain, iterations, dataclasses.replace(plain, ascent=ascent)
             self._uphill = known
         return known[2]
+
+    def explain(self) -> str:
+        """Describe how each layer's gradients are clipped; see `DPModel.explain`."""
+        signature = self.signature or _keras.input_signature(self._model)
+        if signature is None:
+            raise ValueError(
+                f"The inputs of model `{self._model.name}` are not known yet. Received: "
+                "a model that has seen no data. Call `private.fit(...)` first."
+            )
+        try:
+            rows = self.engine.explain(self._model, signature)
+        except UnsupportedLayerError:
+            if self._asked != "auto":
+                raise
+            rows = engines.ApartEngine().explain(self._model, signature)
+        return explanation.table(rows)
 
     def static_rows(self, batch_size: int | None, clipper: BatchClipper) -> int | None:
         """Return how many rows layers see at once; see `keeps_static_rows`.

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import types
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
@@ -129,7 +128,7 @@ class ModelLedger:
         data: TrainingData,
         epochs: int,
         steps: int | None,
-        releases: Mapping[Any, Segment] = types.MappingProxyType({}),
+        releases: Mapping[Any, Segment],
     ) -> Iterator[None]:
         """Count the steps of a call of `fit` in a segment of its own.
 
