@@ -3,14 +3,14 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, Self, overload
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _keras, _seeds, _tree, _validate, engines, reports
+from tfdp import _keras, _tree, _validate, engines, reports
 from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
@@ -23,16 +23,12 @@ from tfdp.checks.metrics import (
 )
 from tfdp.data.sources import have_common_rows
 from tfdp.data.training_data import (
-    TrainingData,
     number_of_examples,
     split_for_validation,
     training_data,
 )
-from tfdp.distribute.shares import check_shareable, shared_out
 from tfdp.distribute.workers import (
-    agree_on_training,
     check_distribution,
-    lost_workers,
     replicas_of,
 )
 from tfdp.errors import NotPrivateError
@@ -57,17 +53,15 @@ from tfdp.training.arguments import (
     note_slow_cpu,
 )
 from tfdp.training.augmentation import Augmentation
-from tfdp.training.callback import StepCallback, find_queries
 from tfdp.training.checked_model import CheckedModel
-from tfdp.training.fit_callbacks import LedgerCallback, sorted_callbacks
+from tfdp.training.fit_callbacks import sorted_callbacks
+from tfdp.training.fitting import fitting
 from tfdp.training.functions import TrainingFunctions
-from tfdp.training.journal import restored_journals
 from tfdp.training.model_ledger import (
     ModelLedger,
     keep_plain_steps,
     steps_of_plain_keras,
 )
-from tfdp.training.releases import Trained, prepared_releases
 from tfdp.training.sessions import Sessions
 from tfdp.training.step import private_step
 
@@ -189,11 +183,8 @@ class DPModel(TrainingFunctions):
         self._ledger_state = LedgerState(
             self._model_ledger.state, self._model_ledger.restore
         )
-        self._augmentation = views
         self._checked = CheckedModel(model, engine, views, replicas)
-        self.sessions = Sessions(
-            self, self._checked, self._model_ledger, replicas, views
-        )
+        self.sessions = Sessions(self, self._checked, self._model_ledger)
         if getattr(model, "optimizer", None) is not None:
             # Steps before any private one are a pre-training.
             if any(map(was_trained, model.trainable_variables)):
@@ -494,12 +485,7 @@ class DPModel(TrainingFunctions):
                 optimizer=None, loss=loss, loss_weights=loss_weights, jit_compile=False
             )
         self._model_ledger.bind(optimizer)
-        self._renew_keys()
-
-    def _renew_keys(self) -> None:
-        """Draw noise and masks with fresh secret keys from here on."""
-        self.optimizer.renew_noise_key()
-        _seeds.renew_key(self.model, is_known=self.optimizer.noise_is_seeded)
+        self.sessions.renew_keys()
 
     def get_compile_config(self) -> Config:
         """Return the arguments of `compile`."""
@@ -619,10 +605,8 @@ class DPModel(TrainingFunctions):
             callbacks, validates_private_rows=have_common_rows(x, x_validated)
         )
         to_run = range(initial_epoch, epochs)
-        with (
-            self.sessions.only_fit(),
-            self._training(data, callbacks, to_run, class_weight) as (data, callbacks),
-        ):
+        around = fitting(self.sessions, data, callbacks, to_run, class_weight)
+        with around as (data, callbacks):
             is_weighed = self._replicas.strategy is not None
             if validation_data is not None and not is_weighed:
                 check_assigns_no_weight(self, self.fitted_signature)
@@ -643,79 +627,6 @@ class DPModel(TrainingFunctions):
                 validation_batch_size=validation_batch_size or batch_size,
                 validation_freq=validation_freq,
             )
-
-    @contextlib.contextmanager
-    def _training(
-        self,
-        data: TrainingData,
-        callbacks: list[keras.callbacks.Callback],
-        epochs: range,
-        class_weight: dict[int, float] | None,
-    ) -> Iterator[tuple[TrainingData, list[keras.callbacks.Callback]]]:
-        """Settle what a call of `fit` is made for, and count what Keras runs in it.
-
-        Args:
-            data: What `fit` was given.
-            callbacks: Likewise, tfdp's own first.
-            epochs: That are to run.
-            class_weight: What replicas weigh the rows of their shares with.
-
-        Yields:
-            Data and callbacks as Keras gets them.
-        """
-        replicas, ledger, optimizer = self._replicas, self._model_ledger, self.optimizer
-        sessions = self.sessions
-        if replicas.strategy is not None:
-            check_shareable(data)
-        steps = data.steps_per_epoch and data.steps_per_epoch * len(epochs)
-        acting = [each for each in callbacks if isinstance(each, StepCallback)]
-        first = LedgerCallback(ledger, data, replicas)
-        kept = restored_journals(callbacks, self.recorder, ledger.noise_to_come)
-        with lost_workers(replicas):
-            paths = [journal.path for journal in kept]
-            agree_on_training(replicas, self.recorder, optimizer, data, epochs, paths)
-            for callback in acting:
-                callback.before_training(optimizer, steps)
-            clipper = sessions.clipper(data.scheme)
-            data = sessions.check(data, clipper)
-            regularizers.check_number_of_examples(
-                self.trainable_variables, data.scheme.number_of_examples
-            )
-            self._renew_keys()
-            for callback in acting:
-                callback.set_model(self)
-                find_queries(callback, optimizer)
-            session = sessions.made(data.scheme, clipper, self.recorder, acting)
-            sessions.settle(session)
-            trained = Trained(
-                self._checked.objective(),
-                self._checked.outputs[1],
-                data,
-                ledger,
-                replicas,
-                epochs,
-                self.unit,
-            )
-            releases = prepared_releases(trained, callbacks)
-            self.recorder.journals = kept
-            with ledger.counting(session, data, len(epochs), steps, releases):
-                if replicas.strategy is not None:
-                    data = shared_out(
-                        data,
-                        replicas,
-                        epochs=len(epochs),
-                        rows_per_unit=session.clipper.rows_per_unit,
-                        class_weight=class_weight,
-                    )
-                else:
-                    data = data.as_pipeline(self.steps_per_execution)
-                sessions.acting = session.callbacks
-                try:
-                    yield data, [first, *callbacks, *kept]
-                finally:
-                    session.released.put_back()
-                    # Keras would export what layers have measured of the rows.
-                    _keras.reset_metrics(self.model)
 
     def train_on_batch(
         self,
@@ -959,7 +870,7 @@ class DPModel(TrainingFunctions):
             self.optimizer.build(self.trainable_variables)
         super().load_weights(*args, **kwargs)
         if self.compiled:
-            self._renew_keys()
+            self.sessions.renew_keys()
             self._model_ledger.limit_again()
 
     def get_config(self) -> Config:
@@ -972,11 +883,11 @@ class DPModel(TrainingFunctions):
             "unit": self.unit,
             "name": self.name,
         }
-        if self._augmentation is not None:
-            function = self._augmentation.function
+        views = self._checked.augmentation
+        if views is not None:
             config |= {
-                "augmentation": keras.saving.serialize_keras_object(function),
-                "augmentation_multiplicity": self._augmentation.multiplicity,
+                "augmentation": keras.saving.serialize_keras_object(views.function),
+                "augmentation_multiplicity": views.multiplicity,
             }
         return config
 

@@ -6,7 +6,6 @@ import tensorflow as tf
 
 import tfdp
 from tests.small import data, optimizer, private
-from tfdp.errors import NotPrivateError
 
 
 class OneMore(keras.callbacks.Callback):
@@ -99,21 +98,6 @@ def test_steps_before_an_undeclared_fit_are_beside_its_plan():
         return sum(each.count for each in (*ledger.segments, *ledger.cut_short))
 
     assert planned(2) == planned(3) == 13
-
-
-def test_no_fit_begins_inside_of_another():
-    """The steps that follow would be clipped as those of the inner one."""
-    model, (x, y) = private(), data(8)
-
-    class Refits(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            with pytest.raises(NotPrivateError, match="Only one `fit`"):
-                model.fit(x, y, batch_size=2, verbose=0)
-
-    for _ in range(2):
-        model.fit(x, y, batch_size=4, verbose=0, callbacks=[Refits()])
-    (segment,) = model.ledger.segments
-    assert (segment.count, segment.scheme.expected_batch_size) == (4, 4)
 
 
 def test_a_graph_of_steps_takes_any_number_of_rows():

@@ -47,6 +47,7 @@ class CheckedModel:
         replicas: That train it.
 
     Attributes:
+        augmentation: As given, like `replicas`.
         engine: The one that was chosen; before the first check the one asked for.
         passes: What engines do with rows, as far as that was proven: they run it.
         signature: Nest of `tf.TensorSpec` of the inputs that it was checked with last.
@@ -66,8 +67,8 @@ class CheckedModel:
         """Check nothing yet."""
         self._model = model
         self._asked = engine
-        self._augmentation = augmentation
-        self._replicas = replicas
+        self.augmentation = augmentation
+        self.replicas = replicas
         self.engine = engines.get(engine)
         self.signature: Nest = None
         # Of the inputs that trained a model which was loaded.
@@ -199,12 +200,12 @@ class CheckedModel:
         Returns:
             None if layers do not see it, or it is not known.
         """
-        if not keeps_static_rows(self.ascent) or self._replicas.strategy is not None:
+        if not keeps_static_rows(self.ascent) or self.replicas.strategy is not None:
             return None
         rows = clipper.physical_batch_size
         if rows is None and batch_size is not None:
             rows = filled_up(max(batch_size, 1), clipper.rows_per_unit)
-        views = 1 if self._augmentation is None else self._augmentation.multiplicity
+        views = 1 if self.augmentation is None else self.augmentation.multiplicity
         return rows and rows * views
 
     def knows(self, data: Nest, static_rows: int | None) -> bool:
@@ -241,7 +242,7 @@ class CheckedModel:
             UnsupportedLayerError: If no engine can train the model privately.
         """
         like = _rows_like(data)
-        if sample is None and (self.signature is None or self._augmentation):
+        if sample is None and (self.signature is None or self.augmentation):
             raise NotPrivateError(
                 f"Model `{self._model.name}` was never checked, and cannot be with rows "
                 "of unknown shape. Received: a batch whose axes have unknown lengths. Call "
@@ -252,11 +253,11 @@ class CheckedModel:
         if not self._is_as_checked():
             self._engines = {}
             self.passes.clear()
-        with self._replicas.only_first(), _keras.losses_of_one_replica():
+        with self.replicas.only_first(), _keras.losses_of_one_replica():
             rows = None if sample is None else rows_to_check(sample)
             if rows is not None:
-                if self._augmentation is not None:
-                    self._augmentation.check(rows[0])
+                if self.augmentation is not None:
+                    self.augmentation.check(rows[0])
                 if not self._model.built:
                     self._model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
             objective = self.objective_uphill(iterations)
@@ -308,7 +309,7 @@ class CheckedModel:
         return self._attributes == self._attributes_now()
 
     def _attributes_now(self) -> Hashable:
-        of_views = () if self._augmentation is None else (self._augmentation.model,)
+        of_views = () if self.augmentation is None else (self.augmentation.model,)
         trainable = tuple(map(id, self._model.trainable_variables))
         return trainable, attributes_of(self._model, self._loss, *of_views)
 

@@ -9,9 +9,7 @@ import tensorflow as tf
 from tfdp import _keras, _seeds, _tree
 from tfdp._types import Nest
 from tfdp.data.training_data import TrainingData
-from tfdp.distribute.replicas import Replicas
 from tfdp.distribute.workers import check_distribution, check_scope
-from tfdp.errors import NotPrivateError
 from tfdp.losses.batch import Batch, number_of_rows
 from tfdp.runs.counter import UNDECLARED
 from tfdp.runs.recorder import LedgerRecorder
@@ -22,7 +20,6 @@ from tfdp.training.arguments import (
     check_targets,
     check_trainable,
 )
-from tfdp.training.augmentation import Augmentation
 from tfdp.training.batch_clipper import BatchClipper
 from tfdp.training.callback import StepCallback, acts_in_steps
 from tfdp.training.checked_model import CheckedModel
@@ -35,14 +32,14 @@ class Sessions:
     """Makes the sessions of a private model, each after its checks.
 
     Args:
-        private: The private model: `unit`, `engine` and `physical_batch_size` are read
-            anew each time, and so is what Keras keeps in it: optimizer and metrics.
+        private: The private model. Its `unit`, `engine` and `physical_batch_size` are read
+            anew each time, as what Keras keeps in it is: the optimizer, and metrics.
         checked: The wrapped model with its loss.
         ledger: Of the private model.
-        replicas: That train it.
-        augmentation: Makes the views of each example, if any.
 
     Attributes:
+        private: As given, like `checked` and `ledger`.
+        replicas: Those that train it.
         jit_compile: What `compile` was given.
         settled: What the training function was made for; None before the first one.
         acting: Callbacks that act in the steps of the `fit` that runs; None while none
@@ -56,44 +53,30 @@ class Sessions:
         private: _keras.ReplicatedModel,
         checked: CheckedModel,
         ledger: ModelLedger,
-        replicas: Replicas,
-        augmentation: Augmentation | None,
     ) -> None:
         """Make none yet."""
-        self._private = private
-        self._checked = checked
-        self._ledger = ledger
-        self._replicas = replicas
-        self._augmentation = augmentation
+        self.private = private
+        self.checked = checked
+        self.ledger = ledger
+        self.replicas = checked.replicas
         self.settled: Session | None = None
         self.acting: tuple[StepCallback, ...] | None = None
 
     def get_ready(self) -> None:
         """Refuse to train what cannot be, and take a newly assigned optimizer."""
-        private, replicas = self._private, self._replicas
+        private, replicas = self.private, self.replicas
         check_trainable(private)
         check_scope(replicas)
-        if self._ledger.optimizer is not private.optimizer:  # Assigned after `compile`.
+        if self.ledger.optimizer is not private.optimizer:  # Assigned after `compile`.
             check_optimizer(private.optimizer)
             check_distribution(replicas, private.optimizer, private.steps_per_execution)
-            self._ledger.bind(private.optimizer)
+            self.ledger.bind(private.optimizer)
 
-    @contextlib.contextmanager
-    def only_fit(self) -> Iterator[None]:
-        """Refuse a `fit` inside of this one."""
-        if self.acting is not None:
-            raise NotPrivateError(
-                "Only one `fit` of a private model may run: the steps of both would be "
-                "clipped as those of the last one. Received: model="
-                f"{self._private.name!r}, in the midst of its own `fit`. Call it when that "
-                "has returned, or take single steps in the callback: "
-                "`private.train_on_batch(x, y)`."
-            )
-        self.acting = ()
-        try:
-            yield
-        finally:
-            self.acting = None
+    def renew_keys(self) -> None:
+        """Draw noise and masks with fresh secret keys from here on."""
+        optimizer = self.private.optimizer
+        optimizer.renew_noise_key()
+        _seeds.renew_key(self.private.model, is_known=optimizer.noise_is_seeded)
 
     def clipper(self, scheme: Scheme) -> BatchClipper:
         """Return what cuts batches; a session gives it the engine that was chosen.
@@ -104,14 +87,14 @@ class Sessions:
         Raises:
             ValueError: If sizes do not go together; see `with_sizes`.
         """
-        private = self._private
+        private = self.private
         asked = BatchClipper(
             private.model,
-            self._checked.engine,
+            self.checked.engine,
             may_change_engine=private.engine == "auto",
             physical_batch_size=private.physical_batch_size,
-            replicas=self._replicas,
-            augmentation=self._augmentation,
+            replicas=self.replicas,
+            augmentation=self.checked.augmentation,
             jit_compile=_keras.compiles_training(private, self.jit_compile),
         )
         return with_sizes(asked, scheme, private.optimizer)
@@ -134,7 +117,7 @@ class Sessions:
         Raises:
             ValueError: If the optimizer's noise is not accounted for such batches.
         """
-        checked, optimizer = self._checked, self._private.optimizer
+        checked, optimizer = self.checked, self.private.optimizer
         acting = tuple(each for each in callbacks if acts_in_steps(each))
         session = Session(
             dataclasses.replace(clipper, engine=checked.engine, passes=checked.passes),
@@ -154,10 +137,10 @@ class Sessions:
 
     def settle(self, session: Session) -> None:
         """Make the training function anew if it was made for something else."""
-        private = self._private
+        private = self.private
         if not private.optimizer.built:
             # A function that makes variables is traced twice.
-            with self._replicas.scope():
+            with self.replicas.scope():
                 private.optimizer.build(private.trainable_variables)
         if session != self.settled:
             self.settled, private.train_function = session, None
@@ -172,13 +155,13 @@ class Sessions:
         """
         session, rows = self.settled, None
         assert session is not None  # noqa: S101
-        if self._replicas.strategy is not None:
-            batch = self._replicas.first(batch)
+        if self.replicas.strategy is not None:
+            batch = self.replicas.first(batch)
         else:
             rows = number_of_rows(batch)
         rows = rows if isinstance(rows, int) else None
         self._check_batch(batch, rows, session.clipper)
-        clipper = dataclasses.replace(session.clipper, engine=self._checked.engine)
+        clipper = dataclasses.replace(session.clipper, engine=self.checked.engine)
         if clipper == session.clipper:
             return session
         return dataclasses.replace(session, clipper=clipper)
@@ -194,12 +177,12 @@ class Sessions:
                 model's own.
             rows: How many there are, if layers see that.
         """
-        private = self._private
+        private = self.private
         check_protects(private.unit, UNDECLARED)
         _seeds.use_key(private.model, is_known=private.optimizer.noise_is_seeded)
         clipper = self.clipper(UNDECLARED)
         self._check_batch(batch, rows, clipper)
-        acting = self.acting if recorder is self._ledger.recorder else None
+        acting = self.acting if recorder is self.ledger.recorder else None
         session = self.made(UNDECLARED, clipper, recorder, acting or ())
         if acting is not None:
             recorder.step_between(session.scheme)
@@ -226,13 +209,13 @@ class Sessions:
             step may come again, with its noise and its masks.
         """
         self.get_ready()
-        private, optimizer = self._private, self._private.optimizer
+        private, optimizer = self.private, self.private.optimizer
         if not optimizer.built and private.built:
             optimizer.build(private.trainable_variables)
         # The outer one has the batch size that the optimizer expected before.
         with optimizer.set_aside():
             clipper = self.clipper(scheme)
-            if self._checked.signature is None:
+            if self.checked.signature is None:
                 self._check_batch(batch, None, clipper)
             session = self.made(scheme, clipper, LedgerRecorder(), callbacks)
             session.recorder.begin(session.scheme)
@@ -267,12 +250,12 @@ class Sessions:
         Returns:
             The data, of which a few rows may have been looked at.
         """
-        static_rows = self._checked.static_rows(data.static_batch_size, clipper)
+        static_rows = self.checked.static_rows(data.static_batch_size, clipper)
         spec = data.element_spec
-        if spec is None or not self._checked.knows(spec, static_rows):
+        if spec is None or not self.checked.knows(spec, static_rows):
             data, sample = data.with_sample()
             like = sample if spec is None else spec
-            if not self._checked.knows(like, static_rows):
+            if not self.checked.knows(like, static_rows):
                 self._check_rows(like, sample, static_rows)
         return data
 
@@ -285,8 +268,8 @@ class Sessions:
         else.
         """
         data = batch[:3]
-        static_rows = self._checked.static_rows(rows, clipper)
-        if self._checked.knows(data, static_rows):
+        static_rows = self.checked.static_rows(rows, clipper)
+        if self.checked.knows(data, static_rows):
             return
         shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]
         has_sample = all(shape.is_fully_defined() for shape in shapes)
@@ -294,14 +277,14 @@ class Sessions:
             self._check_rows(data, data if has_sample else None, static_rows)
 
     def _check_rows(self, data: Nest, sample: Nest, static_rows: int | None) -> None:
-        private = self._private
-        check_targets(data[1], needs_them=self._checked.needs_targets)
+        private = self.private
+        check_targets(data[1], needs_them=self.checked.needs_targets)
         # A graph of several replicas is traced for what has been built before.
         is_in_graph = any(map(tf.is_symbolic_tensor, _tree.tensors(data)))
-        if self._replicas.strategy is not None and not is_in_graph:
+        if self.replicas.strategy is not None and not is_in_graph:
             private.build_all(sample)
         # Keras makes some of them after `compile`: those of single outputs, of names.
         _keras.note_metrics(private)
-        self._checked.check(data, sample, static_rows, private.optimizer.iterations)
-        _keras.build_metrics(private, *self._checked.outputs)
+        self.checked.check(data, sample, static_rows, private.optimizer.iterations)
+        _keras.build_metrics(private, *self.checked.outputs)
         private.built = True
