@@ -675,7 +675,7 @@ class DPModel(TrainingFunctions):
         regularizers.check_number_of_examples(self.trainable_variables, None, rows=rows)
         self.sessions.settle(session)
         self._model_ledger.begin_single_step(session)
-        self._model_ledger.check_dials()
+        self.optimizer.check_dials()
         self._model_ledger.limit()
         try:
             return super().train_on_batch(
@@ -758,9 +758,7 @@ class DPModel(TrainingFunctions):
             rows = number_of_rows(batch)
             with tf.init_scope():
                 session = self.sessions.for_single_step(
-                    batch,
-                    self.optimizer.recorder_of_loops,
-                    rows if isinstance(rows, int) else None,
+                    batch, self.optimizer.recorder_of_loops, rows
                 )
             has_room = functools.partial(self._model_ledger.has_room, session)
         private_step(

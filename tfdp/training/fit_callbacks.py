@@ -14,6 +14,7 @@ from tfdp.data.training_data import TrainingData
 from tfdp.distribute.replicas import Replicas
 from tfdp.distribute.workers import check_same_model
 from tfdp.errors import PrivacyBudgetError
+from tfdp.optimizers import DPOptimizer
 from tfdp.runs.histories import remember_values
 from tfdp.runs.recorder import LedgerRecorder
 from tfdp.training.arguments import HARMLESS
@@ -70,6 +71,7 @@ class LedgerCallback(StepCallback):
 
     Args:
         ledger: Of the model that trains.
+        optimizer: That takes its steps.
         data: What it trains on.
         replicas: That train it.
 
@@ -79,10 +81,15 @@ class LedgerCallback(StepCallback):
     """
 
     def __init__(
-        self, ledger: ModelLedger, data: TrainingData, replicas: Replicas
+        self,
+        ledger: ModelLedger,
+        optimizer: DPOptimizer,
+        data: TrainingData,
+        replicas: Replicas,
     ) -> None:
         super().__init__()
         self._model_ledger = ledger
+        self._optimizer = optimizer
         self._recorder = ledger.recorder
         self._data = data
         self._replicas = replicas
@@ -143,7 +150,7 @@ class LedgerCallback(StepCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Ask for the steps to come: others may have taken some meanwhile."""
-        self._model_ledger.check_dials()
+        self._optimizer.check_dials()
         with contextlib.suppress(PrivacyBudgetError):
             self._model_ledger.limit(self.model.steps_per_execution)
 

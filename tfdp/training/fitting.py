@@ -42,7 +42,7 @@ def fitting(
     recorder, optimizer = ledger.recorder, private.optimizer
     steps = data.steps_per_epoch and data.steps_per_epoch * len(epochs)
     acting = [each for each in callbacks if isinstance(each, StepCallback)]
-    first = LedgerCallback(ledger, data, replicas)
+    first = LedgerCallback(ledger, optimizer, data, replicas)
     with _only_fit(sessions), lost_workers(replicas):
         if replicas.strategy is not None:
             check_shareable(data)

@@ -152,7 +152,7 @@ class ModelLedger:
             self.take_over_copies()
             recorder.begin_steps(session.objective.variables, self._weights())
             optimizer.skip_used_noise()
-            self.check_dials()
+            optimizer.check_dials()
             recorder.to_come = dict(releases)
             self._reserve()
             self._keep_room_for_releases()
@@ -259,15 +259,6 @@ class ModelLedger:
             self._noise_plan.name(self.recorder.steps),
             steps=steps,
         )
-
-    def check_dials(self) -> None:
-        """Refuse a clip norm or a noise multiplier that was assigned out of range.
-
-        Raises:
-            ValueError: If one is not finite, or not positive or negative.
-        """
-        assert self.optimizer is not None  # noqa: S101
-        self.optimizer.check_dials()
 
     def limit_again(self) -> None:
         """Limit the steps to come after something has changed, none of them now.

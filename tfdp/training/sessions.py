@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 from tfdp import _keras, _seeds, _tree
-from tfdp._types import Nest
+from tfdp._types import Nest, Tensor
 from tfdp.data.training_data import TrainingData
 from tfdp.distribute.workers import check_distribution, check_scope
 from tfdp.losses.batch import Batch, number_of_rows
@@ -153,21 +153,16 @@ class Sessions:
         Args:
             batch: Of the training function.
         """
-        session, rows = self.settled, None
+        session, batch = self.settled, self.replicas.first(batch)
         assert session is not None  # noqa: S101
-        if self.replicas.strategy is not None:
-            batch = self.replicas.first(batch)
-        else:
-            rows = number_of_rows(batch)
-        rows = rows if isinstance(rows, int) else None
-        self._check_batch(batch, rows, session.clipper)
+        self._check_batch(batch, number_of_rows(batch), session.clipper)
         clipper = dataclasses.replace(session.clipper, engine=self.checked.engine)
         if clipper == session.clipper:
             return session
         return dataclasses.replace(session, clipper=clipper)
 
     def for_single_step(
-        self, batch: Batch, recorder: LedgerRecorder, rows: int | None = None
+        self, batch: Batch, recorder: LedgerRecorder, rows: int | Tensor | None = None
     ) -> Session:
         """Return what a step is made for whose batch nobody has described.
 
@@ -260,7 +255,7 @@ class Sessions:
         return data
 
     def _check_batch(
-        self, batch: Batch, rows: int | None, clipper: BatchClipper
+        self, batch: Batch, rows: int | Tensor | None, clipper: BatchClipper
     ) -> None:
         """Check what a step is about to take, or a graph is about to be traced for.
 
@@ -268,7 +263,9 @@ class Sessions:
         else.
         """
         data = batch[:3]
-        static_rows = self.checked.static_rows(rows, clipper)
+        static_rows = self.checked.static_rows(
+            rows if isinstance(rows, int) else None, clipper
+        )
         if self.checked.knows(data, static_rows):
             return
         shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]
