@@ -137,7 +137,7 @@ class LedgerCallback(StepCallback):
             self._check_same_model(self.params["epochs"])
 
     def _check_same_model(self, epoch: int) -> None:
-        optimizer = self.model.optimizer
+        optimizer = self._optimizer
         check_same_model(
             self._replicas,
             [*(self._recorder.weights() or []), *optimizer.variables],
