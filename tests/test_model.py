@@ -27,7 +27,6 @@ from tests.small import (
 )
 from tfdp import _keras
 from tfdp.accounting import PoissonSteps, ShuffledPasses, UnamplifiedSteps
-from tfdp.errors import NotPrivateError
 
 pytestmark = pytest.mark.keras_private
 
@@ -480,136 +479,6 @@ def test_the_ledger_only_grows(tmp_path):
     assert model.ledger.steps == spent.steps + 1
 
 
-@pytest.mark.slow
-def test_a_run_stopped_by_hand_states_its_plan():
-    x, y = data(20)
-    model = private(run_eagerly=True)
-    stop = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", True)
-    )
-    model.fit(x, y, batch_size=5, epochs=3, callbacks=[stop], verbose=0)
-    assert segments(model) == (PoissonSteps(4, 1.0, 20, 5),)
-    assert model.ledger.cut_short == (PoissonSteps(8, 1.0, 20, 5),)
-
-
-def test_a_run_of_microbatches_owes_the_passes_of_its_plan():
-    x, y = data(20)
-    model = private(opt=optimizer(num_microbatches=2), wrap={"sampling": "shuffle"})
-    stop = keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", True)
-    )
-    model.fit(x, y, batch_size=4, epochs=3, callbacks=[stop], verbose=0)
-    assert [each.count for each in segments(model)] == [1]
-    assert [each.count for each in model.ledger.cut_short] == [2]
-
-
-class OneMore(keras.callbacks.Callback):
-    """Takes a step of its own, so many times."""
-
-    def __init__(self, method, times):
-        super().__init__()
-        self.times = times
-        setattr(self, method, self.step)
-
-    def step(self, *_, **__):
-        if self.times:
-            self.times -= 1
-            x, y = data(20)
-            self.model.train_on_batch(x[:5], y[:5])
-
-
-@pytest.mark.parametrize(
-    ("method", "sampling"),
-    [
-        ("on_epoch_begin", "poisson"),
-        ("on_train_batch_end", "shuffle"),
-        pytest.param("on_train_begin", "poisson", marks=pytest.mark.slow),
-        pytest.param("on_train_begin", "shuffle", marks=pytest.mark.slow),
-        pytest.param("on_epoch_begin", "shuffle", marks=pytest.mark.slow),
-        pytest.param("on_train_batch_begin", "shuffle", marks=pytest.mark.slow),
-        pytest.param("on_train_batch_end", "poisson", marks=pytest.mark.slow),
-    ],
-)
-def test_a_step_of_a_callback_takes_no_plan_away(method, sampling):
-    """What is stopped on exact values owes what it would have run."""
-
-    def epsilon(epochs_run):
-        x, y = data(20)
-        model = private(
-            opt=optimizer(8.0), wrap={"sampling": sampling}, run_eagerly=True
-        )
-        stop = keras.callbacks.LambdaCallback(
-            on_epoch_end=lambda epoch, logs: setattr(
-                model, "stop_training", epoch + 1 >= epochs_run
-            )
-        )
-        callbacks = [OneMore(method, times=2), stop]
-        model.fit(x, y, batch_size=5, epochs=5, callbacks=callbacks, verbose=0)
-        assert bool(model.ledger.cut_short) == (epochs_run < 5)
-        return model.ledger.planned().epsilon(1e-3)
-
-    assert epsilon(2) == pytest.approx(epsilon(5), rel=1e-6)
-
-
-def test_a_step_of_a_callback_leaves_the_noise_of_the_plan():
-    """What is owed has the least noise that was to come, not that of the last step."""
-    x, y = data(20)
-    model = private(opt=optimizer(8.0), run_eagerly=True)
-
-    def noise(step):
-        return 8.0 / (1 + step // 4)
-
-    callbacks = [
-        tfdp.callbacks.NoiseMultiplierScheduler(noise),
-        OneMore("on_epoch_begin", times=1),
-        keras.callbacks.LambdaCallback(
-            on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", epoch > 0)
-        ),
-    ]
-    model.fit(x, y, batch_size=5, epochs=5, callbacks=callbacks, verbose=0)
-    assert [each.noise_multiplier for each in model.ledger.cut_short] == [8.0 / 5]
-
-
-def test_undeclared_data_that_tell_their_length_owe_all_of_it():
-    """An epoch that was cut says nothing of how long it would have been."""
-    x, y = data(20)
-    pipeline = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
-    model = private(opt=optimizer(8.0, expected_batch_size=5), run_eagerly=True)
-    stop = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: setattr(
-            model, "stop_training", batch == 1
-        )
-    )
-    model.fit(pipeline, epochs=3, callbacks=[stop], verbose=0)
-    assert [each.count for each in segments(model)] == [2]
-    assert [each.count for each in model.ledger.cut_short] == [10]
-
-
-def test_steps_before_an_undeclared_fit_are_beside_its_plan():
-    x, y = data(20)
-    pipeline = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
-
-    def planned(epochs_run):
-        model = private(opt=optimizer(8.0, expected_batch_size=5), run_eagerly=True)
-        stop = keras.callbacks.LambdaCallback(
-            on_epoch_end=lambda epoch, logs: setattr(
-                model, "stop_training", epoch + 1 >= epochs_run
-            )
-        )
-        callbacks = [OneMore("on_train_begin", times=1), stop]
-        model.fit(
-            pipeline.repeat(),
-            steps_per_epoch=4,
-            epochs=3,
-            callbacks=callbacks,
-            verbose=0,
-        )
-        ledger = model.ledger
-        return sum(each.count for each in (*ledger.segments, *ledger.cut_short))
-
-    assert planned(2) == planned(3) == 13
-
-
 # ------------------------------------------------------------------- Keras's habits
 
 
@@ -653,18 +522,6 @@ def test_states_of_seeds_do_not_tell_how_many_passes_there_were(way):
         take_steps(way, model, x, x[:, :1])
         states.append(state.numpy().tolist())
     assert states[0] == states[1]
-
-
-def test_a_graph_of_steps_takes_any_number_of_rows():
-    model = private(opt=optimizer(expected_batch_size=4))
-    x, y = data(5)
-    specs = [tf.TensorSpec([None, 3]), tf.TensorSpec([None], "int32")]
-    step = tf.function(
-        lambda *rows: model.train_step(rows), input_signature=specs, autograph=False
-    )
-    step(x[:3], y[:3])
-    step(x, y)
-    assert model.ledger.steps == 2
 
 
 def test_batches_of_other_sizes_come_after_an_evaluation():
@@ -751,23 +608,6 @@ def test_no_mask_of_a_layer_comes_again_in_another():
     masks = np.concatenate(optimizer.sums, 1).T > 0
     assert len(masks) == 3 * rows * len(seeds)
     assert len(np.unique(masks, axis=0)) == len(masks)
-
-
-def test_no_fit_begins_inside_of_another():
-    """The steps that follow would be clipped as those of the inner one."""
-    model, x, y = tfdp.DPModel(silent_model(10)), np.ones((8, 10)), np.ones((8, 1))
-    optimizer = tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0)
-    model.compile(optimizer, "mse")
-
-    class Refits(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            with pytest.raises(NotPrivateError, match="Only one `fit`"):
-                model.fit(x, y, batch_size=2, verbose=0)
-
-    for _ in range(2):
-        model.fit(x, y, batch_size=4, verbose=0, callbacks=[Refits()])
-    (segment,) = model.ledger.segments
-    assert (segment.count, segment.scheme.expected_batch_size) == (4, 4)
 
 
 @pytest.mark.slow
@@ -1012,7 +852,7 @@ def test_training_does_without_cudnn_and_xla_compiles_it(engine, use_cudnn):
         np.ones((8, 4, 2), "float32"), np.arange(8) % 2, batch_size=4, verbose=0
     )
     assert not trained.jit_compile
-    assert trained._session.clipper.jit_compile
+    assert trained.sessions.settled.clipper.jit_compile
     # Book-keeping has a loop of its own.
     assert set(seen) == ({False} if engine == "vectorized" else set())
     assert layer.use_cudnn == use_cudnn

@@ -3,15 +3,14 @@
 import contextlib
 import dataclasses
 import functools
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, Self, overload
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _keras, _seeds, _tree, _validate, engines, reports
+from tfdp import _keras, _tree, _validate, engines, reports
 from tfdp._types import Config, Loss, Nest, Tensor
 from tfdp.accounting import Ledger, Segment, privacy_statement
 from tfdp.accounting.text import filled
@@ -24,30 +23,22 @@ from tfdp.checks.metrics import (
 )
 from tfdp.data.sources import have_common_rows
 from tfdp.data.training_data import (
-    TrainingData,
     number_of_examples,
     split_for_validation,
     training_data,
 )
-from tfdp.distribute.shares import check_shareable, shared_out
 from tfdp.distribute.workers import (
-    agree_on_training,
     check_distribution,
-    check_scope,
-    lost_workers,
     replicas_of,
 )
-from tfdp.engines import explanation
-from tfdp.errors import NotPrivateError, UnsupportedLayerError
+from tfdp.errors import NotPrivateError
 from tfdp.losses import regularizers
 from tfdp.losses.added import Predicted
 from tfdp.losses.batch import Batch, number_of_rows
 from tfdp.optimizers import DPOptimizer
 from tfdp.runs.checkpoints import LedgerState
-from tfdp.runs.counter import UNDECLARED
 from tfdp.runs.histories import was_trained
-from tfdp.runs.recorder import LedgerRecorder
-from tfdp.sampling import Scheme, samplings
+from tfdp.sampling import samplings
 from tfdp.training.arguments import (
     check_class_weight,
     check_inputs,
@@ -56,32 +47,23 @@ from tfdp.training.arguments import (
     check_no_class_weight,
     check_optimizer,
     check_protects,
-    check_targets,
-    check_trainable,
     check_unit,
     check_validation_data,
     check_wrapped,
     note_slow_cpu,
 )
 from tfdp.training.augmentation import Augmentation
-from tfdp.training.batch_clipper import BatchClipper
-from tfdp.training.callback import StepCallback, find_queries
 from tfdp.training.checked_model import CheckedModel
-from tfdp.training.fit_callbacks import (
-    BatchCallback,
-    LedgerCallback,
-    sorted_callbacks,
-)
+from tfdp.training.fit_callbacks import sorted_callbacks
+from tfdp.training.fitting import fitting
 from tfdp.training.functions import TrainingFunctions
-from tfdp.training.journal import restored_journals
 from tfdp.training.model_ledger import (
     ModelLedger,
     keep_plain_steps,
     steps_of_plain_keras,
 )
-from tfdp.training.releases import ReleasingCallback, Trained, WatchingCallback
-from tfdp.training.step import Session, private_step
-from tfdp.training.units import with_sizes
+from tfdp.training.sessions import Sessions
+from tfdp.training.step import private_step
 
 
 @keras.saving.register_keras_serializable("tfdp")
@@ -178,7 +160,6 @@ class DPModel(TrainingFunctions):
         **kwargs: object,
     ) -> None:
         check_wrapped(model)
-        engines.get(engine)
         if physical_batch_size is not None:
             physical_batch_size = _validate.positive_int(
                 "physical_batch_size", physical_batch_size
@@ -202,12 +183,8 @@ class DPModel(TrainingFunctions):
         self._ledger_state = LedgerState(
             self._model_ledger.state, self._model_ledger.restore
         )
-        # What the training function was made for.
-        self._session: Session | None = None
-        # Callbacks that act in the steps of the `fit` that runs.
-        self._acting: tuple[StepCallback, ...] = ()
-        self._augmentation = views
         self._checked = CheckedModel(model, engine, views, replicas)
+        self.sessions = Sessions(self, self._checked, self._model_ledger)
         if getattr(model, "optimizer", None) is not None:
             # Steps before any private one are a pre-training.
             if any(map(was_trained, model.trainable_variables)):
@@ -267,20 +244,7 @@ class DPModel(TrainingFunctions):
             UnsupportedLayerError: If the engine asked for cannot be used.
             ValueError: If the model's inputs are not known before the first `fit`.
         """
-        signature = self._checked.signature or _keras.input_signature(self.model)
-        if signature is None:
-            raise ValueError(
-                f"The inputs of model `{self.model.name}` are not known yet. Received: "
-                "a model that has seen no data. Call `private.fit(...)` first."
-            )
-        engine = self._checked.engine
-        try:
-            rows = engine.explain(self.model, signature)
-        except UnsupportedLayerError:
-            if self.engine != "auto":
-                raise
-            rows = engines.ApartEngine().explain(self.model, signature)
-        return explanation.table(rows)
+        return self._checked.explain()
 
     # What was run.
 
@@ -510,7 +474,7 @@ class DPModel(TrainingFunctions):
                 auto_scale_loss=False,
             )
         _keras.note_metrics(self, metrics, weighted_metrics)
-        self._given_jit_compile = jit_compile
+        self.sessions.jit_compile = jit_compile
         self._given_ascent = ascent
         self._checked.compile(
             loss, loss_weights, ascent if ascent and ascent.has_ascent() else None
@@ -521,18 +485,13 @@ class DPModel(TrainingFunctions):
                 optimizer=None, loss=loss, loss_weights=loss_weights, jit_compile=False
             )
         self._model_ledger.bind(optimizer)
-        self._renew_keys()
-
-    def _renew_keys(self) -> None:
-        """Draw noise and masks with fresh secret keys from here on."""
-        self.optimizer.renew_noise_key()
-        _seeds.renew_key(self.model, is_known=self.optimizer.noise_is_seeded)
+        self.sessions.renew_keys()
 
     def get_compile_config(self) -> Config:
         """Return the arguments of `compile`."""
         config = {
             **super().get_compile_config(),
-            "jit_compile": self._given_jit_compile,
+            "jit_compile": self.sessions.jit_compile,
         }
         if self._given_ascent is not None:
             config["loss"] = keras.saving.serialize_keras_object(self._given_ascent)
@@ -611,7 +570,7 @@ class DPModel(TrainingFunctions):
             ValueError: If the arguments contradict each other.
             WorkerLostError: If another process that trains the model is gone.
         """
-        self._get_ready()
+        self.sessions.get_ready()
         note_slow_cpu()
         check_inputs(x)
         check_validation_data(validation_data)
@@ -646,10 +605,8 @@ class DPModel(TrainingFunctions):
             callbacks, validates_private_rows=have_common_rows(x, x_validated)
         )
         to_run = range(initial_epoch, epochs)
-        with (
-            self._only_fit(),
-            self._training(data, callbacks, to_run, class_weight) as (data, callbacks),
-        ):
+        around = fitting(self.sessions, data, callbacks, to_run, class_weight)
+        with around as (data, callbacks):
             is_weighed = self._replicas.strategy is not None
             if validation_data is not None and not is_weighed:
                 check_assigns_no_weight(self, self.fitted_signature)
@@ -670,111 +627,6 @@ class DPModel(TrainingFunctions):
                 validation_batch_size=validation_batch_size or batch_size,
                 validation_freq=validation_freq,
             )
-
-    @contextlib.contextmanager
-    def _only_fit(self) -> Iterator[None]:
-        """Refuse a `fit` inside of this one."""
-        if self._is_fitting:
-            raise NotPrivateError(
-                "Only one `fit` of a private model may run: the steps of both would be "
-                f"clipped as those of the last one. Received: model={self.name!r}, in the "
-                "midst of its own `fit`. Call it when that has returned, or take single "
-                "steps in the callback: `private.train_on_batch(x, y)`."
-            )
-        self._is_fitting, self._expects_batch = True, False
-        try:
-            yield
-        finally:
-            self._is_fitting = False
-
-    @contextlib.contextmanager
-    def _training(
-        self,
-        data: TrainingData,
-        callbacks: list[keras.callbacks.Callback],
-        epochs: range,
-        class_weight: dict[int, float] | None,
-    ) -> Iterator[tuple[TrainingData, list[keras.callbacks.Callback]]]:
-        """Settle what a call of `fit` is made for, and count what Keras runs in it.
-
-        Args:
-            data: What `fit` was given.
-            callbacks: Likewise, tfdp's own first.
-            epochs: That are to run.
-            class_weight: What replicas weigh the rows of their shares with.
-
-        Yields:
-            Data and callbacks as Keras gets them.
-        """
-        replicas, ledger, optimizer = self._replicas, self._model_ledger, self.optimizer
-        if replicas.strategy is not None:
-            check_shareable(data)
-        steps = data.steps_per_epoch and data.steps_per_epoch * len(epochs)
-        acting = [each for each in callbacks if isinstance(each, StepCallback)]
-        first = LedgerCallback(ledger, data, replicas)
-        kept = restored_journals(callbacks, self.recorder, ledger.noise_to_come)
-        with lost_workers(replicas):
-            paths = [journal.path for journal in kept]
-            agree_on_training(replicas, self.recorder, optimizer, data, epochs, paths)
-            for callback in acting:
-                callback.before_training(optimizer, steps)
-            clipper = self._clipper(data.scheme)
-            data = self._check(data, clipper)
-            regularizers.check_number_of_examples(
-                self.trainable_variables, data.scheme.number_of_examples
-            )
-            self._renew_keys()
-            for callback in acting:
-                callback.set_model(self)
-                find_queries(callback, optimizer)
-            session = self._checked.session(
-                data.scheme, clipper, optimizer, self.recorder, acting
-            )
-            self._settle(session)
-            releases = self._prepare_releases(data, callbacks, epochs)
-            self.recorder.journals = kept
-            with ledger.counting(session, data, len(epochs), steps, releases):
-                if replicas.strategy is not None:
-                    data = shared_out(
-                        data,
-                        replicas,
-                        epochs=len(epochs),
-                        rows_per_unit=session.clipper.rows_per_unit,
-                        class_weight=class_weight,
-                    )
-                else:
-                    data = data.as_pipeline(self.steps_per_execution)
-                self.__dict__["_acting"] = session.callbacks
-                try:
-                    yield data, [first, *callbacks, *kept, BatchCallback()]
-                finally:
-                    session.released.put_back()
-                    self.__dict__["_acting"] = ()
-                    # Keras would export what layers have measured of the rows.
-                    _keras.reset_metrics(self.model)
-
-    def _prepare_releases(
-        self,
-        data: TrainingData,
-        callbacks: list[keras.callbacks.Callback],
-        epochs: range,
-    ) -> dict[ReleasingCallback, Segment]:
-        """Let callbacks that release metrics see what they will release them of."""
-        trained = Trained(
-            self._checked.objective(),
-            self._checked.outputs[1],
-            data,
-            self._model_ledger,
-            self._replicas,
-            epochs,
-            self.unit,
-        )
-        found = [each for each in callbacks if isinstance(each, ReleasingCallback)]
-        releases = {callback: callback.prepare(trained) for callback in found}
-        for callback in callbacks:
-            if isinstance(callback, WatchingCallback):
-                callback.watch(found, self._model_ledger)
-        return releases
 
     def train_on_batch(
         self,
@@ -806,7 +658,7 @@ class DPModel(TrainingFunctions):
             UnsupportedLayerError: If layers break per-example privacy.
             ValueError: If there are several replicas.
         """
-        self._get_ready()
+        self.sessions.get_ready()
         if self._replicas.number > 1:
             raise ValueError(
                 "`train_on_batch` would give every replica the same batch. Received: "
@@ -815,25 +667,24 @@ class DPModel(TrainingFunctions):
             )
         check_class_weight(class_weight, sample_weight, y, self.model)
         rows = number_of_examples(x)
-        recorder = self.recorder
         # From a callback inside of `fit`, whose next steps have this function, too.
         # A step is checked as it is traced, for the number that layers see.
-        session = self._session_of_single_step(
-            Batch(x, y, sample_weight), None, recorder, self._acting
+        session = self.sessions.for_single_step(
+            Batch(x, y, sample_weight), self.recorder
         )
         regularizers.check_number_of_examples(self.trainable_variables, None, rows=rows)
-        self._settle(session)
+        self.sessions.settle(session)
         self._model_ledger.begin_single_step(session)
-        self._model_ledger.check_dials()
+        self.optimizer.check_dials()
         self._model_ledger.limit()
         try:
-            self.expect_batch()
+            self.sessions.expects_batch = True
             return super().train_on_batch(
                 x, y, sample_weight, class_weight, return_dict
             )
         finally:
             session.released.put_back()
-            recorder.note_left(self.model.weights)
+            self.recorder.note_left(self.model.weights)
 
     def compute_metrics(
         self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest = None
@@ -905,17 +756,16 @@ class DPModel(TrainingFunctions):
     def _take_only_step(
         self, batch: Batch, fingerprint: Tensor | None
     ) -> dict[str, Tensor]:
-        if self._is_in_train_function and self._session is not None:
-            session, has_room = self._session_for(batch), self.recorder.counter.has_room
+        if self._is_in_train_function and self.sessions.settled is not None:
+            session = self.sessions.for_batch(batch)
+            has_room = self.recorder.counter.has_room
         else:
             # It counts as one of a loop of one's own, whose batches nobody knows, also
             # while `fit` runs.
             rows = number_of_rows(batch)
             with tf.init_scope():
-                session = self._session_of_single_step(
-                    batch,
-                    rows if isinstance(rows, int) else None,
-                    self.optimizer.recorder_of_loops,
+                session = self.sessions.for_single_step(
+                    batch, self.optimizer.recorder_of_loops, rows
                 )
             has_room = functools.partial(self._model_ledger.has_room, session)
         private_step(
@@ -927,24 +777,6 @@ class DPModel(TrainingFunctions):
         )
         logs: dict[str, Tensor] = self.get_metrics_result()
         return logs
-
-    def _session_for(self, batch: Batch) -> Session:
-        """Return the session of `fit`, with an engine for the batch as the graph has it.
-
-        `fit` has checked the first rows. A graph may be traced for others.
-        """
-        session, rows = self._session, None
-        assert session is not None  # noqa: S101
-        if self._replicas.strategy is not None:
-            batch = self._replicas.first(batch)
-        else:
-            rows = number_of_rows(batch)
-        rows = rows if isinstance(rows, int) else None
-        self._check_batch(batch, rows, session.clipper)
-        clipper = dataclasses.replace(session.clipper, engine=self._checked.engine)
-        if clipper == session.clipper:
-            return session
-        return dataclasses.replace(session, clipper=clipper)
 
     def _update_metrics(
         self, has_room: Tensor, data: Nest, rows: Tensor, outputs: Nest
@@ -1014,169 +846,8 @@ class DPModel(TrainingFunctions):
             What training would minimise for each, without regularizers, shape ``(n,)``.
         """
         objective = dataclasses.replace(self._checked.objective(), training=False)
-        data = _tree.map_tensors(tf.convert_to_tensor, (x, y, sample_weight))
-
-        @tf.function(autograph=False, reduce_retracing=True)
-        def losses(batch: Batch) -> Tensor:
-            return objective.forward(batch)[1]
-
-        found = [
-            losses(
-                Batch(
-                    *_tree.map_tensors(
-                        operator.itemgetter(slice(first, first + batch_size)), data
-                    )
-                )
-            ).numpy()
-            for first in range(0, number_of_examples(x), batch_size)
-        ]
-        return np.concatenate(found)
-
-    # Before a training begins.
-
-    @contextlib.contextmanager
-    def rehearsal(
-        self, scheme: Scheme, batch: Batch, callbacks: Sequence[StepCallback]
-    ) -> Iterator[tuple[Session, Callable[[], None]]]:
-        """Let `tfdp.audit` take steps that nothing counts and that leave nothing.
-
-        Where the model was checked before it is not checked again: an audit does not
-        rest on what was proven.
-
-        Args:
-            scheme: How the batches are drawn.
-            batch: Rows such as theirs.
-            callbacks: Act in the steps.
-
-        Yields:
-            A session with a recorder of its own, and a function after which the first
-            step may come again, with its noise and its masks.
-        """
-        self._get_ready()
-        optimizer = self.optimizer
-        if not optimizer.built and self.built:
-            optimizer.build(self.trainable_variables)
-        # The outer one has the batch size that the optimizer expected before.
-        with optimizer.set_aside():
-            clipper = self._clipper(scheme)
-            if self._checked.signature is None:
-                self._check_batch(batch, None, clipper)
-            session = self._checked.session(
-                scheme, clipper, optimizer, LedgerRecorder(), callbacks
-            )
-            session.recorder.begin(session.scheme)
-            key = _seeds.key_words(self.model)
-            states = [*self.model.weights, *clipper.states(), key]
-            released = session.released.state()
-            with (
-                _keras.values_kept(states) as put_back,
-                optimizer.set_aside() as put_optimizer_back,
-            ):
-
-                def begin() -> None:
-                    put_back()
-                    put_optimizer_back()
-                    session.released.restore(released)
-
-                try:
-                    yield session, begin
-                finally:
-                    session.released.put_back()
-                    session.released.restore(released)
-
-    def _clipper(self, scheme: Scheme) -> BatchClipper:
-        """Return what cuts batches; a session gives it the engine that was chosen."""
-        asked = BatchClipper(
-            self.model,
-            self._checked.engine,
-            may_change_engine=self.engine == "auto",
-            physical_batch_size=self.physical_batch_size,
-            replicas=self._replicas,
-            augmentation=self._augmentation,
-            jit_compile=_keras.compiles_training(self, self._given_jit_compile),
-        )
-        return with_sizes(asked, scheme, self.optimizer)
-
-    def _session_of_single_step(
-        self,
-        batch: Batch,
-        rows: int | None,
-        recorder: LedgerRecorder,
-        callbacks: Sequence[StepCallback] = (),
-    ) -> Session:
-        """Return what a step is made for whose batch nobody has described."""
-        check_protects(self.unit, UNDECLARED)
-        _seeds.use_key(self.model, is_known=self.optimizer.noise_is_seeded)
-        clipper = self._clipper(UNDECLARED)
-        self._check_batch(batch, rows, clipper)
-        session = self._checked.session(
-            UNDECLARED, clipper, self.optimizer, recorder, callbacks
-        )
-        if self._is_fitting and recorder is self.recorder:
-            recorder.step_between(session.scheme)
-        elif recorder.counter.scheme != session.scheme:
-            recorder.begin(session.scheme)
-        return session
-
-    def _settle(self, session: Session) -> None:
-        """Make the training function anew if it was made for something else."""
-        if not self.optimizer.built:
-            # A function that makes variables is traced twice.
-            with self._replicas.scope():
-                self.optimizer.build(self.trainable_variables)
-        if session != self._session:
-            self.__dict__["_session"], self.train_function = session, None
-
-    def _get_ready(self) -> None:
-        """Refuse to train what cannot be, and take a newly assigned optimizer."""
-        check_trainable(self)
-        check_scope(self._replicas)
-        if (
-            self._model_ledger.optimizer is not self.optimizer
-        ):  # Assigned after `compile`.
-            check_optimizer(self.optimizer)
-            check_distribution(self._replicas, self.optimizer, self.steps_per_execution)
-            self._model_ledger.bind(self.optimizer)
-
-    def _check(self, data: TrainingData, clipper: BatchClipper) -> TrainingData:
-        """Refuse layers and losses that mix examples."""
-        static_rows = self._checked.static_rows(data.static_batch_size, clipper)
-        spec = data.element_spec
-        if spec is None or not self._checked.knows(spec, static_rows):
-            data, sample = data.with_sample()
-            like = sample if spec is None else spec
-            if not self._checked.knows(like, static_rows):
-                self._check_rows(like, sample, static_rows)
-        return data
-
-    def _check_batch(
-        self, batch: Batch, rows: int | None, clipper: BatchClipper
-    ) -> None:
-        """Check what a step is about to take, or a graph is about to be traced for.
-
-        Whatever was checked before: for rows of another shape layers may do something
-        else.
-        """
-        data = batch[:3]
-        static_rows = self._checked.static_rows(rows, clipper)
-        if self._checked.knows(data, static_rows):
-            return
-        shapes = [tf.TensorShape(each.shape)[1:] for each in _tree.tensors(data)]
-        has_sample = all(shape.is_fully_defined() for shape in shapes)
-        with _keras.outside_of_graphs():
-            self._check_rows(data, data if has_sample else None, static_rows)
-
-    def _check_rows(self, data: Nest, sample: Nest, static_rows: int | None) -> None:
-        check_targets(data[1], needs_them=self._checked.needs_targets)
-        # A graph of several replicas is traced for what has been built before.
-        is_in_graph = any(map(tf.is_symbolic_tensor, _tree.tensors(data)))
-        if self._replicas.strategy is not None and not is_in_graph:
-            self.build_all(sample)
-        # Keras makes some of them after `compile`: those of single outputs, of names.
-        _keras.note_metrics(self)
-        self._checked.check(data, sample, static_rows, self.optimizer.iterations)
-        _keras.build_metrics(self, *self._checked.outputs)
-        self.built = True
+        data = _tree.map_tensors(tf.convert_to_tensor, Batch(x, y, sample_weight))
+        return objective.losses_of_rows(data, number_of_examples(x), batch_size)
 
     # Saving.
 
@@ -1204,7 +875,7 @@ class DPModel(TrainingFunctions):
             self.optimizer.build(self.trainable_variables)
         super().load_weights(*args, **kwargs)
         if self.compiled:
-            self._renew_keys()
+            self.sessions.renew_keys()
             self._model_ledger.limit_again()
 
     def get_config(self) -> Config:
@@ -1217,11 +888,11 @@ class DPModel(TrainingFunctions):
             "unit": self.unit,
             "name": self.name,
         }
-        if self._augmentation is not None:
-            function = self._augmentation.function
+        views = self._checked.augmentation
+        if views is not None:
             config |= {
-                "augmentation": keras.saving.serialize_keras_object(function),
-                "augmentation_multiplicity": self._augmentation.multiplicity,
+                "augmentation": keras.saving.serialize_keras_object(views.function),
+                "augmentation_multiplicity": views.multiplicity,
             }
         return config
 

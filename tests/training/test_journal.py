@@ -25,7 +25,6 @@ from tfdp.runs.counter import UNDECLARED
 from tfdp.runs.recorder import LedgerRecorder
 from tfdp.sampling import Poisson, Shuffled
 from tfdp.training.journal import Journal, restored_journals
-from tfdp.training.noise_plan import NoisePlan
 
 ROWS = 40
 
@@ -40,13 +39,12 @@ class Run:
     """Steps of a recorder, each written down before it is counted."""
 
     def __init__(self, folder, scheme=POISSON, steps_per_execution=1, **options):
-        self.recorder = LedgerRecorder()
+        self.trained = private()
+        self.optimizer = self.trained.optimizer
+        ledger = self.trained._model_ledger
+        self.recorder = ledger.recorder
         self.recorder.begin(scheme, **options)
-        self.optimizer = tfdp.optimizers.DPSGD(
-            0.1, l2_norm_clip=1.0, noise_multiplier=1.5
-        )
-        to_come = NoisePlan(self.optimizer).to_come
-        self.journal = Journal(self.recorder, folder, to_come)
+        self.journal = Journal(self.recorder, folder, ledger.noise_to_come)
         self.journal.set_model(SimpleNamespace(steps_per_execution=steps_per_execution))
 
     def restore(self):

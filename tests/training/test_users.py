@@ -49,7 +49,7 @@ def clipped(rows, ids, most, l2_norm_clip=CLIP, model=None, **wrap):
     )
     model = users(model, **wrap)
     batch = Batch.of(tf.nest.map_structure(tf.convert_to_tensor, drawn[0]))
-    clipper = model._clipper(drawn.scheme)
+    clipper = model.sessions.clipper(drawn.scheme)
     objective = Objective.of(model.model, logits_loss())
     found = clipper.clip(batch, tf.constant(l2_norm_clip, tf.float64), objective)
     assert float(found.l2_sensitivity) == l2_norm_clip

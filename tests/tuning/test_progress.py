@@ -73,7 +73,7 @@ def test_a_try_that_ran_more_counts_with_all_of_it():
     progress = SearchProgress(SCHEME, {}, None)
     progress.begin_try((STEPS,))
     progress.begin_try((STEPS,))
-    recorder._ended = Ledger((LONGER,))
+    recorder._past = Ledger((LONGER,))
     with pytest.raises(ValueError, match="must run what its `fit` had planned"):
         progress.check_try(recorder)
     (run,) = progress.cut_short().values()

@@ -158,7 +158,7 @@ def replay(
         private, (x, y, sample_weight), batch_size, user_ids, examples_per_user
     )
     seen, sample = Seen(), rows.with_one(int(rows.rest[0]))
-    with private.rehearsal(rows.scheme, sample, [seen]) as (session, begin):
+    with private.sessions.rehearsal(rows.scheme, sample, [seen]) as (session, begin):
         steps = Steps(session, seen, begin, eagerly=private.run_eagerly)
         return _report(steps, rows, neighbours)
 

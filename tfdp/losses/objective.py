@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Self
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree
@@ -193,6 +194,32 @@ class Objective:
             lambda *parts: tf.concat(parts, 0), *of_each
         )
         return joined
+
+    def losses_of_rows(self, data: Batch, rows: int, batch_size: int) -> np.ndarray:
+        """Compute the loss of each row, so many at a time.
+
+        Args:
+            data: The rows, tensors.
+            rows: How many they are.
+            batch_size: Rows that go through the model at once.
+
+        Returns:
+            As `forward` has them, shape ``(N,)``.
+        """
+
+        @tf.function(autograph=False, reduce_retracing=True)
+        def losses(batch: Batch) -> Tensor:
+            return self.forward(batch)[1]
+
+        found = [
+            losses(
+                _tree.map_tensors(
+                    operator.itemgetter(slice(first, first + batch_size)), data
+                )
+            ).numpy()
+            for first in range(0, rows, batch_size)
+        ]
+        return np.concatenate(found)
 
     def penalties(self) -> list[tuple[Variable, Callable[[Variable], Tensor]]]:
         """List what is part of each example's loss beside `losses`.

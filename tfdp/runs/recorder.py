@@ -168,11 +168,11 @@ class LedgerRecorder:
         self.to_come: dict[Hashable, Segment] = {}
         self.reserved: tuple[Segment, ...] = ()
         self.journals: Sequence[StepJournal] = ()
-        # After how many steps a released value has ended the segment, or a budget.
-        self._ended_by_release: int | None = None
-        self._ended_by_budget: int | None = None
-        # Of the segments that have ended.
-        self._ended = Ledger()
+        # How many steps there were when a released value ended the segment, or a budget.
+        self._steps_at_release: int | None = None
+        self._steps_at_budget: int | None = None
+        # What the segments before it have run.
+        self._past = Ledger()
         self.loaded: dict[str, Run] = {}
         # A glimpse of the values that the last single step has left.
         self._left: list[float] = []
@@ -191,7 +191,7 @@ class LedgerRecorder:
         opened = noise_multiplier if counter.is_inside_release else math.inf
         clip = float(counter.last_clip.numpy())
         return Run(
-            self._ended.add(*counter.segments(opened)).merged(),
+            self._past.add(*counter.segments(opened)).merged(),
             int(counter.steps.numpy()),
             None if math.isnan(clip) else clip,
         )
@@ -213,7 +213,7 @@ class LedgerRecorder:
     @property
     def releases(self) -> int:
         """How much this run has released beside its steps."""
-        return self._ended.releases
+        return self._past.releases
 
     def histories(self) -> list[History]:
         """Return the histories of all that its model, or what it trains, comes from."""
@@ -322,16 +322,16 @@ class LedgerRecorder:
                 the safe side, so that the ledger stays short.
         """
         ledger, steps = self.own_run().ledger, int(self.counter.steps.numpy())
-        is_spent = self._ended_by_budget == steps
+        is_spent = self._steps_at_budget == steps
         missing = [] if is_spent else self.counter.missing()
         has_no_plan = self.counter.planned_releases is None
         may_be_short = bool(missing) or (has_no_plan and not is_spent)
-        if may_be_short and self._ended_by_release == steps:
+        if may_be_short and self._steps_at_release == steps:
             ledger = dataclasses.replace(ledger, ended_by_release=True)
         elif missing:
             owed = (*ledger.cut_short, *missing, *self.to_come.values())
             ledger = dataclasses.replace(ledger, cut_short=owed)
-        self._ended, self._ended_by_release, self._ended_by_budget = ledger, None, None
+        self._past, self._steps_at_release, self._steps_at_budget = ledger, None, None
         self.counter.begin(
             scheme, steps_per_release, planned_releases, noise_multipliers
         )
@@ -350,8 +350,8 @@ class LedgerRecorder:
                 counter.planned_releases += 1
             return
         # What is missing is still to come, and nothing has ended it.
-        self._ended = self.own_run().ledger
-        self._ended_by_release = self._ended_by_budget = None
+        self._past = self.own_run().ledger
+        self._steps_at_release = self._steps_at_budget = None
         planned = None if to_come is None else 1 + to_come
         counter.begin(scheme, 1, planned, counter.levels_for(scheme))
         self.beginnings += 1
@@ -362,19 +362,19 @@ class LedgerRecorder:
         Args:
             segment: It. `budgets.has_room_for` has told that budgets allow it.
         """
-        self._ended = self._ended.add(segment).merged()
+        self._past = self._past.add(segment).merged()
 
     def end_by_release(self) -> None:
         """Note that released values alone end the segment, if no step follows."""
-        self._ended_by_release = int(self.counter.steps.numpy())
+        self._steps_at_release = int(self.counter.steps.numpy())
 
     def end_by_budget(self) -> None:
         """Note that budgets have no room for another step, and end the segment."""
-        self._ended_by_budget = int(self.counter.steps.numpy())
+        self._steps_at_budget = int(self.counter.steps.numpy())
 
     def note_other_rows(self) -> None:
         """Note that there are releases of other rows, with a ledger of their own."""
-        self._ended = dataclasses.replace(self._ended, saw_other_rows=True)
+        self._past = dataclasses.replace(self._past, saw_other_rows=True)
 
     def plan(self, releases: int | None) -> None:
         """Note how many releases of the segment are to come in all.
@@ -395,10 +395,10 @@ class LedgerRecorder:
             noise: Whether the noise was drawn with a known seed.
             sampling: Whether the batches were.
         """
-        self._ended = dataclasses.replace(
-            self._ended,
-            noise_seed_fixed=self._ended.noise_seed_fixed or noise,
-            sampling_seed_fixed=self._ended.sampling_seed_fixed or sampling,
+        self._past = dataclasses.replace(
+            self._past,
+            noise_seed_fixed=self._past.noise_seed_fixed or noise,
+            sampling_seed_fixed=self._past.sampling_seed_fixed or sampling,
         )
 
     def agree(self, states: list[str], run: str) -> None:
@@ -434,7 +434,7 @@ class LedgerRecorder:
         counter = self.counter
         self.begin(counter.scheme, steps_per_release=counter.steps_per_release)
         self.loaded, self.run = loaded, run
-        self._ended = Ledger()
+        self._past = Ledger()
         counter.steps.assign(0)
 
     # In files.

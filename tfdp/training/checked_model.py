@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, TypeAlias
 
 import keras
@@ -18,17 +18,12 @@ from tfdp.ascent.released import ReleasedGradient
 from tfdp.checks.engine import choose
 from tfdp.data.training_data import first_rows, made_up_rows, number_of_examples
 from tfdp.distribute.replicas import Replicas
-from tfdp.engines import VectorizedEngine
-from tfdp.errors import NotPrivateError
+from tfdp.engines import VectorizedEngine, explanation
+from tfdp.errors import NotPrivateError, UnsupportedLayerError
 from tfdp.losses.objective import Objective
-from tfdp.optimizers import DPOptimizer
-from tfdp.runs.recorder import LedgerRecorder
-from tfdp.sampling import Scheme
 from tfdp.training.attributes import attributes_of
 from tfdp.training.augmentation import Augmentation
 from tfdp.training.batch_clipper import BatchClipper, keeps_static_rows
-from tfdp.training.callback import StepCallback, acts_in_steps
-from tfdp.training.step import Session
 from tfdp.training.units import filled_up
 
 if TYPE_CHECKING:
@@ -52,6 +47,7 @@ class CheckedModel:
         replicas: That train it.
 
     Attributes:
+        augmentation: As given, like `replicas`.
         engine: The one that was chosen; before the first check the one asked for.
         passes: What engines do with rows, as far as that was proven: they run it.
         signature: Nest of `tf.TensorSpec` of the inputs that it was checked with last.
@@ -71,8 +67,8 @@ class CheckedModel:
         """Check nothing yet."""
         self._model = model
         self._asked = engine
-        self._augmentation = augmentation
-        self._replicas = replicas
+        self.augmentation = augmentation
+        self.replicas = replicas
         self.engine = engines.get(engine)
         self.signature: Nest = None
         # Of the inputs that trained a model which was loaded.
@@ -178,42 +174,21 @@ class CheckedModel:
             self._uphill = known
         return known[2]
 
-    def session(
-        self,
-        scheme: Scheme,
-        clipper: BatchClipper,
-        optimizer: DPOptimizer,
-        recorder: LedgerRecorder,
-        callbacks: Sequence[StepCallback],
-    ) -> Session:
-        """Return what a training function is made for, after the checks.
-
-        Args:
-            scheme: How the batches are drawn.
-            clipper: Cuts them; with any engine.
-            optimizer: Takes the steps.
-            recorder: Counts them.
-            callbacks: Some act in the steps.
-
-        Raises:
-            ValueError: If the optimizer's noise is not accounted for such batches.
-        """
-        acting = tuple(each for each in callbacks if acts_in_steps(each))
-        session = Session(
-            dataclasses.replace(clipper, engine=self.engine, passes=self.passes),
-            self.objective(),
-            self.objective_uphill(optimizer.iterations),
-            scheme.in_units(clipper.examples_per_unit),
-            optimizer,
-            optimizer.mechanism,
-            recorder,
-            self.ascent,
-            self.released,
-            acting,
-            tuple(query for callback in acting for query in callback.queries),
-        )
-        optimizer.mechanism.check(session.scheme)
-        return session
+    def explain(self) -> str:
+        """Describe how each layer's gradients are clipped; see `DPModel.explain`."""
+        signature = self.signature or _keras.input_signature(self._model)
+        if signature is None:
+            raise ValueError(
+                f"The inputs of model `{self._model.name}` are not known yet. Received: "
+                "a model that has seen no data. Call `private.fit(...)` first."
+            )
+        try:
+            rows = self.engine.explain(self._model, signature)
+        except UnsupportedLayerError:
+            if self._asked != "auto":
+                raise
+            rows = engines.ApartEngine().explain(self._model, signature)
+        return explanation.table(rows)
 
     def static_rows(self, batch_size: int | None, clipper: BatchClipper) -> int | None:
         """Return how many rows layers see at once; see `keeps_static_rows`.
@@ -225,12 +200,12 @@ class CheckedModel:
         Returns:
             None if layers do not see it, or it is not known.
         """
-        if not keeps_static_rows(self.ascent) or self._replicas.strategy is not None:
+        if not keeps_static_rows(self.ascent) or self.replicas.strategy is not None:
             return None
         rows = clipper.physical_batch_size
         if rows is None and batch_size is not None:
             rows = filled_up(max(batch_size, 1), clipper.rows_per_unit)
-        views = 1 if self._augmentation is None else self._augmentation.multiplicity
+        views = 1 if self.augmentation is None else self.augmentation.multiplicity
         return rows and rows * views
 
     def knows(self, data: Nest, static_rows: int | None) -> bool:
@@ -267,7 +242,7 @@ class CheckedModel:
             UnsupportedLayerError: If no engine can train the model privately.
         """
         like = _rows_like(data)
-        if sample is None and (self.signature is None or self._augmentation):
+        if sample is None and (self.signature is None or self.augmentation):
             raise NotPrivateError(
                 f"Model `{self._model.name}` was never checked, and cannot be with rows "
                 "of unknown shape. Received: a batch whose axes have unknown lengths. Call "
@@ -278,11 +253,11 @@ class CheckedModel:
         if not self._is_as_checked():
             self._engines = {}
             self.passes.clear()
-        with self._replicas.only_first(), _keras.losses_of_one_replica():
+        with self.replicas.only_first(), _keras.losses_of_one_replica():
             rows = None if sample is None else rows_to_check(sample)
             if rows is not None:
-                if self._augmentation is not None:
-                    self._augmentation.check(rows[0])
+                if self.augmentation is not None:
+                    self.augmentation.check(rows[0])
                 if not self._model.built:
                     self._model(_tree.map_tensors(tf.convert_to_tensor, rows[0]))
             objective = self.objective_uphill(iterations)
@@ -334,7 +309,7 @@ class CheckedModel:
         return self._attributes == self._attributes_now()
 
     def _attributes_now(self) -> Hashable:
-        of_views = () if self._augmentation is None else (self._augmentation.model,)
+        of_views = () if self.augmentation is None else (self.augmentation.model,)
         trainable = tuple(map(id, self._model.trainable_variables))
         return trainable, attributes_of(self._model, self._loss, *of_views)
 

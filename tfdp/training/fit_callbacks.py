@@ -14,6 +14,7 @@ from tfdp.data.training_data import TrainingData
 from tfdp.distribute.replicas import Replicas
 from tfdp.distribute.workers import check_same_model
 from tfdp.errors import PrivacyBudgetError
+from tfdp.optimizers import DPOptimizer
 from tfdp.runs.histories import remember_values
 from tfdp.runs.recorder import LedgerRecorder
 from tfdp.training.arguments import HARMLESS
@@ -70,6 +71,7 @@ class LedgerCallback(StepCallback):
 
     Args:
         ledger: Of the model that trains.
+        optimizer: That takes its steps.
         data: What it trains on.
         replicas: That train it.
 
@@ -79,10 +81,15 @@ class LedgerCallback(StepCallback):
     """
 
     def __init__(
-        self, ledger: ModelLedger, data: TrainingData, replicas: Replicas
+        self,
+        ledger: ModelLedger,
+        optimizer: DPOptimizer,
+        data: TrainingData,
+        replicas: Replicas,
     ) -> None:
         super().__init__()
         self._model_ledger = ledger
+        self._optimizer = optimizer
         self._recorder = ledger.recorder
         self._data = data
         self._replicas = replicas
@@ -130,7 +137,7 @@ class LedgerCallback(StepCallback):
             self._check_same_model(self.params["epochs"])
 
     def _check_same_model(self, epoch: int) -> None:
-        optimizer = self.model.optimizer
+        optimizer = self._optimizer
         check_same_model(
             self._replicas,
             [*(self._recorder.weights() or []), *optimizer.variables],
@@ -143,7 +150,7 @@ class LedgerCallback(StepCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         """Ask for the steps to come: others may have taken some meanwhile."""
-        self._model_ledger.check_dials()
+        self._optimizer.check_dials()
         with contextlib.suppress(PrivacyBudgetError):
             self._model_ledger.limit(self.model.steps_per_execution)
 
@@ -226,14 +233,6 @@ def exact_decisions(
             yield ExactDecision(name, monitor, received, _OTHER_ROWS)
         elif monitor not in released and not monitor.startswith(HARMLESS):
             yield ExactDecision(name, monitor, received)
-
-
-class BatchCallback(keras.callbacks.Callback):
-    """Tells the model, behind all other callbacks, that a batch of `fit` comes next."""
-
-    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Let the training function be called once."""
-        self.model.expect_batch()
 
 
 def sorted_callbacks(

@@ -8,6 +8,7 @@ from tfdp._types import Logs, Nest, Tensor
 from tfdp.distribute.replicas import Replicas, function_of_batches
 from tfdp.distribute.shares import Share
 from tfdp.errors import NotPrivateError
+from tfdp.training.sessions import Sessions
 
 
 class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
@@ -19,11 +20,9 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
     """
 
     _replicas: Replicas
-    # Whether the training function runs now, whether `fit` does, and whether the next batch
-    # is one that it has drawn.
+    sessions: Sessions
+    # Whether the training function runs now.
     _is_in_train_function = False
-    _is_fitting = False
-    _expects_batch = False
     train_function: Nest = None
     test_function: Callable[[Nest], Logs] | None = None
 
@@ -32,10 +31,6 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
         self, data: Nest, fingerprint: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Take one private step; replicas share what is done here, once for all."""
-
-    def expect_batch(self) -> None:
-        """Let the training function be called once."""
-        self._expects_batch = True
 
     def make_train_function(self, force: bool = False) -> Callable[[Nest], Logs]:
         """Make the training function; XLA compiles the passes in it, not all of it.
@@ -70,13 +65,13 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
         def train(batches: Nest) -> Logs:
             # Only what this calls takes the batches that `fit` has counted on:
             # callbacks may take steps of their own meanwhile.
-            if self._is_fitting and not self._expects_batch:
+            if self.sessions.acting is not None and not self.sessions.expects_batch:
                 raise NotPrivateError(
                     "While `fit` runs its training function takes the batches that it has "
                     f"drawn. Received: others, in a callback of model={self.name!r}. Use "
                     "`private.train_on_batch(x, y)`, of which each step counts in full."
                 )
-            self._expects_batch = False
+            self.sessions.expects_batch = False
             was, self._is_in_train_function = self._is_in_train_function, True
             try:
                 logs: Logs = function(batches)

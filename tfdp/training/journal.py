@@ -35,8 +35,7 @@ class Journal(keras.callbacks.Callback):
     Args:
         recorder: Of the model that trains.
         directory: Where the backups are.
-        to_come: Returns what the noise of the coming steps counts as, multiples of the
-            clip norm.
+        to_come: Returns what the noise of the coming steps counts as, over the sensitivity.
     """
 
     def __init__(
@@ -135,7 +134,6 @@ class Journal(keras.callbacks.Callback):
         counter = recorder.counter
         if noise_multiplier is None:
             noise_multiplier = float(self._to_come()[:steps].min())
-            noise_multiplier /= counter.scheme.sensitivity_in_clips
         self._least_noise = min(self._least_noise, noise_multiplier)
         line = [
             recorder.steps - self._steps + steps,

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import types
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
@@ -82,8 +81,9 @@ class ModelLedger:
 
     def __init__(self, private: keras.Model) -> None:
         """Begin an empty ledger."""
+        self._model = private.model
         # Recorders outlive models, whose budgets end with them.
-        reference = self._private = weakref.ref(private)
+        reference = weakref.ref(private)
 
         def weights() -> list[Variable] | None:
             private = reference()
@@ -128,7 +128,7 @@ class ModelLedger:
         data: TrainingData,
         epochs: int,
         steps: int | None,
-        releases: Mapping[Any, Segment] = types.MappingProxyType({}),
+        releases: Mapping[Any, Segment],
     ) -> Iterator[None]:
         """Count the steps of a call of `fit` in a segment of its own.
 
@@ -147,12 +147,12 @@ class ModelLedger:
                 steps_per_release=data.batches_per_pass,
                 planned_releases=data.planned_releases(epochs),
                 noise_multipliers=self._noise_plan.planned
-                / session.sensitivity_in_clips,
+                / session.scheme.sensitivity_in_clips,
             )
             self.take_over_copies()
             recorder.begin_steps(session.objective.variables, self._weights())
             optimizer.skip_used_noise()
-            self.check_dials()
+            optimizer.check_dials()
             recorder.to_come = dict(releases)
             self._reserve()
             self._keep_room_for_releases()
@@ -187,8 +187,8 @@ class ModelLedger:
             recorder.run,
             recorder.all_runs(),
             planned,
-            beside=self._planned_beside(),
-            label=self._name(),
+            beside=tuple(recorder.to_come.values()),
+            label=str(self._model.name),
         )
         part = Reservation(
             recorder.run,
@@ -206,13 +206,14 @@ class ModelLedger:
             budget.project.finish(recorder.run, recorder.all_runs())
             set_budget(recorder, dataclasses.replace(budget, reservation=None))
 
-    def _name(self) -> str:
-        private = self._private()
-        return "" if private is None else str(private.model.name)
-
     def noise_to_come(self) -> np.ndarray:
-        """Return what the noise of the coming steps counts as: see `NoisePlan`."""
-        return self._noise_plan.to_come()
+        """Return what the noise of the coming steps counts as, over the sensitivity.
+
+        Returns:
+            See `NoisePlan.to_come`.
+        """
+        scheme = self.recorder.counter.scheme
+        return self._noise_plan.to_come() / scheme.sensitivity_in_clips
 
     def planned(self) -> tuple[Segment, ...]:
         """Return all that the training which has begun will have run, if nothing ends it.
@@ -223,11 +224,7 @@ class ModelLedger:
         Raises:
             ValueError: If nobody knows how many steps there are to be.
         """
-        return (*self._planned_steps(), *self._planned_beside())
-
-    def _planned_beside(self) -> tuple[Segment, ...]:
-        """Return what callbacks are to release beside the steps."""
-        return tuple(self.recorder.to_come.values())
+        return (*self._planned_steps(), *self.recorder.to_come.values())
 
     def _planned_steps(self) -> tuple[Segment, ...]:
         counter = self.recorder.counter
@@ -237,8 +234,7 @@ class ModelLedger:
                 "that do not tell how many steps an epoch has. Use "
                 "`fit(..., steps_per_epoch=...)`."
             )
-        noise = self.noise_to_come() / counter.scheme.sensitivity_in_clips
-        noise = counter.recorded(noise)
+        noise = counter.recorded(self.noise_to_come())
         if counter.steps_per_release > 1:
             # A pass counts with the least noise of its steps, wherever they end.
             noise = noise.min(keepdims=True)
@@ -259,20 +255,10 @@ class ModelLedger:
             return
         enforce_budget(
             self.recorder,
-            self._noise_plan.to_come()
-            / self.recorder.counter.scheme.sensitivity_in_clips,
+            self.noise_to_come(),
             self._noise_plan.name(self.recorder.steps),
             steps=steps,
         )
-
-    def check_dials(self) -> None:
-        """Refuse a clip norm or a noise multiplier that was assigned out of range.
-
-        Raises:
-            ValueError: If one is not finite, or not positive or negative.
-        """
-        assert self.optimizer is not None  # noqa: S101
-        self.optimizer.check_dials()
 
     def limit_again(self) -> None:
         """Limit the steps to come after something has changed, none of them now.
@@ -333,8 +319,8 @@ class ModelLedger:
         sizes = [each.scheme.number_of_examples or 1 for each in releases]
         if not releases or counter.planned_releases is None:
             return
-        noise = self._noise_plan.to_come().min() / counter.scheme.sensitivity_in_clips
-        steps = Segment(counter.scheme, counter.planned_releases, float(noise))
+        noise = float(self.noise_to_come().min())
+        steps = Segment(counter.scheme, counter.planned_releases, noise)
         without = recorder.ledger.add(steps)
         budget = recorder.budget
         delta = min(0.1 / max(sizes), 0.1) if budget is None else budget.delta
@@ -366,7 +352,6 @@ class ModelLedger:
         session.optimizer.begin_single_step(recorder, trained, self._weights())
         if noise_multiplier is None:
             noise_multiplier = float(self.noise_to_come()[0])
-            noise_multiplier /= recorder.counter.scheme.sensitivity_in_clips
         # Also what a budget refuses then: too much, not too little.
         write_down(recorder, trained, noise_multiplier)
 
@@ -415,10 +400,9 @@ class ModelLedger:
             pairs = zip(weights, self._loaded_as_trained, strict=True)
             note_makers((each for each, was in pairs if was), self.recorder.loaded)
             self._loaded_as_trained = b""
-        private = self._private()
-        if weights and self._loaded_plain_steps and private is not None:
+        if weights and self._loaded_plain_steps:
             # Among them may be those that the model's own optimizer still counts.
-            counted = _steps_of_own_optimizer(private.model)
+            counted = _steps_of_own_optimizer(self._model)
             note_plain_steps(weights, self._loaded_plain_steps - counted)
             self._loaded_plain_steps = 0
 
@@ -428,8 +412,7 @@ class ModelLedger:
         weights = self._weights()
         remember_values(weights)
         trained = [was_trained(weight) for weight in weights]
-        private = self._private()
-        plain_steps = 0 if private is None else steps_of_plain_keras(private.model)
+        plain_steps = steps_of_plain_keras(self._model)
         found = {"trained": trained, "plain_steps": plain_steps}
         return json.dumps({**json.loads(self.recorder.state()), **found})
 

@@ -116,6 +116,26 @@ class WatchingCallback(StepCallback, abc.ABC):
         """
 
 
+def prepared_releases(
+    trained: Trained, callbacks: Sequence[keras.callbacks.Callback]
+) -> dict[ReleasingCallback, Segment]:
+    """Let callbacks that release metrics see what they will release them of.
+
+    Args:
+        trained: The training, which is about to begin.
+        callbacks: All of its callbacks.
+
+    Returns:
+        What each of those is to release.
+    """
+    found = [each for each in callbacks if isinstance(each, ReleasingCallback)]
+    releases = {callback: callback.prepare(trained) for callback in found}
+    for callback in callbacks:
+        if isinstance(callback, WatchingCallback):
+            callback.watch(found, trained.ledger)
+    return releases
+
+
 class OnlyReleased(keras.callbacks.Callback):
     """Refuses, before a callback reads it, what somebody else logs under the name.
 

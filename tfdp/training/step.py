@@ -68,11 +68,6 @@ class Session:
     callbacks: tuple[StepCallback, ...] = ()
     queries: tuple[Query, ...] = ()
 
-    @functools.cached_property
-    def sensitivity_in_clips(self) -> int:
-        """The l2 sensitivity of a step's clipped sum, as a multiple of the clip norm."""
-        return self.scheme.sensitivity_in_clips
-
     @property
     def changes_noise(self) -> bool:
         """Whether callbacks change what the noise of steps counts as."""
@@ -156,7 +151,7 @@ def private_step(
     iteration = tf.identity(optimizer.iterations.value)
     drawn = tf.identity(optimizer.noise_multiplier.value)
     counted = session.counted(iteration, drawn)
-    room = has_room(counted / session.sensitivity_in_clips)
+    room = has_room(counted / session.scheme.sensitivity_in_clips)
     # Read before anything is clipped: where processes take different steps this raises,
     # and nothing that follows from it runs.
     stream = session.mechanism.next_stream(room)
