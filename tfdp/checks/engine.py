@@ -12,6 +12,7 @@ from absl import logging
 from tfdp import _keras, _seeds, _tree, engines, rules
 from tfdp._tree import signature_of
 from tfdp._types import Nest, Tensor
+from tfdp.checks.alone import SEED_AS_NUMBER
 from tfdp.checks.following import (
     check_objective,
     problems_of_pass,
@@ -19,7 +20,7 @@ from tfdp.checks.following import (
     with_known_losses,
 )
 from tfdp.checks.registered_rules import compare_on_rows
-from tfdp.checks.tracing import SEED_AS_NUMBER, Trace
+from tfdp.checks.tracing import Trace
 from tfdp.engines.traced import TracedPass
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.errors import UnsupportedLayerError

@@ -8,9 +8,10 @@ from absl import logging
 
 from tfdp import _keras, _seeds, engines
 from tfdp._types import Nest, Tensor
+from tfdp.checks.alone import units_checked
 from tfdp.checks.found import LOSS, Found
 from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
-from tfdp.checks.tracing import Trace, units_checked
+from tfdp.checks.tracing import Trace
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines.engine import Clipped
 from tfdp.engines.traced import TracedPass
@@ -82,7 +83,7 @@ def check_objective(
         found = _followed(objective, data, rows, _losses, trace)
         if moved is not None:
             moved |= trace.moved
-        problems = layer_problems(objective.model, trace, found)
+        problems = layer_problems(objective.model, trace.calls, found)
         raise_if(objective.model, [each for each in problems if each.is_certain])
         of_losses = loss_problems(found)
         for problem in of_losses:
@@ -133,10 +134,12 @@ def problems_of_pass(
             passes.append(TracedPass(engine, objective, signature, 1, function, moved))
     else:
         found = _followed(objective, data, rows, engine.read, trace)
-    problems = layer_problems(objective.model, trace, found) + loss_problems(found)
+    problems = layer_problems(objective.model, trace.calls, found) + loss_problems(
+        found
+    )
     if found:
         # What comes first in the graph is to blame for what follows.
-        names = {id(layer): path for path, layer in trace.layers}
+        names = {id(layer): path for path, layer in trace.calls.layers}
         first = names.get(id(found[0].layer))
         problems.sort(key=lambda problem: problem.path != first)
     return problems
