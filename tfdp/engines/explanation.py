@@ -12,8 +12,9 @@ from tfdp import _keras
 from tfdp._types import Nest, Tensor
 from tfdp.clipping import at_least_float32
 from tfdp.losses.batch import number_of_rows
-from tfdp.rules.recording import Recording, Watched
+from tfdp.rules.recording import Recording
 from tfdp.rules.terms import Units
+from tfdp.rules.watched import Watched
 
 # What is said of the ways to a norm that `Term.how` names.
 _WAYS = {"gram": "Gram", "keep": "instantiated", "drop": "instantiated"}

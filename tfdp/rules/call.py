@@ -14,7 +14,6 @@ from tfdp import _keras
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.moves import Move
-from tfdp.rules.registry import Rule
 from tfdp.rules.terms import PerRow, Term
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class Call:
     kwargs: dict[str, Nest]
     path: str
     _recording: "Recording"
-    _rule: Rule
+    _rule: str
     _function: Callable[..., Nest]
 
     @property
@@ -128,7 +127,7 @@ class Call:
             variable: That the rule uses where the ordinary backward pass does not see
                 it.
         """
-        self._recording.hide(self.path, variable)
+        self._recording.variables.hide(self.path, variable)
 
     @property
     def differentiates_twice(self) -> bool:

@@ -4,18 +4,16 @@ import enum
 import operator
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import keras
 
 from tfdp import _keras
 from tfdp._types import Nest, Variable
-
-if TYPE_CHECKING:
-    from tfdp.rules.call import Call
+from tfdp.rules.call import Call
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
-Rule: TypeAlias = Callable[["Call"], Nest]
+Rule: TypeAlias = Callable[[Call], Nest]
 
 
 class Leaves(enum.Enum):
@@ -78,9 +76,7 @@ def imported(name: str) -> object:
         return None
 
 
-def register(
-    layer_class: type[keras.layers.Layer], rule: Callable[["Call"], Nest]
-) -> None:
+def register(layer_class: type[keras.layers.Layer], rule: Rule) -> None:
     """Set the rule of a class of layers, of no other class, subclasses included.
 
     A rule that is wrong would clip wrongly: before the first step the norms and sums
