@@ -47,6 +47,7 @@ from tfdp.checks.values import (
     laid_out,
     with_shape,
 )
+from tfdp.rules.uses import made_as
 
 _MOST_NUMBERS = 256
 
@@ -393,13 +394,8 @@ def _joined_numbers(first: Array | None, second: Array | None) -> Array | None:
 
 def _passed_on(body: tf.Graph) -> set[int]:
     """Return which variables of a loop its body hands on as they are."""
-    found = set()
-    for n, (before, after) in enumerate(zip(body.inputs, body.outputs, strict=True)):
-        while after.op.type == "Identity":
-            after = after.op.inputs[0]  # noqa: PLW2901
-        if after is before:
-            found.add(n)
-    return found
+    pairs = zip(body.inputs, body.outputs, strict=True)
+    return {n for n, (before, after) in enumerate(pairs) if made_as(after) is before}
 
 
 def _needed(

@@ -12,7 +12,6 @@ from tfdp import _keras
 from tfdp._types import Array, Tensor, Variable
 from tfdp.checks.graph import BRANCHES
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.uses import has_functions
 
 # What leaves a variable, or a table, as it is. All else that takes one may change it.
 _ONLY_READ = {
@@ -219,12 +218,13 @@ def _changed(op: tf.Operation) -> list[Tensor]:
     # What replicas add up together takes a resource that orders it.
     if not handles or op.type in _ONLY_READ or op.type.startswith("Collective"):
         return []
-    if not has_functions(op):
+    bodies = list(_bodies(op))
+    if not bodies:
         return handles
     # The first input of a branch tells which one is taken.
     arguments = list(op.inputs)[op.type in BRANCHES :]
     changed: list[Tensor] = []
-    for body in _bodies(op):
+    for body in bodies:
         if len(body.inputs) != len(arguments):
             return handles
         outer = dict(zip(map(id, body.inputs), arguments, strict=True))

@@ -21,6 +21,7 @@ from tfdp.checks.values import (
     known,
     laid_out,
 )
+from tfdp.rules.uses import has_functions
 
 
 @dataclasses.dataclass
@@ -292,11 +293,11 @@ def has_effect(op: tf.Operation) -> bool:
     if found is None:
         definition = op.op_def
         changes = any(argument.is_ref for argument in definition.input_arg)
+        keeps = definition.is_stateful and not op.type.startswith(_HARMLESS)
+        found = changes or keeps or op.type.startswith(_ON_HANDLES)
         # What a function in it does is not known: those of calls, branches and loops
         # are looked at before.
-        calls = any("func" in attribute.type for attribute in definition.attr)
-        keeps = definition.is_stateful and not op.type.startswith(_HARMLESS)
-        found = changes or calls or keeps or op.type.startswith(_ON_HANDLES)
+        found = found or has_functions(op)
         _effects[op.type] = found
     return found
 

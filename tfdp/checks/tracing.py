@@ -18,6 +18,7 @@ from tfdp.checks.graph import Analysis
 from tfdp.checks.operations.chance import READ
 from tfdp.checks.values import PLAIN, WITHIN, Cause, Value
 from tfdp.rules.places import ROWS_FIRST, Place, Where
+from tfdp.rules.uses import made_as
 
 # Where the rows of losses are: one entry each on the first axis. Losses may be the same
 # for all.
@@ -239,9 +240,8 @@ class Trace:
             is_alone = value.axis == WITHIN and tensor.shape[:1].as_list() == [1]
             if ends_in_rows and not is_alone and value[:2] not in _ROWS:
                 why = "ends in rows that are not on the first axis"
-                made = tensor.op
-                while made.type == "Identity":  # A graph returns copies of nobody's.
-                    made = made.inputs[0].op
+                # A graph returns copies of nobody's.
+                made = made_as(tensor).op
                 causes.add(Cause(made, made, False, why))
         order = {op.name: n for n, op in enumerate(graph.get_operations())}
         here = [

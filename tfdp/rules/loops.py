@@ -26,6 +26,7 @@ from tfdp.rules.uses import (
     Pass,
     Use,
     check_is_plain,
+    made_as,
     named,
 )
 
@@ -274,7 +275,7 @@ class _Loop:
         self._carried = [
             place
             for place in range(_OWN_INPUTS, len(given))
-            if _made_as(made[place]).name != given[place].name
+            if made_as(made[place]).name != given[place].name
         ]
         self._steps = count_steps(self._cond, self._body, self._start)
         self._free = Free(self._rows)
@@ -508,7 +509,7 @@ class _Loop:
             if place not in self._carried and not self._free.holds(each)
         ]
         _keras.record_loop(made, [*lists.values(), *carried, *unchanged])
-        self._note_uses(_made_as(arrays[0].flow).op, list(fixed.values()))
+        self._note_uses(made_as(arrays[0].flow).op, list(fixed.values()))
         return made, {
             name: _rows_first(_as_before(array.stack(), kept[name]), self._steps)
             for name, array in zip(kept, arrays, strict=True)
@@ -610,10 +611,3 @@ def _as_integers(tensor: Tensor) -> Tensor:
 def _as_before(tensor: Tensor, like: Tensor) -> Tensor:
     """Undo `_as_integers`."""
     return tensor if tensor.dtype == like.dtype else tf.bitcast(tensor, like.dtype)
-
-
-def _made_as(tensor: Tensor) -> Tensor:
-    """Return what a graph returns a copy of."""
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor

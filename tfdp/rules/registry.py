@@ -156,10 +156,15 @@ def loops_over_a_cell(layer: keras.layers.Layer) -> bool:
 def own_variables(layer: keras.layers.Layer) -> list[Variable]:
     """List the variables that a layer's rule covers, not those of layers in it."""
     cell = layer.cell if isinstance(layer, keras.layers.RNN) else layer
-    inner = {
+    inner = ids_of_inner_variables(cell)
+    return [v for v in layer.trainable_variables if id(v) not in inner]
+
+
+def ids_of_inner_variables(layer: keras.layers.Layer) -> set[int]:
+    """Identify the trainable variables of layers in a layer."""
+    return {
         id(variable)
-        for sublayer in _keras.flatten_layers(cell)
-        if sublayer is not cell
+        for sublayer in _keras.flatten_layers(layer)
+        if sublayer is not layer
         for variable in sublayer.trainable_variables
     }
-    return [v for v in layer.trainable_variables if id(v) not in inner]

@@ -403,6 +403,13 @@ def has_functions(op: tf.Operation) -> bool:
     return any("func" in attribute.type for attribute in op.op_def.attr)
 
 
+def made_as(tensor: Tensor) -> Tensor:
+    """Return what a graph returns a copy of."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
 def _has_no_gradient(tensor: Tensor) -> bool:
     dtype = tensor.dtype
     return bool(dtype.is_integer or dtype.is_bool or dtype == tf.string)
