@@ -10,9 +10,10 @@ from tfdp.checks.alone import LEAVES_TO_THE_NEXT, NO_GRADIENT
 from tfdp.checks.calls import Calls
 from tfdp.checks.captures import READS_METRIC
 from tfdp.checks.comparisons import COMPARISONS, MEETING, OWN_COMPARISONS
+from tfdp.checks.effects import MEMORY
 from tfdp.checks.found import LOSS, Found
 from tfdp.checks.graph import LOOPS
-from tfdp.checks.node import BY_PLACE, MEMORY
+from tfdp.checks.node import BY_PLACE
 from tfdp.errors import UnsupportedLayerError
 
 
