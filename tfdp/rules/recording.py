@@ -61,7 +61,7 @@ class Recording:
         repeats: Rows of the call that runs for each row of the batch.
         lengths: Checks that what was watched has the rows of the batch.
         moves: See above.
-        variables: Sees what is used where.
+        hide: See `Call.hide`.
     """
 
     def __init__(
@@ -81,8 +81,9 @@ class Recording:
         self.repeats = 1
         self.lengths = Lengths(rows)
         self.moves = moves
-        self.variables = VariableTapes(model, is_of_one_unit=is_of_one_unit)
-        self.elsewhere = self.variables.elsewhere
+        self._variables = VariableTapes(model, is_of_one_unit=is_of_one_unit)
+        self.elsewhere = self._variables.elsewhere
+        self.hide = self._variables.hide
         self._is_of_one_unit = is_of_one_unit
         self._model = model
         self._static_rows = rows if isinstance(rows, int) else None
@@ -122,7 +123,7 @@ class Recording:
             entered.enter_context(self._own_gradients.refused())
             entered.enter_context(self.tape)
             self.tape.watch([v.value for v in self._without_rule()])
-            outside = entered.enter_context(self.variables.seeing())
+            outside = entered.enter_context(self._variables.seeing())
             for path, layer in _keras.layers_by_path(self._model):
                 add_loss = functools.partial(self._add_loss, path, layer.add_loss)
                 entered.enter_context(
@@ -150,12 +151,12 @@ class Recording:
                 # Keras's loops call `tf.while_loop` by this name.
                 entered.enter_context(loops_run_by(self._run_loop))
             yield
-        self.variables.note_foreign(outside)
-        refusals = self.variables.refusals
+        self._variables.note_foreign(outside)
+        refusals = self._variables.refusals
         if self._loops.are_differentiated():
             refusals.append(refusal("a loop"))
         self._watch_foreign()
-        self.variables.refuse_out_of_reach()
+        self._variables.refuse_out_of_reach()
         if refusals:
             raise UnsupportedLayerError(" ".join(dict.fromkeys(refusals)))
 
@@ -197,21 +198,21 @@ class Recording:
         first, before = self._made(), (len(self.watched), len(self.lengths.open))
         read_before = len(self._read)
         # The outer tape must not see what the rule uses: the rule answers for it.
-        with self.variables.seeing() as used:
+        with self._variables.seeing() as used:
             try:
                 self._check_is_within_reach(call)
-                with self.variables.activations_seen(layer):
+                with self._variables.activations_seen(layer):
                     outputs = self._by_rule(call, rule)
-                self._read += map(id, self.variables.of_model(used))
-                self.variables.check_is_read(path, layer, self._read[read_before:])
-                self.variables.refuse_foreign(used, own_variables(layer))
+                self._read += map(id, self._variables.of_model(used))
+                self._variables.check_is_read(path, layer, self._read[read_before:])
+                self._variables.refuse_foreign(used, own_variables(layer))
             except UnsupportedLayerError as error:
                 del self.watched[before[0] :], self.lengths.open[before[1] :]
                 self._given_up.append(range(first, self._made()))
                 # The pass goes on, as if the layer had no rule.
                 self.tape.watch([v.value for v in own_variables(layer)])
                 outputs = function(*args, **kwargs)
-                self.variables.note_foreign(
+                self._variables.note_foreign(
                     used, str(error), is_by_rule=self._is_by_rule
                 )
                 return outputs
@@ -257,7 +258,7 @@ class Recording:
         if self._unrolls_loops:
             return unrolled(*args, **kwargs)
         if self._takes_loops_whole:
-            tapes = [self.tape, *self.variables.running]
+            tapes = [self.tape, *self._variables.running]
             return self._loops.run(tapes, *args, **kwargs)
         return while_loop(*args, **kwargs)
 
@@ -308,7 +309,7 @@ class Recording:
 
     def _watch_foreign(self) -> None:
         """Watch what variables meet the rows in that rules do not answer for."""
-        foreign, refusals = self.variables.foreign.values(), self.variables.refusals
+        foreign, refusals = self._variables.foreign.values(), self._variables.refusals
         if self.moves is not None:
             refusals += [reason for _, reason in foreign]
             return
@@ -355,7 +356,7 @@ class Recording:
         except NotFollowedError as error:
             if error.is_in_function:
                 note_loop()
-            self.variables.refusals.append(
+            self._variables.refusals.append(
                 f"{reason} `{variable.path}` is not followed: nothing is known of {error}."
             )
 
