@@ -127,16 +127,18 @@ def problems_of_pass(
         What lets rows meet, the first cause first; empty if it is proven that nothing does.
     """
     if passes is not None and engine.notes_what_it_reads:
-        found, function = _followed_whole(engine, objective, data, rows, trace)
+        traced = with_known_losses(objective, trace)
+        run, specs = _whole_pass(engine, traced, data, rows)
+        # The very graph that the engine will run.
+        found, function = trace.found_in_pass(run, specs, rows)
         if function is not None:
             signature = Batch(*data).signature(rows)
             moved = frozenset(trace.moved)
             passes.append(TracedPass(engine, objective, signature, 1, function, moved))
     else:
         found = _followed(objective, data, rows, engine.read, trace)
-    problems = layer_problems(objective.model, trace.calls, found) + loss_problems(
-        found
-    )
+    problems = layer_problems(objective.model, trace.calls, found)
+    problems += loss_problems(found)
     if found:
         # What comes first in the graph is to blame for what follows.
         names = {id(layer): path for path, layer in trace.calls.layers}
@@ -160,19 +162,6 @@ def _followed(
             return read(traced, Batch(x, y, sample_weight, is_padding))
 
     return trace.found(run, Batch(*data).signature(rows), rows)
-
-
-def _followed_whole(
-    engine: engines.Engine,
-    objective: Objective,
-    data: Nest,
-    rows: int | None,
-    trace: Trace,
-) -> tuple[list[Found], Callable[..., Clipped] | None]:
-    """Follow the rows through the very graph that the engine will run."""
-    traced = with_known_losses(objective, trace)
-    run, signature = _whole_pass(engine, traced, data, rows)
-    return trace.found_in_pass(run, signature, rows)
 
 
 def _whole_pass(

@@ -1,14 +1,13 @@
 """Book-keeping with each unit by itself, where rows are not proven to stay apart."""
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 
-from tfdp import _keras, _tree
-from tfdp._types import Nest, Tensor, Variable
+from tfdp import _tree
+from tfdp._types import Nest, Tensor
 from tfdp.clipping import norms_of_squares
 from tfdp.engines.bookkeeping import (
     BookkeepingEngine,
@@ -22,7 +21,6 @@ from tfdp.engines.units import of_each_unit, stacked
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.batch import Batch
 from tfdp.losses.objective import Objective
-from tfdp.rules.recording import Recording
 from tfdp.rules.terms import Term, Units
 
 
@@ -104,27 +102,7 @@ class ApartEngine(BookkeepingEngine):
     def explain(self, model: keras.Model, signature: Nest) -> list[Explanation]:
         """Say how each layer's norm is computed; see `DPModel.explain`."""
         one = _tree.signature_of(signature, 1)
-        unruled: dict[int, Variable] = {}
-
-        def run(x: Nest) -> None:
-            recording = Recording(model, 1, is_of_one_unit=True)
-            with recording.observing():
-                _keras.run_model(model, x, training=True)
-            unruled.update(recording.elsewhere)
-
-        tf.function(run, autograph=False).get_concrete_function(one)
-        elsewhere = [
-            Explanation(variable.path, "vectorized", "instantiated", _bytes(variable))
-            for variable in unruled.values()
-        ]
-        by_rules = explained(
-            model, one, self.norms, is_of_one_unit=True, leaves_out=unruled
-        )
-        return by_rules + elsewhere
-
-
-def _bytes(variable: Variable) -> int:
-    return int(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size)
+        return explained(model, one, self.norms, is_of_one_unit=True)
 
 
 def _tensors(term: Term) -> list[Tensor]:
