@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp._types import Tensor, Variable
-from tfdp.rules.uses import Free
+from tfdp.rules.free import Free
 
 
 class Handles:

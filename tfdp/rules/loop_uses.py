@@ -6,8 +6,9 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfdp._types import Tensor
+from tfdp.rules.free import Free
 from tfdp.rules.made import ELEMENTWISE, looks_up_rows
-from tfdp.rules.uses import Free, NotFollowedError, Use, check_is_plain, named
+from tfdp.rules.uses import NotFollowedError, Use, check_is_plain, named
 
 
 class Seen(NamedTuple):

@@ -16,17 +16,12 @@ from tfdp import _keras
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.rules.copies import Copies
 from tfdp.rules.counting import count_steps
+from tfdp.rules.free import Free
 from tfdp.rules.handles import Handles
 from tfdp.rules.loop_uses import seen_by
 from tfdp.rules.places import Place
 from tfdp.rules.unrolling import while_loop
-from tfdp.rules.uses import (
-    Free,
-    NotFollowedError,
-    Pass,
-    Use,
-    made_as,
-)
+from tfdp.rules.uses import NotFollowedError, Pass, Use, made_as
 
 # TensorFlow's counter and limit come before what the caller gives a loop.
 _OWN_INPUTS = 2

@@ -14,6 +14,7 @@ from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.call import Call, Terms
 from tfdp.rules.elsewhere import Met, has_recorded, met
+from tfdp.rules.free import Free
 from tfdp.rules.lengths import Lengths
 from tfdp.rules.moves import Moves
 from tfdp.rules.own_gradients import OwnGradients, refusal
@@ -27,7 +28,7 @@ from tfdp.rules.registry import (
 )
 from tfdp.rules.rows_first import called_rows_first
 from tfdp.rules.unrolling import loops_run_by, unrolled, while_loop
-from tfdp.rules.uses import Followed, Free, NotFollowedError, Pass, Use, named
+from tfdp.rules.uses import Followed, NotFollowedError, Pass, Use, named
 from tfdp.rules.variable_tapes import VariableTapes, used_elsewhere
 from tfdp.rules.watched import Watched
 from tfdp.rules.whole_loops import WholeLoops
