@@ -275,6 +275,7 @@ def left_by(
 
 
 def _freely_read(graph: tf.Graph) -> dict[str, Value]:
+    """Take what a graph reads of tensors around it for free of data."""
     return {inner.op.name: FREE for _, inner in outer_tensors(graph)}
 
 
