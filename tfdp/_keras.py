@@ -22,6 +22,9 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import core as keras_core
 from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
+    BaseImagePreprocessingLayer,
+)
 from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
 from keras.src.random.seed_generator import global_seed_generator
@@ -39,6 +42,7 @@ from tensorflow.python.ops import (
     array_grad,
     array_ops,
     control_flow_util,
+    gen_nn_ops,
     gradients_util,
     resource_variable_ops,
     tensor_array_ops,
@@ -269,6 +273,41 @@ def gradients_of_rows() -> Iterator[None]:
         attributes_replaced(array_grad, _BatchGatherGrad=_gathered_gradient),
     ):
         yield
+
+
+def whole_filter_gradients() -> contextlib.AbstractContextManager[None]:
+    """Let gradients of kernels of convolutions have all their entries.
+
+    In bfloat16 TensorFlow leaves those that see nothing but padding as they are in memory,
+    on CPUs: they may be of other rows.
+
+    Returns:
+        A context within which gradients are made so.
+    """
+    return attributes_replaced(gen_nn_ops, **_FILTER_GRADIENTS)
+
+
+def _in_float32(of_kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def gradient(
+        inputs: Tensor, sizes: Tensor, out_backprop: Tensor, *args: Nest, **kwargs: Nest
+    ) -> Tensor:
+        if out_backprop.dtype != tf.bfloat16:
+            return of_kernel(inputs, sizes, out_backprop, *args, **kwargs)
+        inputs, wide = tf.cast(inputs, tf.float32), tf.cast(out_backprop, tf.float32)
+        found = of_kernel(inputs, sizes, wide, *args, **kwargs)
+        return tf.cast(found, out_backprop.dtype)
+
+    return gradient
+
+
+_FILTER_GRADIENTS = {
+    name: _in_float32(getattr(gen_nn_ops, name))
+    for name in (
+        "conv2d_backprop_filter",
+        "conv3d_backprop_filter_v2",
+        "depthwise_conv2d_native_backprop_filter",
+    )
+}
 
 
 def maps_run_in(
@@ -760,6 +799,24 @@ def shared_seed_states(model: keras.Model) -> list[keras.Variable]:
         for generator in _generators(model)
         if getattr(generator, "is_same_for_all_rows", False)
     ]
+
+
+# Not every Keras has both.
+_MIXING = tuple(
+    getattr(keras.layers, name)
+    for name in ("MixUp", "CutMix")
+    if hasattr(keras.layers, name)
+)
+
+
+def changes_images(layer: object) -> bool:
+    """Tell whether a layer of Keras's makes other images of images, each of one."""
+    return isinstance(layer, BaseImagePreprocessingLayer) and not mixes_images(layer)
+
+
+def mixes_images(layer: object) -> bool:
+    """Tell whether a layer of Keras's makes an image of two, and a target of two."""
+    return isinstance(layer, _MIXING)
 
 
 def draws_numbers(model: keras.Model) -> bool:

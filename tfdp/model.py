@@ -67,7 +67,11 @@ from tfdp.training.augmentation import Augmentation
 from tfdp.training.batch_clipper import BatchClipper
 from tfdp.training.callback import StepCallback, find_queries
 from tfdp.training.checked_model import CheckedModel
-from tfdp.training.fit_callbacks import LedgerCallback, sorted_callbacks
+from tfdp.training.fit_callbacks import (
+    BatchCallback,
+    LedgerCallback,
+    sorted_callbacks,
+)
 from tfdp.training.functions import TrainingFunctions
 from tfdp.training.journal import restored_journals
 from tfdp.training.model_ledger import (
@@ -202,7 +206,6 @@ class DPModel(TrainingFunctions):
         self._session: Session | None = None
         # Callbacks that act in the steps of the `fit` that runs.
         self._acting: tuple[StepCallback, ...] = ()
-        self._is_fitting = False
         self._augmentation = views
         self._checked = CheckedModel(model, engine, views, replicas)
         if getattr(model, "optimizer", None) is not None:
@@ -678,7 +681,7 @@ class DPModel(TrainingFunctions):
                 "midst of its own `fit`. Call it when that has returned, or take single "
                 "steps in the callback: `private.train_on_batch(x, y)`."
             )
-        self._is_fitting = True
+        self._is_fitting, self._expects_batch = True, False
         try:
             yield
         finally:
@@ -743,7 +746,7 @@ class DPModel(TrainingFunctions):
                     data = data.as_pipeline(self.steps_per_execution)
                 self.__dict__["_acting"] = session.callbacks
                 try:
-                    yield data, [first, *callbacks, *kept]
+                    yield data, [first, *callbacks, *kept, BatchCallback()]
                 finally:
                     session.released.put_back()
                     self.__dict__["_acting"] = ()
@@ -824,6 +827,7 @@ class DPModel(TrainingFunctions):
         self._model_ledger.check_dials()
         self._model_ledger.limit()
         try:
+            self.expect_batch()
             return super().train_on_batch(
                 x, y, sample_weight, class_weight, return_dict
             )
@@ -878,7 +882,8 @@ class DPModel(TrainingFunctions):
             The logs of the epoch up to now.
 
         Raises:
-            NotPrivateError: If there are several replicas: each would count the rows.
+            NotPrivateError: If there are several replicas, each of which would count the
+                rows, or inside of another step.
             PrivacyBudgetError: If a budget has no room for the step. In a graph such a
                 step does nothing.
         """
@@ -894,7 +899,12 @@ class DPModel(TrainingFunctions):
         self, data: Nest, fingerprint: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Take one private step; replicas share what is done here, once for all."""
-        batch = Batch.of(data)
+        with self.optimizer.only_step():
+            return self._take_only_step(Batch.of(data), fingerprint)
+
+    def _take_only_step(
+        self, batch: Batch, fingerprint: Tensor | None
+    ) -> dict[str, Tensor]:
         if self._is_in_train_function and self._session is not None:
             session, has_room = self._session_for(batch), self.recorder.counter.has_room
         else:

@@ -121,6 +121,12 @@ OWN = {
     "of pieces": lambda x: places(x, times=2) * 2 + tf.reshape(largest(x), [-1, 2]),
     "of the last": lambda x: from_the_end(last(x)) + places(x),
     "less one and more": lambda x: largest(x) + (places(x, plus=1) - 1),
+    "joined": lambda x: (
+        places(x) + tf.concat([largest(x, 1), clipped(whole(x))[:, :1]], axis=1)
+    ),
+    "joined places": lambda x: tf.concat(
+        [places(x) + largest(x, 1), places(x, plus=T - 1)], axis=-1
+    ),
 }
 
 # What each of these points to belongs to others, or is said by them.
@@ -212,6 +218,18 @@ OTHERS = {
     "not negative in the first row": lambda x: tf.where(
         places(x, -1) < 0, largest(x) * 0, largest(x) + places(x)
     ),
+    "joined to what is anywhere": lambda x: (
+        places(x) + tf.concat([largest(x, 1), whole(x)[:, :1]], axis=1)
+    ),
+    "joined to places of others": lambda x: tf.concat(
+        [places(x) + largest(x, 1), places(x)[::-1]], axis=1
+    ),
+    "joined to a place for all": lambda x: tf.concat(
+        [places(x) + largest(x, 1), clipped(whole(x))[:, :1]], axis=1
+    ),
+    "the first behind the others": lambda x: tf.concat(
+        [largest(x)[1:] + places(x)[1:], largest(x)[:1]], axis=0
+    ),
     "looked up": lambda x: tf.gather([5, 6, 7, 8], clipped(whole(x))) - 5 + places(x),
     "places that others had": lambda x: (
         largest(x)
@@ -265,6 +283,16 @@ def in_batches(x):
     return tf.gather(x, clipped(whole(x)), batch_dims=1)
 
 
+def in_batches_by_two(x):
+    """Pick numbers by two of their own, as TensorFlow does: by three."""
+    numbers = tf.concat([clipped(whole(x)), clipped(whole(x), high=D - 1)], axis=1)
+    return tf.gather_nd(x, tf.reshape(numbers, [-1, 2, 2]), batch_dims=1)
+
+
+def by_places_joined(x, places):
+    return tf.gather_nd(x, tf.concat([places[:, None], largest(x, 1)], axis=1))
+
+
 APART = {
     **{f"pick {name}": lambda x, of=of: pick(x, of(x)) for name, of in OWN.items()},
     **{f"put {name}": lambda x, of=of: put(x, of(x)) for name, of in OWN.items()},
@@ -275,6 +303,8 @@ APART = {
     "along an axis": entries_of_the_largest,
     "relative scores": relative_scores,
     "in batches": in_batches,
+    "in batches by two": in_batches_by_two,
+    "by places joined": lambda x: by_places_joined(x, count(x)),
 }
 MEETING = {
     **{f"pick {name}": lambda x, of=of: pick(x, of(x)) for name, of in OTHERS.items()},
@@ -283,6 +313,7 @@ MEETING = {
         f"in row {name}": lambda x, of=of: pick_in_row(x, of(x))
         for name, of in NOT_IN_ROW.items()
     },
+    "by places of others joined": lambda x: by_places_joined(x, count(x)[::-1]),
     "rows twice": lambda x: pick(tf.tile(x, [2, 1, 1]), largest(x) + places(x, 2 * T)),
     "kept as often as there are rows": lambda x: tf.reduce_sum(
         tf.where(remainders(x)[:, None, None, None] >= 0, x, none(x)), axis=1

@@ -18,6 +18,7 @@ UNARY = {
     "steps": lambda a: tf.concat([a[::2], a[-1:]], 0),
     "last": lambda a: tf.stack([a[-1], a[0], a[-2]]),
     "masked": lambda a: tf.slice(tf.pad(a, [[1, 1]]), [1], [3]),
+    "padded": lambda a: tf.pad(a[1:], [[1, 0]], constant_values=5),
     "gather": lambda a: tf.gather(a, [2, 0, 0]),
     "product": lambda a: tf.stack([tf.reduce_prod(a), a[0], tf.reduce_sum(a)]),
     "extremes": lambda a: tf.stack([tf.reduce_max(a), tf.reduce_min(a), a[1]]),

@@ -424,7 +424,7 @@ def test_what_keeps_a_loss_from_being_taken_apart_is_said(rng, caplog):
     x, y = rng.normal(size=(2 * ROWS, 6, 3)), rng.integers(0, 5, (2 * ROWS, 6))
     (said,) = lines_of(Tagging(counts_rows=True), x, y, caplog)
     of_all, _, of_each = said.partition(" Of each row alone: ")
-    assert "nobody knows whether rows of a batch meet" in of_all
+    assert "must not depend on how many examples there are" in of_all
     assert "transition" in of_each
     caplog.clear()
     assert not lines_of(Tagging(counts_rows=False), x, y, caplog)

@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfdp
+from tfdp import _keras
 from tfdp.errors import UnsupportedLayerError
 
 D = 3
@@ -46,7 +47,11 @@ class Keeping(keras.metrics.Mean):
 
 
 def private(metric, loss="mse", **options):
-    model = keras.Sequential([keras.Input((D,)), layers.Dense(1, name="dense")])
+    model = keras.Sequential([
+        keras.Input((D,)),
+        layers.Dense(1, name="dense"),
+        layers.Dropout(0.5),
+    ])
     wrapped = tfdp.DPModel(model)
     optimizer = tfdp.optimizers.DPSGD(
         0.1, l2_norm_clip=1.0, noise_multiplier=1.0, expected_batch_size=4
@@ -171,24 +176,57 @@ def test_losses_keep_nothing_of_evaluation_for_a_later_step():
         RUNS["evaluate"](model)
 
 
-def test_losses_may_draw_in_evaluation():
-    seeds = [keras.random.SeedGenerator(1)]
+@pytest.mark.parametrize("is_global", [False, True])
+def test_losses_and_metrics_may_draw_in_evaluation(is_global):
+    seeds = [None if is_global else keras.random.SeedGenerator(1)]
 
     def drawing(y_true, y_pred):
         drawn = keras.random.normal((), seed=seeds[0])
         return ops.mean((y_true - y_pred) ** 2, -1) + drawn
 
     RUNS["evaluate"](private("mae", loss=drawing))
+    RUNS["evaluate"](private(drawing))
 
 
-def test_metrics_keep_nothing_in_what_looks_like_a_seed():
-    seen = tf.Variable([0, 0], dtype=tf.int64)
+def put_into(state, value):
+    state.assign(ops.cast(ops.stack([value, value]), state.dtype))
 
-    def keep(_, value):
-        seen.assign(tf.cast([value, value], tf.int64))
 
-    with pytest.raises(UnsupportedLayerError, match="a state of two numbers"):
-        RUNS["evaluate"](private(Keeping(keep, lambda: None)))
+def draw_where_large(state, value):
+    tf.cond(value > 1, lambda: state.assign(1 + state), lambda: state)
+
+
+# What is like the state of a generator of random numbers.
+SEEDS = {
+    "own": lambda model: tf.Variable([0, 0], dtype=tf.int64),
+    "of Keras": lambda model: _keras.global_seed_state(),
+    "of a layer": lambda model: model.model.layers[-1].seed_generator.state,
+}
+
+
+@pytest.mark.parametrize("keep", [put_into, draw_where_large])
+@pytest.mark.parametrize("is_loss", [False, True])
+@pytest.mark.parametrize("name", SEEDS)
+def test_nothing_is_kept_in_what_looks_like_a_seed(name, is_loss, keep):
+    loss, metric = KeepingLoss(), Keeping(keep)
+    model = private("mae" if is_loss else metric, loss=loss if is_loss else "mse")
+    state = SEEDS[name](model)
+    if is_loss:
+        loss.keep = lambda value: keep(state, value)
+    else:
+        metric.of = lambda: state
+    with pytest.raises(UnsupportedLayerError, match="assigned by one"):
+        RUNS["evaluate"](model)
+
+
+def test_eagerly_a_seed_is_left_as_by_one_draw():
+    loss = KeepingLoss()
+    model = private("mae", loss=loss, run_eagerly=True)
+    state = SEEDS["of a layer"](model)
+    before = np.array(state)
+    loss.keep = lambda value: put_into(state, value)
+    RUNS["evaluate"](model)
+    np.testing.assert_array_equal(state, before + np.array([0, 1], before.dtype))
 
 
 class Choosing(keras.Model):

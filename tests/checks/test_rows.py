@@ -178,6 +178,7 @@ MEETING = {
     "gram": lambda x: x @ tf.transpose(x) @ x,
     "softmax": lambda x: tf.nn.softmax(x, 0),
     "sort": lambda x: tf.sort(x, 0),
+    "median": lambda x: x - ops.median(x, axis=0),
     "top": lambda x: x - tf.math.top_k(tf.transpose(x), 1).values[:, 0],
     "unique": lambda x: x * tf.cast(tf.size(tf.unique(x[:, 0]).y), x.dtype),
     "where": lambda x: x * tf.cast(tf.shape(tf.where(x[:, 0] > 0))[0], x.dtype),
@@ -664,6 +665,8 @@ APART = {
     "padded": (lambda x: tf.pad(x, [[0, 0], [1, 1]]), (D,)),
     "top of positions": (lambda x: tf.math.top_k(x, 2).values, (4, D)),
     "sorted": (lambda x: tf.sort(x, 1), (4, D)),
+    "median": (lambda x: ops.median(x, axis=1), (4, D)),
+    "quantile": (lambda x: ops.quantile(x, 0.3, axis=-1, keepdims=True), (4, D)),
     "cholesky": (lambda x: tf.linalg.cholesky(with_transpose(x)), (D, D)),
     "solved": (lambda x: tf.linalg.solve(with_transpose(x), x), (D, D)),
     "logarithm of determinant": (
@@ -708,7 +711,7 @@ APART = {
 
 WITHOUT_PROVEN_GRADIENT = {
     *("top", "own places", "places of the largest", "table", "entries of each"),
-    *("other diagonal", "part of the views"),
+    *("other diagonal", "part of the views", "median", "quantile"),
 }
 
 
@@ -1094,6 +1097,41 @@ def test_a_map_that_becomes_a_loop_is_told_of_the_product_that_works():
     assert choose("auto", objective(by_patches), data) == BookkeepingEngine()
 
 
+REPEATED = np.repeat(np.arange(D), [1, 2, *[1] * (D - 2)])
+
+
+@pytest.mark.parametrize(
+    ("refused", "instead", "advice"),
+    [
+        (
+            lambda x: ops.bincount(ops.cast(x, "int32"), minlength=3),
+            lambda x: tf.math.bincount(
+                ops.cast(x, "int32"), minlength=3, maxlength=3, axis=-1
+            ),
+            "tf.math.bincount",
+        ),
+        (
+            lambda x: ops.repeat(x, np.bincount(REPEATED), axis=1),
+            lambda x: ops.take(x, REPEATED, axis=1),
+            "ops.take",
+        ),
+    ],
+    ids=["bincount", "repeat"],
+)
+def test_what_makes_rows_meet_is_told_of_what_does_not(refused, instead, advice):
+    x = ops.cast(np.arange(4 * D).reshape(4, D) % 3, "float32")
+    np.testing.assert_array_equal(instead(x), refused(x))
+
+    def objective(function):
+        first = with_lambda(lambda x: ops.cast(function(x)[:, :D], "float32"))
+        return Objective.of(first, "mse")
+
+    data = (x, np.ones((4, 1)), None)
+    with pytest.raises(UnsupportedLayerError, match=advice):
+        choose("auto", objective(refused), data)
+    assert choose("auto", objective(instead), data) == BookkeepingEngine()
+
+
 @pytest.mark.slow
 def test_a_loss_that_counts_rows_is_that_of_a_batch_of_one(caplog):
     def shared(y_true, y_pred):
@@ -1164,22 +1202,25 @@ def test_an_ordinary_model_is_proven():
     assert engine == BookkeepingEngine()
 
 
-def test_what_onednn_reads_of_other_rows_is_refused():
+@pytest.mark.parametrize("depth", [(), (3,)])
+def test_what_onednn_reads_of_other_rows_is_refused(depth):
     """Of one channel, by steps of 1 and of more, for outputs of one column."""
 
     class Striding(layers.Layer):
         def build(self, shape):
-            self.kernel = self.add_weight(shape=(2, 3, 1, 2))
+            self.kernel = self.add_weight(shape=(*[1 for _ in depth], 2, 3, 1, 2))
 
         def call(self, x):
+            if depth:
+                return tf.nn.conv3d(x, self.kernel, (1, 2, 1, 2, 1), "VALID")
             return tf.nn.conv2d(x, self.kernel, (1, 2), "VALID")
 
     for width in (6, 3):
-        model = keras.Sequential([keras.Input((8, width, 1)), Striding()])
-        shape = model.output_shape
-        data = (np.ones((4, 8, width, 1)), np.ones((4, *shape[1:])), None)
+        rows = (*depth, 8, width, 1)
+        model = keras.Sequential([keras.Input(rows), Striding()])
+        data = (np.ones((4, *rows)), np.ones((4, *model.output_shape[1:])), None)
         with (
-            pytest.raises(UnsupportedLayerError, match="the same stride along both")
+            pytest.raises(UnsupportedLayerError, match="the same stride along rows")
             if width == 3
             else contextlib.nullcontext()
         ):

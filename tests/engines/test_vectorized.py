@@ -3,10 +3,12 @@
 import logging
 import math
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdp
 from tests.engine_checks import BATCHES, OUTLIER, check, runner
 from tests.problems import PROBLEMS, cases, precision
 from tfdp import _tree
@@ -126,3 +128,25 @@ def test_each_layer_with_variables_is_explained():
         sum(4 * math.prod(variable.shape) for variable in layer.trainable_variables)
         for layer in trainable
     ]
+
+
+@pytest.mark.parametrize("layer", ["DepthwiseConv2D", "SeparableConv2D", "Conv2D"])
+def test_what_a_kernel_never_sees_has_no_gradient(layer, rng):
+    """In bfloat16 TensorFlow leaves it as it is in memory: it may be of other rows."""
+    options = {"strides": 4, "padding": "same"}
+    filters = {} if layer == "DepthwiseConv2D" else {"filters": 3}
+    with precision("mixed_bfloat16"):
+        model = keras.Sequential([
+            keras.Input((7, 1, 3)),
+            getattr(keras.layers, layer)(kernel_size=(4, 5), **filters, **options),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1, dtype="float32"),
+        ])
+    x, y = rng.normal(size=(6, 7, 1, 3)), rng.normal(size=(6, 1))
+    for _ in range(3):
+        clipped = tfdp.clipped_gradients(
+            model, "mse", x, y, l2_norm_clip=1.0, engine="vectorized"
+        )
+        # Of five columns all but the third lie on padding.
+        of_columns = np.abs(clipped.gradients[0]).reshape(4, 5, -1).sum((0, 2))
+        np.testing.assert_array_equal(of_columns > 0, [0, 0, 1, 0, 0])

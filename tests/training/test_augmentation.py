@@ -254,6 +254,18 @@ def test_what_mixes_by_design_is_refused(name):
         tfdp.DPModel(dense(), augmentation=getattr(keras.layers, name)())
 
 
+def test_what_bends_a_batch_alike_bends_each_image_inside_of_the_model():
+    bend = layers.RandomElasticTransform(seed=1)
+    inside = functools.partial(private, keras.Sequential([bend, dense()]))
+    none = {"augmentation": None, "augmentation_multiplicity": 1}
+    for model in (private(dense(), augmentation=bend), inside(engine="ghost", **none)):
+        with pytest.raises(
+            tfdp.errors.UnsupportedLayerError, match="layer of the model"
+        ):
+            model.fit(*images(), batch_size=4, verbose=0)
+    inside(**none).fit(*images(), batch_size=4, verbose=0)
+
+
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [

@@ -408,3 +408,75 @@ def test_callbacks_go_on_where_another_takes_single_steps():
     # Three steps of `fit`, and the single one.
     assert float(model.optimizer.l2_norm_clip) == CLIP / 2**4
     assert model.ledger.steps == 4
+
+
+# ------------------------------------------------------------- steps inside of steps
+
+
+def acting(hook, act, kind=StepCallback):
+    """A callback that does something with its model."""
+    method = {hook: lambda self, *_, **__: act(self.model)}
+    return type("Acting", (kind,), method)()
+
+
+def by_train_step(model):
+    model.train_step((tf.ones([1, 1]), tf.ones([1, 1])))
+
+
+def by_a_sum(model):
+    clipped = tfdp.clipped_gradients(
+        model.model, "mse", tf.ones([1, 1]), tf.ones([1, 1]), l2_norm_clip=CLIP
+    )
+    model.optimizer.apply_clipped_sum(clipped, model.trainable_variables)
+
+
+@pytest.mark.parametrize("take", [by_train_step, by_a_sum])
+@pytest.mark.parametrize("hook", ["before_step", "during_step", "after_release"])
+def test_a_step_inside_of_a_step_is_refused(hook, take):
+    """It would count as one of a batch that `fit` has drawn, with the noise of that."""
+    with pytest.raises(NotPrivateError, match="Only one step"):
+        trained(acting(hook, take))
+
+
+def test_a_mechanism_gives_no_two_models_the_same_noise():
+    shared = tfdp.mechanisms.Gaussian()
+
+    def private():
+        model = tfdp.DPModel(
+            keras.Sequential([keras.Input((1,)), keras.layers.Dense(9)])
+        )
+        optimizer = tfdp.optimizers.DPSGD(
+            1.0,
+            l2_norm_clip=1e-9,
+            noise_multiplier=1e9,
+            mechanism=shared,
+            expected_batch_size=1,
+        )
+        model.compile(optimizer, "mse")
+        return model
+
+    one, other = private(), private()
+    before = [model.get_weights()[0] for model in (one, other)]
+    inside = acting("during_step", lambda _: by_train_step(other))
+    one.fit(np.ones((1, 1)), np.ones((1, 1)), steps_per_epoch=1, callbacks=[inside])
+    moved = [m.get_weights()[0] - w for m, w in zip((one, other), before, strict=True)]
+    assert np.abs(moved[0] - moved[1]).max() > 0.1
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_epoch_end"])
+def test_callbacks_do_not_give_the_training_function_batches_of_their_own(hook):
+    def give(model):
+        rows = tf.data.Dataset.from_tensors((tf.ones([1, 1]), tf.ones([1, 1])))
+        model.make_train_function()(iter(rows))
+
+    with pytest.raises(NotPrivateError, match=r"Use `private.train_on_batch"):
+        trained(acting(hook, give, keras.callbacks.Callback))
+
+
+def test_callbacks_take_steps_between_those_of_fit():
+    def take(model):
+        model.train_on_batch(np.ones((1, 1)), np.ones((1, 1)))
+
+    hook = "on_train_batch_begin"
+    model = trained(acting(hook, take, keras.callbacks.Callback))
+    assert model.ledger.steps == int(model.optimizer.iterations) == 6

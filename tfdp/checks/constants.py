@@ -223,6 +223,18 @@ def _stitched(op: tf.Operation, *arrays: Array) -> Array | None:
     return result
 
 
+def _padded(
+    _: tf.Operation, values: Array, widths: Array, number: Array | None = None
+) -> Array | None:
+    if not is_fixed(widths):
+        return None
+    number = constant(0) if number is None else number
+    padded: Array = np.pad(
+        values, np.asarray(widths, np.int64), constant_values=number.item()
+    )
+    return padded
+
+
 def _cast(op: tf.Operation, values: Array) -> Array | None:
     # Other numbers come out of narrower ones, and of truths.
     return values if op.outputs[0].dtype.name in _CAST_TO else None
@@ -299,6 +311,8 @@ _FUNCTIONS: dict[str, _Function] = {
         values, tuple(op.get_attr("squeeze_dims")) or None
     ),
     "Reshape": _reshaped,
+    "Pad": _padded,
+    "PadV2": _padded,
     "Prod": _reduced(np.multiply),
     "Sum": _reduced(np.add),
     "Max": _reduced(np.frompyfunc(_larger, 2, 1, identity=None)),

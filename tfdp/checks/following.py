@@ -177,7 +177,10 @@ def _whole_pass(
         x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor, clip: Tensor
     ) -> Clipped:
         batch = Batch(x, y, sample_weight, is_padding)
-        with _seeds.secret_seeds(objective.model):
+        with (
+            _seeds.secret_seeds(objective.model),
+            _keras.whole_filter_gradients(),
+        ):
             return engine.clip_and_sum(
                 objective, batch, l2_norm_clip=clip, rows_per_unit=rows_per_unit
             )

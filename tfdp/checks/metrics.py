@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -10,7 +11,7 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp._types import Array, Tensor, Variable
-from tfdp.checks.graph import BRANCHES
+from tfdp.checks.graph import BRANCHES, LOOPS
 from tfdp.errors import UnsupportedLayerError
 
 # What leaves a variable, or a table, as it is. All else that takes one may change it.
@@ -48,14 +49,8 @@ def only_metrics_assigned(model: keras.Model) -> Iterator[None]:
     with _changes(_variables(model)) as changes:
         yield
     own, known = _own(model), _handles(_variables(model))
-    # What is like the state of a generator may hold data, which a loss could read.
     changes.refuse(
-        model,
-        lambda handle: (
-            None
-            if handle in own
-            else known.get(handle, changes.handles[handle] or "a state of two numbers")
-        ),
+        model, lambda handle: None if handle in own else known.get(handle, "")
     )
 
 
@@ -92,13 +87,19 @@ def losses_keep_nothing(model: keras.Model, *, training: bool) -> Iterator[None]
     drawn = set(map(id, seeds))
     states = [v for v in model.non_trainable_variables if id(v) not in drawn]
     others = {id(each) for each in (*states, *seeds)}
+    of_seeds = {
+        *_handles(seeds),
+        *map(id, _keras.handles_of(_keras.global_seed_state())),
+    }
     before = [tf.identity(state.value) for state in states]
     with _changes(_variables(model)) as changes:
         yield
     known = _handles(each for each in _variables(model) if id(each) not in others)
-    may_change = _own(model) | _handles([*states, *seeds]).keys()
+    may_change = _own(model) | _handles(states).keys()
 
     def name_of(handle: int) -> str | None:
+        if handle in of_seeds:
+            return ""
         if handle in known or training or handle in may_change:
             return known.get(handle)
         return ""
@@ -115,7 +116,7 @@ class _Changes:
 
     Attributes:
         handles: By the `id` of a handle which operation of the graph assigns it, None
-            where it is like the state of a generator of random numbers.
+            where it is like the state of a generator and is only drawn with.
         values: Eagerly, variables and what they were before.
     """
 
@@ -149,15 +150,24 @@ def _changes(variables: list[Variable]) -> Iterator[_Changes]:
         yield changes
         for op in graph.get_operations()[first:]:
             name = f"what operation `{op.name}` ({op.type}) changes"
-            for handle in map(_outermost, _changed(op)):
-                is_drawn = _keras.is_of_seed(handle)
-                changes.handles[id(handle)] = None if is_drawn else name
+            for inner, is_drawn in _changed(op):
+                handle = _outermost(inner)
+                if is_drawn and _keras.is_of_seed(handle):
+                    changes.handles.setdefault(id(handle), None)
+                else:
+                    changes.handles[id(handle)] = name
         return
     before = [np.array(each.numpy()) for each in variables]
     yield changes
     for variable, value in zip(variables, before, strict=True):
         # Bytes: no NaN equals another.
-        if variable.numpy().tobytes() != value.tobytes():
+        if variable.numpy().tobytes() == value.tobytes():
+            continue
+        if any(map(_keras.is_of_seed, _keras.handles_of(variable))):
+            # As one draw leaves it: nobody sees what else was assigned.
+            variable.assign(value + np.array([0, 1], value.dtype))
+            changes.handles.update(dict.fromkeys(_handles([variable])))
+        else:
             changes.values.append((variable, value))
             changes.handles.update(_handles([variable]))
 
@@ -172,7 +182,7 @@ def _metrics(model: keras.Model) -> list[keras.metrics.Metric]:
 
 
 def _own(model: keras.Model) -> set[int]:
-    """Identify the handles that metrics may assign to, and draw random numbers with.
+    """Identify the handles that metrics may assign to.
 
     Args:
         model: See `only_metrics_assigned`.
@@ -194,8 +204,7 @@ def _own(model: keras.Model) -> set[int]:
                     f"Received: metric `{metric.name}` with `{variable.path}`. Hold it in "
                     "a function, `self.value = lambda: optimizer.learning_rate`."
                 )
-    of_global = _keras.handles_of(_keras.global_seed_state())
-    return {id(each) for each in (*_keras.metrics_handles(model), *of_global)}
+    return set(map(id, _keras.metrics_handles(model)))
 
 
 def _variables(model: keras.Model) -> list[Variable]:
@@ -212,28 +221,105 @@ def _handles(variables: Iterable[Variable]) -> dict[int, str]:
     }
 
 
-def _changed(op: tf.Operation) -> list[Tensor]:
-    """List those of an operation's inputs that it may change, or what it calls."""
+class _Scope(NamedTuple):
+    """What the placeholders of a function stand for where it is called.
+
+    Attributes:
+        inputs: By the `id` of a placeholder.
+        outer: Of the function that calls it; None for the graph that is looked at.
+    """
+
+    inputs: dict[int, Tensor]
+    outer: "_Scope | None"
+
+
+def _changed(
+    op: tf.Operation, scope: _Scope | None = None
+) -> list[tuple[Tensor, bool]]:
+    """List those of an operation's inputs that it may change, or what it calls.
+
+    Args:
+        op: The operation.
+        scope: Of the function that has it.
+
+    Returns:
+        Handles, and whether what they get follows from what they had alone, as where
+        random numbers are drawn.
+    """
     handles = [each for each in op.inputs if each.dtype == tf.resource]
     # What replicas add up together takes a resource that orders it.
     if not handles or op.type in _ONLY_READ or op.type.startswith("Collective"):
         return []
+    anything = [(each, False) for each in handles]
     bodies = list(_bodies(op))
     if not bodies:
-        return handles
+        return [(handles[0], True)] if _is_draw(op, scope) else anything
     # The first input of a branch tells which one is taken.
     arguments = list(op.inputs)[op.type in BRANCHES :]
-    changed: list[Tensor] = []
+    # How often it is drawn may be in the data, where there is a choice: TensorFlow has one
+    # where it gives a variable its first value.
+    begins = op.type in BRANCHES and op.inputs[0].op.type == "VarIsInitializedOp"
+    has_choice = op.type in BRANCHES + LOOPS and not begins
+    changed: list[tuple[Tensor, bool]] = []
     for body in bodies:
         if len(body.inputs) != len(arguments):
-            return handles
+            return anything
         outer = dict(zip(map(id, body.inputs), arguments, strict=True))
-        for inner in body.get_operations():
-            found = [outer.get(id(each)) for each in _changed(inner)]
-            if any(each is None for each in found):
-                return handles
-            changed += found
+        inside = [
+            each
+            for inner in body.get_operations()
+            for each in _changed(inner, _Scope(outer, scope))
+        ]
+        if any(id(handle) not in outer for handle, _ in inside):
+            return anything
+        changed += [
+            (outer[id(handle)], is_drawn and not has_choice)
+            for handle, is_drawn in inside
+        ]
     return changed
+
+
+def _is_draw(op: tf.Operation, scope: _Scope | None) -> bool:
+    """Tell whether all that is assigned is made of what was there, and of constants."""
+    if op.type != "AssignVariableOp":
+        return False
+    handle, value = op.inputs
+    stack, seen = [(value, scope)], set()
+    while stack:
+        tensor, where = stack.pop()
+        if tensor.op.type == "Placeholder":
+            outside = _outside(tensor, where)
+            if outside is None:
+                return False
+            # What is no tensor of a graph was the same when it was made.
+            stack += [outside] if tf.is_symbolic_tensor(outside[0]) else []
+        elif tensor.op.type == "ReadVariableOp":
+            if _first(tensor.op.inputs[0], where) is not _first(handle, scope):
+                return False
+        elif tensor.op.op_def.is_stateful:
+            return False
+        elif (tensor.op.graph, tensor.op.name) not in seen:
+            seen.add((tensor.op.graph, tensor.op.name))
+            stack += [(each, where) for each in tensor.op.inputs]
+    return True
+
+
+def _outside(
+    tensor: Tensor, scope: _Scope | None
+) -> tuple[Tensor, _Scope | None] | None:
+    """Return what a placeholder stands for, and the scope of that; None if nobody knows."""
+    if scope is not None:
+        known = scope.inputs.get(id(tensor))
+        return None if known is None else (known, scope.outer)
+    outer = _outermost(tensor)
+    return None if outer is tensor else (outer, None)
+
+
+def _first(tensor: Tensor, scope: _Scope | None) -> Tensor:
+    """Return what a handle is where it was made."""
+    while (outside := _outside(tensor, scope)) is not None:
+        tensor, scope = outside
+    return tensor
 
 
 def _bodies(op: tf.Operation) -> Iterator[tf.Graph]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import keras
 
+from tfdp import _keras
 from tfdp.checks.alone import LEAVES_TO_THE_NEXT, NO_GRADIENT
 from tfdp.checks.calls import Calls
 from tfdp.checks.captures import READS_METRIC
@@ -55,6 +56,22 @@ _LOOP_OF_MAP = _MIXING._replace(
     "`keras.ops.einsum('nhwp,npk->nhwk', keras.ops.image.extract_patches(x, 3, "
     "padding='same'), kernels)`."
 )
+_MIXTURE = _MIXING._replace(
+    fix="What it makes of two images has a gradient that both have a part in. Leave it "
+    "out: `tfdp.DPModel(model, augmentation=keras.layers.RandomFlip('horizontal'))` makes "
+    "views of each image.",
+)
+_OF_IMAGES = _MIXING._replace(
+    fix="As a layer of the model, `keras.Sequential([layer, model])`, it takes each image "
+    "by itself, if `engine='auto'`.",
+)
+# By the names that TensorFlow gives to what it makes of others.
+_OTHERWISE = {
+    "bincount": "`tf.math.bincount(x, minlength=10, maxlength=10, axis=-1)` counts up to a "
+    "length that no row decides.",
+    "Repeat": "`keras.ops.take(x, numpy.repeat(numpy.arange(3), [1, 2, 1]), axis=1)` repeats "
+    "entries as often as numbers say that all rows share.",
+}
 _LOSS_OF_LAYER = (
     "A mean over the rows is for the end: `self.add_loss(ops.mean(losses))`, where "
     "`losses` has one value for each row."
@@ -189,10 +206,11 @@ def _flaws(
                 each.cause.why == BY_PLACE,
             ),
         )
-        # Keras measures decibels against the loudest of the batch; each row by itself is
-        # measured against its own.
-        is_relative = type(layer) is keras.layers.MelSpectrogram
-        is_certain = worst.cause.is_certain and not is_relative
+        # Keras measures decibels against the loudest of the batch, and bends and equalizes
+        # images all alike. What a user means by them is what a row by itself gets.
+        is_of_rows = type(layer) is keras.layers.MelSpectrogram
+        is_of_rows = is_of_rows or _keras.changes_images(layer)
+        is_certain = worst.cause.is_certain and not is_of_rows
         flaw = _flaw_of(layer, calls, worst)
         what = f"{worst.operation} {worst.cause.why}"
         yield flaw._replace(reason=flaw.reason.format(what)), is_certain
@@ -210,6 +228,13 @@ def _flaw_of(layer: keras.layers.Layer, calls: Calls, found: Found) -> _Flaw:
         flaw = _MIXING
         if cause.outer.type in LOOPS:
             flaw = _LOOP_OF_MAP if "/pfor/" in cause.outer.name else _LOOP
+        for name, fix in _OTHERWISE.items():
+            if f"/{name}/" in f"/{cause.outer.name}":
+                flaw = _MIXING._replace(fix=fix)
+        if _keras.mixes_images(layer):
+            flaw = _MIXTURE
+        elif _keras.changes_images(layer):
+            flaw = _OF_IMAGES
     else:
         flaw = _COUNTING if found.counts_rows else _UNPROVEN
     flaw = {MEMORY: _OUTSIDE, BY_PLACE: _KNOWN_DRAWS}.get(cause.why, flaw)

@@ -128,9 +128,16 @@ class Mechanism(abc.ABC):
         """Of the next step, a scalar int64 tensor."""
         return self._number.read_value()
 
-    def count(self) -> None:
-        """Count one step, as an operation of the graph."""
-        self._number.assign_add(1)
+    def next_stream(self, has_room: Tensor | bool = True) -> Tensor:
+        """Return the stream of the next step, which no other step gets, see `stream`.
+
+        Args:
+            has_room: Whether there will be a step; else the one after has the stream.
+        """
+        stream = self.stream(self.number)
+        # Counted in one place: whatever comes between this and the noise has other numbers.
+        self._number.assign_add(tf.cast(has_room, tf.int64))
+        return stream
 
     def skip_to(self, number: int) -> None:
         """Leave out the numbers before this one: a seeded key may have used them."""

@@ -137,6 +137,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         self.recorder = self.recorder_of_loops = LedgerRecorder()
         # Whether the sums of loops are of users; None before the first one.
         self._of_users: bool | None = None
+        self._is_taking_step = False
         # So `tf.train.Checkpoint` has the ledger.
         self._ledger_state = LedgerState(self._saved_ledger, self._restore_ledger)
         self.recorder.note_seeds(noise=self.noise_is_seeded, sampling=False)
@@ -288,7 +289,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
 
         Raises:
             NotPrivateError: If a `tf.distribute` strategy has several replicas, each
-                of which would noise a sum of its own.
+                of which would noise a sum of its own; or inside of another step.
             PrivacyBudgetError: If a `PrivacyBudget` of a model that has the variables
                 has no room for the step; when a graph runs, `tf.errors
                 .InvalidArgumentError`. Compiled by XLA the step does nothing then.
@@ -306,6 +307,12 @@ class DPOptimizer(keras.optimizers.Optimizer):
                 "which adds the sums of all replicas up."
             )
         self._check(clipped_sum, trainable_variables)
+        with self.only_step():
+            self._apply_clipped_sum(clipped_sum, trainable_variables)
+
+    def _apply_clipped_sum(
+        self, clipped_sum: ClippedSum, trainable_variables: list[Variable]
+    ) -> None:
         if not self.built:
             self.build(trainable_variables)
         # Not that of a private model, whose batches `fit` draws.
@@ -334,7 +341,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
                 recorder=recorder,
                 noise_multiplier=noise_multiplier,
                 counted=counted,
-                stream=mechanism.stream(mechanism.number),
+                stream=mechanism.next_stream(),
             )
             return True
 
@@ -376,6 +383,28 @@ class DPOptimizer(keras.optimizers.Optimizer):
         recorder.begin_steps(trained, read)
         self.skip_used_noise()
 
+    @contextlib.contextmanager
+    def only_step(self) -> Iterator[None]:
+        """Refuse a step inside of this one.
+
+        It would count as one of the batches that `fit` draws, and what room a budget has
+        was asked for one step.
+
+        Raises:
+            NotPrivateError: If one is under way.
+        """
+        if self._is_taking_step:
+            raise NotPrivateError(
+                "Only one step of a private optimizer may be under way. Received: another "
+                f"one of optimizer={self.name!r} inside of it. Take it between steps, in "
+                "`on_train_batch_end` of a Keras callback: `private.train_on_batch(x, y)`."
+            )
+        self._is_taking_step = True
+        try:
+            yield
+        finally:
+            self._is_taking_step = False
+
     def take_step(
         self,
         clipped_sum: ClippedSum,
@@ -413,7 +442,6 @@ class DPOptimizer(keras.optimizers.Optimizer):
         begins = recorder.counter.begins_release()
         if self.mechanism.correlates_steps:
             begins = recorder.counter.begins_with_clip(begins, clipped_sum.l2_norm_clip)
-        self.mechanism.count()
         recorder.counter.record(
             counted / clipped_sum.sensitivity_in_clips, clipped_sum.l2_norm_clip
         )

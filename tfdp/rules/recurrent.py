@@ -66,9 +66,9 @@ def simple_rnn(call: Call) -> Nest:
     def make(like: Tensor, kept: list[Tensor]) -> Cell:
         matrices = _recurrent_matrices(call, like, kept)
 
-        def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
+        def step(z: Tensor, states: list[Tensor]) -> list[Tensor]:
             del states
-            return [_activated(cell.activation, x + inner)]
+            return [_activated(cell.activation, z)]
 
         return Cell(matrices, step, *_terms(cell, matrices))
 
@@ -83,8 +83,8 @@ def lstm(call: Call) -> Nest:
     def make(like: Tensor, kept: list[Tensor]) -> Cell:
         matrices = _recurrent_matrices(call, like, kept)
 
-        def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
-            i, f, candidate, o = tf.split(x + inner, 4, axis=-1)
+        def step(z: Tensor, states: list[Tensor]) -> list[Tensor]:
+            i, f, candidate, o = tf.split(z, 4, axis=-1)
             gate = cell.recurrent_activation
             c = gate(f) * states[1] + gate(i) * _activated(cell.activation, candidate)
             return [gate(o) * _activated(cell.activation, c), c]
@@ -140,20 +140,19 @@ def _reset_before(call: Call, like: Tensor, kept: list[Tensor]) -> Cell:
     widths = [cell.units] * 3 if kept else [2 * cell.units, cell.units]
     of_gates, of_candidate = _recurrent_matrices(call, like, kept, widths).split(-1)
 
-    def gates(x: Tensor, inner: Tensor) -> tuple[Tensor, Tensor]:
-        z, r = tf.split(x[..., : 2 * cell.units] + inner, 2, axis=-1)
-        return cell.recurrent_activation(z), cell.recurrent_activation(r)
-
-    def step(x: Tensor, inner: Tensor, states: list[Tensor]) -> list[Tensor]:
-        z, r = gates(x, inner)
+    def step(projected: Tensor, states: list[Tensor]) -> list[Tensor]:
+        z, r, x = tf.split(projected, 3, axis=-1)
+        z, r = cell.recurrent_activation(z), cell.recurrent_activation(r)
         reset = of_candidate.times(r * states[0])
-        candidate = _activated(cell.activation, x[..., 2 * cell.units :] + reset)
+        candidate = _activated(cell.activation, x + reset)
         return [z * states[0] + (1 - z) * candidate]
 
     def terms(g: Tensor, x: Tensor, h: Tensor) -> list[Term]:
         # The reset gate once more, for all steps at once: the loop does not hold it.
         seen = of_gates.seen(h)
-        _, r = gates(x, _over_time(of_gates.products, seen))
+        of_reset = slice(cell.units, 2 * cell.units)
+        inner = _over_time(of_gates.products, seen)
+        r = cell.recurrent_activation(x[..., of_reset] + inner[..., of_reset])
         seen = [*seen, *of_candidate.seen(r * h)]
         return [_products(cell.recurrent_kernel, seen, g, widths)]
 
@@ -254,7 +253,7 @@ def _run_step(
     seen = [states[0][:, None]]
     x, *others = _watch(call, cell, inputs, watched, seen, is_moved=False)
     inner = others[0][:, 0] if others else inner
-    new = cell.step(x[:, 0], inner, states)
+    new = cell.step(*cell.projected(x[:, 0], inner), states)
     return new[0], keras.tree.pack_sequence_as(of_before, new)
 
 

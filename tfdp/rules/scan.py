@@ -21,14 +21,15 @@ class Cell:
 
     Attributes:
         matrices: What the state h is multiplied by.
-        step: ``(x, inner, states) -> new states`` for x of the projected inputs and
-            inner of the products of h; states are a list that h is the first of.
+        step: ``(*projected, states) -> new states``; see `projected`. States are a list
+            that h is the first of.
         terms: ``(g, other, h) -> terms`` of the recurrent matrix, all of shape
             ``(R, T, ...)``: other is the gradient of inner where `inner_differs`, and
             the projected inputs where it does not.
         bias_terms: ``(g, g_inner) -> terms`` of the bias; g twice where the two do not
             differ.
-        inner_differs: Whether `inner` has other gradients than x.
+        inner_differs: Whether the products of h have other gradients than the projected
+            inputs.
     """
 
     matrices: "Matrices"
@@ -36,6 +37,18 @@ class Cell:
     terms: Callable[..., list[Term]]
     bias_terms: Callable[..., list[Term]]
     inner_differs: bool = False
+
+    def projected(self, x: Tensor, inner: Tensor) -> list[Tensor]:
+        """Return what a step takes of the projected inputs and of the products of h.
+
+        Both if they have gradients of their own, else their sum: what has been added up on
+        the way forward is not on the way back.
+        """
+        if self.inner_differs:
+            return [x, inner]
+        # What a step multiplies itself comes behind.
+        more = x.shape[-1] - inner.shape[-1]
+        return [x + (tf.pad(inner, [(0, 0), (0, more)]) if more else inner)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,8 +187,9 @@ class Scan:
                 # gradient is never asked for.
                 _, of_after, *of_last = upstream
                 # Stacked, what each step has left would be copied twice.
+                x = reads[:1] if self.cell.inner_differs else []
                 masks = reads[len(inputs) :]
-                arrays = [reads[0], *_readable([of_after]), *written, *masks]
+                arrays = [*_readable([of_after]), *x, *written, *masks]
                 return self._backward(list(inputs), arrays, of_last)
 
             return [before, after, *last], gradient
@@ -202,8 +216,8 @@ class Scan:
             states: See `run`.
 
         Returns:
-            The inputs and the mask, if there is one; the inner products and the states
-            before each step; and the last states.
+            The inputs and the mask, if there is one; the last of what is projected, and the
+            states before each step; and the last states.
         """
         steps = tf.shape(inputs[0])[0]
         reads = _readable(inputs if self.mask is None else [*inputs, self.mask])
@@ -211,11 +225,12 @@ class Scan:
         def body(time: Tensor, states: Nest, written: Nest) -> Nest:
             (x, *more), mask = self._read(reads, time)
             inner = tf.add_n([self.cell.matrices.times(states[0]), *more])
-            written = _write(written, time, [inner, *states])
-            return time + 1, self._step(x, inner, states, mask), written
+            projected = self.cell.projected(x, inner)
+            written = _write(written, time, [projected[-1], *states])
+            return time + 1, self._step(projected, states, mask), written
 
-        width = sum(self.cell.matrices.widths)
-        like = [tf.zeros([tf.shape(states[0])[0], width], states[0].dtype), *states]
+        # Inner products have the width of what is added to them.
+        like = [inputs[-1][0], *states]
 
         _, last, written = tf.while_loop(
             lambda time, *_: time < steps,
@@ -233,31 +248,32 @@ class Scan:
 
         Args:
             inputs: See `run`.
-            reads: The projected inputs, the gradients of the outputs, the inner products
-                and the states before each step; and the mask, if there is one.
+            reads: The gradients of the outputs, what is projected, and the states before
+                each step; and the mask, if there is one.
             of_last: Gradients of the last states.
         """
         steps = tf.shape(inputs[0])[0]
 
         def body(time: Tensor, of_states: Nest, written: Nest) -> Nest:
             time -= 1
-            (x, of_output, inner, *states), mask = self._read(reads, time)
+            (of_output, *others), mask = self._read(reads, time)
+            projected, states = others[: len(inputs)], others[len(inputs) :]
             of_states = [of_states[0] + of_output, *of_states[1:]]
             # From behind: what a state is worth is known from the steps after it.
             # One step is computed once more: nothing inside of it is held over time.
             with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch([x, inner, states])
-                new = self._step(x, inner, states, mask)
-            of_x, of_inner, of_states = tape.gradient(
+                tape.watch([projected, states])
+                new = self._step(projected, states, mask)
+            of_projected, of_states = tape.gradient(
                 new,
-                [x, inner, states],
+                [projected, states],
                 output_gradients=of_states,
                 unconnected_gradients=tf.UnconnectedGradients.ZERO,
             )
             # h reaches the next states directly and by way of its inner product.
+            of_inner = of_projected[-1][:, : sum(self.cell.matrices.widths)]
             of_h = self.cell.matrices.times_transposed(of_inner)
-            # Where nothing is added to the inner products nobody asks for theirs.
-            written = _write(written, time, [of_x, of_inner][: len(written)])
+            written = _write(written, time, of_projected)
             return time, [of_states[0] + of_h, *of_states[1:]], written
 
         like = [each[0] for each in inputs]
@@ -271,9 +287,9 @@ class Scan:
         return [*(array.stack() for array in written), *of_first]
 
     def _step(
-        self, x: Tensor, inner: Tensor, states: list[Tensor], mask: Tensor | None
+        self, projected: list[Tensor], states: list[Tensor], mask: Tensor | None
     ) -> list[Tensor]:
-        new = self.cell.step(x, inner, states)
+        new = self.cell.step(*projected, states)
         if mask is None:
             return new
         return [tf.where(mask, a, b) for a, b in zip(new, states, strict=True)]

@@ -92,7 +92,7 @@ class StepCounter:
             self.last_clip = _variable(math.nan)
             self.open_noise_multiplier = _variable(0.0)
             self._releases = _variable(np.zeros(_ROWS, np.int64))
-            self._noise_multipliers = _variable(np.zeros(_ROWS))
+            self._noise_multipliers = _variable(np.full(_ROWS, math.inf))
             # What is recorded is brought down to one of these, in rising order.
             self._levels = tf.Variable(_NO_LEVELS, shape=[None], trainable=False)
             self._begun = _variable(0)
@@ -109,6 +109,7 @@ class StepCounter:
         """Begin another segment, without a limit; see `LedgerRecorder.begin`."""
         self.scheme, self.planned_releases = scheme, planned_releases
         self._releases.assign(np.zeros(_ROWS, np.int64))
+        self._noise_multipliers.assign(np.full(_ROWS, math.inf))
         has_plan = len(noise_multipliers) > 0
         self._levels.assign(noise_levels(noise_multipliers) if has_plan else _NO_LEVELS)
         self._begun.assign(0)
@@ -275,20 +276,13 @@ class StepCounter:
     def _close(self, is_closed: Tensor) -> None:
         """Move the open release into the table, if it is closed."""
         opened = self.open_noise_multiplier.read_value()
-        is_used = self._releases > 0
-        is_same = is_used & (self._noise_multipliers == opened)
-        row = tf.where(
-            tf.reduce_any(is_same),
-            tf.argmax(tf.cast(is_same, tf.int32)),
-            tf.minimum(tf.math.count_nonzero(is_used), _ROWS - 1),
-        )
-        known = tf.gather(self._noise_multipliers, row)
-        # Only the last row takes releases of several noise multipliers.
-        lowest = tf.where(tf.gather(is_used, row), tf.minimum(known, opened), opened)
-        self._noise_multipliers.scatter_nd_update(
-            [[row]], [tf.where(is_closed, lowest, known)]
-        )
-        self._releases.scatter_nd_add([[row]], [tf.cast(is_closed, tf.int64)])
+        # The row with that noise multiplier, else the first that is free, behind all that
+        # are not. Only the last one takes releases of several noise multipliers.
+        takes = (self._releases == 0) | (self._noise_multipliers == opened)
+        row = tf.reduce_min(tf.where(takes, tf.range(_ROWS), _ROWS - 1))
+        lowest = tf.where(is_closed, opened, math.inf)
+        self._noise_multipliers.scatter_min(tf.IndexedSlices(lowest, row))
+        self._releases.scatter_add(tf.IndexedSlices(tf.cast(is_closed, tf.int64), row))
 
     def begins_with_clip(self, begins: Tensor, l2_norm_clip: Tensor) -> Tensor:
         """Refuse, when it runs, another clip norm than that of the pass's steps before.

@@ -45,8 +45,7 @@ class Augmentation:
                 "augmentation=keras.layers.RandomFlip('horizontal'), "
                 "augmentation_multiplicity=16)`."
             )
-        mixing = [getattr(keras.layers, name, None) for name in ("MixUp", "CutMix")]
-        if type(function) in mixing:
+        if _keras.mixes_images(function):
             raise ValueError(
                 "`augmentation` must make a view of one example at a time: a mixture "
                 "of two has a gradient that both have a part in. Received: "

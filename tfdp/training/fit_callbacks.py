@@ -228,6 +228,14 @@ def exact_decisions(
             yield ExactDecision(name, monitor, received)
 
 
+class BatchCallback(keras.callbacks.Callback):
+    """Tells the model, behind all other callbacks, that a batch of `fit` comes next."""
+
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        """Let the training function be called once."""
+        self.model.expect_batch()
+
+
 def sorted_callbacks(
     callbacks: Nest, *, validates_private_rows: bool = False
 ) -> list[keras.callbacks.Callback]:

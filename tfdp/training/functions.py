@@ -7,6 +7,7 @@ from tfdp import _keras
 from tfdp._types import Logs, Nest, Tensor
 from tfdp.distribute.replicas import Replicas, function_of_batches
 from tfdp.distribute.shares import Share
+from tfdp.errors import NotPrivateError
 
 
 class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
@@ -18,8 +19,11 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
     """
 
     _replicas: Replicas
-    # Whether the training function runs now.
+    # Whether the training function runs now, whether `fit` does, and whether the next batch
+    # is one that it has drawn.
     _is_in_train_function = False
+    _is_fitting = False
+    _expects_batch = False
     train_function: Nest = None
     test_function: Callable[[Nest], Logs] | None = None
 
@@ -29,8 +33,22 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
     ) -> dict[str, Tensor]:
         """Take one private step; replicas share what is done here, once for all."""
 
+    def expect_batch(self) -> None:
+        """Let the training function be called once."""
+        self._expects_batch = True
+
     def make_train_function(self, force: bool = False) -> Callable[[Nest], Logs]:
-        """Make the training function; XLA compiles the passes in it, not all of it."""
+        """Make the training function; XLA compiles the passes in it, not all of it.
+
+        Args:
+            force: As in Keras.
+
+        Returns:
+            The function.
+
+        Raises:
+            NotPrivateError: When a callback of `fit` calls the function.
+        """
         known: Callable[[Nest], Logs] | None = self.train_function
         if known is not None and not force:
             return known
@@ -52,6 +70,13 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
         def train(batches: Nest) -> Logs:
             # Only what this calls takes the batches that `fit` has counted on:
             # callbacks may take steps of their own meanwhile.
+            if self._is_fitting and not self._expects_batch:
+                raise NotPrivateError(
+                    "While `fit` runs its training function takes the batches that it has "
+                    f"drawn. Received: others, in a callback of model={self.name!r}. Use "
+                    "`private.train_on_batch(x, y)`, of which each step counts in full."
+                )
+            self._expects_batch = False
             was, self._is_in_train_function = self._is_in_train_function, True
             try:
                 logs: Logs = function(batches)

@@ -159,7 +159,7 @@ def private_step(
     room = has_room(counted / session.sensitivity_in_clips)
     # Read before anything is clipped: where processes take different steps this raises,
     # and nothing that follows from it runs.
-    stream = session.mechanism.stream(session.mechanism.number)
+    stream = session.mechanism.next_stream(room)
     is_one_device = replicas.strategy is None
     if not is_one_device and replicas.processes > 1:
         clip = optimizer.l2_norm_clip.value

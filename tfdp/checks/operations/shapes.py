@@ -2,6 +2,7 @@
 
 from tfdp.checks.node import (
     ANY,
+    COUNTS,
     NONE,
     Node,
     axis_from,
@@ -36,7 +37,7 @@ def _shape(node: Node) -> Value:
     causes = value.causes
     if lengths is None or None in lengths:
         causes |= counting(node)
-    elif not causes or is_fixed(lengths):
+    elif is_fixed(lengths) or all(each.why == COUNTS for each in causes):
         numbers = constant(lengths)
         if node.op.type == "Size":
             numbers = constant(product(list(numbers)))

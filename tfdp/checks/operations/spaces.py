@@ -28,10 +28,11 @@ def _spatial(node: Node) -> Value:
     # How many of its leading axes are the batch is an attribute.
     if node.op.type == "Conv" and node.attr("batch_dims") != 1:
         return node.unknown()
-    if node.op.type == "Conv2D" and _reads_other_rows(node):
+    if node.op.type in ("Conv", "Conv2D", "Conv3D") and _reads_other_rows(node):
         return node.mixed(
             "of one channel, to one column, by different strides reads memory of other rows "
-            "on CPUs, by a fault of oneDNN; with the same stride along both axes it does not"
+            "on CPUs, by a fault of oneDNN; with the same stride along rows and columns it "
+            "does not"
         )
     # Of tensors of other ranks nobody knows which axis is that of the batch.
     has_batch = value.axis == 0 and node.op.inputs[0].shape.rank in (4, 5)
@@ -43,14 +44,17 @@ def _spatial(node: Node) -> Value:
 def _reads_other_rows(node: Node) -> bool:
     """Tell whether oneDNN's code for one channel takes memory that is not the row's."""
     # Seen where the kernel goes by steps of 1 and of more, and the outputs have one column of
-    # several numbers, in batches of two rows and more.
-    inputs, kernel = (each.shape for each in node.op.inputs)
-    _, along_rows, along_columns, _ = node.attr("strides")
-    _, rows, columns, _ = node.op.outputs[0].shape
+    # several numbers, in batches of two rows and more; whatever there is along the depth.
+    kernel, outputs = node.op.inputs[1].shape, node.op.outputs[0].shape
+    if kernel.rank is None or outputs.rank is None:
+        return True
+    *_, along_rows, along_columns, _ = node.attr("strides")
+    *_, rows, columns, _ = outputs
+    *_, of_kernel, channels, _ = kernel
     return (
-        inputs[-1] in (None, 1)
+        channels in (None, 1)
         and along_rows == 1 < along_columns
-        and kernel[1] != 1
+        and of_kernel != 1
         and rows != 1
         and columns in (None, 1)
     )

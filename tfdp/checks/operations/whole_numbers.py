@@ -5,6 +5,7 @@ import math
 import numpy as np
 import tensorflow as tf
 
+from tfdp._types import Array
 from tfdp.checks.bounds import (
     Arrays,
     Bounds,
@@ -93,6 +94,36 @@ def _packed(step: Step, *values: Bounds) -> Arrays:
     arrays = np.broadcast_arrays(*(each for value in values for each in value[:3]))
     stride, low, high = (np.stack(arrays[n::3], axis) for n in range(3))
     return stride, low, high
+
+
+@bounds_rule("ConcatV2", is_linear=True)
+def _joined(step: Step, *values: Bounds) -> Arrays | None:
+    *parts, along = values
+    if not is_exact(along):
+        return None
+    axis = int(along.low.item()) % step.rank
+    lengths = [each.shape[axis] for each in step.inputs[:-1]]
+    # Along their own axis rows are not written out.
+    if any(each.axis == axis for each in step.inputs[:-1]):
+        return None
+    others: list[Array] = []
+    for part, length in zip(parts, lengths, strict=True):
+        if not isinstance(length, int):
+            return None
+        others += [
+            np.moveaxis(_along(each, axis, length), axis, 0) for each in part[:3]
+        ]
+    rest = np.broadcast_shapes(*(each.shape[1:] for each in others))
+    whole = [np.broadcast_to(each, (len(each), *rest)) for each in others]
+    stride, low, high = (
+        np.moveaxis(np.concatenate(whole[n::3]), 0, axis) for n in range(3)
+    )
+    return stride, low, high
+
+
+def _along(array: Array, axis: int, length: int) -> Array:
+    """Write out what holds all along an axis, of so many entries."""
+    return array if array.shape[axis] == length else np.repeat(array, length, axis)
 
 
 @bounds_rule("Add", "AddV2", is_linear=True)
