@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdp.rules.free import Free
 from tfdp.rules.loops import NotTakenWholeError, taken_whole
-from tfdp.rules.uses import Free
 
 COUNTED = (
     (lambda i: i < 3, lambda i: i + 1, 0, None, 3),

@@ -18,7 +18,7 @@ from tfdp.checks.engine import choose
 from tfdp.engines.apart import ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.losses.objective import Objective
-from tfdp.rules.places import ROWS_FIRST, Place
+from tfdp.rules.places import ROWS_FIRST, NotedPlaces, Place
 
 pytestmark = pytest.mark.keras_private
 
@@ -386,3 +386,10 @@ def test_masks_come_with_their_rows():
     np.testing.assert_array_equal(_keras.keras_mask(found), found > 3)
     back = place.put_back(found)
     np.testing.assert_array_equal(_keras.keras_mask(back), inputs > 3)
+
+
+def test_calls_are_counted_by_their_paths():
+    noted = NotedPlaces({("dense", 1): Place(1)})
+    found = [noted.next(path, []) for path in ("dense", "other", "dense", "dense")]
+    assert found == [None, None, Place(1), None]
+    assert noted.paths == {"dense"}

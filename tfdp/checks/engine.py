@@ -1,25 +1,21 @@
 """Proves that rows do not meet in a model, and chooses the engine that clips for it."""
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras, _seeds, _tree, engines, rules
+from tfdp import _keras, _tree, engines, rules
 from tfdp._tree import signature_of
 from tfdp._types import Nest, Tensor
-from tfdp.checks.following import (
-    check_objective,
-    problems_of_pass,
-    traced_pass,
-    with_known_losses,
-)
+from tfdp.checks.alone import SEED_AS_NUMBER
+from tfdp.checks.following import check_objective, problems_of_pass, traced_pass
+from tfdp.checks.proof import proven_engine
 from tfdp.checks.registered_rules import compare_on_rows
-from tfdp.checks.tracing import SEED_AS_NUMBER, Trace
+from tfdp.checks.tracing import Trace
 from tfdp.engines.traced import TracedPass
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.errors import UnsupportedLayerError
@@ -28,7 +24,6 @@ from tfdp.losses.batch import Batch
 from tfdp.losses.objective import Objective
 from tfdp.rules.generic import generic
 from tfdp.rules.registry import has_leaves
-from tfdp.rules.unrolling import NotUnrolledError
 
 
 def choose(
@@ -73,6 +68,7 @@ def choose(
         UnsupportedLossError: If the losses do so.
     """
     moved: set[str] = set()
+    sample = data if sample is None else sample
     chosen = engines.get(engine)
     sizes = [None] if static_rows is None else [None, static_rows]
     if not chosen.notes_what_it_reads:
@@ -87,8 +83,8 @@ def choose(
             # Uphill layers without a rule need those of leaves.
             follows_leaves = has_leaves(objective.model)
             chosen = dataclasses.replace(chosen, follows_leaves=follows_leaves)
-        chosen = _proven(chosen, objective, data, sizes, passes)
-        _compare_if_foreign(chosen, objective, data if sample is None else sample)
+        chosen = proven_engine(chosen, objective, data, sizes, passes)
+        _compare_if_foreign(chosen, objective, sample)
     except Exception as failure:  # noqa: BLE001
         error = _as_unsupported(failure)
         # An error of the model itself, or of the losses, comes again here.
@@ -142,152 +138,6 @@ def _without_numbers_of_seeds(
     return engine
 
 
-def _proven(
-    engine: engines.Engine,
-    objective: Objective,
-    data: Nest,
-    sizes: Sequence[int | None],
-    passes: list[TracedPass] | None,
-) -> engines.Engine:
-    """Return an engine for which rows are proven not to meet in what it reads.
-
-    It knows where they lie, if that is not on the first axis alone.
-
-    Raises:
-        UnsupportedLayerError: If that is not proven.
-    """
-    traced: list[TracedPass] = []
-    problems = []
-    traces = [Trace(objective.model) for _ in sizes]
-    # The pass for as many rows as layers see is kept.
-    rows_that_run = sizes[-1]
-    try:
-        for trace, rows in zip(traces, sizes, strict=True):
-            whole = traced if passes is not None and rows == rows_that_run else None
-            problems += problems_of_pass(
-                engine, objective, data, rows, whole, trace=trace
-            )
-        failure = UnsupportedLayerError(str(problems[0])) if problems else None
-    except UnsupportedLayerError as error:
-        failure = error
-    if failure is None:
-        if passes is not None:
-            passes += traced
-        return engine
-    if isinstance(failure, NotUnrolledError):
-        # Who asked for that goes on without.
-        raise failure
-    other = None
-    if isinstance(engine, engines.BookkeepingEngine):
-        # Uphill, gradients are joined with all else before they are looked at.
-        is_of_gradients = all(each.is_of_gradients for each in problems)
-        has_loop = any(trace.has_loop for trace in traces)
-        if has_loop and engine.unrolls_loops is None:
-            step_by_step = dataclasses.replace(engine, unrolls_loops=True)
-            try:
-                return _proven(step_by_step, objective, data, sizes, passes)
-            except NotUnrolledError:
-                engine = dataclasses.replace(engine, unrolls_loops=False)
-        other = _that_knows_more(
-            engine,
-            objective,
-            data,
-            looks_for_places=is_of_gradients or objective.ascent is not None,
-            has_split=any(trace.has_split for trace in traces),
-        )
-    if other is None:
-        raise failure
-    with (
-        _after(failure)
-        if _no_longer_splits(engine, other)
-        else contextlib.nullcontext()
-    ):
-        return _proven(other, objective, data, sizes, passes)
-
-
-def _no_longer_splits(engine: engines.Engine, other: engines.Engine) -> bool:
-    """Tell whether the other engine asks for losses of each row alone, and this not."""
-    splits = [getattr(each, "splits_losses", False) for each in (engine, other)]
-    return splits == [True, False]
-
-
-@contextlib.contextmanager
-def _after(failure: UnsupportedLayerError) -> Iterator[None]:
-    """Put before an error inside what failed where a loss was asked for all rows.
-
-    Args:
-        failure: What has.
-
-    Raises:
-        AddedLossError: As it is, for those who know it by its type.
-        NotUnrolledError: Likewise.
-        UnsupportedLayerError: Both, of another one.
-    """
-    try:
-        yield
-    except (AddedLossError, NotUnrolledError):
-        raise
-    except UnsupportedLayerError as error:
-        raise UnsupportedLayerError(f"{failure} Of each row alone: {error}") from error
-
-
-def _that_knows_more(
-    engine: engines.BookkeepingEngine,
-    objective: Objective,
-    data: Nest,
-    *,
-    looks_for_places: bool,
-    has_split: bool,
-) -> engines.BookkeepingEngine | None:
-    """Return what to try where nothing was proven for an engine; None if that was all."""
-    other = _with_places(engine, objective, data) if looks_for_places else None
-    if other is None and has_split:
-        # Of each row alone a loss needs no proof.
-        other = dataclasses.replace(engine, splits_losses=False)
-    if other is None and engine.follows_leaves:
-        # With the rules of leaves, and all that was known without.
-        other = dataclasses.replace(
-            engine,
-            places=(),
-            splits_losses=True,
-            follows_leaves=False,
-            unrolls_loops=None,
-        )
-    return other
-
-
-def _with_places(
-    engine: engines.BookkeepingEngine, objective: Objective, data: Nest
-) -> engines.BookkeepingEngine | None:
-    """Return an engine that knows more of where rows lie in calls and uses.
-
-    Returns:
-        None if there is nothing more to know, or it need not.
-    """
-    if isinstance(engine, engines.ApartEngine):
-        return None
-    trace = Trace(objective.model)
-    # Uphill they lie where they lie here.
-    here = dataclasses.replace(objective, ascent=None)
-    traced = with_known_losses(here, trace)
-
-    def run(x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor) -> Nest:
-        batch = Batch(x, y, sample_weight, is_padding)
-        with _seeds.secret_seeds(objective.model):
-            try:
-                return engine.recorded(traced, batch, 1).losses
-            # What could not be recorded then may be with what is noted.
-            except UnsupportedLayerError:
-                return is_padding
-
-    known = dict(engine.places)
-    # Variables of a call whose rule gives it up are followed next time.
-    places = known | trace.places(run, Batch(*data).signature())
-    if places == known:
-        return None
-    return dataclasses.replace(engine, places=tuple(places.items()))
-
-
 def _as_unsupported(error: Exception) -> UnsupportedLayerError:
     if isinstance(error, UnsupportedLayerError):
         return error
@@ -329,7 +179,7 @@ def _can_take_apart(
             traced_pass(engine, objective, Batch(*data).signature(rows), 1)
             for rows in sizes
         ]
-        _compare_if_foreign(engine, objective, data if sample is None else sample)
+        _compare_if_foreign(engine, objective, sample)
     # Whatever it is, the vectorized engine does without, or says it.
     except Exception:  # noqa: BLE001
         return False

@@ -66,7 +66,7 @@ def evaluation_function(
     if found:
         run = alone
         trace, of_alone = _followed(objective, alone, signature)
-        raise_if(model, layer_problems(model, trace, of_alone))
+        raise_if(model, layer_problems(model, trace.calls, of_alone))
         logging.info(
             "tfdp evaluates each row of model `%s` by itself: %s %s",
             model.name,

@@ -8,9 +8,10 @@ from absl import logging
 
 from tfdp import _keras, _seeds, engines
 from tfdp._types import Nest, Tensor
+from tfdp.checks.alone import units_checked
 from tfdp.checks.found import LOSS, Found
 from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
-from tfdp.checks.tracing import Trace, units_checked
+from tfdp.checks.tracing import Trace
 from tfdp.clipping import clip_as_tensor
 from tfdp.engines.engine import Clipped
 from tfdp.engines.traced import TracedPass
@@ -82,7 +83,7 @@ def check_objective(
         found = _followed(objective, data, rows, _losses, trace)
         if moved is not None:
             moved |= trace.moved
-        problems = layer_problems(objective.model, trace, found)
+        problems = layer_problems(objective.model, trace.calls, found)
         raise_if(objective.model, [each for each in problems if each.is_certain])
         of_losses = loss_problems(found)
         for problem in of_losses:
@@ -126,17 +127,21 @@ def problems_of_pass(
         What lets rows meet, the first cause first; empty if it is proven that nothing does.
     """
     if passes is not None and engine.notes_what_it_reads:
-        found, function = _followed_whole(engine, objective, data, rows, trace)
+        traced = with_known_losses(objective, trace)
+        run, specs = _whole_pass(engine, traced, data, rows)
+        # The very graph that the engine will run.
+        found, function = trace.found_in_pass(run, specs, rows)
         if function is not None:
             signature = Batch(*data).signature(rows)
             moved = frozenset(trace.moved)
             passes.append(TracedPass(engine, objective, signature, 1, function, moved))
     else:
         found = _followed(objective, data, rows, engine.read, trace)
-    problems = layer_problems(objective.model, trace, found) + loss_problems(found)
+    problems = layer_problems(objective.model, trace.calls, found)
+    problems += loss_problems(found)
     if found:
         # What comes first in the graph is to blame for what follows.
-        names = {id(layer): path for path, layer in trace.layers}
+        names = {id(layer): path for path, layer in trace.calls.layers}
         first = names.get(id(found[0].layer))
         problems.sort(key=lambda problem: problem.path != first)
     return problems
@@ -157,19 +162,6 @@ def _followed(
             return read(traced, Batch(x, y, sample_weight, is_padding))
 
     return trace.found(run, Batch(*data).signature(rows), rows)
-
-
-def _followed_whole(
-    engine: engines.Engine,
-    objective: Objective,
-    data: Nest,
-    rows: int | None,
-    trace: Trace,
-) -> tuple[list[Found], Callable[..., Clipped] | None]:
-    """Follow the rows through the very graph that the engine will run."""
-    traced = with_known_losses(objective, trace)
-    run, signature = _whole_pass(engine, traced, data, rows)
-    return trace.found_in_pass(run, signature, rows)
 
 
 def _whole_pass(

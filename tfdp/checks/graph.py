@@ -3,34 +3,24 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
 from tfdp._types import Array, Tensor
+from tfdp.checks.constants import constant_value, evaluated
+from tfdp.checks.effects import MEMORY, has_effect
 from tfdp.checks.node import (
-    MEMORY,
     RULES,
     SEEDS,
     SHARED_SEEDS,
     Node,
     counting,
-    has_effect,
-    of_numbers,
     static_lengths,
 )
 from tfdp.checks.operations import apply
 from tfdp.checks.operations.chance import has_known_seed, with_chance
 from tfdp.checks.operations.words import AS_LONG_AS_THE_LONGEST
-from tfdp.checks.sizes import (
-    CONSTANTS,
-    Evaluate,
-    Lengths,
-    Size,
-    constant,
-    is_fixed,
-    same,
-)
+from tfdp.checks.sizes import Lengths, is_fixed, same
 from tfdp.checks.values import (
     NEW_LIST,
     NO_NUMBERS,
@@ -47,13 +37,7 @@ from tfdp.checks.values import (
     laid_out,
     with_shape,
 )
-
-_MOST_NUMBERS = 256
-
-# What numbers are worked out for: narrower ones wrap around.
-_WIDE = (tf.int32, tf.int64, tf.bool)
-# Positions are whole numbers, also where they are floats that angles are made of.
-_FLOATS, _OF_POSITIONS, _MOST_EXACT = (tf.float32, tf.float64), ("Cast", "Range"), 2**24
+from tfdp.rules.uses import made_as
 
 _MOST_ROUNDS = 12
 
@@ -171,7 +155,7 @@ class Analysis:
     def _outputs(self, op: tf.Operation, inputs: list[Value]) -> list[Value]:
         kind = op.type
         if kind == "Const":
-            return [_constant(op)]
+            return [constant_value(op)]
         try:
             if kind in _CALLS:
                 return self._called(op, op.get_attr("f").name, inputs)
@@ -187,11 +171,9 @@ class Analysis:
             return self._node(op, inputs).unknown_outputs()
         node = self._node(op, inputs)
         # Shapes are computed: whether a reshape keeps rows whole is in their numbers.
-        evaluate = CONSTANTS.get(kind)
-        if evaluate is not None and inputs:
-            result = _evaluated(node, evaluate)
-            if result is not None:
-                return [result]
+        result = evaluated(node)
+        if result is not None:
+            return [result]
         if has_effect(op):
             self._note_effect(node)
         return apply(node)
@@ -393,13 +375,8 @@ def _joined_numbers(first: Array | None, second: Array | None) -> Array | None:
 
 def _passed_on(body: tf.Graph) -> set[int]:
     """Return which variables of a loop its body hands on as they are."""
-    found = set()
-    for n, (before, after) in enumerate(zip(body.inputs, body.outputs, strict=True)):
-        while after.op.type == "Identity":
-            after = after.op.inputs[0]  # noqa: PLW2901
-        if after is before:
-            found.add(n)
-    return found
+    pairs = zip(body.inputs, body.outputs, strict=True)
+    return {n for n, (before, after) in enumerate(pairs) if made_as(after) is before}
 
 
 def _needed(
@@ -424,50 +401,6 @@ def _needed(
             stack.append((op, True))
             stack.extend((t.op, False) for t in op.inputs if t.op.name not in seen)
     return ordered
-
-
-def _constant(op: tf.Operation) -> Value:
-    tensor = op.outputs[0]
-    lengths = static_lengths(tensor) or []
-    numbers = None
-    if tensor.dtype.is_integer or tensor.dtype.is_bool or tensor.dtype in _FLOATS:
-        values = tf.make_ndarray(op.get_attr("value"))
-        if values.size <= _MOST_NUMBERS and _are_whole(values):
-            numbers = constant(values)
-    return Value(None, PLAIN, tuple(lengths), numbers)
-
-
-def _evaluated(node: Node, evaluate: Evaluate) -> Value | None:
-    """Compute a small tensor of sizes; None if its numbers are not known."""
-    arrays = [each.numbers for each in node.inputs]
-    dtype = node.tensor.dtype
-    is_float = dtype in _FLOATS and node.op.type in _OF_POSITIONS
-    if any(each is None for each in arrays) or not (is_float or dtype in _WIDE):
-        return None
-    try:
-        result = evaluate(node.op, *arrays)
-    except (IndexError, TypeError, ValueError):
-        return None
-    if result is None:
-        return None
-    result = np.asarray(result, object)
-    if result.size > _MOST_NUMBERS or _may_overflow(result):
-        return None
-    if is_float and not (is_fixed(result) and _are_whole(result)):
-        return None
-    return of_numbers(node, result)
-
-
-def _are_whole(values: Array) -> bool:
-    """Tell whether there are only whole numbers that floats have, too, if any are."""
-    if values.dtype.kind in "iub":
-        return True
-    return all(abs(n) <= _MOST_EXACT and n == int(n) for n in values.ravel())
-
-
-def _may_overflow(numbers: Array) -> bool:
-    sizes = (n.block if isinstance(n, Size) else n for n in numbers.ravel())
-    return any(size is not None and abs(size) >= 2**31 for size in sizes)
 
 
 def _equal(first: Value, second: Value) -> bool:

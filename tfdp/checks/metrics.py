@@ -13,7 +13,6 @@ from tfdp import _keras
 from tfdp._types import Array, Tensor, Variable
 from tfdp.checks.graph import BRANCHES, LOOPS
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.uses import has_functions
 
 # What leaves a variable, or a table, as it is. All else that takes one may change it.
 _ONLY_READ = {
@@ -252,7 +251,8 @@ def _changed(
     if not handles or op.type in _ONLY_READ or op.type.startswith("Collective"):
         return []
     anything = [(each, False) for each in handles]
-    if not has_functions(op):
+    bodies = list(_bodies(op))
+    if not bodies:
         return [(handles[0], True)] if _is_draw(op, scope) else anything
     # The first input of a branch tells which one is taken.
     arguments = list(op.inputs)[op.type in BRANCHES :]
@@ -261,7 +261,7 @@ def _changed(
     begins = op.type in BRANCHES and op.inputs[0].op.type == "VarIsInitializedOp"
     has_choice = op.type in BRANCHES + LOOPS and not begins
     changed: list[tuple[Tensor, bool]] = []
-    for body in _bodies(op):
+    for body in bodies:
         if len(body.inputs) != len(arguments):
             return anything
         outer = dict(zip(map(id, body.inputs), arguments, strict=True))

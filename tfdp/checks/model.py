@@ -67,7 +67,7 @@ def _problems_of(
         views=views,
         ends_in_rows=False,
     )
-    return layer_problems(model, trace, found)
+    return layer_problems(model, trace.calls, found)
 
 
 def _outputs(model: keras.Model, inputs: Nest) -> Nest:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp._types import Array, Tensor
+from tfdp.checks.effects import has_effect, is_of_data
 from tfdp.checks.sizes import UNKNOWN, Length, Lengths, Size, is_fixed, product
 from tfdp.checks.values import (
     PLAIN,
@@ -286,69 +287,12 @@ def _within(node: Node) -> Value:
     return node.like(Value(WITHIN))
 
 
-def has_effect(op: tf.Operation) -> bool:
-    """Tell whether an operation may do more than compute its outputs."""
-    found = _effects.get(op.type)
-    if found is None:
-        definition = op.op_def
-        changes = any(argument.is_ref for argument in definition.input_arg)
-        # What a function in it does is not known: those of calls, branches and loops
-        # are looked at before.
-        calls = any("func" in attribute.type for attribute in definition.attr)
-        keeps = definition.is_stateful and not op.type.startswith(_HARMLESS)
-        found = changes or calls or keeps or op.type.startswith(_ON_HANDLES)
-        _effects[op.type] = found
-    return found
-
-
-# By the type of operation: to ask TensorFlow takes long.
-_effects: dict[str, bool] = {}
-
-
 COUNTS = "counts the rows of a batch"
 
 BY_PLACE = "draws for each row what its place in the batch and a known seed give"
 # In place of a variable's name: the state of a seed generator; one that all rows share.
 SEEDS = "seeds"
 SHARED_SEEDS = "shared seeds"
-
-# Of what runs outside of TensorFlow, or keeps what is no variable.
-MEMORY = "may keep what depends on the data"
-
-# Operations that TensorFlow counts as stateful, but that keep nothing of their inputs.
-_HARMLESS = (
-    "Random",
-    "Multinomial",
-    "Truncated",
-    "VarHandle",
-    "ReadVariable",
-    "Placeholder",
-    "VarIsInitialized",
-    "VariableShape",
-    "DisableCopyOnRead",
-    "DeepCopy",
-    "DeviceIndex",
-    "GuaranteeConst",
-    "CudnnRNN",
-    "StatelessRandomGet",
-    "NonDeterministicInts",
-    "SampleDistortedBoundingBox",
-    "LookupTableExport",
-    "TensorList",
-    "Empty",
-    "Parameterized",
-    "Anonymous",
-    "HashTable",
-    "MutableHashTable",
-    "LookupTableFind",
-    "LookupTableSize",
-    "ResourceGather",
-)
-
-
-# Operations that TensorFlow does not count as stateful, but that change what a handle
-# leads to.
-_ON_HANDLES = ("TensorArray", "Queue", "Stack", "Barrier")
 
 
 def broadcast(values: Sequence[Value]) -> Lengths | None:
@@ -417,21 +361,3 @@ def depth_of(indices: Value) -> int:
     if not isinstance(depth, int):
         raise NotKnownError
     return depth
-
-
-# What tells of tensors how long they are, or what variables are.
-_NO_DATA = ("ReadVariableOp", "RngReadAndSkip", "Shape", "ShapeN", "Size")
-
-
-def is_of_data(op: tf.Operation) -> bool:
-    """Tell whether numbers come from more than constants, variables, and lengths."""
-    stack, seen = [op], {op.name}
-    while stack:
-        op = stack.pop()
-        if op.type in _NO_DATA:
-            continue
-        if not op.inputs and op.type != "Const":
-            return True
-        stack += [each.op for each in op.inputs if each.op.name not in seen]
-        seen |= {each.op.name for each in op.inputs}
-    return False

@@ -7,16 +7,14 @@ from typing import NamedTuple
 import keras
 
 from tfdp import _keras
+from tfdp.checks.alone import LEAVES_TO_THE_NEXT, NO_GRADIENT
+from tfdp.checks.calls import Calls
+from tfdp.checks.captures import READS_METRIC
 from tfdp.checks.comparisons import COMPARISONS, MEETING, OWN_COMPARISONS
+from tfdp.checks.effects import MEMORY
 from tfdp.checks.found import LOSS, Found
 from tfdp.checks.graph import LOOPS
-from tfdp.checks.node import BY_PLACE, MEMORY
-from tfdp.checks.tracing import (
-    LEAVES_TO_THE_NEXT,
-    NO_GRADIENT,
-    READS_METRIC,
-    Trace,
-)
+from tfdp.checks.node import BY_PLACE
 from tfdp.errors import UnsupportedLayerError
 
 
@@ -160,7 +158,7 @@ class Problem:
 
 
 def layer_problems(
-    model: keras.Model, trace: Trace, found: list[Found]
+    model: keras.Model, calls: Calls, found: list[Found]
 ) -> list[Problem]:
     """Say of each layer what is the matter with it."""
     by_layer: dict[int, list[Found]] = {}
@@ -178,18 +176,18 @@ def layer_problems(
             )
     of_layers = [
         Problem(path, type(layer).__name__, *flaw, is_certain)
-        for path, layer in trace.layers
-        for flaw, is_certain in _flaws(layer, trace, by_layer.get(id(layer), []))
+        for path, layer in calls.layers
+        for flaw, is_certain in _flaws(layer, calls, by_layer.get(id(layer), []))
     ]
     return of_layers + of_variables
 
 
 def _flaws(
-    layer: keras.layers.Layer, trace: Trace, found: list[Found]
+    layer: keras.layers.Layer, calls: Calls, found: list[Found]
 ) -> Iterator[tuple[_Flaw, bool]]:
     """Say what is the matter with one layer, and whether it is for certain."""
     # These are named before anything is found, to tell of the fix that they have.
-    if id(layer) in trace.training:
+    if id(layer) in calls.training:
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
             yield _BATCH_STATISTICS, True
             return
@@ -213,17 +211,17 @@ def _flaws(
         is_of_rows = type(layer) is keras.layers.MelSpectrogram
         is_of_rows = is_of_rows or _keras.changes_images(layer)
         is_certain = worst.cause.is_certain and not is_of_rows
-        flaw = _flaw_of(layer, trace, worst)
+        flaw = _flaw_of(layer, calls, worst)
         what = f"{worst.operation} {worst.cause.why}"
         yield flaw._replace(reason=flaw.reason.format(what)), is_certain
     if names:
         listed = ", ".join(f"`{name}`" for name in names)
         yield _MEMORY._replace(reason=_MEMORY.reason.format(listed)), True
-    if id(layer) in trace.stateful:
+    if id(layer) in calls.stateful:
         yield _STATEFUL, True
 
 
-def _flaw_of(layer: keras.layers.Layer, trace: Trace, found: Found) -> _Flaw:
+def _flaw_of(layer: keras.layers.Layer, calls: Calls, found: Found) -> _Flaw:
     """Say what is the matter with an operation of a layer."""
     cause = found.cause
     if cause.is_certain:
@@ -242,7 +240,7 @@ def _flaw_of(layer: keras.layers.Layer, trace: Trace, found: Found) -> _Flaw:
     flaw = {MEMORY: _OUTSIDE, BY_PLACE: _KNOWN_DRAWS}.get(cause.why, flaw)
     if cause.is_certain and isinstance(layer, keras.layers.TimeDistributed):
         flaw = _UNKNOWN_STEPS
-    if cause.is_certain and id(layer) in trace.adding_losses:
+    if cause.is_certain and id(layer) in calls.adding_losses:
         flaw = flaw._replace(fix=f"{flaw.fix} {_loss_of_layer(found)}")
     return flaw
 

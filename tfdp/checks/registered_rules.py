@@ -159,17 +159,8 @@ def _too_long(
     for rows_per_unit in (1, 2):
         clip = float(np.median(lengths)) / 4 if len(lengths) else 1.0
         clip_as = tf.constant(max(clip, 1e-6), norms.dtype)
-        clip_batch = tf.function(
-            functools.partial(
-                engine.clip_and_sum,
-                objective,
-                l2_norm_clip=clip_as,
-                rows_per_unit=rows_per_unit,
-            ),
-            autograph=False,
-        )
         try:
-            sums, of_units = passes.run(clip_batch, data, rows_per_unit=rows_per_unit)
+            sums, of_units = _clipped(engine, objective, data, clip_as, rows_per_unit)
         except Exception:  # noqa: BLE001 (what raises does not train)
             continue
         most = len(np.asarray(of_units)) * float(clip_as) * 1.0001
@@ -184,13 +175,21 @@ def _unclipped(
     """Return sums and norms, with a clip norm that clips nothing."""
     is_wide = any(variable.dtype == "float64" for variable in objective.variables)
     no_clip = tf.constant(1e30, tf.float64 if is_wide else tf.float32)
-    clip_batch = tf.function(
-        functools.partial(
-            engine.clip_and_sum, objective, l2_norm_clip=no_clip, rows_per_unit=1
-        ),
-        autograph=False,
+    return _clipped(engine, objective, data, no_clip)
+
+
+def _clipped(
+    engine: Engine,
+    objective: Objective,
+    data: Nest,
+    clip: Tensor,
+    rows_per_unit: int = 1,
+) -> tuple[list[Tensor], Tensor]:
+    clip_and_sum = functools.partial(
+        engine.clip_and_sum, objective, l2_norm_clip=clip, rows_per_unit=rows_per_unit
     )
-    return passes.run(clip_batch, data, rows_per_unit=1)
+    in_graph = tf.function(clip_and_sum, autograph=False)
+    return passes.run(in_graph, data, rows_per_unit=rows_per_unit)
 
 
 def _length(array: Array | Tensor) -> float:

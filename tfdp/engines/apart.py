@@ -1,14 +1,13 @@
 """Book-keeping with each unit by itself, where rows are not proven to stay apart."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 
-from tfdp import _keras, _seeds, _tree
-from tfdp._types import Nest, Tensor, Variable
+from tfdp import _tree
+from tfdp._types import Nest, Tensor
 from tfdp.clipping import norms_of_squares
 from tfdp.engines.bookkeeping import (
     BookkeepingEngine,
@@ -18,11 +17,10 @@ from tfdp.engines.bookkeeping import (
 )
 from tfdp.engines.engine import Clipped
 from tfdp.engines.explanation import Explanation, explained
-from tfdp.engines.units import map_units, may_fail, stacked, unstacked
+from tfdp.engines.units import of_each_unit, stacked
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.batch import Batch
 from tfdp.losses.objective import Objective
-from tfdp.rules.recording import Recording
 from tfdp.rules.terms import Term, Units
 
 
@@ -62,41 +60,27 @@ class ApartEngine(BookkeepingEngine):
         known = rows_per_unit if isinstance(rows_per_unit, int) else None
         # Known as soon as one unit is traced: a map returns nothing but tensors.
         of_one: list[list[list[Term]]] = []
-        advance_seeds: list[Callable[[], None]] = []
 
-        def of_one_unit(elements: Nest) -> tuple[list[Tensor], Nest]:
-            number, leaves = elements
-            with _seeds.seeds_of_row(number) as advance:
-                forward = RecordedForward(
-                    objective,
-                    _tree.pack(leaves, units),
-                    rows_per_unit,
-                    norms=self.norms,
-                    is_of_one_unit=True,
-                )
-                found = [
-                    [_stackable(term, forward.units) for term in terms]
-                    for terms in forward.terms_by_variable()
-                ]
+        def of_unit(unit: Batch) -> tuple[list[Tensor], Nest]:
+            forward = RecordedForward(
+                objective, unit, rows_per_unit, norms=self.norms, is_of_one_unit=True
+            )
+            found = [
+                [_stackable(term, forward.units) for term in terms]
+                for terms in forward.terms_by_variable()
+            ]
             of_one[:] = [found]
-            advance_seeds[:] = [advance]
             tensors = [t for terms in found for term in terms for t in _tensors(term)]
             return tensors, forward.y_pred
 
+        tensors, y_pred = of_each_unit(of_unit, units, objective.model)
         is_empty = tf.reduce_all(units.is_padding, axis=1)
-        number = tf.shape(is_empty)[0]
-        tensors, y_pred = map_units(
-            of_one_unit,
-            (tf.range(number), _tree.tensors(units)),
-            must_rehearse=may_fail(objective.model),
-        )
-        advance_seeds[0]()
         remaining = iter(tensors)
         terms_by_variable = [
             [_of_all_units(term, remaining, known) for term in terms]
             for terms in of_one[0]
         ]
-        of_batch = Units(number, known)
+        of_batch = Units(tf.shape(is_empty)[0], known)
         squares, terms = squares_and_joined(
             terms_by_variable, of_batch, self.norms, keeps=True
         )
@@ -108,7 +92,6 @@ class ApartEngine(BookkeepingEngine):
             is_empty=is_empty,
             l2_norm_clip=l2_norm_clip,
         )
-        y_pred = _tree.map_tensors(unstacked, y_pred)
         return sums, tf.cast(norms, l2_norm_clip.dtype), y_pred
 
     def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
@@ -119,27 +102,7 @@ class ApartEngine(BookkeepingEngine):
     def explain(self, model: keras.Model, signature: Nest) -> list[Explanation]:
         """Say how each layer's norm is computed; see `DPModel.explain`."""
         one = _tree.signature_of(signature, 1)
-        unruled: dict[int, Variable] = {}
-
-        def run(x: Nest) -> None:
-            recording = Recording(model, 1, is_of_one_unit=True)
-            with recording.observing():
-                _keras.run_model(model, x, training=True)
-            unruled.update(recording.elsewhere)
-
-        tf.function(run, autograph=False).get_concrete_function(one)
-        elsewhere = [
-            Explanation(variable.path, "vectorized", "instantiated", _bytes(variable))
-            for variable in unruled.values()
-        ]
-        by_rules = explained(
-            model, one, self.norms, is_of_one_unit=True, leaves_out=unruled
-        )
-        return by_rules + elsewhere
-
-
-def _bytes(variable: Variable) -> int:
-    return int(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size)
+        return explained(model, one, self.norms, is_of_one_unit=True)
 
 
 def _tensors(term: Term) -> list[Tensor]:

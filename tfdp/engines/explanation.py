@@ -9,11 +9,12 @@ import keras
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Nest, Tensor
+from tfdp._types import Nest, Tensor, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.losses.batch import number_of_rows
-from tfdp.rules.recording import Recording, Watched
+from tfdp.rules.recording import Recording
 from tfdp.rules.terms import Units
+from tfdp.rules.watched import Watched
 
 # What is said of the ways to a norm that `Term.how` names.
 _WAYS = {"gram": "Gram", "keep": "instantiated", "drop": "instantiated"}
@@ -63,9 +64,6 @@ def explained(
     model: keras.Model,
     signature: Nest,
     norms: str,
-    *,
-    is_of_one_unit: bool = False,
-    leaves_out: Container[int] = (),
     **found_out: Any,
 ) -> list[Explanation]:
     """Say how the norm of each layer's gradients is computed from their factors.
@@ -74,18 +72,16 @@ def explained(
         model: The model.
         signature: Nest of `tf.TensorSpec` of its inputs.
         norms: See `tfdp.engines.BookkeepingEngine`.
-        is_of_one_unit: Whether the signature is of one unit; see `Recording`.
-        leaves_out: Ids of variables that rules do not answer for.
         **found_out: Other arguments of `Recording`.
 
     Returns:
-        One for each way to a norm of each call of a layer.
+        One for each way to a norm of each call of a layer, and for each variable that no
+        rule answers for in one unit alone.
     """
     found: list[Explanation] = []
 
     def run(x: Nest) -> None:
-        rows = number_of_rows(x)
-        recording = Recording(model, rows, is_of_one_unit=is_of_one_unit, **found_out)
+        recording = Recording(model, number_of_rows(x), **found_out)
         with recording.observing():
             outputs = keras.tree.flatten(_keras.run_model(model, x, training=True))
             reached = [
@@ -93,7 +89,11 @@ def explained(
             ]
             recording.note_losses(tf.add_n([tf.zeros([]), *map(_total, reached)]))
         for watched in recording.watched:
-            found.extend(_explained(watched, norms, leaves_out))
+            found.extend(_explained(watched, norms, recording.elsewhere))
+        found.extend(
+            Explanation(variable.path, "vectorized", "instantiated", _bytes(variable))
+            for variable in recording.elsewhere.values()
+        )
 
     tf.function(run, autograph=False).get_concrete_function(signature)
     return found
@@ -101,6 +101,10 @@ def explained(
 
 def _total(tensor: Tensor) -> Tensor:
     return tf.reduce_sum(tf.cast(tensor, tf.float32))
+
+
+def _bytes(variable: Variable) -> int:
+    return int(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size)
 
 
 def _explained(

@@ -6,13 +6,47 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdp import _keras, _tree
+from tfdp import _keras, _seeds, _tree
 from tfdp._mapping import vectorized_map
 from tfdp._tracing import unit_check
 from tfdp._types import Nest, Tensor
 from tfdp.engines.vectorization import efficient_vectorization
+from tfdp.losses.batch import Batch
 
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+
+
+def of_each_unit(
+    function: Callable[[Batch], tuple[list[Tensor], Nest]],
+    units: Batch,
+    model: keras.Model,
+) -> tuple[list[Tensor], Nest]:
+    """Apply a function to each unit of a batch, which draws for itself.
+
+    Args:
+        function: Takes a unit; returns tensors, and the outputs of the model for its rows.
+        units: The rows, stacked.
+        model: What the function runs.
+
+    Returns:
+        The tensors, units on their first axis, and the outputs for all rows.
+    """
+    # Known as soon as one unit is traced: a map returns nothing but tensors.
+    advance_seeds: list[Callable[[], None]] = []
+
+    def of_unit(elements: Nest) -> tuple[list[Tensor], Nest]:
+        number, leaves = elements
+        with _seeds.seeds_of_row(number) as advance:
+            made = function(_tree.pack(leaves, units))
+        advance_seeds[:] = [advance]
+        return made
+
+    numbers = tf.range(tf.shape(units.is_padding)[0])
+    tensors, y_pred = map_units(
+        of_unit, (numbers, _tree.tensors(units)), must_rehearse=_may_fail(model)
+    )
+    advance_seeds[0]()
+    return tensors, _tree.map_tensors(_unstacked, y_pred)
 
 
 def map_units(
@@ -98,7 +132,7 @@ def _rehearse(
     return True
 
 
-def may_fail(model: keras.Model) -> bool:
+def _may_fail(model: keras.Model) -> bool:
     """Tell whether the vectorized model may be traced, and then fail when it runs."""
     # Loops over time do with XLA, and those with masks without; convolutions in groups
     # may without XLA, if they are left to Keras.
@@ -123,7 +157,7 @@ def stacked(rows: Tensor, rows_per_unit: int | Tensor) -> Tensor:
     return tf.ensure_shape(stacked, [None, known, *rows.shape[1:]])
 
 
-def unstacked(units: Tensor) -> Tensor:
+def _unstacked(units: Tensor) -> Tensor:
     """(U, rows_per_unit, ...) -> (N, ...)."""
     rows = tf.reshape(units, tf.concat([[-1], tf.shape(units)[2:]], 0))
     return tf.ensure_shape(rows, [None, *units.shape[2:]])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -12,9 +11,10 @@ from tfdp._types import Nest, Tensor
 from tfdp.clipping import clip_and_sum, zeros_of_finite
 from tfdp.engines.engine import Clipped, Engine
 from tfdp.engines.explanation import Explanation
-from tfdp.engines.units import map_units, may_fail, stacked, unstacked
+from tfdp.engines.units import of_each_unit, stacked
 from tfdp.losses.batch import Batch
 from tfdp.losses.objective import Objective
+from tfdp.rules.registry import ids_of_inner_variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,25 +39,15 @@ class VectorizedEngine(Engine):
     ) -> Clipped:
         """Sum the clipped gradients, which are all there at once."""
         units = _tree.map_tensors(lambda rows: stacked(rows, rows_per_unit), batch)
-        # Both are known as soon as one unit is traced: a map returns nothing but tensors.
+        # Known as soon as one unit is traced: a map returns nothing but tensors.
         has_path: list[bool] = []
-        advance_seeds = list[Callable[[], None]]()
 
-        def of_one_unit(elements: Nest) -> tuple[list[Tensor], Nest]:
-            number, leaves = elements
-            with _seeds.seeds_of_row(number) as advance:
-                gradients, y_pred = unit_gradients(objective, _tree.pack(leaves, units))
+        def of_unit(unit: Batch) -> tuple[list[Tensor], Nest]:
+            gradients, y_pred = unit_gradients(objective, unit)
             has_path[:] = [gradient is not None for gradient in gradients]
-            advance_seeds[:] = [advance]
             return _tree.tensors(gradients), y_pred
 
-        numbers = tf.range(tf.shape(units.is_padding)[0])
-        gradients, y_pred = map_units(
-            of_one_unit,
-            (numbers, _tree.tensors(units)),
-            must_rehearse=may_fail(objective.model),
-        )
-        advance_seeds[0]()
+        gradients, y_pred = of_each_unit(of_unit, units, objective.model)
         trained = [
             v for path, v in zip(has_path, objective.variables, strict=True) if path
         ]
@@ -77,7 +67,7 @@ class VectorizedEngine(Engine):
                 for path, variable in zip(has_path, objective.variables, strict=True)
             ],
             norms,
-            _tree.map_tensors(unstacked, y_pred),
+            y_pred,
         )
 
     def read(self, objective: Objective, batch: Batch) -> list[Tensor]:
@@ -96,12 +86,7 @@ class VectorizedEngine(Engine):
 
 
 def _own_trainable_bytes(layer: keras.layers.Layer) -> int:
-    inner = {
-        id(variable)
-        for sublayer in _keras.flatten_layers(layer)
-        if sublayer is not layer
-        for variable in sublayer.trainable_variables
-    }
+    inner = ids_of_inner_variables(layer)
     return sum(
         math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
         for variable in layer.trainable_variables

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -13,15 +13,36 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
-from tfdp.rules.moves import Move
-from tfdp.rules.registry import Rule
+from tfdp.rules.moves import Move, Moves
 from tfdp.rules.terms import PerRow, Term
-
-if TYPE_CHECKING:
-    from tfdp.rules.recording import Recording
 
 # From the gradients of what is watched to the terms of the variables' gradients.
 Terms: TypeAlias = Callable[..., list[Term]]
+
+
+class Recorder(Protocol):
+    """The pass that a call is part of; see `tfdp.rules.recording.Recording`.
+
+    Attributes:
+        moves: How the units have moved the variables, if they have.
+        repeats: Rows of the call that runs for each row of the batch.
+    """
+
+    moves: Moves | None
+    repeats: int
+
+    def watch(
+        self,
+        path: str,
+        rule: str,
+        tensors: list[Tensor],
+        terms: Terms,
+        linear_terms: Terms | None,
+    ) -> list[Tensor]:
+        """Watch tensors of a call; see `Call.watch_all`."""
+
+    def hide(self, path: str, variable: Variable) -> None:
+        """Note that the tape does not see a variable; see `Call.hide`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,8 +60,8 @@ class Call:
     args: tuple[Nest, ...]
     kwargs: dict[str, Nest]
     path: str
-    _recording: "Recording"
-    _rule: Rule
+    _recording: Recorder
+    _rule: str
     _function: Callable[..., Nest]
 
     @property

@@ -31,7 +31,7 @@ def conv(call: Call) -> Nest:
         g = channels_last(layer, g)
         if not layer.lora_enabled:
             return [kernel_term(layer.kernel, x, g, geometry)]
-        scaled, low = lora_factors(layer, g)
+        scaled, low = lora_factors(layer, layer.lora_kernel_b, g)
         # The second factor is a convolution with windows of one number.
         a = tf.cast(layer.lora_kernel_a, x.dtype)
         seen = tf.nn.convolution(

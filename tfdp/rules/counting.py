@@ -7,8 +7,9 @@ import tensorflow as tf
 
 from tfdp._types import Nest, Tensor
 from tfdp.rules.copies import Copies
+from tfdp.rules.free import static_length
 from tfdp.rules.made import again_on
-from tfdp.rules.uses import NotFollowedError, static_length
+from tfdp.rules.uses import NotFollowedError
 
 # A loop with as many steps is taken to be without end.
 _MOST_COUNTED = 4096

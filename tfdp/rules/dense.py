@@ -22,7 +22,7 @@ def dense(call: Call) -> Nest:
     def terms(g: Tensor) -> list[Term]:
         if not layer.lora_enabled:
             return [OuterProducts(layer.kernel, x, g)]
-        scaled, low = lora_factors(layer, g)
+        scaled, low = lora_factors(layer, layer.lora_kernel_b, g)
         a = tf.matmul(x, tf.cast(layer.lora_kernel_a, x.dtype))
         return [
             OuterProducts(layer.lora_kernel_a, x, low),
@@ -39,12 +39,13 @@ def _numbers(call: Call) -> Tensor:
     return x if x.dtype.is_floating else tf.cast(x, call.layer.compute_dtype)
 
 
-def lora_factors(layer: keras.layers.Layer, g: Tensor) -> tuple[Tensor, Tensor]:
+def lora_factors(
+    layer: keras.layers.Layer, b: Variable, g: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the output gradients that the two factors of a LoRA update see."""
     # Of z = x (K + s A B): dA is x^T (s g B^T), dB is (x A)^T (s g).
     scaled = g * tf.cast(layer.lora_alpha / layer.lora_rank, g.dtype)
-    b = tf.cast(layer.lora_kernel_b, g.dtype)
-    return scaled, tf.matmul(scaled, b, transpose_b=True)
+    return scaled, tf.matmul(scaled, tf.cast(b, g.dtype), transpose_b=True)
 
 
 @rule(keras.layers.EinsumDense)

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdp._types import Tensor
 from tfdp.rules.filters import depthwise_gradients, filter_gradients
+from tfdp.rules.free import COPIES, rows_of_copies
 from tfdp.rules.geometry import Geometry
 from tfdp.rules.kernels import kernel_term
 from tfdp.rules.made import (
@@ -31,14 +32,7 @@ from tfdp.rules.made import (
 from tfdp.rules.places import ROWS_FIRST, Place
 from tfdp.rules.terms import OuterProducts, Term
 from tfdp.rules.terms.term import FEW_NUMBERS
-from tfdp.rules.uses import (
-    COPIES,
-    Followed,
-    NotFollowedError,
-    Use,
-    named,
-    rows_of_copies,
-)
+from tfdp.rules.uses import Followed, NotFollowedError, Use, named
 
 # From the gradients of what a use makes to those of what it has of the variable, each
 # row's for itself: (N, ...) -> (N, *shape).

@@ -6,6 +6,7 @@ import tensorflow as tf
 from tfdp._types import Nest, Tensor
 from tfdp.clipping import at_least_float32
 from tfdp.rules.call import Call
+from tfdp.rules.dense import lora_factors
 from tfdp.rules.registry import rule
 from tfdp.rules.terms import OuterProducts, Term
 
@@ -19,9 +20,8 @@ def embedding(call: Call) -> Nest:
     def terms(g: Tensor) -> list[Term]:
         if not layer.lora_enabled:
             return [OuterProducts(layer.embeddings, ids, g)]
-        scaled = g * tf.cast(layer.lora_alpha / layer.lora_rank, g.dtype)
         a, b = layer.lora_embeddings_a, layer.lora_embeddings_b
-        low = tf.matmul(scaled, tf.cast(b, g.dtype), transpose_b=True)
+        scaled, low = lora_factors(layer, b, g)
         found = tf.gather(tf.cast(a, g.dtype), ids)
         return [OuterProducts(a, ids, low), OuterProducts(b, found, scaled)]
 

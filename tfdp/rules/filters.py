@@ -70,7 +70,7 @@ def filter_gradients(
                 filter_gradient, kernel_shape=kernel_shape, geometry=geometry
             )
             return unit_by_unit(of_unit, inputs, output_gradients, kernel_shape)
-    return _by_offsets(inputs, output_gradients, kernel_shape, geometry, groups)
+    return _by_offsets(inputs, output_gradients, kernel_shape, geometry)
 
 
 def filter_gradient(
@@ -121,9 +121,7 @@ def filter_gradient(
             input=inputs, **operation
         )
         return tf.reshape(gradient, kernel_shape)
-    return _by_offsets(
-        inputs[None], output_gradients[None], kernel_shape, geometry, groups
-    )[0]
+    return _by_offsets(inputs[None], output_gradients[None], kernel_shape, geometry)[0]
 
 
 def unit_by_unit(
@@ -187,11 +185,10 @@ def _one_channel_each(
     geometry: Geometry,
 ) -> Tensor:
     """Choose how filters are treated that see one of several channels each."""
-    channels = inputs.shape[-1]
     if not _has_native(geometry):
-        return _by_offsets(inputs, output_gradients, kernel_shape, geometry, channels)
+        return _by_offsets(inputs, output_gradients, kernel_shape, geometry)
     *kernel, _, filters = kernel_shape
-    is_small = filters == channels and all(
+    is_small = filters == inputs.shape[-1] and all(
         extent <= _SMALL and size >= extent + (stride - 1 if extent > 1 else 0)
         for extent, size, stride in zip(
             kernel, inputs.shape[2:-1], geometry.strides, strict=True
@@ -201,7 +198,7 @@ def _one_channel_each(
         return _in_channels(inputs, output_gradients, kernel_shape, geometry)
     positions = math.prod(output_gradients.shape[2:-1])
     if positions < _MANY_POSITIONS and set(geometry.strides) == {1}:
-        return _by_offsets(inputs, output_gradients, kernel_shape, geometry, channels)
+        return _by_offsets(inputs, output_gradients, kernel_shape, geometry)
 
     def of_unit(x: Tensor, g: Tensor) -> Tensor:
         x, g = tf.cast(x, tf.float64), tf.cast(g, tf.float64)
@@ -227,7 +224,7 @@ def _in_channels(
     kernel_shape: tuple[int, ...],
     geometry: Geometry,
 ) -> Tensor:
-    """Let each unit have channels of its own, which do not meet either."""
+    """Let each unit have channels of its own, with one filter each, which do not meet."""
     units, rows_of_unit = _lengths(inputs)
 
     def laid_out(rows: Tensor) -> Tensor:
@@ -235,17 +232,16 @@ def _in_channels(
         last = tf.transpose(rows, [1, 2, 3, 0, 4])
         return tf.reshape(last, [rows_of_unit, *spatial, -1])
 
-    *kernel, _, filters = kernel_shape
-    channels = inputs.shape[-1]
+    *kernel, _, channels = kernel_shape
     laid_out_inputs = laid_out(inputs)
     gradients = tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
         input=laid_out_inputs,
-        filter_sizes=[*kernel, tf.shape(laid_out_inputs)[-1], filters // channels],
+        filter_sizes=[*kernel, tf.shape(laid_out_inputs)[-1], 1],
         out_backprop=laid_out(output_gradients),
         strides=[1, *geometry.strides, 1],
         padding=geometry.padding,
     )
-    apart = tf.reshape(gradients, [*kernel, units, 1, filters])
+    apart = tf.reshape(gradients, [*kernel, units, 1, channels])
     made = tf.transpose(apart, [2, 0, 1, 3, 4])
     return made_of_rows([made], [inputs, output_gradients])[0]
 
@@ -279,9 +275,9 @@ def _by_offsets(
     output_gradients: Tensor,
     kernel_shape: tuple[int, ...],
     geometry: Geometry,
-    groups: int,
 ) -> Tensor:
     """Take one product for each number of the kernel, with the inputs shifted."""
+    groups = geometry.groups(inputs.shape, kernel_shape)
     depth, filters = kernel_shape[-2:]
     spatial = output_gradients.shape[2:-1].as_list()
     units, rows_of_unit = _lengths(inputs)

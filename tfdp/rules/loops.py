@@ -7,7 +7,6 @@ it is made of is kept. With that the use is repeated outside, where all steps of
 consecutive entries of it.
 """
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -17,17 +16,12 @@ from tfdp import _keras
 from tfdp._types import Nest, Tensor, Variable
 from tfdp.rules.copies import Copies
 from tfdp.rules.counting import count_steps
-from tfdp.rules.made import ELEMENTWISE, looks_up_rows
+from tfdp.rules.free import Free
+from tfdp.rules.handles import Handles
+from tfdp.rules.loop_uses import seen_by
 from tfdp.rules.places import Place
 from tfdp.rules.unrolling import while_loop
-from tfdp.rules.uses import (
-    Free,
-    NotFollowedError,
-    Pass,
-    Use,
-    check_is_plain,
-    named,
-)
+from tfdp.rules.uses import NotFollowedError, Pass, Use, made_as
 
 # TensorFlow's counter and limit come before what the caller gives a loop.
 _OWN_INPUTS = 2
@@ -122,7 +116,7 @@ def taken_whole(
             who asks for its gradients.
     """
     leaves = tf.nest.flatten(loop_vars)
-    handles = _Handles(variables, free)
+    handles = Handles(variables, free)
 
     def traced() -> None:
         while_loop(cond, body, loop_vars, *args, **kwargs)
@@ -162,67 +156,6 @@ def taken_whole(
     return Taken(packed, taps, loop.is_differentiated)
 
 
-class _Handles:
-    """Knows variables in the graph that is being made.
-
-    Args:
-        variables: The variables.
-        free: What is made without rows.
-    """
-
-    def __init__(self, variables: Iterable[Variable], free: Free) -> None:
-        self._free = free
-        known = {
-            id(copy.handle): (variable, copy)
-            for variable in variables
-            for copy in _keras.tensorflow_variables(variable)
-        }
-        self._known = known
-        # In a graph a handle may be a placeholder itself.
-        self._placeholders = {
-            inner.name: known[id(handle)]
-            for handle, inner in tf.compat.v1.get_default_graph().captures
-            if id(handle) in known
-        }
-
-    def of(self, tensor: Tensor) -> tuple[Variable, tf.Variable] | None:
-        """Return the variable that a tensor is the handle of."""
-        if tf.is_symbolic_tensor(tensor):
-            return self._placeholders.get(tensor.name)
-        return self._known.get(id(tensor))
-
-    def paths_behind(self, tensor: Tensor) -> list[str]:
-        """List the paths of variables that a tensor without rows is made of."""
-        if not (tensor.dtype.is_floating and self._free.holds(tensor)):
-            return []
-        paths, seen, stack = set(), set(), [tensor]
-        while stack:
-            each = stack.pop()
-            known = self.of(each)
-            if known is not None:
-                paths.add(known[0].path)
-            if tf.is_symbolic_tensor(each) and each.op.name not in seen:
-                seen.add(each.op.name)
-                stack += each.op.inputs
-        return sorted(paths)
-
-
-class _Seen(NamedTuple):
-    """What a use of variables in a step is made of, and makes.
-
-    Attributes:
-        op: Its operation.
-        rows: What it is made of besides, with one entry of the first axis for each row.
-        lengths: Of the other axes of what it makes.
-        positions: How many consecutive entries of the first axis it makes of a row.
-    """
-
-    op: tf.Operation
-    rows: list[Tensor]
-    lengths: list[int]
-    positions: int
-
-
 class _Root(NamedTuple):
     """Something of variables that each step of a loop is given.
 
@@ -259,10 +192,9 @@ class _Loop:
         self,
         op: tf.Operation,
         graph: tf.Graph,
-        handles: _Handles,
+        handles: Handles,
         free: Free,
     ) -> None:
-        self._rows = free.number
         self._cond, self._body = (
             _keras.function_graph(graph, op.get_attr(name).name)
             for name in ("cond", "body")
@@ -274,10 +206,10 @@ class _Loop:
         self._carried = [
             place
             for place in range(_OWN_INPUTS, len(given))
-            if _made_as(made[place]).name != given[place].name
+            if made_as(made[place]).name != given[place].name
         ]
         self._steps = count_steps(self._cond, self._body, self._start)
-        self._free = Free(self._rows)
+        self._free = Free(free.number)
         for place, each in enumerate(given):
             is_kept = place >= _OWN_INPUTS and place not in self._carried
             is_free = is_kept and free.holds(self._start[place])
@@ -290,7 +222,9 @@ class _Loop:
         self._roots = self._follow(handles)
         self._made = {name for root in self._roots for name in root.made}
         self._seen = {
-            use.op.name: self._seen_by(use) for root in self._roots for use in root.uses
+            use.op.name: seen_by(use, self._free)
+            for root in self._roots
+            for use in root.uses
         }
         if self._steps == 0 or not self._seen:
             raise NotFollowedError("no step that uses variables")
@@ -317,7 +251,7 @@ class _Loop:
         ]
         return [*differentiable, *read]
 
-    def _follow(self, handles: _Handles) -> list[_Root]:
+    def _follow(self, handles: Handles) -> list[_Root]:
         """Follow what a step is given of variables to where it meets the rows."""
         given = [
             (inner, start)
@@ -351,59 +285,6 @@ class _Loop:
             if returned & root.made.keys():
                 raise NotFollowedError("a variable that steps pass on")
         return roots
-
-    def _seen_by(self, use: Use) -> _Seen:
-        """Say what a use does to each entry of the first axis, to all the same.
-
-        Returns:
-            What it is made of, and makes. Whether these are entries of the rows, their
-            number tells in the end, and the proof.
-
-        Raises:
-            NotFollowedError: If that is not known.
-        """
-        op, made = use.op, use.output.shape
-        check_is_plain(op)
-        rows = [each for each in op.inputs if not self._free.holds(each)]
-        if not self._is_of_entries(use, rows):
-            raise NotFollowedError(named(op))
-        lengths, positions = made[1:].as_list(), 1
-        before = rows[0].op
-        if op.type == "MatMul":
-            columns = use.tensor.shape[1 if op.get_attr("transpose_b") else 0]
-            rows[0].set_shape([None, columns])
-        if op.type == "MatMul" and before.type == "Reshape":
-            whole = before.inputs[0]
-            if (whole.shape.rank or 0) > 2 and whole.shape[-1] == columns is not None:
-                between = whole.shape[1:-1]
-                if between.num_elements() != 1:
-                    # Positions that became entries are positions again.
-                    rows, positions = [whole], between.num_elements() or 0
-                    lengths = [*between, made[-1]]
-        firsts = {each.shape[0] for each in rows} | (
-            {made[0]} if positions == 1 else set()
-        )
-        others = [*itertools.chain(*(each.shape[1:] for each in rows)), *lengths]
-        if not positions or not firsts <= {self._rows, None} or None in others:
-            raise NotFollowedError(f"the lengths of {named(op)}")
-        return _Seen(op, rows, lengths, positions)
-
-    def _is_of_entries(self, use: Use, rows: list[Tensor]) -> bool:
-        """Tell whether entries of the first axis are known not to meet in a use."""
-        op, given, made = use.op, use.tensor.shape, use.output.shape
-        if not made.rank or given.rank is None or any(not t.shape.rank for t in rows):
-            return False
-        are_alike = all(each.shape.rank == made.rank for each in rows)
-        is_of_all = given.rank < made.rank or given[0] == 1
-        if op.type == "MatMul":
-            return use.place == 1 and not op.get_attr("transpose_a")
-        if op.type in {"BatchMatMulV2", "BatchMatMulV3"}:
-            return use.place == 1 and are_alike and made.rank > 2 and is_of_all
-        if op.type == "BiasAdd":
-            return bool(op.get_attr("data_format") == b"NHWC")
-        if op.type == "GatherV2":
-            return use.place == 0 and looks_up_rows(op)
-        return op.type in ELEMENTWISE and are_alike and is_of_all
 
     def remade(
         self,
@@ -508,7 +389,7 @@ class _Loop:
             if place not in self._carried and not self._free.holds(each)
         ]
         _keras.record_loop(made, [*lists.values(), *carried, *unchanged])
-        self._note_uses(_made_as(arrays[0].flow).op, list(fixed.values()))
+        self._note_uses(made_as(arrays[0].flow).op, list(fixed.values()))
         return made, {
             name: _rows_first(_as_before(array.stack(), kept[name]), self._steps)
             for name, array in zip(kept, arrays, strict=True)
@@ -610,10 +491,3 @@ def _as_integers(tensor: Tensor) -> Tensor:
 def _as_before(tensor: Tensor, like: Tensor) -> Tensor:
     """Undo `_as_integers`."""
     return tensor if tensor.dtype == like.dtype else tf.bitcast(tensor, like.dtype)
-
-
-def _made_as(tensor: Tensor) -> Tensor:
-    """Return what a graph returns a copy of."""
-    while tensor.op.type == "Identity":
-        tensor = tensor.op.inputs[0]
-    return tensor

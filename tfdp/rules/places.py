@@ -1,11 +1,13 @@
 """Where the rows of a batch lie in a tensor, which is not always on the first axis."""
 
+import collections
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from tfdp import _keras
+from tfdp._tracing import tracing
 from tfdp._types import Tensor
 
 
@@ -78,3 +80,38 @@ Where: TypeAlias = tuple[str, int]
 # and in what an operation makes of a variable. Also the first axis, for a use of a variable
 # that a tape recorded only if it watched the variable.
 Places: TypeAlias = Mapping[Where, Place]
+
+
+class NotedPlaces:
+    """Counts the calls and uses of a pass, and tells where rows lie in each.
+
+    Args:
+        places: What an earlier trace has told.
+
+    Attributes:
+        paths: Of the layers and variables that it has told of.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self.paths = {path for path, _ in places}
+        self._places = places
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def next(
+        self, path: str, tensors: list[Tensor], *, is_recorded: bool = True
+    ) -> Place | None:
+        """Return where the rows lie in the next call, or use, if it is known.
+
+        If a trace is being made, it notes the tensors.
+
+        Args:
+            path: Of the layer, or of the variable.
+            tensors: Those that have rows have them in the same place.
+            is_recorded: Whether the tape has recorded them.
+        """
+        where = (path, self._counts[path])
+        self._counts[path] += 1
+        trace = tracing()
+        if trace is not None:
+            trace.note_rows(where, tensors, is_recorded=is_recorded)
+        return self._places.get(where)

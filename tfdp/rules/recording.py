@@ -1,12 +1,9 @@
 """Records what each layer's call computes, as its rule says, during a forward pass."""
 
-import collections
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
-from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -17,57 +14,24 @@ from tfdp._types import Nest, Tensor, Variable
 from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.call import Call, Terms
 from tfdp.rules.elsewhere import Met, has_recorded, met
+from tfdp.rules.free import Free
 from tfdp.rules.lengths import Lengths
 from tfdp.rules.moves import Moves
 from tfdp.rules.own_gradients import OwnGradients, refusal
-from tfdp.rules.places import Place, Places
+from tfdp.rules.places import NotedPlaces, Place, Places
 from tfdp.rules.registry import (
     Rule,
     find,
     is_leaf,
     loops_over_a_cell,
     own_variables,
-    takes_entries_alone,
 )
-from tfdp.rules.terms import Term
+from tfdp.rules.rows_first import called_rows_first
 from tfdp.rules.unrolling import loops_run_by, unrolled, while_loop
-from tfdp.rules.uses import Followed, Free, NotFollowedError, Pass, Use, named
+from tfdp.rules.uses import Followed, NotFollowedError, Pass, Use, named
+from tfdp.rules.variable_tapes import VariableTapes, used_elsewhere
+from tfdp.rules.watched import Watched
 from tfdp.rules.whole_loops import WholeLoops
-
-
-class Watched(NamedTuple):
-    """Tensors of a call, and what their gradients say about the variables.
-
-    Attributes:
-        path: Path of the layer; of the variable, where that is used elsewhere.
-        rule: Name of the rule; there, the type of the operation that uses it.
-        tensors: What to differentiate by.
-        terms: From their gradients, in that order, to the terms.
-        repeats: Rows of the call for each row of the batch; None if they may be any.
-        must_be_reached: Whether it would be a mistake if no loss depended on them.
-    """
-
-    path: str
-    rule: str
-    tensors: list[Tensor]
-    terms: Terms
-    repeats: int | None
-    must_be_reached: bool = False
-
-    def terms_of(self, gradients: list[Tensor]) -> list[Term]:
-        """Return the terms for these gradients of the tensors."""
-        terms = self.terms(*gradients)
-        for term in terms:
-            if not isinstance(term.variable, keras.Variable):
-                # Some attributes of layers are tensors while an adapter is on.
-                raise UnsupportedLayerError(
-                    "The terms of a rule must be of variables, or their share of the "
-                    f"norm is lost. Received: `{self.path}` (rule `{self.rule}`) with "
-                    f"variable={term.variable!r:.100}. Give each variable a term: "
-                    "`OuterProducts(layer.lora_kernel_a, x, g)`."
-                )
-            term.repeats = self.repeats
-        return terms
 
 
 class Recording:
@@ -98,6 +62,7 @@ class Recording:
         repeats: Rows of the call that runs for each row of the batch.
         lengths: Checks that what was watched has the rows of the batch.
         moves: See above.
+        hide: See `Call.hide`.
     """
 
     def __init__(
@@ -117,19 +82,12 @@ class Recording:
         self.repeats = 1
         self.lengths = Lengths(rows)
         self.moves = moves
-        self.elsewhere: dict[int, Variable] = {}
-        self._out_of_reach: dict[int, str] = {}
+        self._variables = VariableTapes(model, is_of_one_unit=is_of_one_unit)
+        self.elsewhere = self._variables.elsewhere
+        self.hide = self._variables.hide
         self._is_of_one_unit = is_of_one_unit
         self._model = model
-        self._rows = rows
-        # Inside of a layer's call `value` may be a cast copy: known by all its tensors.
-        self._trainable = {
-            id(known): variable
-            for variable in model.trainable_variables
-            for known in _keras.tensorflow_variables(variable)
-        }
-        self._variable_tapes: list[tf.GradientTape] = []
-        self._refusals: list[str] = []
+        self._static_rows = rows if isinstance(rows, int) else None
         self._graph = tf.compat.v1.get_default_graph()
         # What calls with a rule have read, calls in them first: the variables' ids.
         self._read: list[int] = []
@@ -137,30 +95,22 @@ class Recording:
         self._is_by_rule = False
         # Whether a unit's own map runs now.
         self._is_in_map = False
-        # Variables that no rule answers for in some use, and why, by their ids.
-        self._foreign: dict[int, tuple[Variable, str]] = {}
         # Where in the graph the pass is, what rules make, and what they give up.
         self._first = self._made()
         self._by_rules: list[range] = []
         self._given_up: list[range] = []
         self._free = Free(self._static_rows)
         self._own_gradients = OwnGradients()
-        self._places = places
+        self._places = NotedPlaces(places)
         self._losses: Tensor | None = None
         # What units move needs the rules.
-        self._follows_leaves = follows_leaves and moves is None and not is_of_one_unit
+        may_follow = moves is None and not is_of_one_unit
+        self._follows_leaves = follows_leaves and may_follow
         self._unrolls_loops = unrolls_loops
-        self._takes_loops_whole = (
-            takes_loops_whole
-            and not unrolls_loops
-            and moves is None
-            and not is_of_one_unit
-        )
+        self._takes_loops_whole = takes_loops_whole and not unrolls_loops and may_follow
         self._loops = WholeLoops(model.trainable_variables, rows, self._free)
         # Whether a cell is called before its loop.
         self._tries_a_cell = False
-        # How often each layer has been called, and each variable used, by their paths.
-        self._counts: collections.Counter[str] = collections.Counter()
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -174,7 +124,7 @@ class Recording:
             entered.enter_context(self._own_gradients.refused())
             entered.enter_context(self.tape)
             self.tape.watch([v.value for v in self._without_rule()])
-            outside = entered.enter_context(self._tape_of_variables())
+            outside = entered.enter_context(self._variables.seeing())
             for path, layer in _keras.layers_by_path(self._model):
                 add_loss = functools.partial(self._add_loss, path, layer.add_loss)
                 entered.enter_context(
@@ -202,13 +152,14 @@ class Recording:
                 # Keras's loops call `tf.while_loop` by this name.
                 entered.enter_context(loops_run_by(self._run_loop))
             yield
-        self._note_foreign(outside.watched_variables())
+        self._variables.note_foreign(outside)
+        refusals = self._variables.refusals
         if self._loops.are_differentiated():
-            self._refusals.append(refusal("a loop"))
+            refusals.append(refusal("a loop"))
         self._watch_foreign()
-        self._refuse_out_of_reach()
-        if self._refusals:
-            raise UnsupportedLayerError(" ".join(dict.fromkeys(self._refusals)))
+        self._variables.refuse_out_of_reach()
+        if refusals:
+            raise UnsupportedLayerError(" ".join(dict.fromkeys(refusals)))
 
     def _begin(
         self, function: Callable[..., Nest], *args: Nest, **kwargs: Nest
@@ -226,9 +177,11 @@ class Recording:
         *args: Nest,
         **kwargs: Nest,
     ) -> Nest:
-        if self._loops.is_looking or (self._tries_a_cell and self._is_here()):
-            return function(*args, **kwargs)
-        if not self._is_by_rule and self._follows_leaves and is_leaf(layer):
+        if (
+            self._loops.is_looking
+            or (self._tries_a_cell and self._is_here())
+            or (not self._is_by_rule and self._follows_leaves and is_leaf(layer))
+        ):
             return function(*args, **kwargs)
         if (
             not self._is_by_rule
@@ -241,76 +194,63 @@ class Recording:
                 return function(*args, **kwargs)
             finally:
                 self._tries_a_cell = False
-        call = Call(layer, args, kwargs, path, self, rule, function)
+        name = getattr(rule, "__name__", str(rule))
+        call = Call(layer, args, kwargs, path, self, name, function)
         first, before = self._made(), (len(self.watched), len(self.lengths.open))
         read_before = len(self._read)
-        with (
-            # The outer tape must not see what the rule uses: the rule answers for it.
-            self._variable_tapes[-1].stop_recording(),
-            self._tape_of_variables() as used,
-        ):
+        # The outer tape must not see what the rule uses: the rule answers for it.
+        with self._variables.seeing() as used:
             try:
-                if self._is_in_map:
-                    # Copies of what the call makes are not watched.
-                    raise UnsupportedLayerError(
-                        "Calls in a vectorized map have no rule where each unit is by "
-                        f"itself. Received: `{path}` ({type(layer).__name__})."
-                    )
-                if not self._is_here():
-                    note_loop()
-                    raise UnsupportedLayerError(
-                        "Only calls outside of branches can be recorded, and in loops of a "
-                        "fixed number of steps in which all is known, or of 64 steps at "
-                        f"most. Received: `{path}` ({type(layer).__name__}), called in a "
-                        f"graph of its own, where this is not known: {self._loops.not_known}. "
-                        "Use `keras.ops.fori_loop(0, 8, body, x)` with a fixed number of steps, "
-                        "`unroll=True` in a recurrent layer, or register a rule for the "
-                        "layer that loops: `tfdp.rules.register(MyLayer, rule)`."
-                    )
-                if not self._is_of_one_unit and self._is_without_rows(call):
-                    raise UnsupportedLayerError(
-                        "A layer must be called on rows. Received: "
-                        f"`{path}` ({type(layer).__name__}), called on none."
-                    )
-                with self._activations_watched(layer):
+                self._check_is_within_reach(call)
+                with self._variables.activations_seen(layer):
                     outputs = self._by_rule(call, rule)
-                self._read += map(id, self._of_model(used.watched_variables()))
-                self._check_is_read(path, layer, self._read[read_before:])
-                self._refuse_foreign(used.watched_variables(), own_variables(layer))
+                self._read += map(id, self._variables.of_model(used))
+                self._variables.check_is_read(path, layer, self._read[read_before:])
+                self._variables.refuse_foreign(used, own_variables(layer))
             except UnsupportedLayerError as error:
                 del self.watched[before[0] :], self.lengths.open[before[1] :]
                 self._given_up.append(range(first, self._made()))
                 # The pass goes on, as if the layer had no rule.
                 self.tape.watch([v.value for v in own_variables(layer)])
                 outputs = function(*args, **kwargs)
-                self._note_foreign(used.watched_variables(), str(error))
+                self._variables.note_foreign(
+                    used, str(error), is_by_rule=self._is_by_rule
+                )
                 return outputs
         self._by_rules.append(range(first, self._made()))
         return outputs
 
-    @contextlib.contextmanager
-    def _activations_watched(self, layer: keras.layers.Layer) -> Iterator[None]:
-        """Let no activation use a variable unseen: rules do not know what it does."""
-        owner = layer.cell if isinstance(layer, keras.layers.RNN) else layer
-        watched = {
-            name: functools.partial(self._activated, vars(owner)[name])
-            for name in ("activation", "recurrent_activation")
-            if vars(owner).get(name) is not None
-        }
-        with _keras.attributes_replaced(owner, **watched):
-            yield
+    def _check_is_within_reach(self, call: Call) -> None:
+        """Refuse a call that cannot be recorded, whatever its rule.
 
-    def _activated(
-        self, function: Callable[..., Nest], *args: Nest, **kwargs: Nest
-    ) -> Nest:
-        """Run an activation; refuse that it uses a variable, its layer's own, too."""
-        with (
-            self._variable_tapes[-1].stop_recording(),
-            self._tape_of_variables() as used,
-        ):
-            outputs = function(*args, **kwargs)
-        self._refuse_foreign(used.watched_variables(), [])
-        return outputs
+        Raises:
+            UnsupportedLayerError: If it is in a graph of its own, or on no rows.
+        """
+        named_call = f"`{call.path}` ({type(call.layer).__name__})"
+        if self._is_in_map:
+            # Copies of what the call makes are not watched.
+            raise UnsupportedLayerError(
+                "Calls in a vectorized map have no rule where each unit is by "
+                f"itself. Received: {named_call}."
+            )
+        if not self._is_here():
+            note_loop()
+            raise UnsupportedLayerError(
+                "Only calls outside of branches can be recorded, and in loops of a "
+                "fixed number of steps in which all is known, or of 64 steps at "
+                f"most. Received: {named_call}, called in a graph of its own, where "
+                f"this is not known: {self._loops.not_known}. Use "
+                "`keras.ops.fori_loop(0, 8, body, x)` with a fixed number of steps, "
+                "`unroll=True` in a recurrent layer, or register a rule for the "
+                "layer that loops: `tfdp.rules.register(MyLayer, rule)`."
+            )
+        tensors = _tensors((call.args, call.kwargs))
+        if not self._is_of_one_unit and all(map(self._free.holds, tensors)):
+            # It is the same for all rows.
+            raise UnsupportedLayerError(
+                f"A layer must be called on rows. Received: {named_call}, called on "
+                "none."
+            )
 
     def _run_loop(self, *args: Nest, **kwargs: Nest) -> Nest:
         """Run a `tf.while_loop`, step by step if that is asked for, or whole."""
@@ -319,7 +259,7 @@ class Recording:
         if self._unrolls_loops:
             return unrolled(*args, **kwargs)
         if self._takes_loops_whole:
-            tapes = [self.tape, *self._variable_tapes]
+            tapes = [self.tape, *self._variables.running]
             return self._loops.run(tapes, *args, **kwargs)
         return while_loop(*args, **kwargs)
 
@@ -327,76 +267,9 @@ class Recording:
         """Call a layer by its rule, its rows brought into order where they are not."""
         place = None
         if not (self._is_by_rule or self._is_of_one_unit):
-            place = self._noted_place(call.path, _tensors((call.args, call.kwargs)))
-        if place is None:
-            with _keras.attributes_replaced(self, _is_by_rule=True):
-                return rule(call)
-        if place.axis:
-            raise UnsupportedLayerError(
-                "A rule takes the leading axis for that of the rows. Received: "
-                f"`{call.path}`, called on rows on axis {place.axis}."
-            )
-        if not all(map(takes_entries_alone, _keras.flatten_layers(call.layer))):
-            # That rows do not meet says nothing of what a row has on the first axis.
-            raise UnsupportedLayerError(
-                "Only a layer of Keras's that has a rule may be called on pieces of rows "
-                f"as rows. Received: `{call.path}` ({type(call.layer).__name__})."
-            )
-
-        def mapped(function: Callable[[Tensor], Tensor], nest: Nest) -> Nest:
-            return keras.tree.map_structure(
-                lambda leaf: function(leaf) if tf.is_tensor(leaf) else leaf, nest
-            )
-
-        args, kwargs = mapped(place.rows_first, (call.args, call.kwargs))
-        call = dataclasses.replace(call, args=args, kwargs=kwargs)
-        with (
-            _keras.attributes_replaced(self, _is_by_rule=True),
-            call.repeated(place.of_row),
-        ):
-            return mapped(place.put_back, rule(call))
-
-    def _noted_place(
-        self, path: str, tensors: list[Tensor], *, is_recorded: bool = True
-    ) -> Place | None:
-        """Return where the rows lie in a call, or a use, if an earlier trace has told.
-
-        It counts the call, and notes its tensors for a trace.
-
-        Args:
-            path: Of the layer, or of the variable.
-            tensors: Those that have rows have them in the same place.
-            is_recorded: Whether the tape has recorded them.
-        """
-        where = (path, self._counts[path])
-        self._counts[path] += 1
-        trace = tracing()
-        if trace is not None:
-            trace.note_rows(where, tensors, is_recorded=is_recorded)
-        return self._places.get(where)
-
-    def _check_is_read(
-        self, path: str, layer: keras.layers.Layer, read: list[int]
-    ) -> None:
-        """Refuse a call that has other values in the place of its layer's variables.
-
-        As `layer.stateless_call` has: what the rule says would be of the values.
-
-        Raises:
-            UnsupportedLayerError: If it has.
-        """
-        trained = {id(variable) for variable in self._trainable.values()}
-        for variable in own_variables(layer):
-            if id(variable) in trained and id(variable) not in read:
-                raise UnsupportedLayerError(
-                    "A layer must be called with its own variables. Received: "
-                    f"`{path}` ({type(layer).__name__}), called with another "
-                    f"`{variable.name}`."
-                )
-
-    def _is_without_rows(self, call: Call) -> bool:
-        """Tell whether a layer is called on what is the same for all rows."""
-        return all(map(self._free.holds, _tensors((call.args, call.kwargs))))
+            place = self._places.next(call.path, _tensors((call.args, call.kwargs)))
+        with _keras.attributes_replaced(self, _is_by_rule=True):
+            return rule(call) if place is None else called_rows_first(call, rule, place)
 
     def _made(self) -> int:
         """Count the operations in the graph of the pass."""
@@ -417,15 +290,6 @@ class Recording:
             )
         add_loss(loss)
 
-    @contextlib.contextmanager
-    def _tape_of_variables(self) -> Iterator[tf.GradientTape]:
-        with tf.GradientTape() as tape:
-            self._variable_tapes.append(tape)
-            try:
-                yield tape
-            finally:
-                self._variable_tapes.pop()
-
     def _without_rule(self) -> list[Variable]:
         """List the trainable variables that the tape must see where they are read."""
         if self._is_of_one_unit:
@@ -438,63 +302,17 @@ class Recording:
             for variable in own_variables(layer)
         }
         # And those that an earlier trace found used elsewhere than in a call of their layer.
-        placed = {path for path, _ in self._places}
         return [
             v
             for v in self._model.trainable_variables
-            if id(v) not in with_rule or v.path in placed
+            if id(v) not in with_rule or v.path in self._places.paths
         ]
-
-    def _of_model(self, used: tuple[tf.Variable, ...]) -> list[Variable]:
-        of_model = [self._trainable.get(id(variable)) for variable in used]
-        return [variable for variable in of_model if variable is not None]
-
-    def _refuse_foreign(
-        self, used: tuple[tf.Variable, ...], own: list[Variable]
-    ) -> None:
-        """Refuse that a rule uses what is not its layer's own.
-
-        Without its rule the layer runs as it does in Keras, and this can be followed.
-
-        Raises:
-            UnsupportedLayerError: If it does.
-        """
-        known = {id(variable) for variable in own}
-        foreign = [v for v in self._of_model(used) if id(v) not in known]
-        if self._is_of_one_unit:
-            self.elsewhere |= {id(variable): variable for variable in foreign}
-        elif foreign:
-            raise UnsupportedLayerError(" ".join(map(_used_elsewhere, foreign)))
-
-    def _note_foreign(
-        self, used: tuple[tf.Variable, ...], why: str | None = None
-    ) -> None:
-        """Note what is used where no rule answers for it.
-
-        Args:
-            used: Variables.
-            why: Why the rule of their layer does not.
-        """
-        foreign = self._of_model(used)
-        if self._is_of_one_unit:
-            self.elsewhere |= {id(variable): variable for variable in foreign}
-            return
-        # What a rule calls is not followed: the rule answers for it.
-        if why is not None and (self._is_by_rule or not foreign):
-            self._refusals.append(why)
-        for variable in foreign:
-            reason = why or _used_elsewhere(variable)
-            self._foreign.setdefault(id(variable), (variable, reason))
-
-    @property
-    def _static_rows(self) -> int | None:
-        return self._rows if isinstance(self._rows, int) else None
 
     def _watch_foreign(self) -> None:
         """Watch what variables meet the rows in that rules do not answer for."""
-        reasons = [reason for _, reason in self._foreign.values()]
+        foreign, refusals = self._variables.foreign.values(), self._variables.refusals
         if self.moves is not None:
-            self._refusals += reasons
+            refusals += [reason for _, reason in foreign]
             return
         if self._is_of_one_unit:
             return
@@ -504,12 +322,12 @@ class Recording:
         for variable in self._model.trainable_variables:
             leak = operations.leak_of(variable)
             if leak is not None:
-                self._refusals.append(
-                    f"{_used_elsewhere(variable)} Its layer makes something of it that "
+                refusals.append(
+                    f"{used_elsewhere(variable)} Its layer makes something of it that "
                     f"{named(leak)} uses."
                 )
         met_rows: list[tuple[Followed, str, list[Place | None]]] = []
-        for variable, reason in self._foreign.values():
+        for variable, reason in foreign:
             with self._following(variable, reason):
                 if trace is not None and trace.reads_alone(variable):
                     raise NotFollowedError("a loss of each example alone")
@@ -529,7 +347,7 @@ class Recording:
                         followed, use, rows, place, is_recorded=self._is_recorded(use)
                     )
                     self._watch_use(followed.variable, use, found)
-        self._refusals += self._loops.unanswered(each for each, _, _ in met_rows)
+        refusals += self._loops.unanswered(each for each, _, _ in met_rows)
 
     @contextlib.contextmanager
     def _following(self, variable: Variable, reason: str) -> Iterator[None]:
@@ -539,7 +357,7 @@ class Recording:
         except NotFollowedError as error:
             if error.is_in_function:
                 note_loop()
-            self._refusals.append(
+            self._variables.refusals.append(
                 f"{reason} `{variable.path}` is not followed: nothing is known of {error}."
             )
 
@@ -552,7 +370,7 @@ class Recording:
         tap = self._loops.tap_of(use)
         if tap is not None:
             return tap.place
-        return self._noted_place(
+        return self._places.next(
             variable.path, [use.output], is_recorded=self._is_recorded(use)
         )
 
@@ -575,38 +393,24 @@ class Recording:
         """Note where all gradients come from, at the end of what is observed."""
         self._losses = losses
 
-    def hide(self, path: str, variable: Variable) -> None:
-        """Note that the tape does not see a variable; see `Call.hide`."""
-        self._out_of_reach[id(variable)] = path
-
-    def _refuse_out_of_reach(self) -> None:
-        """Refuse variables whose whole gradient is asked for, and would lack a part."""
-        for number in self._out_of_reach.keys() & self.elsewhere.keys():
-            self._refusals.append(
-                "A variable of a loop over time must be used by its own layer alone. "
-                f"Received: `{self.elsewhere[number].path}` of "
-                f"`{self._out_of_reach[number]}`, used elsewhere."
-            )
-
     def watch(
         self,
         path: str,
-        rule: Rule,
+        rule: str,
         tensors: list[Tensor],
         terms: Terms,
         linear_terms: Terms | None,
     ) -> list[Tensor]:
         """Watch tensors of a call; see `Call.watch_all`."""
-        name = getattr(rule, "__name__", str(rule))
         # The leading axis of a call in one unit may be of anything.
         repeats = None if self._is_of_one_unit else self.repeats
-        watched = Watched(path, name, [], terms, repeats)
+        watched = Watched(path, rule, [], terms, repeats)
         shifts: list[Tensor | None] = [None] * len(tensors)
         if self.moves is not None:
             if linear_terms is None:
                 raise UnsupportedLayerError(
                     "Units can only have weights of their own in layers that are "
-                    f"linear in them. Received: `{path}` (rule `{name}`)."
+                    f"linear in them. Received: `{path}` (rule `{rule}`)."
                 )
             linear = watched._replace(terms=linear_terms)
             shifts = self.moves.shifts(tensors, linear.terms_of)
@@ -628,10 +432,3 @@ class Recording:
 
 def _tensors(nest: Nest) -> list[Tensor]:
     return [leaf for leaf in keras.tree.flatten(nest) if tf.is_tensor(leaf)]
-
-
-def _used_elsewhere(variable: Variable) -> str:
-    return (
-        "No rule answers for a variable that is used elsewhere than in a call of its own "
-        f"layer. Received: `{variable.path}`, used elsewhere."
-    )

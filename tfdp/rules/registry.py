@@ -4,18 +4,16 @@ import enum
 import operator
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import keras
 
 from tfdp import _keras
 from tfdp._types import Nest, Variable
-
-if TYPE_CHECKING:
-    from tfdp.rules.call import Call
+from tfdp.rules.call import Call
 
 # A rule runs a call of a layer and watches what the terms need the gradients of.
-Rule: TypeAlias = Callable[["Call"], Nest]
+Rule: TypeAlias = Callable[[Call], Nest]
 
 
 class Leaves(enum.Enum):
@@ -78,9 +76,7 @@ def imported(name: str) -> object:
         return None
 
 
-def register(
-    layer_class: type[keras.layers.Layer], rule: Callable[["Call"], Nest]
-) -> None:
+def register(layer_class: type[keras.layers.Layer], rule: Rule) -> None:
     """Set the rule of a class of layers, of no other class, subclasses included.
 
     A rule that is wrong would clip wrongly: before the first step the norms and sums
@@ -160,10 +156,15 @@ def loops_over_a_cell(layer: keras.layers.Layer) -> bool:
 def own_variables(layer: keras.layers.Layer) -> list[Variable]:
     """List the variables that a layer's rule covers, not those of layers in it."""
     cell = layer.cell if isinstance(layer, keras.layers.RNN) else layer
-    inner = {
+    inner = ids_of_inner_variables(cell)
+    return [v for v in layer.trainable_variables if id(v) not in inner]
+
+
+def ids_of_inner_variables(layer: keras.layers.Layer) -> set[int]:
+    """Identify the trainable variables of layers in a layer."""
+    return {
         id(variable)
-        for sublayer in _keras.flatten_layers(cell)
-        if sublayer is not cell
+        for sublayer in _keras.flatten_layers(layer)
+        if sublayer is not layer
         for variable in sublayer.trainable_variables
     }
-    return [v for v in layer.trainable_variables if id(v) not in inner]

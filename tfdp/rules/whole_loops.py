@@ -6,9 +6,10 @@ import tensorflow as tf
 
 from tfdp._tracing import note_loop
 from tfdp._types import Nest, Tensor, Variable
+from tfdp.rules.free import Free
 from tfdp.rules.loops import NotTakenWholeError, Tap, taken_whole
 from tfdp.rules.unrolling import while_loop
-from tfdp.rules.uses import Followed, Free, Use
+from tfdp.rules.uses import Followed, Use
 
 
 class WholeLoops:

@@ -3,13 +3,13 @@
 import tensorflow as tf
 
 from tfdp.checks.bounds import own_bounds, own_entries, own_rows
+from tfdp.checks.effects import is_of_data
 from tfdp.checks.node import (
     ANY,
     Node,
     axis_from,
     counts_rows,
     depth_of,
-    is_of_data,
     rule,
     static_lengths,
 )

@@ -160,7 +160,7 @@ def _range(_: Step, start: Bounds, limit: Bounds, step: Bounds) -> Arrays | None
     return everywhere(1, start.low.item(), limit.high.item() - 1)
 
 
-@bounds_rule("Minimum")
+@bounds_rule("Minimum", "LogicalAnd")
 def _smaller(_: Step, a: Bounds, b: Bounds) -> Arrays | None:
     return _combined(np.minimum, np.minimum, a, b)
 
@@ -190,11 +190,6 @@ def _less(_: Step, a: Bounds, b: Bounds) -> Arrays | None:
 def _not_less(step: Step, a: Bounds, b: Bounds) -> Arrays | None:
     less = _less(step, a, b)
     return None if less is None else (less[0], 1.0 - less[2], 1.0 - less[1])
-
-
-@bounds_rule("LogicalAnd")
-def _both(_: Step, a: Bounds, b: Bounds) -> Arrays | None:
-    return _combined(np.minimum, np.minimum, a, b)
 
 
 @bounds_rule("ZerosLike", "OnesLike", value_inputs=0)
