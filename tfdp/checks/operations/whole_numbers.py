@@ -103,9 +103,6 @@ def _joined(step: Step, *values: Bounds) -> Arrays | None:
         return None
     axis = int(along.low.item()) % step.rank
     lengths = [each.shape[axis] for each in step.inputs[:-1]]
-    # Along their own axis rows are not written out.
-    if any(each.axis == axis for each in step.inputs[:-1]):
-        return None
     others: list[Array] = []
     for part, length in zip(parts, lengths, strict=True):
         if not isinstance(length, int):
