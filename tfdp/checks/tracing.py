@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdp import _keras
 from tfdp._tracing import traced_by
 from tfdp._types import Nest, Tensor, Variable
-from tfdp.checks.alone import SEED_AS_NUMBER, FunctionsOfRows, left_by
+from tfdp.checks.alone import SEED_AS_NUMBER, FunctionsOfRows
 from tfdp.checks.calls import Calls
 from tfdp.checks.captures import Captures
 from tfdp.checks.found import Found, Owner
@@ -187,10 +187,6 @@ class Trace:
     def part(self, owner: Owner) -> contextlib.AbstractContextManager[None]:
         """Note that the operations that are made inside belong to a layer, or loss."""
         return self.calls.part(owner)
-
-    def left_by(self, graph: tf.Graph, arguments: int, *, in_turn: bool) -> list[str]:
-        """Say what a function of one example leaves behind; see `alone.left_by`."""
-        return left_by(graph, arguments, self._captures, in_turn=in_turn)
 
     def _traced(self, run: Callable[..., Nest], signature: Sequence[Nest]) -> Nest:
         """Trace a function, and note what happens meanwhile."""

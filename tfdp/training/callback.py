@@ -12,7 +12,8 @@ from tfdp._mapping import vectorized_map
 from tfdp._types import Logs, Tensor
 from tfdp.ascent.losses import AscentLoss
 from tfdp.ascent.released import ReleasedGradient
-from tfdp.checks.tracing import Trace
+from tfdp.checks.alone import left_by
+from tfdp.checks.captures import Captures
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
 from tfdp.mechanisms.mechanism import noise_of_query
@@ -106,7 +107,7 @@ class Query:
         traced = tf.function(self.of_unit, autograph=False).get_concrete_function(
             scalar, scalar
         )
-        left = Trace(None).left_by(traced.graph, 1, in_turn=True)
+        left = left_by(traced.graph, 1, Captures(None), in_turn=True)
         if left:
             raise NotPrivateError(
                 "`of_unit` must compute a vector of a unit's norm and do nothing else: "
