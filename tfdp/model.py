@@ -756,7 +756,10 @@ class DPModel(TrainingFunctions):
     def _take_only_step(
         self, batch: Batch, fingerprint: Tensor | None
     ) -> dict[str, Tensor]:
-        if self._is_in_train_function and self.sessions.settled is not None:
+        # A `train_step` of a subclass may take any rows, and more than one step.
+        is_own = getattr(self.train_step, "__func__", None) is DPModel.train_step
+        is_of_fit = self._is_in_train_function and is_own
+        if is_of_fit and self.sessions.settled is not None:
             session = self.sessions.for_batch(batch)
             has_room = self.recorder.counter.has_room
         else:

@@ -188,12 +188,33 @@ def test_losses_and_metrics_may_draw_in_evaluation(is_global):
     RUNS["evaluate"](private(drawing))
 
 
+def test_metrics_may_draw_a_fixed_number_of_times():
+    seed = keras.random.SeedGenerator(1)
+
+    def draw(*_):
+        return keras.random.normal((), seed=seed)
+
+    def drawing(y_true, y_pred):
+        drawn = ops.fori_loop(0, 3, lambda _, total: total + draw(), 0.0)
+        return ops.cond(True, lambda: drawn, draw) + ops.mean(y_pred - y_true, -1)
+
+    RUNS["evaluate"](private(drawing))
+
+
 def put_into(state, value):
     state.assign(ops.cast(ops.stack([value, value]), state.dtype))
 
 
 def draw_where_large(state, value):
     tf.cond(value > 1, lambda: state.assign(1 + state), lambda: state)
+
+
+def draw_as_often(state, value):
+    def draw(steps):
+        state.assign(1 + state)
+        return (steps + 1.0,)
+
+    tf.while_loop(lambda steps: steps < value, draw, [0.0])
 
 
 # What is like the state of a generator of random numbers.
@@ -204,7 +225,7 @@ SEEDS = {
 }
 
 
-@pytest.mark.parametrize("keep", [put_into, draw_where_large])
+@pytest.mark.parametrize("keep", [put_into, draw_where_large, draw_as_often])
 @pytest.mark.parametrize("is_loss", [False, True])
 @pytest.mark.parametrize("name", SEEDS)
 def test_nothing_is_kept_in_what_looks_like_a_seed(name, is_loss, keep):

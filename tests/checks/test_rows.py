@@ -1227,6 +1227,34 @@ def test_what_onednn_reads_of_other_rows_is_refused(depth):
             choose("auto", Objective.of(model, "mse"), data)
 
 
+@pytest.mark.parametrize(
+    ("shape", "is_refused"),
+    [
+        ((1, 6, 6, 1), True),
+        ((1, 6, 6, 3), False),
+        ((2, 6, 6, 1), False),
+        (("float32", 1, 6, 6, 1), False),
+    ],
+    ids=str,
+)
+def test_what_onednn_reads_of_other_rows_in_bfloat16_is_refused(shape, is_refused):
+    """Of one channel and one layer, by a kernel that is deeper."""
+    policy, shape = (shape[0], shape[1:]) if len(shape) > 4 else (None, shape)
+    model = keras.Sequential([
+        keras.Input(shape),
+        layers.Conv3D(2, 3, padding="same", dtype=policy or "mixed_bfloat16"),
+        layers.Flatten(),
+        layers.Dense(1, dtype="float32"),
+    ])
+    data = (np.ones((4, *shape)), np.ones((4, 1)), None)
+    with (
+        pytest.raises(UnsupportedLayerError, match="in float32 it does not")
+        if is_refused
+        else contextlib.nullcontext()
+    ):
+        choose("auto", Objective.of(model, "mse"), data)
+
+
 # --------------------------------------------------------------- layers that have rules
 
 # A layer's matrix is used by another one.

@@ -299,3 +299,33 @@ def test_a_budget_binds_loops_by_what_the_noise_costs():
     with pytest.raises(tfdp.errors.PrivacyBudgetError):
         loop()
     assert 5.0 < model.epsilon(1e-3) <= 6.0
+
+
+def test_a_seed_gives_no_noise_twice_after_steps_that_failed():
+    """Another process goes on with it where the ledger ends."""
+    model = keras.Sequential([
+        keras.Input((1,), dtype="int32"),
+        keras.layers.Embedding(3, 50),
+        keras.layers.Flatten(),
+        keras.layers.Dense(1),
+    ])
+    wrapped = tfdp.DPModel(model)
+    y = np.zeros((1, 1))
+    moved = []
+    for fails in (True, False):
+        with pytest.warns(UserWarning, match="reproducible"):
+            optimizer = tfdp.optimizers.DPSGD(
+                1.0,
+                l2_norm_clip=1e-9,
+                noise_multiplier=1e9,
+                noise_seed=7,
+                expected_batch_size=1,
+            )
+        wrapped.compile(optimizer, "mse")
+        if fails:
+            with pytest.raises(tf.errors.InvalidArgumentError, match="indices"):
+                wrapped.train_on_batch(np.full((1, 1), 9), y)
+        before = model.get_weights()[0]
+        wrapped.train_on_batch(np.zeros((1, 1), int), y)
+        moved.append(model.get_weights()[0] - before)
+    assert np.abs(moved[0] - moved[1]).max() > 0.1

@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 
 import tfdp
-from tests.small import ROWS, data, network, noiseless, optimizer, private
+from tests.small import (
+    ROWS,
+    data,
+    logits_loss,
+    network,
+    noiseless,
+    optimizer,
+    private,
+)
 from tfdp.accounting import PoissonSteps
 from tfdp.runs import histories
 
@@ -141,6 +149,23 @@ def test_a_step_of_ones_own_inside_of_fit_is_no_draw():
     model.fit(x, y, callbacks=[Steps()], **options)
     found = {type(s.scheme).__name__: s.count for s in model.ledger.segments}
     assert found == {"Poisson": 2, "Unknown": 2}
+
+
+class Twice(tfdp.DPModel):
+    """Takes two steps of each batch."""
+
+    def train_step(self, data):
+        super().train_step(data)
+        return super().train_step(data)
+
+
+def test_steps_of_a_subclass_are_no_draws():
+    x, y = data()
+    model = Twice(network())
+    model.compile(noiseless(), logits_loss())
+    model.fit(x, y, batch_size=ROWS, steps_per_epoch=2, verbose=0)
+    found = {type(s.scheme).__name__: s.count for s in model.ledger.segments}
+    assert found == {"Unknown": 4}
 
 
 @pytest.mark.slow

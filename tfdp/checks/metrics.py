@@ -13,6 +13,8 @@ from tfdp import _keras
 from tfdp._types import Array, Tensor, Variable
 from tfdp.checks.graph import BRANCHES, LOOPS
 from tfdp.errors import UnsupportedLayerError
+from tfdp.rules.counting import count_steps
+from tfdp.rules.uses import NotFollowedError
 
 # What leaves a variable, or a table, as it is. All else that takes one may change it.
 _ONLY_READ = {
@@ -136,7 +138,8 @@ class _Changes:
                 "rows, without noise, in variables of metrics alone. Received: "
                 f"{name or operation}, assigned by one. Make variables with "
                 "`self.add_variable(...)` in the `__init__` of a metric, and assign no "
-                "others; keep in a loss nothing of what it is computed for."
+                "others; keep in a loss nothing of what it is computed for; and draw random "
+                "numbers as often as no data say."
             )
 
 
@@ -256,10 +259,8 @@ def _changed(
         return [(handles[0], True)] if _is_draw(op, scope) else anything
     # The first input of a branch tells which one is taken.
     arguments = list(op.inputs)[op.type in BRANCHES :]
-    # How often it is drawn may be in the data, where there is a choice: TensorFlow has one
-    # where it gives a variable its first value.
-    begins = op.type in BRANCHES and op.inputs[0].op.type == "VarIsInitializedOp"
-    has_choice = op.type in BRANCHES + LOOPS and not begins
+    # How often it is drawn may be in the data.
+    has_choice = _has_choice(op)
     changed: list[tuple[Tensor, bool]] = []
     for body in bodies:
         if len(body.inputs) != len(arguments):
@@ -277,6 +278,26 @@ def _changed(
             for handle, is_drawn in inside
         ]
     return changed
+
+
+def _has_choice(op: tf.Operation) -> bool:
+    """Tell whether it is not known which function of an operation runs, or how often."""
+    if op.type in BRANCHES:
+        which = op.inputs[0]
+        # TensorFlow has a branch where it gives a variable its first value.
+        begins = which.op.type == "VarIsInitializedOp"
+        return not begins and tf.get_static_value(which) is None
+    if op.type not in LOOPS:
+        return False
+    cond, body = (
+        _keras.function_graph(op.graph, op.get_attr(name).name)
+        for name in ("cond", "body")
+    )
+    try:
+        count_steps(cond, body, list(op.inputs))
+    except NotFollowedError:
+        return True
+    return False
 
 
 def _is_draw(op: tf.Operation, scope: _Scope | None) -> bool:

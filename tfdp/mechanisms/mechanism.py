@@ -135,9 +135,16 @@ class Mechanism(abc.ABC):
             has_room: Whether there will be a step; else the one after has the stream.
         """
         stream = self.stream(self.number)
-        # Counted in one place: whatever comes between this and the noise has other numbers.
-        self._number.assign_add(tf.cast(has_room, tf.int64))
+        # Whatever comes between this and the noise has other numbers. Those of a seeded key
+        # follow the ledger, after which it goes on in another process: `skip_to`.
+        if self.noise_seed is None:
+            self._number.assign_add(tf.cast(has_room, tf.int64))
         return stream
+
+    def count(self) -> None:
+        """Count a step of a seeded key, beside the ledger."""
+        if self.noise_seed is not None:
+            self._number.assign_add(1)
 
     def skip_to(self, number: int) -> None:
         """Leave out the numbers before this one: a seeded key may have used them."""

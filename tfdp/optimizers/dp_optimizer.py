@@ -442,6 +442,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         begins = recorder.counter.begins_release()
         if self.mechanism.correlates_steps:
             begins = recorder.counter.begins_with_clip(begins, clipped_sum.l2_norm_clip)
+        self.mechanism.count()
         recorder.counter.record(
             counted / clipped_sum.sensitivity_in_clips, clipped_sum.l2_norm_clip
         )
