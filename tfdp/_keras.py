@@ -279,7 +279,8 @@ def whole_filter_gradients() -> contextlib.AbstractContextManager[None]:
     """Let gradients of kernels of convolutions have all their entries.
 
     In bfloat16 TensorFlow leaves those that see nothing but padding as they are in memory,
-    on CPUs: they may be of other rows.
+    on CPUs: they may be of other rows. What calls `tf.raw_ops` is not reached, and has to
+    give them float32, as rules do.
 
     Returns:
         A context within which gradients are made so.
@@ -293,6 +294,7 @@ def _in_float32(of_kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if out_backprop.dtype != tf.bfloat16:
             return of_kernel(inputs, sizes, out_backprop, *args, **kwargs)
+        # Gradients have the dtype of what they are of.
         inputs, wide = tf.cast(inputs, tf.float32), tf.cast(out_backprop, tf.float32)
         found = of_kernel(inputs, sizes, wide, *args, **kwargs)
         return tf.cast(found, out_backprop.dtype)
@@ -811,7 +813,9 @@ _MIXING = tuple(
 
 def changes_images(layer: object) -> bool:
     """Tell whether a layer of Keras's makes other images of images, each of one."""
-    return isinstance(layer, BaseImagePreprocessingLayer) and not mixes_images(layer)
+    is_of_keras = type(layer).__module__.startswith("keras.")
+    is_of_images = isinstance(layer, BaseImagePreprocessingLayer)
+    return is_of_keras and is_of_images and not mixes_images(layer)
 
 
 def mixes_images(layer: object) -> bool:

@@ -85,7 +85,7 @@ class DPModel(TrainingFunctions):
         Neighbouring data sets differ in one record, a row of `x` or all rows of a user,
         that one of them replaces by an empty one. For these ``epsilon(delta)`` bounds what the weights
         after every step reveal. The metrics in the logs are not private;
-        `privacy_statement` lists what is not covered.
+        `privacy_statement` lists what is not covered, floating point among it.
 
     Args:
         model: Any Keras 3 model. It must not mix examples in training
@@ -683,6 +683,7 @@ class DPModel(TrainingFunctions):
                 x, y, sample_weight, class_weight, return_dict
             )
         finally:
+            self.sessions.expects_batch = False
             session.released.put_back()
             self.recorder.note_left(self.model.weights)
 
@@ -758,8 +759,8 @@ class DPModel(TrainingFunctions):
     ) -> dict[str, Tensor]:
         # A `train_step` of a subclass may take any rows, and more than one step.
         is_own = getattr(self.train_step, "__func__", None) is DPModel.train_step
-        is_of_fit = self._is_in_train_function and is_own
-        if is_of_fit and self.sessions.settled is not None:
+        is_settled = self._is_in_train_function and is_own
+        if is_settled and self.sessions.settled is not None:
             session = self.sessions.for_batch(batch)
             has_room = self.recorder.counter.has_room
         else:

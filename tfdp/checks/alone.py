@@ -266,7 +266,7 @@ def left_by(
         Words for each thing.
     """
     captures.note_seeds()
-    # What it returns was looked at before, with the losses.
+    # What it returns is the caller's matter: losses of rows were looked at before.
     analysis = Analysis(None)
     analysis.values(graph, captures.known(graph, [Value(WITHIN)] * arguments), [])
     causes = [Found(None, each) for each in analysis.effects]

@@ -29,6 +29,10 @@ _ONLY_READ = {
 }
 
 
+# In place of the name of a variable that is neither the model's nor the optimizer's.
+_UNKNOWN = ""
+
+
 @contextlib.contextmanager
 def only_metrics_assigned(model: keras.Model) -> Iterator[None]:
     """Refuse that metrics which are computed inside keep data in anything but themselves.
@@ -52,7 +56,7 @@ def only_metrics_assigned(model: keras.Model) -> Iterator[None]:
         yield
     own, known = _own(model), _handles(_variables(model))
     changes.refuse(
-        model, lambda handle: None if handle in own else known.get(handle, "")
+        model, lambda handle: None if handle in own else known.get(handle, _UNKNOWN)
     )
 
 
@@ -101,10 +105,10 @@ def losses_keep_nothing(model: keras.Model, *, training: bool) -> Iterator[None]
 
     def name_of(handle: int) -> str | None:
         if handle in of_seeds:
-            return ""
+            return _UNKNOWN
         if handle in known or training or handle in may_change:
             return known.get(handle)
-        return ""
+        return _UNKNOWN
 
     changes.refuse(model, name_of)
     for state, value in zip(states, before, strict=True):
@@ -117,26 +121,33 @@ class _Changes:
     """What was assigned inside of `_changes`, once that has ended.
 
     Attributes:
-        handles: By the `id` of a handle which operation of the graph assigns it, None
-            where it is like the state of a generator and is only drawn with.
+        handles: What has changed, in words, by the `id` of its handle.
+        drawn: Handles of what is like the state of a generator, and was only drawn with.
         values: Eagerly, variables and what they were before.
     """
 
-    handles: dict[int, str | None] = dataclasses.field(default_factory=dict)
+    handles: dict[int, str] = dataclasses.field(default_factory=dict)
+    drawn: set[int] = dataclasses.field(default_factory=set)
     values: list[tuple[Variable, Array]] = dataclasses.field(default_factory=list)
 
     def refuse(self, model: keras.Model, name_of: Callable[[int], str | None]) -> None:
-        """Raise if a name is found for what was assigned, ``""`` for one unknown."""
-        for handle, operation in self.handles.items():
+        """Raise if something was assigned that may not be.
+
+        Args:
+            model: For the message.
+            name_of: Takes a handle; returns None where it may be assigned, else its name,
+                or `_UNKNOWN`, which may be drawn with.
+        """
+        for handle, words in self.handles.items():
             name = name_of(handle)
-            if name is None or (not name and operation is None):
+            if name is None or (name == _UNKNOWN and handle in self.drawn):
                 continue
             for variable, value in self.values:
                 variable.assign(value)
             raise UnsupportedLayerError(
                 f"Metrics and losses of model `{model.name}` must keep what they see of "
                 "rows, without noise, in variables of metrics alone. Received: "
-                f"{name or operation}, assigned by one. Make variables with "
+                f"{name or words}, assigned by one. Make variables with "
                 "`self.add_variable(...)` in the `__init__` of a metric, and assign no "
                 "others; keep in a loss nothing of what it is computed for; and draw random "
                 "numbers as often as no data say."
@@ -151,14 +162,15 @@ def _changes(variables: list[Variable]) -> Iterator[_Changes]:
         graph = tf.compat.v1.get_default_graph()
         first = len(graph.get_operations())
         yield changes
+        assigned = set()
         for op in graph.get_operations()[first:]:
-            name = f"what operation `{op.name}` ({op.type}) changes"
+            words = f"what operation `{op.name}` ({op.type}) changes"
             for inner, is_drawn in _changed(op):
                 handle = _outermost(inner)
-                if is_drawn and _keras.is_of_seed(handle):
-                    changes.handles.setdefault(id(handle), None)
-                else:
-                    changes.handles[id(handle)] = name
+                changes.handles[id(handle)] = words
+                if not (is_drawn and _keras.is_of_seed(handle)):
+                    assigned.add(id(handle))
+        changes.drawn.update(changes.handles.keys() - assigned)
         return
     before = [np.array(each.numpy()) for each in variables]
     yield changes
@@ -169,10 +181,10 @@ def _changes(variables: list[Variable]) -> Iterator[_Changes]:
         if any(map(_keras.is_of_seed, _keras.handles_of(variable))):
             # As one draw leaves it: nobody sees what else was assigned.
             variable.assign(value + np.array([0, 1], value.dtype))
-            changes.handles.update(dict.fromkeys(_handles([variable])))
+            changes.drawn.update(_handles([variable]))
         else:
             changes.values.append((variable, value))
-            changes.handles.update(_handles([variable]))
+        changes.handles.update(_handles([variable]))
 
 
 def _metrics(model: keras.Model) -> list[keras.metrics.Metric]:

@@ -226,15 +226,18 @@ def _flaw_of(layer: keras.layers.Layer, calls: Calls, found: Found) -> _Flaw:
     cause = found.cause
     if cause.is_certain:
         flaw = _MIXING
-        if cause.outer.type in LOOPS:
-            flaw = _LOOP_OF_MAP if "/pfor/" in cause.outer.name else _LOOP
-        for name, fix in _OTHERWISE.items():
-            if f"/{name}/" in f"/{cause.outer.name}":
-                flaw = _MIXING._replace(fix=fix)
+        # What TensorFlow makes of something else has the name of that before its own.
+        of = (
+            cause.outer.name.rpartition("/")[0].rpartition("/")[2].rstrip("_0123456789")
+        )
         if _keras.mixes_images(layer):
             flaw = _MIXTURE
         elif _keras.changes_images(layer):
             flaw = _OF_IMAGES
+        elif cause.outer.type in LOOPS:
+            flaw = _LOOP_OF_MAP if "/pfor/" in cause.outer.name else _LOOP
+        elif of in _OTHERWISE:
+            flaw = _MIXING._replace(fix=_OTHERWISE[of])
     else:
         flaw = _COUNTING if found.counts_rows else _UNPROVEN
     flaw = {MEMORY: _OUTSIDE, BY_PLACE: _KNOWN_DRAWS}.get(cause.why, flaw)

@@ -128,11 +128,17 @@ class Mechanism(abc.ABC):
         """Of the next step, a scalar int64 tensor."""
         return self._number.read_value()
 
-    def next_stream(self, has_room: Tensor | bool = True) -> Tensor:
-        """Return the stream of the next step, which no other step gets, see `stream`.
+    def take_stream(self, has_room: Tensor | bool = True) -> Tensor:
+        """Take the stream of the next step; see `stream`.
+
+        With a key from the operating system its number is used up now, with a seeded one by
+        `count_seeded`, beside the ledger.
 
         Args:
             has_room: Whether there will be a step; else the one after has the stream.
+
+        Returns:
+            See `stream`.
         """
         stream = self.stream(self.number)
         # Whatever comes between this and the noise has other numbers. Those of a seeded key
@@ -141,8 +147,8 @@ class Mechanism(abc.ABC):
             self._number.assign_add(tf.cast(has_room, tf.int64))
         return stream
 
-    def count(self) -> None:
-        """Count a step of a seeded key, beside the ledger."""
+    def count_seeded(self) -> None:
+        """Count a step, if the key is a seeded one."""
         if self.noise_seed is not None:
             self._number.assign_add(1)
 

@@ -341,7 +341,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
                 recorder=recorder,
                 noise_multiplier=noise_multiplier,
                 counted=counted,
-                stream=mechanism.next_stream(),
+                stream=mechanism.take_stream(),
             )
             return True
 
@@ -385,10 +385,10 @@ class DPOptimizer(keras.optimizers.Optimizer):
 
     @contextlib.contextmanager
     def only_step(self) -> Iterator[None]:
-        """Refuse a step inside of this one.
+        """Refuse a step inside of this one, as code runs or is traced.
 
-        It would count as one of the batches that `fit` draws, and what room a budget has
-        was asked for one step.
+        In `fit` it would count as one of the batches that are drawn, and what room a budget
+        has was asked for one step.
 
         Raises:
             NotPrivateError: If one is under way.
@@ -396,8 +396,9 @@ class DPOptimizer(keras.optimizers.Optimizer):
         if self._is_taking_step:
             raise NotPrivateError(
                 "Only one step of a private optimizer may be under way. Received: another "
-                f"one of optimizer={self.name!r} inside of it. Take it between steps, in "
-                "`on_train_batch_end` of a Keras callback: `private.train_on_batch(x, y)`."
+                f"one of optimizer={self.name!r} inside of it. Take it after this one; with "
+                "`fit`, `private.train_on_batch(x, y)` in `on_train_batch_end` of a Keras "
+                "callback."
             )
         self._is_taking_step = True
         try:
@@ -442,7 +443,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         begins = recorder.counter.begins_release()
         if self.mechanism.correlates_steps:
             begins = recorder.counter.begins_with_clip(begins, clipped_sum.l2_norm_clip)
-        self.mechanism.count()
+        self.mechanism.count_seeded()
         recorder.counter.record(
             counted / clipped_sum.sensitivity_in_clips, clipped_sum.l2_norm_clip
         )

@@ -41,8 +41,8 @@ class Cell:
     def projected(self, x: Tensor, inner: Tensor) -> list[Tensor]:
         """Return what a step takes of the projected inputs and of the products of h.
 
-        Both if they have gradients of their own, else their sum: what has been added up on
-        the way forward is not on the way back.
+        Both if they have gradients of their own, else their sum, which the way back need not
+        add up again.
         """
         if self.inner_differs:
             return [x, inner]
@@ -229,7 +229,7 @@ class Scan:
             written = _write(written, time, [projected[-1], *states])
             return time + 1, self._step(projected, states, mask), written
 
-        # Inner products have the width of what is added to them.
+        # Sums have the width of x, inner products that of what is added to them.
         like = [inputs[-1][0], *states]
 
         _, last, written = tf.while_loop(

@@ -19,6 +19,7 @@ UNPLANNED = np.array([])
 # Distinct noise multipliers within one segment of training. Past that many, the
 # last row takes them all at the smallest.
 _ROWS = 1024
+_NO_NOISE_MULTIPLIERS = np.full(_ROWS, math.inf)
 
 # What is counted while nobody has said how the data are sampled.
 UNDECLARED = Unknown()
@@ -92,7 +93,8 @@ class StepCounter:
             self.last_clip = _variable(math.nan)
             self.open_noise_multiplier = _variable(0.0)
             self._releases = _variable(np.zeros(_ROWS, np.int64))
-            self._noise_multipliers = _variable(np.full(_ROWS, math.inf))
+            # Infinite in rows where nothing is counted: those that come take the least.
+            self._noise_multipliers = _variable(_NO_NOISE_MULTIPLIERS)
             # What is recorded is brought down to one of these, in rising order.
             self._levels = tf.Variable(_NO_LEVELS, shape=[None], trainable=False)
             self._begun = _variable(0)
@@ -109,7 +111,7 @@ class StepCounter:
         """Begin another segment, without a limit; see `LedgerRecorder.begin`."""
         self.scheme, self.planned_releases = scheme, planned_releases
         self._releases.assign(np.zeros(_ROWS, np.int64))
-        self._noise_multipliers.assign(np.full(_ROWS, math.inf))
+        self._noise_multipliers.assign(_NO_NOISE_MULTIPLIERS)
         has_plan = len(noise_multipliers) > 0
         self._levels.assign(noise_levels(noise_multipliers) if has_plan else _NO_LEVELS)
         self._begun.assign(0)

@@ -63,8 +63,6 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
                 self.jit_compile = jit_compile
 
         def train(batches: Nest) -> Logs:
-            # Only what this calls takes the batches that `fit` has counted on:
-            # callbacks may take steps of their own meanwhile.
             if self.sessions.acting is not None and not self.sessions.expects_batch:
                 raise NotPrivateError(
                     "While `fit` runs its training function takes the batches that it has "
@@ -72,6 +70,8 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
                     "`private.train_on_batch(x, y)`, of which each step counts in full."
                 )
             self.sessions.expects_batch = False
+            # Only what this calls takes the batches that `fit` has counted on:
+            # callbacks may take steps of their own meanwhile.
             was, self._is_in_train_function = self._is_in_train_function, True
             try:
                 logs: Logs = function(batches)

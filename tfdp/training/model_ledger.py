@@ -210,7 +210,7 @@ class ModelLedger:
         """Return what the noise of the coming steps counts as, over the sensitivity.
 
         Returns:
-            See `NoisePlan.to_come`.
+            One number for each step; see `NoisePlan.to_come`.
         """
         scheme = self.recorder.counter.scheme
         return self._noise_plan.to_come() / scheme.sensitivity_in_clips

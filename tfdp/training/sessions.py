@@ -42,10 +42,10 @@ class Sessions:
         replicas: Those that train it.
         jit_compile: What `compile` was given.
         settled: What the training function was made for; None before the first one.
-        acting: Callbacks that act in the steps of the `fit` that runs; None while none
+        acting: Callbacks that act in the steps of the `fit` that runs; None while no `fit`
             does.
-        expects_batch: Whether what the training function gets next is of that `fit`, or of
-            a single step.
+        expects_batch: True from where that `fit`, or a single step, announces a batch to
+            where the training function takes it.
     """
 
     jit_compile: bool | str = "auto"

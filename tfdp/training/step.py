@@ -152,9 +152,9 @@ def private_step(
     drawn = tf.identity(optimizer.noise_multiplier.value)
     counted = session.counted(iteration, drawn)
     room = has_room(counted / session.scheme.sensitivity_in_clips)
-    # Read before anything is clipped: where processes take different steps this raises,
+    # Taken before anything is clipped: where processes take different steps this raises,
     # and nothing that follows from it runs.
-    stream = session.mechanism.next_stream(room)
+    stream = session.mechanism.take_stream(room)
     is_one_device = replicas.strategy is None
     if not is_one_device and replicas.processes > 1:
         clip = optimizer.l2_norm_clip.value

@@ -30,18 +30,9 @@ def _spatial(node: Node) -> Value:
     # How many of its leading axes are the batch is an attribute.
     if node.op.type == "Conv" and node.attr("batch_dims") != 1:
         return node.unknown()
-    if node.op.type in ("Conv", "Conv2D", "Conv3D"):
-        if _reads_other_rows(node):
-            return node.mixed(
-                "of one channel, to one column, by different strides reads memory of other "
-                "rows on CPUs, by a fault of oneDNN; with the same stride along rows and "
-                "columns it does not"
-            )
-        if _is_deep_in_bfloat16(node):
-            return node.mixed(
-                "of one channel and one layer, by a kernel of more, reads memory of other "
-                "rows on CPUs in bfloat16, by a fault of oneDNN; in float32 it does not"
-            )
+    fault = _fault_of_onednn(node) if node.op.type in _CONVOLUTIONS else None
+    if fault is not None:
+        return node.mixed(f"{fault}, by a fault of oneDNN on CPUs")
     # Of tensors of other ranks nobody knows which axis is that of the batch.
     has_batch = value.axis == 0 and node.op.inputs[0].shape.rank in (4, 5)
     if value.axis is not None and not has_batch:
@@ -49,36 +40,35 @@ def _spatial(node: Node) -> Value:
     return node.rows_of(value)
 
 
-def _reads_other_rows(node: Node) -> bool:
-    """Tell whether oneDNN's code for one channel takes memory that is not the row's."""
-    # Seen where the kernel goes by steps of 1 and of more, and the outputs have one column of
-    # several numbers, in batches of two rows and more; whatever there is along the depth.
-    kernel, outputs = node.op.inputs[1].shape, node.op.outputs[0].shape
-    if kernel.rank is None or outputs.rank is None:
-        return True
+_CONVOLUTIONS = ("Conv", "Conv2D", "Conv3D")
+
+
+def _fault_of_onednn(node: Node) -> str | None:
+    """Say in which case a convolution reads memory of other rows; None if in none known."""
+    given, kernel = (each.shape for each in node.op.inputs)
+    outputs = node.op.outputs[0].shape
+    if None in (given.rank, kernel.rank, outputs.rank):
+        return "of tensors of unknown rank may read memory of other rows"
     *_, along_rows, along_columns, _ = node.attr("strides")
     *_, rows, columns, _ = outputs
     *_, of_kernel, channels, _ = kernel
-    return (
-        channels in (None, 1)
-        and along_rows == 1 < along_columns
-        and of_kernel != 1
-        and rows != 1
-        and columns in (None, 1)
-    )
-
-
-def _is_deep_in_bfloat16(node: Node) -> bool:
-    """Tell whether oneDNN's code for bfloat16 takes memory that is not the row's."""
-    # Seen along three axes, where there is one entry of one channel along the depth.
-    inputs, kernel = (each.shape for each in node.op.inputs)
-    if node.op.inputs[0].dtype != tf.bfloat16 or inputs.rank not in (None, 5):
-        return False
-    if inputs.rank is None or kernel.rank is None:
-        return True
-    return (
-        kernel[-2] in (None, 1) and inputs[1] in (None, 1) and kernel[0] not in (1, 2)
-    )
+    if channels not in (None, 1):
+        return None
+    # Seen in batches of two rows and more, whatever there is along the depth.
+    is_uneven = along_rows == 1 < along_columns and of_kernel != 1
+    if is_uneven and rows != 1 and columns in (None, 1):
+        return (
+            "of one channel, to one column, by different strides reads memory of other rows "
+            "(by the same stride along rows and columns it does not)"
+        )
+    # Seen with kernels of three layers and more.
+    is_deep = kernel.rank == 5 and given[1] in (None, 1) and kernel[0] not in (1, 2)
+    if is_deep and node.op.inputs[0].dtype == tf.bfloat16:
+        return (
+            "in bfloat16, of one channel and one layer, by a kernel of more reads memory of "
+            "other rows (in float32 it does not)"
+        )
+    return None
 
 
 @rule(*_OF_SEVERAL.split(), rows_in=ANY)
