@@ -137,6 +137,9 @@ class _Changes:
             model: For the message.
             name_of: Takes a handle; returns None where it may be assigned, else its name,
                 or `_UNKNOWN`, which may be drawn with.
+
+        Raises:
+            UnsupportedLayerError: If it was.
         """
         for handle, words in self.handles.items():
             name = name_of(handle)
