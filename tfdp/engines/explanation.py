@@ -64,7 +64,7 @@ def explained(
     model: keras.Model,
     signature: Nest,
     norms: str,
-    **found_out: Any,
+    **options: Any,
 ) -> list[Explanation]:
     """Say how the norm of each layer's gradients is computed from their factors.
 
@@ -72,16 +72,16 @@ def explained(
         model: The model.
         signature: Nest of `tf.TensorSpec` of its inputs.
         norms: See `tfdp.engines.BookkeepingEngine`.
-        **found_out: Other arguments of `Recording`.
+        **options: Other arguments of `Recording`.
 
     Returns:
-        One for each way to a norm of each call of a layer, and for each variable that no
-        rule answers for in one unit alone.
+        One for each way to a norm of each call of a layer; of one unit alone also one for
+        each variable that no rule answers for.
     """
     found: list[Explanation] = []
 
     def run(x: Nest) -> None:
-        recording = Recording(model, number_of_rows(x), **found_out)
+        recording = Recording(model, number_of_rows(x), **options)
         with recording.observing():
             outputs = keras.tree.flatten(_keras.run_model(model, x, training=True))
             # Not what only a penalty on weights reads, which is no row's.

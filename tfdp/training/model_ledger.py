@@ -82,7 +82,7 @@ class ModelLedger:
     def __init__(self, private: keras.Model) -> None:
         """Begin an empty ledger."""
         self._model = private.model
-        # Recorders outlive models, whose budgets end with them.
+        # Recorders outlive private models, whose budgets end with them.
         reference = weakref.ref(private)
 
         def weights() -> list[Variable] | None:
