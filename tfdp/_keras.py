@@ -980,6 +980,11 @@ def without_regularizers(variables: list[Variable]) -> Iterator[None]:
         yield
 
 
+def added_losses(model: keras.Model) -> list[Tensor]:
+    """List what layers have added to a model's loss in their calls, no regularizers."""
+    return [loss for each in flatten_layers(model) for loss in each._get_own_losses()]
+
+
 def clear_losses(model: keras.Model) -> None:
     """Forget what the layers of a model have added to `Layer.losses`."""
     model._clear_losses()

@@ -84,17 +84,15 @@ def explained(
         recording = Recording(model, number_of_rows(x), **options)
         with recording.observing():
             outputs = keras.tree.flatten(_keras.run_model(model, x, training=True))
-            # Not what only a penalty on weights reads, which is no row's.
-            elsewhere = dict(recording.elsewhere)
-            reached = [
-                each for each in [*outputs, *model.losses] if each.dtype.is_floating
-            ]
+            # No penalties on weights, which are no row's: what they read is not to be seen.
+            outputs += _keras.added_losses(model)
+            reached = [each for each in outputs if each.dtype.is_floating]
             recording.note_losses(tf.add_n([tf.zeros([]), *map(_total, reached)]))
         for watched in recording.watched:
-            found.extend(_explained(watched, norms, elsewhere))
+            found.extend(_explained(watched, norms, recording.elsewhere))
         found.extend(
             Explanation(variable.path, "vectorized", "instantiated", _bytes(variable))
-            for variable in elsewhere.values()
+            for variable in recording.elsewhere.values()
         )
 
     tf.function(run, autograph=False).get_concrete_function(signature)
