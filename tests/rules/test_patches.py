@@ -10,6 +10,16 @@ from tests.convolutions import ONE_GROUP, PLANE, in_mode, problem, seen_by
 from tfdp.rules.patches import patch_gram, patches
 
 
+@pytest.mark.parametrize("case", sorted(PLANE.intersection(ONE_GROUP)))
+def test_patches_are_what_a_kernel_sees(case, rng):
+    x, _, options = problem(case, rng)
+    kernel = options["kernel_shape"][:-2]
+    seen = [part[:, 0] for _, part in seen_by(x, kernel, options["geometry"])]
+    laid_out = in_mode("graph", lambda x: patches(x, **options), x[:, 0])
+    expected = np.stack(seen, -2).reshape(laid_out.shape)
+    np.testing.assert_array_equal(laid_out, expected)
+
+
 @pytest.mark.parametrize(
     ("case", "mode"),
     [

@@ -15,6 +15,9 @@ from tfdp.rules.products import inner_products
 # less memory; below it their overhead dominates.
 _LARGEST_PATCHES = 1 << 16
 
+# Time of a pixel that is copied, in multiplications of a matrix product.
+_COPIED = 250
+
 # Times of a number that is moved, in those of a multiplication in a matrix product:
 # in slices of Gram matrices, and in patches.
 SLICED, PATCHED = 100, 40
@@ -40,35 +43,87 @@ def patches(
     """
     height, width, channels, _ = kernel_shape
     size = height * width * channels
-    # With different strides such a convolution may read other rows.
-    is_plain = (
-        channels == 1
-        and set(geometry.dilations) == {1}
-        and len(set(geometry.strides)) == 1
+    pads = geometry.pads(inputs.shape[1:-1], kernel_shape)
+    # Along each axis: for each position the places that the kernel sees, from 0 on.
+    rows, columns = (
+        np.arange(0, sum(pad) + length - dilation * (extent - 1), stride)[:, None]
+        + dilation * np.arange(extent)
+        for pad, length, extent, stride, dilation in zip(
+            pads,
+            inputs.shape[1:-1],
+            (height, width),
+            geometry.strides,
+            geometry.dilations,
+            strict=True,
+        )
     )
-    if is_plain and size <= 128 and not _keras.inside_xla():
-        # A convolution with the identity is three times faster than the patch
-        # operation here, which copies one number at a time. (Where oneDNN is off, that
-        # of a dilated one has no gradient.)
+    way = _fastest(inputs, kernel_shape, geometry, positions=len(rows))
+    if way == "identity":
         eye = np.eye(size).reshape([height, width, channels, size])
         identity = tf.constant(eye, inputs.dtype)
         return tf.nn.conv2d(inputs, identity, geometry.strides, geometry.padding)
-    # Whole pixels are copied: the patch operation copies number by number, 2-8 times
-    # slower, and XLA makes a convolution with the identity of it.
-    padded = tf.expand_dims(inputs, 1)
-    padded = tf.squeeze(geometry.padded(padded, kernel_shape), 1)
-    spatial = padded.shape[1:-1].as_list()
-    rows, columns = (
-        np.arange(0, size - dilation * (extent - 1), stride)[:, None]
-        + dilation * np.arange(extent)
-        for size, extent, stride, dilation in zip(
-            spatial, (height, width), geometry.strides, geometry.dilations, strict=True
-        )
-    )
-    seen = rows[:, None, :, None] * spatial[1] + columns[None, :, None, :]
-    pixels = tf.reshape(padded, [-1, math.prod(spatial), channels])
+    if way == "rows":
+        inputs = _side_by_side(inputs, columns - pads[1][0])
+        columns = np.arange(len(columns))[:, None]
+        pads[1] = (0, 0)
+    # The patch operation copies number by number, and XLA makes a convolution with the
+    # identity of it.
+    padded = tf.pad(inputs, [(0, 0), *pads, (0, 0)]) if any(map(any, pads)) else inputs
+    _, high, wide, channels = padded.shape
+    seen = rows[:, None, :, None] * wide + columns[None, :, None, :]
+    pixels = tf.reshape(padded, [-1, high * wide, channels])
     found = _taken(pixels, seen.ravel())
     return tf.reshape(found, [-1, len(rows), len(columns), size])
+
+
+def _fastest(
+    inputs: Tensor, kernel_shape: tuple[int, ...], geometry: Geometry, *, positions: int
+) -> str:
+    """Choose how patches are laid out, by what a number of them takes.
+
+    Args:
+        inputs: See `patches`.
+        kernel_shape: See `patches`.
+        geometry: See `patches`.
+        positions: Along the vertical axis.
+
+    Returns:
+        ``"pixels"``: each is copied. ``"rows"``: what the kernel sees of a row of pixels
+        is put side by side, by a product, and copied. ``"identity"``: a convolution.
+    """
+    if _keras.inside_xla():
+        return "pixels"  # Of all copies XLA makes one operation.
+    height, width, channels, _ = kernel_shape
+    # In multiplications; each row of pixels is multiplied once.
+    copied = _COPIED / channels
+    multiplied = inputs.shape[2] * channels * inputs.shape[1]
+    ways = {
+        "pixels": copied,
+        "rows": copied / width + multiplied / max(positions * height, 1),
+    }
+    # With different strides such a convolution may read other rows. (Where oneDNN is off,
+    # that of a dilated one has no gradient.)
+    if channels == 1 and {*geometry.dilations} == {1} and len({*geometry.strides}) == 1:
+        ways["identity"] = height * width
+    return min(ways, key=lambda way: ways[way])
+
+
+def _side_by_side(inputs: Tensor, columns: np.ndarray) -> Tensor:
+    """Put the pixels of a row side by side that a kernel sees at each of its positions.
+
+    Args:
+        inputs: Shape ``(R, H, W, C)``, static but for ``R``.
+        columns: Which pixels, shape ``(W', width)``; zeros for what is not in [0, W).
+
+    Returns:
+        Shape ``(R, H, W', width * C)``.
+    """
+    _, high, wide, channels = inputs.shape
+    is_seen = np.arange(wide)[:, None] == columns.ravel()
+    # Products with zeros and ones are exact.
+    chosen = tf.constant(np.kron(is_seen, np.eye(channels)), inputs.dtype)
+    products = tf.matmul(tf.reshape(inputs, [-1, wide * channels]), chosen)
+    return tf.reshape(products, [-1, high, len(columns), columns.shape[1] * channels])
 
 
 def _taken(pixels: Tensor, places: np.ndarray) -> Tensor:
