@@ -52,7 +52,16 @@ def variance(_, x, y, y_pred):
     return ops.mean(squares(y, y_pred) * ops.sigmoid(y_pred[:, :1]) + y_pred[:, :1])
 
 
+def classes(_, x, y, y_pred):
+    """Ask for the class of each place, of which TensorFlow asserts how many there are."""
+    del x
+    labels = ops.cast(y[:, :1] > 0, "int32")
+    logits = ops.expand_dims(y_pred, 1)
+    return ops.mean(ops.sparse_categorical_crossentropy(labels, logits, True))
+
+
 SPLIT = {
+    "classes": classes,
     "mean": lambda _, x, y, y_pred: ops.mean(ops.sum(squares(y, y_pred), -1)),
     "sum": lambda _, x, y, y_pred: ops.sum(squares(y, y_pred)),
     "a value for each row": lambda _, x, y, y_pred: ops.sum(squares(y, y_pred), -1),
@@ -143,7 +152,13 @@ def check_single_rows(objective, engine):
             np.testing.assert_allclose(total, wanted, rtol=0, atol=2e-4 * clip * ROWS)
 
 
-QUICK = {"keras", "with what layers add", "divided by the rows", "of a weight"}
+QUICK = {
+    "classes",
+    "keras",
+    "with what layers add",
+    "divided by the rows",
+    "of a weight",
+}
 
 
 # Sums and means that others have as well.

@@ -222,12 +222,20 @@ def _split(function: Callable[..., Tensor], rows: list[Tensor]) -> Tensor | None
         failure = error
     else:
         # What asserts something may assert that there is one row.
-        if all(op.type != "Assert" for op in graph.get_operations()[first:]):
+        if not any(map(_may_ask_for_one_row, graph.get_operations()[first:])):
             return tf.cast(parts, keras.config.floatx())
     raise UnsupportedLayerError(
         "A loss that is asked for all rows must be a sum or a mean over them. Received: "
         f"{function!r}. Use `engine='auto'`, which asks for each row alone."
     ) from failure
+
+
+def _may_ask_for_one_row(operation: tf.Operation) -> bool:
+    """Tell whether an operation asserts anything but that labels go with logits."""
+    cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits.__name__
+    return operation.type == "Assert" and not any(
+        frame.name == cross_entropy for frame in operation.traceback
+    )
 
 
 def _reduce_rows(
