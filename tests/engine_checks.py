@@ -154,11 +154,13 @@ def _pass(engine, objective, clip, unit_size, batch):
     )
 
 
-def clipped(engine: Any, objective: Objective, x: Any, y: Any, clip: float) -> Any:
-    """Clip a batch of arrays; return the clipped sums and the norms."""
+def clipped(
+    engine: Any, objective: Objective, x: Any, y: Any, clip: float, *, like: Any = None
+) -> Any:
+    """Clip a batch of arrays, in a graph for such; return the clipped sums and the norms."""
     data = tf.convert_to_tensor(x), tf.convert_to_tensor(y), None
     step = functools.partial(_pass, engine, objective, tf.constant(clip), 1)
-    signature = Rows(*_tree.signature_of(data))
+    signature = Rows(*_tree.signature_of(data) if like is None else like)
     signature = signature._replace(is_padding=tf.TensorSpec([None], tf.bool))
     in_graph = tf.function(step, autograph=False).get_concrete_function(signature)
     return passes.run(in_graph, data, rows_per_unit=1)

@@ -275,17 +275,50 @@ def gradients_of_rows() -> Iterator[None]:
         yield
 
 
-def whole_filter_gradients() -> contextlib.AbstractContextManager[None]:
-    """Let gradients of kernels of convolutions have all their entries.
+def has_gpus() -> bool:
+    """Whether TensorFlow may run an operation on a GPU."""
+    return bool(tf.config.list_logical_devices("GPU"))
 
-    In bfloat16 TensorFlow leaves those that see nothing but padding as they are in memory,
-    on CPUs: they may be of other rows. What calls `tf.raw_ops` is not reached, and has to
-    give them float32, as rules do.
+
+def convolutions_replaced(
+    check: Callable[..., None],
+) -> contextlib.AbstractContextManager[None]:
+    """Let convolutions, and gradients of their kernels, be made in float32 on CPUs.
+
+    In bfloat16 oneDNN reads memory that other rows may have left, and TensorFlow leaves
+    entries of gradients that see nothing but padding as they are in memory. What calls
+    `tf.raw_ops` is not reached, and has to give them float32, as rules do.
+
+    Args:
+        check: Called for each convolution with its inputs, kernel, outputs and strides.
 
     Returns:
-        A context within which gradients are made so.
+        A context within which they are made so.
     """
-    return attributes_replaced(gen_nn_ops, **_FILTER_GRADIENTS)
+
+    def checked(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def checks(
+            input: Tensor,  # noqa: A002 (TensorFlow's name)
+            filter: Tensor,  # noqa: A002
+            strides: Sequence[int],
+            *args: Nest,
+            **options: Nest,
+        ) -> Tensor:
+            given = [tf.convert_to_tensor(each) for each in (input, filter)]
+            dtype = given[0].dtype
+            if dtype == tf.bfloat16 and not has_gpus():
+                given = [tf.cast(each, tf.float32) for each in given]
+            outputs = convolution(*given, strides, *args, **options)
+            check(*given, outputs, strides)
+            return tf.cast(outputs, dtype)
+
+        return checks
+
+    convolutions = {name: checked(of) for name, of in _CONVOLUTIONS.items()}
+    return attributes_replaced(gen_nn_ops, **_FILTER_GRADIENTS, **convolutions)
+
+
+_CONVOLUTIONS = {name: getattr(gen_nn_ops, name) for name in ("conv2d", "conv3d")}
 
 
 def _in_float32(of_kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:

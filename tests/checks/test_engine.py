@@ -860,12 +860,13 @@ def batches_of_lengths(*lengths):
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
-        (layers.Conv1D(2, 3), "inputs of a known shape"),
+        (layers.Conv1D(2, 3), None),
         (layers.Dense(2, name="steps"), None),
+        (layers.Conv1D(2, 3, dilation_rate=2), "counts the rows"),
     ],
 )
 def test_sequences_of_any_length(layer, reason, caplog):
-    """Whatever rules need a known shape for is vectorized, others keep their engine."""
+    """Whatever needs a known shape is vectorized, others keep their engine."""
     model = sequential(
         (None, 3), layer, layers.GlobalAveragePooling1D(), layers.Dense(1)
     )

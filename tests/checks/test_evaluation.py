@@ -197,14 +197,26 @@ class Remembers(layers.Layer):
         return x
 
 
+def assign_in_a_function(variable, value):
+    def assign(value):
+        tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=value)
+
+    tf.function(assign, autograph=False)(value)
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize(
     "assign",
     [
         lambda variable, value: variable.assign(value),
         lambda variable, value: variable.value.assign_add(value),
+        lambda variable, value: variable.value[:].assign(value),
+        lambda variable, value: tf.raw_ops.AssignAddVariableOp(
+            resource=variable.value.handle, value=value
+        ),
+        assign_in_a_function,
     ],
-    ids=["keras", "tensorflow"],
+    ids=["keras", "tensorflow", "slice", "raw", "function"],
 )
 def test_a_private_model_keeps_nothing_of_what_it_predicts_for(
     assign, run_eagerly, rng

@@ -217,6 +217,14 @@ def draw_as_often(state, value):
     tf.while_loop(lambda steps: steps < value, draw, [0.0])
 
 
+def draw_as_often_by_data(state, value):
+    def draw(steps, _):
+        state.assign(1 + state)
+        return steps
+
+    tf.data.Dataset.range(tf.cast(value, tf.int64)).reduce(0, draw)
+
+
 # What is like the state of a generator of random numbers.
 SEEDS = {
     "own": lambda model: tf.Variable([0, 0], dtype=tf.int64),
@@ -225,7 +233,15 @@ SEEDS = {
 }
 
 
-@pytest.mark.parametrize("keep", [put_into, draw_where_large, draw_as_often])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        put_into,
+        draw_where_large,
+        draw_as_often,
+        draw_as_often_by_data,
+    ],
+)
 @pytest.mark.parametrize("is_loss", [False, True])
 @pytest.mark.parametrize("name", SEEDS)
 def test_nothing_is_kept_in_what_looks_like_a_seed(name, is_loss, keep):

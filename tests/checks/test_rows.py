@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from keras import layers, ops
 
 import tfdp
-from tests.problems import cases, recurrent
-from tfdp import engines
+from tests.problems import cases, precision, recurrent
+from tfdp import _tree, engines
 from tfdp._seeds import secret_seeds
 from tfdp._tracing import made_of_rows
 from tfdp.checks.engine import choose
+from tfdp.checks.following import traced_pass
 from tfdp.checks.tracing import Trace
 from tfdp.engines.apart import ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine
 from tfdp.engines.vectorized import VectorizedEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
+from tfdp.losses.batch import Batch
 from tfdp.losses.objective import Objective
 
 pytestmark = pytest.mark.keras_private
@@ -1227,32 +1229,101 @@ def test_what_onednn_reads_of_other_rows_is_refused(depth):
             choose("auto", Objective.of(model, "mse"), data)
 
 
-@pytest.mark.parametrize(
-    ("shape", "is_refused"),
-    [
-        ((1, 6, 6, 1), True),
-        ((1, 6, 6, 3), False),
-        ((2, 6, 6, 1), False),
-        (("float32", 1, 6, 6, 1), False),
-    ],
-    ids=str,
-)
-def test_what_onednn_reads_of_other_rows_in_bfloat16_is_refused(shape, is_refused):
-    """Of one channel and one layer, by a kernel that is deeper."""
-    policy, shape = (shape[0], shape[1:]) if len(shape) > 4 else (None, shape)
+@pytest.mark.parametrize("engine", ["auto", "vectorized", "apart"])
+def test_a_row_by_itself_does_not_escape_onednn(engine):
+    """TensorFlow's vectorized map puts all rows into one convolution."""
     model = keras.Sequential([
-        keras.Input(shape),
-        layers.Conv3D(2, 3, padding="same", dtype=policy or "mixed_bfloat16"),
-        layers.Flatten(),
-        layers.Dense(1, dtype="float32"),
+        keras.Input((1, 8, 3, 1)),
+        layers.Lambda(lambda x: x + 0 * tf.cast(tf.shape(tf.where(x > 0))[0], x.dtype)),
+        layers.Conv3D(8, 2, strides=(1, 1, 3), padding="same"),
     ])
-    data = (np.ones((4, *shape)), np.ones((4, 1)), None)
+    data = (np.ones((4, 1, 8, 3, 1)), np.ones((4, *model.output_shape[1:])), None)
+    with pytest.raises(UnsupportedLayerError, match="by a fault of oneDNN"):
+        choose(engine, Objective.of(model, "mse"), data)
+
+
+class RawConvolution(layers.Layer):
+    """Escapes what makes those of TensorFlow's functions in another dtype."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(1, 2, shape[-1], 2))
+
+    def call(self, x):
+        kernel = tf.cast(self.kernel, x.dtype)
+        return tf.raw_ops.Conv2D(
+            input=x, filter=kernel, strides=[1, 1, 1, 1], padding="VALID"
+        )
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_refused"),
+    [
+        (lambda: layers.Conv2D(8, 2, strides=2), False),
+        (lambda: layers.Conv2D(8, 1), False),
+        (RawConvolution, True),
+    ],
+    ids=["float32", "pointwise", "raw"],
+)
+def test_convolutions_in_bfloat16_are_made_in_float32(layer, is_refused):
+    """In bfloat16 oneDNN reads memory of other rows."""
+    with precision("mixed_bfloat16"):
+        model = keras.Sequential([
+            keras.Input((6, 6, 3)),
+            layer(),
+            layers.Flatten(),
+            layers.Dense(1, dtype="float32"),
+        ])
+    data = (np.ones((4, 6, 6, 3), "float32"), np.ones((4, 1), "float32"), None)
+    objective = Objective.of(model, "mse")
+    if is_refused:
+        with pytest.raises(UnsupportedLayerError, match="in float32 it does not"):
+            choose("auto", objective, data)
+        return
+    engine = choose("auto", objective, data)
+    rows = _tree.signature_of(Batch(*data, np.zeros(4, bool)))
+    traced = traced_pass(engine, objective, rows, rows_per_unit=1)
+    graph = traced.function.graph.as_graph_def()
+    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+    dtypes = {tf.as_dtype(node.attr["T"].type) for node in nodes if node.op == "Conv2D"}
+    assert dtypes == {tf.float32}
+
+
+class Unpooled(layers.Layer):
+    """Puts numbers where maxima were, or where the data say."""
+
+    def __init__(self, by_data, **kwargs):
+        super().__init__(**kwargs)
+        self.by_data = by_data
+
+    def call(self, x):
+        pooled, places = tf.nn.max_pool_with_argmax(x, 2, 2, "VALID")
+        if self.by_data:
+            places = tf.cast(x[:, ::2, ::2], tf.int64)
+        return tf.raw_ops.MaxPoolGradWithArgmax(
+            input=x,
+            grad=pooled,
+            argmax=places,
+            ksize=[1, 2, 2, 1],
+            strides=[1, 2, 2, 1],
+            padding="VALID",
+        )
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_numbers_go_back_to_where_maxima_were(by_data):
+    model = keras.Sequential([
+        keras.Input((4, 4, 1)),
+        Unpooled(by_data),
+        layers.Flatten(),
+        layers.Dense(1),
+    ])
+    data = (np.ones((4, 4, 4, 1)), np.ones((4, 1)), None)
     with (
-        pytest.raises(UnsupportedLayerError, match="in float32 it does not")
-        if is_refused
+        pytest.raises(UnsupportedLayerError, match="where other rows are")
+        if by_data
         else contextlib.nullcontext()
     ):
-        choose("auto", Objective.of(model, "mse"), data)
+        choose("bookkeeping", Objective.of(model, "mse"), data)
 
 
 # --------------------------------------------------------------- layers that have rules

@@ -301,6 +301,19 @@ def test_a_budget_binds_loops_by_what_the_noise_costs():
     assert 5.0 < model.epsilon(1e-3) <= 6.0
 
 
+def test_threads_take_no_number_twice():
+    """One operation reads it and goes on: between two another thread would read it."""
+    mechanism = tfdp.mechanisms.Gaussian()
+    graph = tf.function(mechanism.take_stream).get_concrete_function().graph
+    on_number = [
+        op.type
+        for op in graph.get_operations()
+        for given in op.inputs
+        if any(o is mechanism._number.handle and i is given for o, i in graph.captures)
+    ]
+    assert on_number == ["RngReadAndSkip"]
+
+
 def test_a_seed_gives_no_noise_twice_after_steps_that_failed():
     """Another process goes on with it where the ledger ends."""
     model = keras.Sequential([

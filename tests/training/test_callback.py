@@ -181,6 +181,40 @@ def test_what_an_answer_is_made_of_keeps_no_norms(keeps):
         query.answer(tf.constant([3.0]), clip, no_noise)
 
 
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_what_an_answer_is_made_of_reads_no_metric(is_inside):
+    """It has seen the other rows of the step."""
+    metric = keras.metrics.MeanSquaredError()
+
+    def ask(_, step):
+        seen = metric.result()
+        step.ask(
+            Query(
+                lambda norm, clip: norm * (metric.result() if is_inside else seen),
+                sensitivity=1.0,
+                noise_multiplier=1.0,
+            )
+        )
+
+    asking = type("Asking", (StepCallback,), {"during_step": ask})()
+    with pytest.raises(NotPrivateError, match="reads a metric"):
+        trained(asking, metrics=[metric])
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_an_answer_counts_though_its_step_does_not_end(run_eagerly):
+    zero = tf.Variable(0.0, dtype=tf.float64)
+
+    def ask(_, step):
+        many = zero + step.ask(Query(few, sensitivity=1.0, noise_multiplier=1.0))
+        tf.debugging.assert_less(many, tf.constant(-1e9, tf.float64))
+
+    asking = type("Asking", (StepCallback,), {"during_step": ask})()
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        trained(asking, run_eagerly=run_eagerly)
+    assert asking.model.ledger.steps == 1
+
+
 def test_vectors_are_bounded_as_a_whole():
     query = Query(
         lambda norm, clip: tf.fill([4], tf.cast(norm, tf.float64)),
@@ -461,6 +495,17 @@ def test_a_mechanism_gives_no_two_models_the_same_noise():
     one.fit(np.ones((1, 1)), np.ones((1, 1)), steps_per_epoch=1, callbacks=[inside])
     moved = [m.get_weights()[0] - w for m, w in zip((one, other), before, strict=True)]
     assert np.abs(moved[0] - moved[1]).max() > 0.1
+
+
+def test_python_that_runs_in_a_graph_takes_no_steps_of_fit():
+    """Of the batches that `fit` draws it knows nothing."""
+
+    def take(model):
+        tf.py_function(lambda: by_train_step(model), [], [])
+
+    model = trained(acting("before_step", take))
+    counts = {type(each.scheme).__name__: each.count for each in model.ledger.segments}
+    assert counts == {"Poisson": 3, "Unknown": 3}
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_epoch_end"])

@@ -248,6 +248,14 @@ def test_a_budget_is_one_of_users():
     assert tfdp.accounting.Ledger((longer,)).epsilon(1e-2) > 6.0
 
 
+def test_the_training_function_by_itself_takes_no_rows_for_users():
+    model = users()
+    model.fit(*data(), batch_size=2, user_ids=IDS, examples_per_user=3, verbose=0)
+    rows = iter(tf.data.Dataset.from_tensors(data()))
+    with pytest.raises(ValueError, match="needs batches of users"):
+        model.train_function(rows)
+
+
 @pytest.mark.slow
 def test_a_statement_of_both_units_says_for_whom_it_holds():
     inner = network()

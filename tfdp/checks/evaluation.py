@@ -12,6 +12,8 @@ from absl import logging
 
 from tfdp import _keras, _tree
 from tfdp._types import Nest, Tensor, Variable
+from tfdp.checks.changes import changes_inside, handles_by_id
+from tfdp.checks.convolutions import convolutions_of_rows
 from tfdp.checks.found import Found
 from tfdp.checks.problems import layer_problems, raise_if
 from tfdp.checks.tracing import Trace
@@ -77,7 +79,8 @@ def evaluation_function(
 
     @tf.function(input_signature=specs, autograph=False)
     def values(*leaves: Tensor) -> Tensor:
-        return run(*_tree.pack(leaves, like=signature))
+        with convolutions_of_rows():
+            return run(*_tree.pack(leaves, like=signature))
 
     values.get_concrete_function()
     return lambda *rows: values(*_tree.tensors(rows))
@@ -91,11 +94,15 @@ def no_weight_assigned(model: keras.Model) -> Iterator[None]:
     rows in `evaluate` or `predict` would be in the weights without noise. TensorFlow's own
     variables, tables and metrics of layers are not looked at.
 
+    In a graph every operation inside is looked at, and what it calls. Eagerly the values of
+    the weights are compared.
+
     Args:
         model: The model.
 
     Raises:
-        UnsupportedLayerError: Inside, if a weight is assigned.
+        UnsupportedLayerError: Inside, if a weight is assigned by its methods; else
+            afterwards. Eagerly it has its value from before again.
     """
 
     def refuse(weight: Variable, *args: object, **kwargs: object) -> NoReturn:
@@ -109,7 +116,7 @@ def no_weight_assigned(model: keras.Model) -> Iterator[None]:
             "`validation_data` out of `fit`."
         )
 
-    with contextlib.ExitStack() as replaced:
+    with changes_inside(model.weights) as changes, contextlib.ExitStack() as replaced:
         for weight in model.weights:
             refused = functools.partial(refuse, weight)
             methods = dict.fromkeys(("assign", "assign_add", "assign_sub"), refused)
@@ -117,6 +124,11 @@ def no_weight_assigned(model: keras.Model) -> Iterator[None]:
             for variable in (weight, *_keras.tensorflow_variables(weight)):
                 replaced.enter_context(_keras.attributes_replaced(variable, **methods))
         yield
+    for variable, value in changes.values:
+        variable.assign(value)
+    for weight in model.weights:
+        if not changes.handles.keys().isdisjoint(handles_by_id([weight])):
+            refuse(weight)
 
 
 def check_assigns_no_weight(model: keras.Model, signature: Nest) -> None:
@@ -142,4 +154,5 @@ def _followed(
     objective: Objective, run: Callable[..., Tensor], signature: Nest
 ) -> tuple[Trace, list[Found]]:
     trace = Trace(objective.model)
-    return trace, trace.found(run, signature)
+    with convolutions_of_rows():
+        return trace, trace.found(run, signature)

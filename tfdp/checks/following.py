@@ -9,6 +9,7 @@ from absl import logging
 from tfdp import _keras, _seeds, engines
 from tfdp._types import Nest, Tensor
 from tfdp.checks.alone import units_checked
+from tfdp.checks.convolutions import convolutions_of_rows
 from tfdp.checks.found import LOSS, Found
 from tfdp.checks.problems import Problem, layer_problems, loss_problems, raise_if
 from tfdp.checks.tracing import Trace
@@ -158,7 +159,7 @@ def _followed(
     traced = with_known_losses(objective, trace)
 
     def run(x: Nest, y: Nest, sample_weight: Nest, is_padding: Tensor) -> Nest:
-        with _seeds.secret_seeds(objective.model):
+        with _seeds.secret_seeds(objective.model), convolutions_of_rows():
             return read(traced, Batch(x, y, sample_weight, is_padding))
 
     return trace.found(run, Batch(*data).signature(rows), rows)
@@ -179,7 +180,7 @@ def _whole_pass(
         batch = Batch(x, y, sample_weight, is_padding)
         with (
             _seeds.secret_seeds(objective.model),
-            _keras.whole_filter_gradients(),
+            convolutions_of_rows(),
         ):
             return engine.clip_and_sum(
                 objective, batch, l2_norm_clip=clip, rows_per_unit=rows_per_unit

@@ -41,7 +41,7 @@ from tfdp.rules.uses import made_as
 
 _MOST_ROUNDS = 12
 
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
 LOOPS = ("While", "StatelessWhile")
 
@@ -157,7 +157,7 @@ class Analysis:
         if kind == "Const":
             return [constant_value(op)]
         try:
-            if kind in _CALLS:
+            if kind in CALLS:
                 return self._called(op, op.get_attr("f").name, inputs)
             if kind in BRANCHES:
                 return self._branches(op, inputs)
@@ -386,7 +386,7 @@ def _needed(
     ends = [
         op
         for op in graph.get_operations()[:past]
-        if has_effect(op) or has_known_seed(op) or op.type in _CALLS + BRANCHES + LOOPS
+        if has_effect(op) or has_known_seed(op) or op.type in CALLS + BRANCHES + LOOPS
     ]
     ordered: list[tf.Operation] = []
     seen: set[str] = set()

@@ -30,6 +30,9 @@ _PHILOX = 1
 # Where the angles of a seed begin: its radii, from block 0 on, never get so far.
 _BLOCK_OF_ANGLES = 1 << 62
 
+# By so much a generator's state is raised for each number that is left out.
+_RAISED_BY = 256
+
 # A forked process has the keys of its parent, and must not draw the parent's noise.
 _living: weakref.WeakSet["Mechanism"] = weakref.WeakSet()
 
@@ -96,8 +99,10 @@ class Mechanism(abc.ABC):
         _living.add(self)
         with tf.init_scope(), _keras.unmirrored_variables():
             self._key = tf.Variable(self._new_key(), trainable=False, name="noise_key")
+            # The state of one of TensorFlow's generators, of which no number is drawn: it
+            # is read and raised at once, whatever other threads do meanwhile.
             self._number = tf.Variable(
-                0, trainable=False, dtype=tf.int64, name="noise_number"
+                tf.zeros([3], tf.int64), trainable=False, name="noise_number"
             )
 
     def __reduce__(self) -> tuple[Callable[[Config], Self], tuple[Config]]:
@@ -126,7 +131,16 @@ class Mechanism(abc.ABC):
     @property
     def number(self) -> Tensor:
         """Of the next step, a scalar int64 tensor."""
-        return self._number.read_value()
+        return self._number.read_value()[0] // _RAISED_BY
+
+    def _take_number(self, count: Tensor | int = 1) -> Tensor:
+        """Return the number of the next step, and go on by some steps."""
+        state = tf.raw_ops.RngReadAndSkip(
+            resource=self._number.handle,
+            alg=_PHILOX,
+            delta=tf.cast(count, tf.uint64),
+        )
+        return state[0] // _RAISED_BY
 
     def take_stream(self, has_room: Tensor | bool = True) -> Tensor:
         """Take the stream of the next step; see `stream`.
@@ -140,21 +154,21 @@ class Mechanism(abc.ABC):
         Returns:
             See `stream`.
         """
-        stream = self.stream(self.number)
         # Whatever comes between this and the noise has other numbers. Those of a seeded key
         # follow the ledger, after which it goes on in another process: `skip_to`.
         if self.noise_seed is None:
-            self._number.assign_add(tf.cast(has_room, tf.int64))
-        return stream
+            return self.stream(self._take_number(has_room))
+        return self.stream(self.number)
 
     def count_seeded(self) -> None:
         """Count a step, if the key is a seeded one."""
         if self.noise_seed is not None:
-            self._number.assign_add(1)
+            self._take_number()
 
     def skip_to(self, number: int) -> None:
         """Leave out the numbers before this one: a seeded key may have used them."""
-        self._number.assign(max(int(self._number.numpy()), number))
+        number = max(int(self.number), number)
+        self._number.assign([_RAISED_BY * number, 0, 0])
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[Callable[[], None]]:

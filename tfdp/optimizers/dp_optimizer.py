@@ -335,13 +335,15 @@ class DPOptimizer(keras.optimizers.Optimizer):
         counted = mechanism.counted(noise_multiplier)
 
         def apply() -> bool:
+            begins = self.count_step(
+                clipped_sum, trainable_variables, recorder=recorder, counted=counted
+            )
             self.take_step(
                 clipped_sum,
                 trainable_variables,
-                recorder=recorder,
                 noise_multiplier=noise_multiplier,
-                counted=counted,
                 stream=mechanism.take_stream(),
+                begins=begins,
             )
             return True
 
@@ -406,37 +408,26 @@ class DPOptimizer(keras.optimizers.Optimizer):
         finally:
             self._is_taking_step = False
 
-    def take_step(
+    def count_step(
         self,
         clipped_sum: ClippedSum,
         trainable_variables: list[Variable],
         *,
         recorder: LedgerRecorder,
-        noise_multiplier: Tensor,
         counted: Tensor,
-        stream: Tensor,
-        on_replicas: OnReplicas | None = None,
-        jit_compile: bool = False,
-    ) -> list[Tensor]:
-        """Count a step, noise its sum, and let the inner optimizer apply the mean.
+    ) -> Tensor:
+        """Count a step before anything of it is released.
 
-        Counted before any weight moves: a run that is killed in between has counted a
-        step too many, not one too few. Replicas count one step together; each of them
-        then draws the same noise and adds it to the same sum.
+        A run that is killed in between has counted a step too many, not one too few.
 
         Args:
             clipped_sum: See `apply_clipped_sum`; what the first replica has of it.
             trainable_variables: See `apply_clipped_sum`.
             recorder: Counts the step.
-            noise_multiplier: Of the noise that is drawn.
-            counted: What it counts as, a multiple of the clip norm, float64 scalar.
-            stream: Of the step's noise, the same in all processes.
-            on_replicas: Runs a function of the clipped sum on each replica, if there
-                are several.
-            jit_compile: Whether XLA compiles noise and update, on one device.
+            counted: What its noise counts as, a multiple of the clip norm, float64 scalar.
 
         Returns:
-            The noised mean gradients as they are released: without regularizers.
+            Whether the step begins a release, a scalar bool tensor.
         """
         if not self.built:
             self.build(trainable_variables)
@@ -447,6 +438,37 @@ class DPOptimizer(keras.optimizers.Optimizer):
         recorder.counter.record(
             counted / clipped_sum.sensitivity_in_clips, clipped_sum.l2_norm_clip
         )
+        return begins
+
+    def take_step(
+        self,
+        clipped_sum: ClippedSum,
+        trainable_variables: list[Variable],
+        *,
+        noise_multiplier: Tensor,
+        stream: Tensor,
+        begins: Tensor,
+        on_replicas: OnReplicas | None = None,
+        jit_compile: bool = False,
+    ) -> list[Tensor]:
+        """Noise the sum of a step that is counted, and let the inner optimizer apply it.
+
+        Replicas count one step together; each of them then draws the same noise and adds
+        it to the same sum.
+
+        Args:
+            clipped_sum: See `apply_clipped_sum`; what the first replica has of it.
+            trainable_variables: See `apply_clipped_sum`.
+            noise_multiplier: Of the noise that is drawn.
+            stream: Of the step's noise, the same in all processes.
+            begins: What `count_step` has returned.
+            on_replicas: Runs a function of the clipped sum on each replica, if there
+                are several.
+            jit_compile: Whether XLA compiles noise and update, on one device.
+
+        Returns:
+            The noised mean gradients as they are released: without regularizers.
+        """
 
         def update(clipped_sum: ClippedSum) -> list[Tensor]:
             # Noise is in proportion to the C that clipped, which the sum brings along:

@@ -6,7 +6,6 @@ import keras
 import tensorflow as tf
 
 from tfdp._types import Nest, Tensor
-from tfdp.errors import UnsupportedLayerError
 from tfdp.rules.call import Call
 from tfdp.rules.dense import lora_factors
 from tfdp.rules.generic import generic
@@ -21,10 +20,12 @@ from tfdp.rules.terms import Convolution, OuterProducts, Term
 def conv(call: Call) -> Nest:
     """Rule of `Conv1D`, `Conv2D` and `Conv3D`."""
     layer = call.layer
+    if _is_open(call, are_slid=layer.groups > 1):
+        return generic(call)
     if layer.lora_enabled and layer.groups > 1:
         # Each group of inputs meets all of the second factor.
         return generic(call)
-    x, geometry = inputs_of(call), geometry_of(layer)
+    x, geometry = channels_last(layer, call.inputs), geometry_of(layer)
     x = _causal(layer, x)
 
     def terms(g: Tensor) -> list[Term]:
@@ -54,7 +55,9 @@ def conv_transpose(call: Call) -> Nest:
     """Rule of `Conv1DTranspose`, `Conv2DTranspose` and `Conv3DTranspose`."""
     # Transposed, inputs and outputs change places in the kernel's gradient.
     layer = call.layer
-    x, geometry = inputs_of(call), geometry_of(layer)
+    if _is_open(call):
+        return generic(call)
+    x, geometry = channels_last(layer, call.inputs), geometry_of(layer)
 
     def terms(g: Tensor) -> list[Term]:
         g = channels_last(layer, g)
@@ -67,7 +70,9 @@ def conv_transpose(call: Call) -> Nest:
 def depthwise_conv(call: Call) -> Nest:
     """Rule of `DepthwiseConv1D` and `DepthwiseConv2D`."""
     layer = call.layer
-    x, geometry = inputs_of(call), geometry_of(layer)
+    if _is_open(call, are_slid=True):
+        return generic(call)
+    x, geometry = channels_last(layer, call.inputs), geometry_of(layer)
 
     def terms(g: Tensor) -> list[Term]:
         g = channels_last(layer, g)
@@ -80,7 +85,9 @@ def depthwise_conv(call: Call) -> Nest:
 def separable_conv(call: Call) -> Nest:
     """Rule of `SeparableConv1D` and `SeparableConv2D`: two convolutions in a row."""
     layer = call.layer
-    x, geometry = inputs_of(call), geometry_of(layer)
+    if _is_open(call, are_slid=True):
+        return generic(call)
+    x, geometry = channels_last(layer, call.inputs), geometry_of(layer)
     x = _causal(layer, x)
     places = {"data_format": "channels_last"}
     between = call.watch(
@@ -117,20 +124,21 @@ def geometry_of(layer: keras.layers.Layer) -> Geometry:
     )
 
 
-def inputs_of(call: Call) -> Tensor:
-    """Return the inputs with channels last, of static shape.
+def _is_open(call: Call, *, are_slid: bool = False) -> bool:
+    """Tell whether a space has lengths that the rules would have to know.
 
-    Raises:
-        UnsupportedLayerError: If a spatial axis is not static.
+    Args:
+        call: Of a convolution.
+        are_slid: Whether gradients of its kernel are made of shifted inputs, as those of
+            dilated kernels are.
+
+    Returns:
+        False where TensorFlow's own operation makes them, of spaces of any lengths.
     """
-    x = channels_last(call.layer, call.inputs)
-    if not x.shape[1:].is_fully_defined():
-        raise UnsupportedLayerError(
-            "A convolution needs inputs of a known shape. Received: "
-            f"`{call.path}` with inputs of shape {x.shape}. Use "
-            "`keras.Input((height, width, channels))`."
-        )
-    return x
+    layer = call.layer
+    dilations = {*geometry_of(layer).dilations}
+    space = channels_last(layer, call.inputs).shape[1:]
+    return (are_slid or dilations != {1}) and not space.is_fully_defined()
 
 
 def _causal(layer: keras.layers.Layer, x: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ def filter_gradients(
 
     Args:
         inputs: Inputs of the convolution, shape ``(U, K, *spatial, C)`` where the K
-            rows of a unit are summed over; static but for ``U`` and ``K``.
+            rows of a unit are summed over; static but for ``U`` and ``K``, or of one
+            group without dilations.
         output_gradients: Gradient of the loss with respect to the outputs, shape
             ``(U, K, *spatial', O)``; static likewise.
         kernel_shape: ``(*kernel size, C / groups, O)``.
@@ -55,6 +56,11 @@ def filter_gradients(
         )
         return gradients[:, 0]
     groups = geometry.groups(inputs.shape, kernel_shape)
+    of_unit = functools.partial(
+        filter_gradient, kernel_shape=kernel_shape, geometry=geometry
+    )
+    if not inputs.shape[2:].is_fully_defined():
+        return unit_by_unit(of_unit, inputs, output_gradients, kernel_shape)
     if groups > 1 and kernel_shape[-2] == 1:
         return _one_channel_each(inputs, output_gradients, kernel_shape, geometry)
     if len(geometry.strides) == 2 and groups == 1:
@@ -66,9 +72,6 @@ def filter_gradients(
             or (set(geometry.strides) == {1} and kernel_shape[-2] >= _MANY_CHANNELS)
         )
         if not by_offsets:
-            of_unit = functools.partial(
-                filter_gradient, kernel_shape=kernel_shape, geometry=geometry
-            )
             return unit_by_unit(of_unit, inputs, output_gradients, kernel_shape)
     return _by_offsets(inputs, output_gradients, kernel_shape, geometry)
 
@@ -101,6 +104,15 @@ def filter_gradient(
             geometry=geometry.with_flat_axis(),
         )
         return gradient[0]
+    groups = geometry.groups(inputs.shape, kernel_shape)
+    if groups == 1 and all(size == 1 for size in kernel_shape[:-2]):
+        # With different strides TensorFlow's own operation writes beyond its memory.
+        seen = inputs[
+            (slice(None), *(slice(None, None, by) for by in geometry.strides))
+        ]
+        a = tf.reshape(seen, [-1, kernel_shape[-2]])
+        g = tf.reshape(output_gradients, [-1, kernel_shape[-1]])
+        return tf.reshape(tf.matmul(a, g, transpose_a=True), kernel_shape)
     operation = {
         "filter_sizes": kernel_shape,
         "out_backprop": output_gradients,
@@ -108,7 +120,6 @@ def filter_gradient(
         "dilations": [1, *geometry.dilations, 1],
         "padding": geometry.padding,
     }
-    groups = geometry.groups(inputs.shape, kernel_shape)
     # The operations know no groups, and on CPUs no dilations.
     if groups == 1 and set(geometry.dilations) == {1}:
         if rank == 2:

@@ -22,8 +22,12 @@ def kernel_term(
                 strides = (slice(None, None, stride) for stride in geometry.strides)
                 x = x[(slice(None), *strides)]
             return OuterProducts(variable, x, g)
-        is_flat = len(geometry.strides) == 2 and not _keras.inside_xla()
-        if is_flat and has_few_patches(g.shape[1:-1], variable.shape):
+        is_known = x.shape[1:].is_fully_defined() and len(geometry.strides) == 2
+        if (
+            is_known
+            and not _keras.inside_xla()
+            and has_few_patches(g.shape[1:-1], variable.shape)
+        ):
             seen = patches(x, tuple(variable.shape), geometry)
             return OuterProducts(variable, seen, g)
     return Convolution(variable, x, g, geometry)

@@ -29,7 +29,8 @@ def ws_conv(call: Call) -> Nest:
         The layer's outputs.
 
     Raises:
-        UnsupportedLayerError: If the kernel is the sum of two variables.
+        UnsupportedLayerError: If the kernel is the sum of two variables, or a spatial axis
+            is not static.
     """
     layer = call.layer
     if layer.lora_enabled:
@@ -37,7 +38,14 @@ def ws_conv(call: Call) -> Nest:
             "The rule of a standardised kernel knows one variable, not the factors of "
             f"LoRA beside it. Received: `{call.path}` with LoRA. Use `engine='auto'`."
         )
-    x, geometry = convolutional.inputs_of(call), convolutional.geometry_of(layer)
+    x, geometry = call.inputs, convolutional.geometry_of(layer)
+    x = convolutional.channels_last(layer, x)
+    if not x.shape[1:].is_fully_defined():
+        raise UnsupportedLayerError(
+            "The rule of a standardised kernel needs inputs of a known shape. Received: "
+            f"`{call.path}` with inputs of shape {x.shape}. Use "
+            "`keras.Input((height, width, channels))`."
+        )
     kernel = centred(tf.convert_to_tensor(layer.kernel))
     epsilon = tf.constant(layer.epsilon, kernel.dtype)
     squares = tf.reduce_sum(tf.square(kernel), [0, 1, 2])[None]

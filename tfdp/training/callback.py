@@ -2,18 +2,19 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import keras
 import tensorflow as tf
 
-from tfdp import _validate
+from tfdp import _keras, _validate
 from tfdp._mapping import vectorized_map
 from tfdp._types import Logs, Tensor
 from tfdp.ascent.losses import AscentLoss
 from tfdp.ascent.released import ReleasedGradient
 from tfdp.checks.alone import left_by
 from tfdp.checks.captures import Captures
+from tfdp.checks.changes import reads_any
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
 from tfdp.mechanisms.mechanism import noise_of_query
@@ -67,23 +68,31 @@ class Query:
         """Tell for numbers of steps whether they ask, bool of their shape."""
         return tf.cast(iteration, tf.int64) % self.every == 0
 
-    def answer(self, norms: Tensor, clip: Tensor, noise: Tensor) -> Tensor:
+    def answer(
+        self,
+        norms: Tensor,
+        clip: Tensor,
+        noise: Tensor,
+        metrics: Set[int] = frozenset(),
+    ) -> Tensor:
         """Return the noised sum.
 
         Args:
             norms: Of the units, shape ``(U,)``; U may be 0.
             clip: The clip norm that clipped, a float64 scalar.
             noise: Standard normal numbers of the query's shape.
+            metrics: The `id` of the handle of each variable that is one of a metric.
 
         Returns:
             float64, of the query's shape.
 
         Raises:
-            NotPrivateError: If `of_unit` keeps or shows something, which no noise covers.
+            NotPrivateError: If `of_unit` keeps or shows something, which no noise covers, or
+                reads a metric, which knows other units of the step.
         """
         clip_of_norms = tf.cast(clip, norms.dtype)
         # What runs is what was looked at.
-        of_unit = self._proven(norms.dtype)
+        of_unit = self._proven(norms.dtype, metrics)
 
         def bounded(norm: Tensor) -> Tensor:
             vector = tf.cast(of_unit(norm, clip_of_norms), tf.float64)
@@ -101,7 +110,9 @@ class Query:
         stddev = self.sensitivity * self.noise_multiplier
         return tf.reduce_sum(of_units, 0) + stddev * tf.cast(noise, tf.float64)
 
-    def _proven(self, dtype: tf.DType) -> Callable[[Tensor, Tensor], Tensor]:
+    def _proven(
+        self, dtype: tf.DType, metrics: Set[int]
+    ) -> Callable[[Tensor, Tensor], Tensor]:
         """Return `of_unit` as a graph of its own, in which it leaves nothing behind."""
         scalar = tf.TensorSpec([], dtype)
         traced = tf.function(self.of_unit, autograph=False).get_concrete_function(
@@ -114,6 +125,13 @@ class Query:
                 f"what it keeps has no noise. Received: {self!r}, in which "
                 f"{', '.join(left)}. Return what is to be known, and keep the noised "
                 "answer, `variable.assign(step.ask(query))`."
+            )
+        read = [outer for outer, _ in traced.graph.captures]
+        if reads_any(read, metrics):
+            raise NotPrivateError(
+                "`of_unit` must compute a vector of a unit's norm, whatever other units are "
+                f"in the batch. Received: {self!r}, which reads a metric. Read what is "
+                "public or noised, such as `step.optimizer.l2_norm_clip`."
             )
         of_unit: Callable[[Tensor, Tensor], Tensor] = traced
         return of_unit
@@ -160,11 +178,15 @@ class Answers:
             noise = noise_of_query(query.shape, stream=self._stream, number=number)
             norms = self._clipped_sum.norms
             clip = tf.cast(self._clipped_sum.l2_norm_clip, tf.float64)
+            seen = (
+                () if callback.model is None else _keras.metrics_handles(callback.model)
+            )
+            metrics = set(map(id, seen))
             if query.every == 1:
-                return query.answer(norms, clip, noise)
+                return query.answer(norms, clip, noise, metrics)
             return tf.cond(
                 query.asks_at(iteration),
-                lambda: query.answer(norms, clip, noise),
+                lambda: query.answer(norms, clip, noise, metrics),
                 lambda: tf.fill(query.shape, tf.constant(float("nan"), tf.float64)),
             )
 

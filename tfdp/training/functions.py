@@ -1,13 +1,18 @@
 """How the functions are made that `fit` and `evaluate` call for each batch."""
 
 import abc
+import threading
 from collections.abc import Callable
+
+import tensorflow as tf
 
 from tfdp import _keras
 from tfdp._types import Logs, Nest, Tensor
 from tfdp.distribute.replicas import Replicas, function_of_batches
 from tfdp.distribute.shares import Share
 from tfdp.errors import NotPrivateError
+from tfdp.runs.counter import UNDECLARED
+from tfdp.training.arguments import check_protects
 from tfdp.training.sessions import Sessions
 
 
@@ -21,10 +26,24 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
 
     _replicas: Replicas
     sessions: Sessions
-    # Whether the training function runs now.
-    _is_in_train_function = False
+    unit: str
+    # The thread in which the training function runs now, if it does.
+    _training_thread: int | None = None
     train_function: Nest = None
     test_function: Callable[[Nest], Logs] | None = None
+
+    @property
+    def _is_in_train_function(self) -> bool:
+        """Whether the training function calls, now.
+
+        Other threads may call meanwhile, and Python code that a graph runs: the generator of
+        a pipeline, or `tf.py_function` in a metric. TensorFlow runs it in threads of its own,
+        and eagerly.
+        """
+        is_eager = self.run_eagerly or tf.config.functions_run_eagerly()
+        if tf.executing_eagerly() and not is_eager:
+            return False
+        return self._training_thread == threading.get_ident()
 
     @abc.abstractmethod
     def _take_step(
@@ -63,21 +82,25 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
                 self.jit_compile = jit_compile
 
         def train(batches: Nest) -> Logs:
-            if self.sessions.acting is not None and not self.sessions.expects_batch:
+            sessions = self.sessions
+            if sessions.acting is None and not sessions.expects_batch:
+                # Nobody has said whose rows these are.
+                check_protects(self.unit, UNDECLARED)
+            if sessions.acting is not None and not sessions.expects_batch:
                 raise NotPrivateError(
                     "While `fit` runs its training function takes the batches that it has "
                     f"drawn. Received: others, in a callback of model={self.name!r}. Use "
                     "`private.train_on_batch(x, y)`, of which each step counts in full."
                 )
-            self.sessions.expects_batch = False
-            # Only what this calls takes the batches that `fit` has counted on:
-            # callbacks may take steps of their own meanwhile.
-            was, self._is_in_train_function = self._is_in_train_function, True
+            sessions.expects_batch = False
+            # Only what this calls takes the batches that `fit` has counted on: callbacks
+            # may take steps of their own meanwhile.
+            was, self._training_thread = self._training_thread, threading.get_ident()
             try:
                 logs: Logs = function(batches)
                 return logs
             finally:
-                self._is_in_train_function = was
+                self._training_thread = was
 
         self.train_function = train
         return train

@@ -132,7 +132,7 @@ def private_step(
     """Take one private step if the budget has room for it.
 
     Noise is drawn once, with the C that clipped, for all replicas; the step is counted
-    before any weight moves.
+    before a callback learns of it and any weight moves.
 
     Args:
         session: What the step is made for.
@@ -171,18 +171,26 @@ def private_step(
         )
 
     def apply() -> bool:
+        recorder = session.recorder
+        begins = optimizer.count_step(
+            clipped_sum if is_one_device else replicas.first(clipped_sum),
+            variables,
+            recorder=recorder,
+            counted=counted,
+        )
         # Callbacks see the weights that made the gradients. The C that they set is not
         # that of this step's noise, which comes with the clipped sum.
         if learn is not None:
-            learn(clipped_sum)
+            # Of a step that they end with an error the answers are counted, too.
+            with tf.control_dependencies([recorder.counter.steps.read_value()]):
+                learn(clipped_sum)
         sum_of_all = _with_added(session, clipped_sum)
         released = optimizer.take_step(
             sum_of_all if is_one_device else replicas.first(sum_of_all),
             variables,
-            recorder=session.recorder,
             noise_multiplier=drawn,
-            counted=counted,
             stream=stream,
+            begins=begins,
             on_replicas=(
                 None
                 if is_one_device

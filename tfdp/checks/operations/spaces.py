@@ -2,9 +2,9 @@
 
 import math
 
-import tensorflow as tf
-
-from tfdp.checks.node import ANY, Node, has_fixed_rest, rule
+from tfdp.checks.convolutions import fault_of_onednn
+from tfdp.checks.node import ANY, Node, has_fixed_rest, lengths_from, rule
+from tfdp.checks.sizes import Length, Lengths
 from tfdp.checks.values import Layout, Value, known
 
 # What takes one tensor of rows, and others that have none: kernels, sizes, amounts.
@@ -30,45 +30,48 @@ def _spatial(node: Node) -> Value:
     # How many of its leading axes are the batch is an attribute.
     if node.op.type == "Conv" and node.attr("batch_dims") != 1:
         return node.unknown()
-    fault = _fault_of_onednn(node) if node.op.type in _CONVOLUTIONS else None
-    if fault is not None:
-        return node.mixed(f"{fault}, by a fault of oneDNN on CPUs")
+    if node.op.type in ("Conv", "Conv2D", "Conv3D"):
+        (inputs, kernel), outputs = node.op.inputs, node.op.outputs[0]
+        fault = fault_of_onednn(inputs, kernel, outputs, strides=node.attr("strides"))
+        if fault is not None:
+            return node.mixed(f"{fault}, by a fault of oneDNN on CPUs")
     # Of tensors of other ranks nobody knows which axis is that of the batch.
     has_batch = value.axis == 0 and node.op.inputs[0].shape.rank in (4, 5)
     if value.axis is not None and not has_batch:
         return node.mixed("takes the rows for a space")
-    return node.rows_of(value)
+    lengths = _slid_over(node) if node.op.type in _SLIDING and has_batch else None
+    return node.like(value._replace(lengths=lengths))
 
 
-_CONVOLUTIONS = ("Conv", "Conv2D", "Conv3D")
+# Where a window slides over a space, of as many positions as fit.
+_SLIDING = (
+    *("AvgPool", "AvgPool3D", "Conv2D", "Conv3D", "DepthwiseConv2dNative"),
+    *("MaxPool", "MaxPool3D"),
+)
 
 
-def _fault_of_onednn(node: Node) -> str | None:
-    """Say in which case a convolution reads memory of other rows; None if in none known."""
-    given, kernel = (each.shape for each in node.op.inputs)
-    outputs = node.op.outputs[0].shape
-    if None in (given.rank, kernel.rank, outputs.rank):
-        return "of tensors of unknown rank may read memory of other rows"
-    *_, along_rows, along_columns, _ = node.attr("strides")
-    *_, rows, columns, _ = outputs
-    *_, of_kernel, channels, _ = kernel
-    if channels not in (None, 1):
+def _slid_over(node: Node) -> Lengths | None:
+    """Return how many positions there are along each axis, where the graph lacks them."""
+    value, *kernel = node.inputs
+    is_last = node.attr("data_format") in (b"NHWC", b"NDHWC")
+    if not is_last or any(each.lengths is None for each in node.inputs):
         return None
-    # Seen in batches of two rows and more, whatever there is along the depth.
-    is_uneven = along_rows == 1 < along_columns and of_kernel != 1
-    if is_uneven and rows != 1 and columns in (None, 1):
-        return (
-            "of one channel, to one column, by different strides reads memory of other rows "
-            "(by the same stride along rows and columns it does not)"
-        )
-    # Seen with kernels of three layers and more.
-    is_deep = kernel.rank == 5 and given[1] in (None, 1) and kernel[0] not in (1, 2)
-    if is_deep and node.op.inputs[0].dtype == tf.bfloat16:
-        return (
-            "in bfloat16, of one channel and one layer, by a kernel of more reads memory of "
-            "other rows (in float32 it does not)"
-        )
-    return None
+    rank = len(value.shape) - 2
+    window = kernel[0].shape[:rank] if kernel else node.attr("ksize")[1:-1]
+    dilations = node.attr("dilations")[1:-1] if kernel else [1] * rank
+    positions: list[Length | None] = []
+    for axis, length in enumerate(value.shape[1:-1]):
+        extent, pads = window[axis], (0, 0)
+        if not (isinstance(length, int) and isinstance(extent, int)):
+            return None
+        stride = node.attr("strides")[1 + axis]
+        reach = dilations[axis] * (extent - 1) + 1
+        if node.attr("padding") == b"SAME":
+            reach = 1
+        elif node.attr("padding") == b"EXPLICIT":
+            pads = node.attr("explicit_paddings")[2 + 2 * axis :][:2]
+        positions.append(max(length + sum(pads) - reach + stride, 0) // stride)
+    return (value.shape[0], *positions, None)
 
 
 @rule(*_OF_SEVERAL.split(), rows_in=ANY)
@@ -80,16 +83,31 @@ def _of_several(node: Node) -> Value:
         return node.mixed("takes the rows for a space")
     if node.op.type == "Dilation2DBackpropInput" and node.inputs[1].axis is not None:
         return node.mixed("takes rows for a kernel")
-    if "Argmax" in node.op.type and node.attr("include_batch_in_index"):
-        return node.mixed("takes the rows for a space")
+    if "Argmax" in node.op.type and not _has_own_places(node):
+        return node.mixed("may put numbers where other rows are")
     # Along their only axis there are no rows, but sizes: they decide for all rows.
     if any(len(each.shape) == 1 for each in rows):
         return node.unknown()
-    causes = node.causes
-    if "AvgPool" in node.op.type and has_fixed_rest(node.inputs[0]):
+    first, causes = node.inputs[0], node.causes
+    is_of_inputs = node.op.type in ("MaxPoolGrad", "MaxPool3DGrad")
+    lengths = first.lengths if is_of_inputs else None
+    if "AvgPool" in node.op.type and has_fixed_rest(first):
         # It takes the shape of the inputs, which counts the rows on the first axis.
-        causes = node.inputs[1].causes
-    return node.like(Value(0, rows[0].layout), causes)
+        lengths, causes = lengths_from(first), node.inputs[1].causes
+    return node.like(Value(0, rows[0].layout, lengths), causes)
+
+
+def _has_own_places(node: Node) -> bool:
+    """Tell whether an operation puts numbers where maxima of its own inputs were."""
+    images, _, places = node.op.inputs
+    pool = places.op
+    return (
+        pool.type == "MaxPoolWithArgmax"
+        and places.value_index == 1
+        and pool.inputs[0] is images
+        and not pool.get_attr("include_batch_in_index")
+        and not node.attr("include_batch_in_index")
+    )
 
 
 @rule("SpaceToBatchND", "BatchToSpaceND")
@@ -127,4 +145,6 @@ def _input_gradient(node: Node) -> Value:
         return node.mixed("takes the rows for a space")
     # The sizes count the rows on the first axis.
     causes = kernel.causes | value.causes if has_fixed_rest(sizes) else node.causes
-    return node.like(value._replace(lengths=None), causes)
+    own = None if sizes.numbers is None else lengths_from(sizes)
+    has_all = own is not None and len(own) == len(value.shape)
+    return node.like(value._replace(lengths=own if has_all else None), causes)

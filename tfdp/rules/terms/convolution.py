@@ -179,6 +179,15 @@ class Convolution(Movable):
         """Of what the kernel sees at each position, and of the gradients there."""
         # Groups see fewer channels each: as if all were one, the bound only grows.
         shape = (*self.variable.shape[:-2], 1, 1)
+        if not all(x.shape[1:].is_fully_defined() for x, _ in self.calls):
+            # Each pixel is seen from as many positions as the kernel has numbers at most.
+            often = math.sqrt(math.prod(shape))
+            return tf.add_n([
+                often
+                * tf.cast(tf.norm(units.view(x, []), axis=1), tf.float64)
+                * tf.cast(tf.norm(units.view(g, []), axis=1), tf.float64)
+                for x, g in in_pairs(self.factors(units))
+            ])
         return tf.add_n([
             summed_products(
                 tf.sqrt(
@@ -199,8 +208,8 @@ class Convolution(Movable):
         """One ordinary filter gradient for each use."""
         parts = [
             filters.filter_gradient(
-                tf.reshape(x, [-1, *x.shape[2:]]),
-                tf.reshape(weighted(g, weights), [-1, *g.shape[2:]]),
+                _in_rows(x),
+                _in_rows(weighted(g, weights)),
                 kernel_shape=tuple(self.variable.shape),
                 geometry=self.geometry,
             )
@@ -253,3 +262,11 @@ class Convolution(Movable):
     def moved(self, jvp: Jvp, rate: Tensor) -> "Convolution":
         """Move the inputs, then the gradients."""
         return self.copy_with(calls=moved_pairs(self.calls, jvp, rate))
+
+
+def _in_rows(of_units: Tensor) -> Tensor:
+    """``(U, K, ...)`` -> ``(U K, ...)``."""
+    if of_units.shape[2:].is_fully_defined():
+        return tf.reshape(of_units, [-1, *of_units.shape[2:]])
+    rows = tf.reshape(of_units, tf.concat([[-1], tf.shape(of_units)[2:]], 0))
+    return tf.ensure_shape(rows, [None, *of_units.shape[2:]])
