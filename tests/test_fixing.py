@@ -5,6 +5,7 @@ import random
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 import tfdp
@@ -806,3 +807,60 @@ def test_a_copy_of_private_weights_has_their_ledger():
     private.fit(np.ones((40, 3)), np.ones((40, 1)), batch_size=10, verbose=0)
     model.layers[1].trainable = True
     assert tfdp.DPModel(tfdp.fix_model(model)).ledger == private.ledger
+
+
+def doubled(x):
+    return 2 * x
+
+
+class Unregistered(keras.Regularizer):
+    def __call__(self, x):
+        return keras.ops.sum(x)
+
+
+class Taking(keras.layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def around(layer):
+    return keras.Sequential([
+        keras.Input((3,)),
+        keras.layers.Dense(4),
+        keras.layers.BatchNormalization(),
+        layer,
+    ])
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: keras.layers.Lambda(doubled),
+        lambda: keras.layers.Lambda(tf.nn.l2_normalize),
+        lambda: keras.layers.Dense(2, activation=lambda x: 2 * x),
+        lambda: keras.layers.Dense(2, kernel_regularizer=Unregistered()),
+    ],
+    ids=["named function", "TensorFlow", "activation", "regularizer"],
+)
+def test_what_no_config_holds_is_in_the_copy(layer, rng):
+    model = around(layer())
+    fixed = tfdp.fix_model(model)
+    (old, new), x = (
+        (each.layers[-1] for each in (model, fixed)),
+        rng.normal(size=(2, 4)),
+    )
+    assert old is not new
+    np.testing.assert_array_equal(new(x), old(x))
+    regularizer = getattr(old, "kernel_regularizer", None)
+    assert getattr(new, "kernel_regularizer", None) is regularizer
+
+
+def test_a_layer_that_cannot_be_copied_is_named():
+    with pytest.raises(
+        UnsupportedLayerError, match="Received: layer=<Taking name=taking"
+    ):
+        tfdp.fix_model(around(Taking(doubled)))

@@ -61,9 +61,9 @@ def fix_model(model: keras.Model, groups: int = 32) -> keras.Model:
 
     Raises:
         TypeError: If `model` is no Keras model, or private already.
-        ValueError: If `groups` is no whole number of at least 1, the model is not
-            built, or it has BatchNormalization in a layer that cannot be copied, or
-            that has only one value of each example.
+        UnsupportedLayerError: If a layer cannot be copied, or it has BatchNormalization of
+            only one value of each example.
+        ValueError: If `groups` is no whole number of at least 1, or the model is not built.
 
     Example:
         >>> model = keras.Sequential([
@@ -164,13 +164,54 @@ def _obstacle(layer: keras.layers.Layer) -> str:
     try:
         _copied(layer)
     except Exception as error:  # noqa: BLE001 (whatever the layer's own code raises)
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return lines[0]
+        return _first_line(error)
     return ""
 
 
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]
+
+
 def _copied(layer: _Operation) -> _Operation:
-    """Make a layer by the config of another one."""
+    """Make a layer by the config of another one, with what that holds."""
+    # Not all that may be given to a layer can be made of a config: lambdas, and what nobody
+    # has registered. The copy gets the very same.
+    given = {
+        name
+        for each in map(vars, type(layer).__mro__)
+        if "__init__" in each
+        for name in inspect.signature(each["__init__"]).parameters
+    }
+    held = {
+        name: value
+        for name, value in vars(layer).items()
+        if name in given
+        and (inspect.isfunction(value) or isinstance(value, tuple(_STAND_INS)))
+    }
+    stand_ins = {
+        name: next(
+            (other for kind, other in _STAND_INS.items() if isinstance(value, kind)),
+            keras.activations.linear,
+        )
+        for name, value in held.items()
+    }
+    with _keras.attributes_replaced(layer, **stand_ins):
+        copy = _made_of_config(layer)
+    for name, value in held.items():
+        setattr(copy, name, value)
+    return copy
+
+
+# In place of what a layer holds, while its config is made.
+_STAND_INS: dict[type, object] = {
+    keras.Initializer: keras.initializers.Zeros(),
+    keras.Regularizer: keras.regularizers.L2(0.0),
+    keras.constraints.Constraint: keras.constraints.NonNeg(),
+}
+
+
+def _made_of_config(layer: _Operation) -> _Operation:
     config = layer.get_config()
     try:
         return type(layer).from_config(config)
@@ -247,11 +288,14 @@ class _Copies:
             return keras.layers.TimeDistributed(**config)
         if _mixes(layer):
             return _group_normalization(layer, self._groups)
-        copy = _copied(layer)
-        if isinstance(layer, keras.layers.Lambda):
-            # What Keras rebuilds does not know the globals of the user's module.
-            copy.function = layer.function
-        return copy
+        try:
+            return _copied(layer)
+        except Exception as error:
+            raise UnsupportedLayerError(
+                "`fix_model` must copy each layer of a model by its config. Received: layer="
+                f"{layer!r}, of which that fails ({_first_line(error)}). Return all "
+                "arguments of its `__init__` from `get_config`."
+            ) from error
 
     def fill(self) -> None:
         """Give the copies the weights, and what is to be trained of them."""
