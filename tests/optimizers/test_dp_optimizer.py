@@ -1,5 +1,6 @@
 """The optimizer takes clipped sums only, and makes one private step of each."""
 
+import functools
 import warnings
 
 import keras
@@ -643,6 +644,25 @@ def moved(optimizer, weight):
     before = weight.numpy()
     optimizer.apply_clipped_sum(given(np.zeros(50)), [weight])
     return weight.numpy() - before
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_steps_of_a_seed_have_the_streams_from_0_on(is_graph):
+    """As those of `fit` do: own steps and those of a model never share noise."""
+    weight, optimizer = variable(np.zeros(50)), seeded()
+    optimizer.build([weight])
+    mechanism = quiet(tfdp.mechanisms.Gaussian, noise_seed=1)
+    step = functools.partial(optimizer.apply_clipped_sum, given(np.zeros(50)), [weight])
+    step = tf.function(step) if is_graph else step
+    for number in range(3):
+        (noise,) = mechanism.noised(
+            given(np.zeros(50)),
+            noise_multiplier=tf.constant(1.1),
+            stream=mechanism.stream(tf.constant(number, tf.int64)),
+        )
+        before = weight.numpy()
+        step()
+        np.testing.assert_allclose(before - weight.numpy(), noise, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_of_another_history_meet_no_noise_twice():

@@ -335,6 +335,8 @@ class DPOptimizer(keras.optimizers.Optimizer):
         counted = mechanism.counted(noise_multiplier)
 
         def apply() -> bool:
+            # A seeded key's stream has the number of the steps that were counted before.
+            stream = mechanism.take_stream()
             begins = self.count_step(
                 clipped_sum, trainable_variables, recorder=recorder, counted=counted
             )
@@ -342,7 +344,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
                 clipped_sum,
                 trainable_variables,
                 noise_multiplier=noise_multiplier,
-                stream=mechanism.take_stream(),
+                stream=stream,
                 begins=begins,
             )
             return True
