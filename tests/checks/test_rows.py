@@ -1229,7 +1229,13 @@ def test_what_onednn_reads_of_other_rows_is_refused(depth):
             choose("auto", Objective.of(model, "mse"), data)
 
 
-@pytest.mark.parametrize("engine", ["auto", "vectorized", "apart"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "auto",
+        *(pytest.param(e, marks=pytest.mark.slow) for e in ("vectorized", "apart")),
+    ],
+)
 def test_a_row_by_itself_does_not_escape_onednn(engine):
     """TensorFlow's vectorized map puts all rows into one convolution."""
     model = keras.Sequential([
@@ -1405,7 +1411,20 @@ def functions_run_eagerly():
         pytest.param(functions_run_eagerly, marks=pytest.mark.exhaustive),
     ],
 )
-def test_passes_forget_how_many_rows_there_are(switch):
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("passes", "batches", "one batch", "loop"),
+        *(
+            pytest.param(way, marks=pytest.mark.slow)
+            for way in (
+                *("jit", "eager", "replica", "views", "views of a replica"),
+                *("eager step", "eager loop"),
+            )
+        ),
+    ],
+)
+def test_passes_forget_how_many_rows_there_are(way, switch):
     """What is proven for any number of rows is what runs, eagerly too."""
     x, y = np.ones((8, D), "float32"), np.ones((8, 1))
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(4, drop_remainder=True)
@@ -1447,11 +1466,10 @@ def test_passes_forget_how_many_rows_there_are(switch):
             static_model().model, "mse", x, y, l2_norm_clip=1.0
         ),
     }
-    for name, train in trains.items():
-        SEEN.clear()
-        with switch():
-            train()
-        assert SEEN == [], name
+    SEEN.clear()
+    with switch():
+        trains[way]()
+    assert SEEN == []
 
 
 @pytest.mark.slow

@@ -94,7 +94,14 @@ def test_whole_gradients_are_taken_and_right(name):
         check(of_name, run, rows)
 
 
-@pytest.mark.parametrize("engine", [BookkeepingEngine(), GhostEngine(), ApartEngine()])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        BookkeepingEngine(),
+        pytest.param(GhostEngine(), marks=pytest.mark.slow),
+        pytest.param(ApartEngine(), marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_rules_refuse_what_they_do_not_see(name, engine):
     of_name = PROBLEMS[name]

@@ -431,10 +431,10 @@ class TestFinetuneLlm:
         ("flag", "message"),
         [
             ("surplus", "everything is a flag"),
-            ("--target_epsilon=0", "`target_epsilon` must be positive"),
             *(
                 pytest.param(flag, message, marks=pytest.mark.slow)
                 for flag, message in (
+                    ("--target_epsilon=0", "`target_epsilon` must be positive"),
                     ("--l2_norm_clip=0", "`l2_norm_clip` must be"),
                     ("--rank=0", "rank"),
                     ("--length=1", "length"),

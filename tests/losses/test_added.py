@@ -254,6 +254,7 @@ def test_a_regularized_table_has_the_penalty_of_each_row(length, of_positions):
     check(problem, runner(problem, [engine, engines.VectorizedEngine()]), OUTLIER)
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_called_on_a_variable_is_explained():
     model = tfdp.DPModel(of_layer(lambda: Table(4, of_positions=False)).build())
     model.compile(noiseless(), "mse")

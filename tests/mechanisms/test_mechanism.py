@@ -114,7 +114,9 @@ def test_noise_that_steps_share_begins_anew_with_every_pass():
 
 
 @pytest.mark.filterwarnings("ignore:The privacy noise is reproducible")
-@pytest.mark.parametrize("kind", [Gaussian, Banded])
+@pytest.mark.parametrize(
+    "kind", [Gaussian, pytest.param(Banded, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("is_on_gpu", [False, True])
 def test_xla_compiles_the_noise_on_gpus(kind, is_on_gpu, monkeypatch):
     monkeypatch.setattr(kind, "is_on_gpu", is_on_gpu)

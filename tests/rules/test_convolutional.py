@@ -38,7 +38,7 @@ IMAGES = {
         layers.GlobalAveragePooling2D(),
     ],
 }
-QUICK = {"same", "strided", "averaged", "images"}
+QUICK = {"same", "images"}
 CASES = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
     for name in (*SERIES, *IMAGES)

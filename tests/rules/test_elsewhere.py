@@ -419,12 +419,10 @@ def chosen(problem, engine="auto", seen=None):
 QUICK = {
     "in_a_map",
     "in_activations",
-    "in_time",
     "padded",
     "part",
     "places",
     "rolled",
-    "sliced",
     "tied",
 }
 # Whose operations others have, too.

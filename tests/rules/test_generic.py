@@ -336,8 +336,13 @@ def test_vectors_say_nothing(caplog):
     ("leaf", "refusal"),
     [
         (Centred, "rows of a batch meet"),
-        (Looped, "must read its variables by their `value`"),
-        pytest.param(NoisyLoop, "must not be random", marks=pytest.mark.slow),
+        *(
+            pytest.param(leaf, refusal, marks=pytest.mark.slow)
+            for leaf, refusal in (
+                (Looped, "must read its variables by their `value`"),
+                (NoisyLoop, "must not be random"),
+            )
+        ),
     ],
 )
 def test_vectors_that_are_refused(leaf, refusal):

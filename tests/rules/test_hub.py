@@ -161,7 +161,6 @@ MASKED = [
 
 QUICK = {
     "positions_of_each_row",
-    "masked_lm",
     "masked_lm_frozen_bias",
 }
 

@@ -41,7 +41,7 @@ from tfdp.losses.objective import Objective
 pytestmark = pytest.mark.keras_private
 
 WHOLE = {name: each for name, each in PROBLEMS.items() if name not in UNROLLED}
-QUICK = {"cell", "of_gradients_inside", "of_made", "of_series"}
+QUICK = {"cell"}
 # Ways into a loop and out of it, not what its steps do with weights.
 ONE_MORE = {"at_most", "called", "counted", "over_constants", "over_time"}
 

@@ -254,6 +254,7 @@ def test_what_mixes_by_design_is_refused(name):
         tfdp.DPModel(dense(), augmentation=getattr(keras.layers, name)())
 
 
+@pytest.mark.slow
 def test_what_bends_a_batch_alike_bends_each_image_inside_of_the_model():
     bend = layers.RandomElasticTransform(seed=1)
     inside = functools.partial(private, keras.Sequential([bend, dense()]))

@@ -139,7 +139,7 @@ def test_a_user_with_a_thousand_rows_moves_a_step_by_at_most_c(wrap):
             pytest.param(way, marks=pytest.mark.slow)
             for way in [*WAYS[:3], {"physical_batch_size": 4}]
         ),
-        {"run_eagerly": True},
+        pytest.param({"run_eagerly": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
