@@ -17,6 +17,7 @@ from tfdp.engines.apart import ApartEngine
 from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.objective import Objective
+from tfdp.rules import made
 
 pytestmark = pytest.mark.keras_private
 
@@ -327,6 +328,41 @@ class InAMap(layers.Layer):
         return ops.vectorized_map(of_row, x)
 
 
+@register
+class Nodes(layers.Layer):
+    """A network over the nodes of a graph, which sees no row: rows look nodes up."""
+
+    def build(self, shape):
+        self.hidden = layers.Dense(WIDTH, "tanh")
+        self.hidden.build((IDS, WIDTH))
+        self.norm = layers.LayerNormalization()
+        self.norm.build((IDS, WIDTH))
+        self.scale = self.add_weight(shape=(WIDTH,), initializer="ones")
+
+    def call(self, x):
+        rng = np.random.default_rng(3)
+        nodes = tf.constant(rng.normal(size=(IDS, WIDTH)), self.compute_dtype)
+        for neighbour in (1, 2):
+            hidden = self.hidden(tf.roll(nodes, neighbour, axis=0))
+            nodes += self.norm(hidden * self.scale)
+        return tf.gather(nodes, x)
+
+
+@register
+class OfTwo(layers.Layer):
+    """Multiplies by the product of two matrices, of which it adds a part to the rows."""
+
+    def build(self, shape):
+        self.left = self.add_weight(shape=(WIDTH, 2), initializer="glorot_uniform")
+        self.right = self.add_weight(shape=(2, WIDTH), initializer="glorot_uniform")
+        self.inner = layers.Dense(WIDTH, "tanh")
+        self.inner.build(shape)
+
+    def call(self, x):
+        matrix = ops.matmul(self.left, self.right)
+        return ops.matmul(self.inner(x), matrix) + matrix[0] * self.left[0, 0]
+
+
 def words(rng):
     return rng.integers(IDS, size=LENGTH), rng.normal(size=2)
 
@@ -379,6 +415,10 @@ PROBLEMS = {use: block(use) for use in USES} | {
         "places": text_model,
         "places_of_any_length": lambda: text_model(length=None),
         "places_in_part": lambda: text_model(at="sliced"),
+        "nodes": lambda: sequential(
+            (LENGTH,), Nodes(), layers.Flatten(), layers.Dense(2), dtype="int32"
+        ),
+        "of_two": lambda: text_model(OfTwo()),
         "tied": tied_model,
         "tied_over_time": lambda: text_model(TiedOverTime()),
         "norm_of_vector": lambda: text_model(OfVector(layers.LayerNormalization())),
@@ -419,6 +459,7 @@ def chosen(problem, engine="auto", seen=None):
 QUICK = {
     "in_a_map",
     "in_activations",
+    "nodes",
     "padded",
     "part",
     "places",
@@ -451,6 +492,25 @@ def test_a_graph_equals_one_example_at_a_time(problem):
     run = runner(problem, ENGINES)
     for rows in BATCHES:
         check(problem, run, rows)
+
+
+def test_what_variables_make_together_is_gone_back_through_once(monkeypatch):
+    """A network has dozens of them: each once, and the pass is traced three times."""
+    together = []
+
+    def way_back(followed, *args):
+        together.append(sorted(each.variable.name for each in followed))
+        return made_way_back(followed, *args)
+
+    made_way_back = made._way_back
+    monkeypatch.setattr(made, "_way_back", way_back)
+    problem = PROBLEMS["nodes"]
+    model = problem.build()
+    batch = problem.batch(3)
+    tfdp.clipped_gradients(model, problem.loss(), batch.x, batch.y, l2_norm_clip=0.1)
+    names = sorted(variable.name for variable in model.layers[0].trainable_variables)
+    assert together
+    assert all(each == names for each in together)
 
 
 def test_activations_have_weights_where_units_are_apart():

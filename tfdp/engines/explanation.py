@@ -111,20 +111,22 @@ def _explained(
     watched: Watched, norms: str, leaves_out: Container[int]
 ) -> list[Explanation]:
     units = Units(number=1, rows=1)
-    numbers: dict[str, float] = {}
+    numbers: dict[tuple[str, str], float] = {}
     gradients = [at_least_float32(tf.zeros_like(each)) for each in watched.tensors]
     for term in watched.terms_of(gradients):
         if term.variable.trainable and id(term.variable) not in leaves_out:
             how = term.how(norms, units)
             known = term.numbers(how, units)
-            way = _WAYS[how]
+            # Several variables may be used together elsewhere than in their layers.
+            path = term.variable.path if watched.must_be_reached else watched.path
+            way = path, _WAYS[how]
             numbers[way] = numbers.get(way, 0) + (math.inf if known is None else known)
     return [
         Explanation(
-            watched.path,
+            path,
             watched.rule,
             way,
             None if math.isinf(total) else 4 * int(total),
         )
-        for way, total in numbers.items()
+        for (path, way), total in numbers.items()
     ]

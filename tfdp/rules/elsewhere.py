@@ -9,7 +9,7 @@ been made of the variable, and the gradient of that copy is the row's.
 import itertools
 import math
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +59,7 @@ class Met(NamedTuple):
     """What to ask of a use.
 
     Attributes:
-        terms: From the gradient of what the operation makes to terms of the variable.
+        terms: From the gradient of what the operation makes to terms of the variables.
         rows: A tensor that has the rows.
         place: Where in it.
     """
@@ -70,18 +70,18 @@ class Met(NamedTuple):
 
 
 def met(
-    followed: Followed,
+    together: Sequence[Followed],
     use: Use,
     rows: int | None,
     place: Place | None,
     *,
     is_recorded: bool,
 ) -> Met:
-    """Say what the gradient of what a use makes adds to that of the variable.
+    """Say what the gradient of what a use makes adds to those of variables.
 
     Args:
-        followed: The variable, and what becomes of it.
-        use: One of its uses.
+        together: The variables of which something is used there, and what becomes of them.
+        use: The use.
         rows: How many rows there are, None where that is not static.
         place: Where they lie in what it makes, None where that has to be guessed.
         is_recorded: Whether a tape, or a loop that was taken whole, has its gradient.
@@ -99,19 +99,30 @@ def met(
     if len(op.outputs) != 1 or use.tensor.shape.rank is None:
         raise NotFollowedError(named(op))
     if op.type == "GatherV2" and use.place == 0:
-        return _met_by_lookup(followed, use, place or ROWS_FIRST)
+        return _met_by_lookup(together, use, place or ROWS_FIRST)
     if op.type == "GatherNd" and use.place == 0:
-        return _met_by_entries(followed, use, place or ROWS_FIRST)
+        return _met_by_entries(together, use, place or ROWS_FIRST)
     if op.type in _FLAGS and use.place == 1 and use.tensor.shape.rank == 2:
-        return _met_by_matrix(followed, use, place)
+        return _met_by_matrix(together, use, place)
     if op.type in _SLIDING and use.place == _SLIDING[op.type][1]:
-        return _met_by_sliding(followed, use, place or ROWS_FIRST)
+        return _met_by_sliding(together, use, place or ROWS_FIRST)
     of_rows, axis = _of_rows(use, rows, place)
     place = place or Place(axis)
     # These bring the axis to the front; what is left is the order along it.
     on_first = place._replace(axis=0)
-    back = through(followed, use.tensor)
-    return Met(lambda g: [back(on_first.rows_first(of_rows(g)))], use.output, place)
+    back = through(together, use.tensor)
+    return Met(lambda g: back(on_first.rows_first(of_rows(g))), use.output, place)
+
+
+def _line_of_one(together: Sequence[Followed], use: Use) -> list[tf.Operation] | None:
+    """List what makes the tensor of a use of one variable alone; see `line_to`."""
+    return together[0].line_to(use.tensor) if len(together) == 1 else None
+
+
+def _is_own(together: Sequence[Followed], use: Use) -> bool:
+    """Tell whether a use has the variable as it is."""
+    line = _line_of_one(together, use)
+    return line is not None and all(each.type in AS_IT_IS for each in line)
 
 
 # ------------------------------------------------------------- where it meets the rows
@@ -218,9 +229,9 @@ def _of_copies(use: Use, axis: int | None) -> tuple[_OfRows, int]:
     return of_rows, axis
 
 
-def _met_by_matrix(followed: Followed, use: Use, place: Place | None) -> Met:
+def _met_by_matrix(together: Sequence[Followed], use: Use, place: Place | None) -> Met:
     """Take factors, where the last axis of rows is multiplied by a matrix."""
-    op, variable = use.op, followed.variable
+    op = use.op
     is_transposed, of_matrix = map(op.get_attr, _FLAGS[op.type])
     if is_transposed:
         raise NotFollowedError(named(op))
@@ -235,12 +246,12 @@ def _met_by_matrix(followed: Followed, use: Use, place: Place | None) -> Met:
     place = place or ROWS_FIRST
     if place.axis >= x.shape.rank - 1:
         raise NotFollowedError(named(op))
-    line = followed.line_to(use.tensor)
-    back: Callable[[Tensor], Term] | None = None
+    line = _line_of_one(together, use)
+    back: Callable[[Tensor], list[Term]] | None = None
     if line is None or not all(
         each.type in AS_IT_IS or _transposes(each) for each in line
     ):
-        back = through(followed, use.tensor)
+        back = through(together, use.tensor)
     elif sum(map(_transposes, line)) % 2 == 1:
         of_matrix = not of_matrix
 
@@ -249,17 +260,17 @@ def _met_by_matrix(followed: Followed, use: Use, place: Place | None) -> Met:
         of_rows = place.rows_first(x)
         factors = (g, of_rows) if of_matrix else (of_rows, g)
         if back is None:
-            return [OuterProducts(variable, *factors)]
+            return [OuterProducts(together[0].variable, *factors)]
         left, right = (
             tf.reshape(tf.cast(each, g.dtype), [tf.shape(of_rows)[0], -1, size])
             for each, size in zip(factors, use.tensor.shape, strict=True)
         )
-        return [back(tf.matmul(left, right, transpose_a=True))]
+        return back(tf.matmul(left, right, transpose_a=True))
 
     return Met(terms, x, place)
 
 
-def _met_by_sliding(followed: Followed, use: Use, place: Place) -> Met:
+def _met_by_sliding(together: Sequence[Followed], use: Use, place: Place) -> Met:
     """Take a kernel's gradients, where it slides over rows."""
     op, shape = use.op, use.tensor.shape
     x = op.inputs[_SLIDING[op.type][0]]
@@ -281,9 +292,8 @@ def _met_by_sliding(followed: Followed, use: Use, place: Place) -> Met:
         pads, padding = np.reshape(op.get_attr("explicit_paddings"), [-1, 2]), "VALID"
     geometry = Geometry(strides, dilations, padding)
     is_depthwise = op.type == "DepthwiseConv2dNative"
-    line = followed.line_to(use.tensor)
-    is_own = line is not None and all(each.type in AS_IT_IS for each in line)
-    back = through(followed, use.tensor)
+    is_own = _is_own(together, use)
+    back = through(together, use.tensor)
 
     def of_rows(seen: Tensor, g: Tensor) -> Tensor:
         gradients = depthwise_gradients if is_depthwise else filter_gradients
@@ -299,8 +309,8 @@ def _met_by_sliding(followed: Followed, use: Use, place: Place) -> Met:
         if pads is not None:
             seen = tf.pad(seen, pads)
         if is_own and not is_depthwise:
-            return [kernel_term(followed.variable, seen, g, geometry)]
-        return [back(of_rows(seen, g))]
+            return [kernel_term(together[0].variable, seen, g, geometry)]
+        return back(of_rows(seen, g))
 
     return Met(terms, use.output, place)
 
@@ -312,27 +322,27 @@ def _transposes(op: tf.Operation) -> bool:
     return order is not None and list(order) == [1, 0]
 
 
-def _met_by_lookup(followed: Followed, use: Use, place: Place) -> Met:
-    """Take ids and gradients as factors; of what is made of a variable, all of it."""
-    variable, ids, shape = followed.variable, use.op.inputs[1], use.tensor.shape
+def _met_by_lookup(together: Sequence[Followed], use: Use, place: Place) -> Met:
+    """Take ids and gradients as factors; of what is made of variables, all of it."""
+    ids, shape = use.op.inputs[1], use.tensor.shape
     if ids.shape.rank is None or place.axis >= ids.shape.rank:
         raise NotFollowedError(named(use.op))
-    line = followed.line_to(use.tensor)
-    is_own = line is not None and all(each.type in AS_IT_IS for each in line)
+    is_own = _is_own(together, use)
     # Of a large table, the whole gradient of each row would be much more than the rows.
     is_small = shape.is_fully_defined() and shape.num_elements() <= FEW_NUMBERS
     if not looks_up_rows(use.op) or not (is_own or is_small):
         raise NotFollowedError(named(use.op))
 
     def factors(g: Tensor) -> list[Term]:
-        return [term_of_lookup(variable, place.rows_first(ids), place.rows_first(g))]
+        of_rows, g = place.rows_first(ids), place.rows_first(g)
+        return [term_of_lookup(together[0].variable, of_rows, g)]
 
     if is_own:
         return Met(factors, use.output, place)
-    return Met(_of_table(followed, use, lambda: ids, shape, place), use.output, place)
+    return Met(_of_table(together, use, lambda: ids, shape, place), use.output, place)
 
 
-def _met_by_entries(followed: Followed, use: Use, place: Place) -> Met:
+def _met_by_entries(together: Sequence[Followed], use: Use, place: Place) -> Met:
     """Take numbers of several axes for one of all their entries."""
     ids, shape = use.op.inputs[1], use.tensor.shape
     depth = ids.shape[-1] if ids.shape.rank else None
@@ -346,18 +356,18 @@ def _met_by_entries(followed: Followed, use: Use, place: Place) -> Met:
         strides = [math.prod(shape[axis + 1 : depth]) for axis in range(depth)]
         return tf.reduce_sum(ids * tf.constant(strides, ids.dtype), axis=-1)
 
-    return Met(_of_table(followed, use, flat, table, place), use.output, place)
+    return Met(_of_table(together, use, flat, table, place), use.output, place)
 
 
 def _of_table(
-    followed: Followed,
+    together: Sequence[Followed],
     use: Use,
     ids: Callable[[], Tensor],
     table: tf.TensorShape,
     place: Place,
 ) -> Callable[[Tensor], list[Term]]:
     """Return what adds gradients up in the entries of a small table that rows look up."""
-    back = through(followed, use.tensor)
+    back = through(together, use.tensor)
     entries, size = table[0], math.prod(table[1:])
 
     def whole(g: Tensor) -> list[Term]:
@@ -370,7 +380,7 @@ def _of_table(
         )
         g = tf.reshape(g, [number, tf.shape(picked)[1], size])
         found = tf.matmul(picked, g, transpose_a=True)
-        return [back(tf.reshape(found, [-1, *use.tensor.shape]))]
+        return back(tf.reshape(found, [-1, *use.tensor.shape]))
 
     return whole
 

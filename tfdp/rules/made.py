@@ -1,9 +1,9 @@
-"""Takes gradients of what was made of a variable alone to those of the variable."""
+"""Takes gradients of what was made of variables alone to those of the variables."""
 
 import inspect
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -33,16 +33,44 @@ _MASKS = (
 )
 
 
-def through(followed: Followed, tensor: Tensor) -> Callable[[Tensor], Term]:
-    """Return what takes the rows' gradients of a tensor to those of the variable.
+def through(
+    together: Sequence[Followed], tensor: Tensor
+) -> Callable[[Tensor], list[Term]]:
+    """Return what takes the rows' gradients of a tensor to those of variables.
 
     Args:
-        followed: The variable, and what becomes of it.
-        tensor: What is made of it alone.
+        together: The variables, and what becomes of them.
+        tensor: What is made of them alone.
 
     Returns:
-        From gradients of shape ``(N, *tensor.shape)`` to a term of the variable.
+        From gradients of shape ``(N, *tensor.shape)`` to a term of each variable.
     """
+    short = [_short_way(followed, tensor) for followed in together]
+    others = [
+        followed for followed, way in zip(together, short, strict=True) if way is None
+    ]
+
+    def terms(g: Tensor) -> list[Term]:
+        found = [way(g) for way in short if way is not None]
+        if not others:
+            return found
+        # One way back for all of them: a network that sees no row has dozens.
+        back = _way_back(others, tensor, g.dtype)
+        trace = tracing()
+        if trace is not None:
+            gradients = trace.alone(lambda row: back(row[0]), [g])
+        else:
+            gradients = vectorized_map(back, g)
+        return found + [
+            PerRow(followed.variable, each)
+            for followed, each in zip(others, gradients, strict=True)
+        ]
+
+    return terms
+
+
+def _short_way(followed: Followed, tensor: Tensor) -> Callable[[Tensor], Term] | None:
+    """Return what goes back to a variable without a map over rows, if there is one."""
     variable = followed.variable
     line = followed.line_to(tensor)
     if line is not None and all(_only_moves(op, followed) for op in line):
@@ -58,30 +86,39 @@ def through(followed: Followed, tensor: Tensor) -> Callable[[Tensor], Term]:
 
         return looked_up
 
-    def term(g: Tensor) -> Term:
-        value = tf.cast(tf.convert_to_tensor(variable), g.dtype)
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(value)
-            made = _made_again(followed, tensor, value)
+    if not _is_elementwise(followed, tensor):
+        return None
 
-        def back(g: Tensor | None) -> Tensor:
-            found = tape.gradient(
-                made,
-                value,
-                output_gradients=g,
-                unconnected_gradients=tf.UnconnectedGradients.ZERO,
-            )
-            return tf.ensure_shape(tf.convert_to_tensor(found), variable.shape)
+    def scaled(g: Tensor) -> Term:
+        (derivatives,) = _way_back([followed], tensor, g.dtype)(None)
+        return PerRow(variable, g * derivatives)
 
-        if _is_elementwise(followed, tensor):
-            return PerRow(variable, g * back(None))
+    return scaled
 
-        trace = tracing()
-        if trace is not None:
-            return PerRow(variable, trace.alone(lambda row: back(row[0]), [g]))
-        return PerRow(variable, vectorized_map(back, g))
 
-    return term
+def _way_back(
+    together: Sequence[Followed], tensor: Tensor, dtype: tf.DType
+) -> Callable[[Tensor | None], list[Tensor]]:
+    """Return what takes one gradient of a tensor, or ones, to those of variables."""
+    variables = [followed.variable for followed in together]
+    values = [tf.cast(tf.convert_to_tensor(variable), dtype) for variable in variables]
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(values)
+        made = _made_again(together, tensor, values)
+
+    def back(g: Tensor | None) -> list[Tensor]:
+        found = tape.gradient(
+            made,
+            values,
+            output_gradients=g,
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        )
+        return [
+            tf.ensure_shape(tf.convert_to_tensor(each), variable.shape)
+            for each, variable in zip(found, variables, strict=True)
+        ]
+
+    return back
 
 
 def _only_moves(op: tf.Operation, followed: Followed) -> bool:
@@ -144,18 +181,24 @@ def _is_elementwise(followed: Followed, tensor: Tensor) -> bool:
     return True
 
 
-def _made_again(followed: Followed, tensor: Tensor, value: Tensor) -> Tensor:
-    """Make a tensor once more, of another value of the variable."""
-    known: dict[str, list[Tensor]] = {}
+def _made_again(
+    together: Sequence[Followed], tensor: Tensor, values: Sequence[Tensor]
+) -> Tensor:
+    """Make a tensor once more, of other values of variables."""
+    known: dict[str, list[Tensor]] = {
+        op.name: [value]
+        for followed, value in zip(together, values, strict=True)
+        for op in followed.made.values()
+        if op.type == "ReadVariableOp"
+    }
+    dtype = values[0].dtype
 
     def again(each: Tensor) -> Tensor:
         op = each.op
-        if op.name not in followed.made:
+        if not any(op.name in followed.made for followed in together):
             return each
-        if op.type == "ReadVariableOp":
-            return value
         if op.name not in known:
-            made = again_on(op, [again(one) for one in op.inputs], value.dtype)
+            made = again_on(op, [again(one) for one in op.inputs], dtype)
             known[op.name] = list(made) if isinstance(made, list | tuple) else [made]
         return known[op.name][each.value_index]
 

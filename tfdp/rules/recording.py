@@ -326,9 +326,12 @@ class Recording:
                     f"{used_elsewhere(variable)} Its layer makes something of it that "
                     f"{named(leak)} uses."
                 )
-        met_rows: list[tuple[Followed, str, list[Place | None]]] = []
-        for variable, reason in foreign:
-            with self._following(variable, reason):
+        met_rows: list[Followed] = []
+        # What several variables have made together is used once.
+        uses: dict[tuple[str, int], tuple[Use, Place | None, list[Followed]]] = {}
+        reasons = {id(variable): reason for variable, reason in foreign}
+        for variable, _ in foreign:
+            with self._following([variable], reasons):
                 if trace is not None and trace.reads_alone(variable):
                     raise NotFollowedError("a loss of each example alone")
                 followed = operations.follow(variable)
@@ -337,29 +340,36 @@ class Recording:
                     for use in followed.uses
                     if self._loops.tap_of(use) or operations.matters(use, self._losses)
                 ]
-                places = [self._place_of_use(variable, use) for use in followed.uses]
-                met_rows.append((followed, reason, places))
+                for use in followed.uses:
+                    place = self._place_of_use(variable, use)
+                    one = uses.setdefault((use.op.name, use.place), (use, place, []))
+                    one[2].append(followed)
+                met_rows.append(followed)
         # Once all is noted, for those who look where rows lie.
-        for followed, reason, places in met_rows:
-            with self._following(followed.variable, reason):
-                for use, place in zip(followed.uses, places, strict=True):
-                    found = met(
-                        followed, use, rows, place, is_recorded=self._is_recorded(use)
-                    )
-                    self._watch_use(followed.variable, use, found)
-        refusals += self._loops.unanswered(each for each, _, _ in met_rows)
+        for use, place, together in uses.values():
+            variables = [followed.variable for followed in together]
+            with self._following(variables, reasons):
+                found = met(
+                    together, use, rows, place, is_recorded=self._is_recorded(use)
+                )
+                self._watch_use(variables[0].path, use, found)
+        refusals += self._loops.unanswered(met_rows)
 
     @contextlib.contextmanager
-    def _following(self, variable: Variable, reason: str) -> Iterator[None]:
-        """Refuse a variable in the end if something of its uses is not known."""
+    def _following(
+        self, variables: list[Variable], reasons: dict[int, str]
+    ) -> Iterator[None]:
+        """Refuse variables in the end if something of their uses is not known."""
         try:
             yield
         except NotFollowedError as error:
             if error.is_in_function:
                 note_loop()
-            self._variables.refusals.append(
-                f"{reason} `{variable.path}` is not followed: nothing is known of {error}."
-            )
+            self._variables.refusals += [
+                f"{reasons[id(variable)]} `{variable.path}` is not followed: nothing is "
+                f"known of {error}."
+                for variable in variables
+            ]
 
     def _is_recorded(self, use: Use) -> bool:
         return self._loops.tap_of(use) is not None or has_recorded(
@@ -374,8 +384,8 @@ class Recording:
             variable.path, [use.output], is_recorded=self._is_recorded(use)
         )
 
-    def _watch_use(self, variable: Variable, use: Use, found: Met) -> None:
-        path, rule = variable.path, use.op.type
+    def _watch_use(self, path: str, use: Use, found: Met) -> None:
+        rule = use.op.type
         tensor, terms, place = use.output, found.terms, found.place
         tap = self._loops.tap_of(use)
         if tap is None:

@@ -14,7 +14,8 @@ class Watched(NamedTuple):
     """Tensors of a call, and what their gradients say about the variables.
 
     Attributes:
-        path: Path of the layer; of the variable, where that is used elsewhere.
+        path: Path of the layer; of the variable, where that is used elsewhere, or of the
+            first of several that are used there together.
         rule: Name of the rule; there, the type of the operation that uses it.
         tensors: What to differentiate by.
         terms: From their gradients, in that order, to the terms.
