@@ -827,32 +827,36 @@ class Taking(keras.layers.Layer):
         return self.function(x)
 
 
-def around(layer):
+def around(*stack):
     return keras.Sequential([
         keras.Input((3,)),
         keras.layers.Dense(4),
         keras.layers.BatchNormalization(),
-        layer,
+        *stack,
     ])
 
 
 @pytest.mark.parametrize(
-    "layer",
+    "stack",
     [
-        lambda: keras.layers.Lambda(doubled),
-        lambda: keras.layers.Lambda(tf.nn.l2_normalize),
-        lambda: keras.layers.Dense(2, activation=lambda x: 2 * x),
-        lambda: keras.layers.Dense(2, kernel_regularizer=Unregistered()),
+        lambda: [keras.layers.Lambda(doubled)],
+        lambda: [keras.layers.Lambda(tf.nn.l2_normalize)],
+        lambda: [keras.layers.Dense(2, activation=lambda x: 2 * x)],
+        lambda: [keras.layers.Dense(2, kernel_regularizer=Unregistered())],
+        lambda: [
+            keras.layers.Reshape((2, 2)),
+            keras.layers.GRU(
+                2, activation=lambda x: 2 * x, kernel_regularizer=Unregistered()
+            ),
+        ],
     ],
-    ids=["named function", "TensorFlow", "activation", "regularizer"],
+    ids=["named function", "TensorFlow", "activation", "regularizer", "recurrent"],
 )
-def test_what_no_config_holds_is_in_the_copy(layer, rng):
-    model = around(layer())
+def test_what_no_config_holds_is_in_the_copy(stack, rng):
+    model = around(*stack())
     fixed = tfdp.fix_model(model)
-    (old, new), x = (
-        (each.layers[-1] for each in (model, fixed)),
-        rng.normal(size=(2, 4)),
-    )
+    old, new = model.layers[-1], fixed.layers[-1]
+    x = rng.normal(size=(2, *old.input.shape[1:]))
     assert old is not new
     np.testing.assert_array_equal(new(x), old(x))
     regularizer = getattr(old, "kernel_regularizer", None)

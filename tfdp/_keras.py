@@ -283,7 +283,7 @@ def has_gpus() -> bool:
 def convolutions_replaced(
     check: Callable[..., None],
 ) -> contextlib.AbstractContextManager[None]:
-    """Let convolutions, and gradients of their kernels, be made in float32 on CPUs.
+    """Let convolutions on CPUs, and gradients of kernels anywhere, be made in float32.
 
     In bfloat16 oneDNN reads memory that other rows may have left, and TensorFlow leaves
     entries of gradients that see nothing but padding as they are in memory. What calls
@@ -297,22 +297,22 @@ def convolutions_replaced(
     """
 
     def checked(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def checks(
+        def convolve(
             input: Tensor,  # noqa: A002 (TensorFlow's name)
             filter: Tensor,  # noqa: A002
             strides: Sequence[int],
             *args: Nest,
             **options: Nest,
         ) -> Tensor:
-            given = [tf.convert_to_tensor(each) for each in (input, filter)]
-            dtype = given[0].dtype
-            if dtype == tf.bfloat16 and not has_gpus():
-                given = [tf.cast(each, tf.float32) for each in given]
-            outputs = convolution(*given, strides, *args, **options)
-            check(*given, outputs, strides)
+            tensors = [tf.convert_to_tensor(each) for each in (input, filter)]
+            dtype = tensors[0].dtype
+            if not has_gpus():
+                tensors = _in_float32(*tensors)
+            outputs = convolution(*tensors, strides, *args, **options)
+            check(*tensors, outputs, strides)
             return tf.cast(outputs, dtype)
 
-        return checks
+        return convolve
 
     convolutions = {name: checked(of) for name, of in _CONVOLUTIONS.items()}
     return attributes_replaced(gen_nn_ops, **_FILTER_GRADIENTS, **convolutions)
@@ -321,22 +321,28 @@ def convolutions_replaced(
 _CONVOLUTIONS = {name: getattr(gen_nn_ops, name) for name in ("conv2d", "conv3d")}
 
 
-def _in_float32(of_kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _in_float32(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors in float32, if they are in bfloat16."""
+    return [
+        tf.cast(each, tf.float32) if each.dtype == tf.bfloat16 else each
+        for each in tensors
+    ]
+
+
+def _of_kernel_in_float32(of_kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def gradient(
         inputs: Tensor, sizes: Tensor, out_backprop: Tensor, *args: Nest, **kwargs: Nest
     ) -> Tensor:
-        if out_backprop.dtype != tf.bfloat16:
-            return of_kernel(inputs, sizes, out_backprop, *args, **kwargs)
+        inputs, g = _in_float32(inputs, out_backprop)
+        found = of_kernel(inputs, sizes, g, *args, **kwargs)
         # Gradients have the dtype of what they are of.
-        inputs, wide = tf.cast(inputs, tf.float32), tf.cast(out_backprop, tf.float32)
-        found = of_kernel(inputs, sizes, wide, *args, **kwargs)
         return tf.cast(found, out_backprop.dtype)
 
     return gradient
 
 
 _FILTER_GRADIENTS = {
-    name: _in_float32(getattr(gen_nn_ops, name))
+    name: _of_kernel_in_float32(getattr(gen_nn_ops, name))
     for name in (
         "conv2d_backprop_filter",
         "conv3d_backprop_filter_v2",

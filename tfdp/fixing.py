@@ -175,40 +175,41 @@ def _first_line(error: Exception) -> str:
 
 def _copied(layer: _Operation) -> _Operation:
     """Make a layer by the config of another one, with what that holds."""
-    # Not all that may be given to a layer can be made of a config: lambdas, and what nobody
-    # has registered. The copy gets the very same.
+    # Recurrent layers give all of it to their cells.
+    is_recurrent = isinstance(layer, keras.layers.RNN)
+    owner = layer.cell if is_recurrent else layer
+    held = _held(owner)
+    # While the config is made, what has a place in every config.
+    stand_ins = {
+        name: keras.activations.linear if inspect.isfunction(value) else None
+        for name, value in held.items()
+    }
+    with _keras.attributes_replaced(owner, **stand_ins):
+        copy = _made_of_config(layer)
+    for name, value in held.items():
+        setattr(copy.cell if is_recurrent else copy, name, value)
+    return copy
+
+
+def _held(layer: _Operation) -> dict[str, object]:
+    """Return what was given to a layer and is the copy's, too, by names.
+
+    Not all of it can be made of a config: lambdas, and what nobody has registered.
+    """
     given = {
         name
         for each in map(vars, type(layer).__mro__)
         if "__init__" in each
         for name in inspect.signature(each["__init__"]).parameters
     }
-    held = {
+    return {
         name: value
         for name, value in vars(layer).items()
-        if name in given
-        and (inspect.isfunction(value) or isinstance(value, tuple(_STAND_INS)))
+        if name in given and (inspect.isfunction(value) or isinstance(value, _HELD))
     }
-    stand_ins = {
-        name: next(
-            (other for kind, other in _STAND_INS.items() if isinstance(value, kind)),
-            keras.activations.linear,
-        )
-        for name, value in held.items()
-    }
-    with _keras.attributes_replaced(layer, **stand_ins):
-        copy = _made_of_config(layer)
-    for name, value in held.items():
-        setattr(copy, name, value)
-    return copy
 
 
-# In place of what a layer holds, while its config is made.
-_STAND_INS: dict[type, object] = {
-    keras.Initializer: keras.initializers.Zeros(),
-    keras.Regularizer: keras.regularizers.L2(0.0),
-    keras.constraints.Constraint: keras.constraints.NonNeg(),
-}
+_HELD = (keras.Initializer, keras.Regularizer, keras.constraints.Constraint)
 
 
 def _made_of_config(layer: _Operation) -> _Operation:

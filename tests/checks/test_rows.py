@@ -396,6 +396,19 @@ def along_the_axis_of_a_truth(x):
     return x - tf.reduce_mean(x, tf.rank(is_equal), keepdims=True)
 
 
+def in_pairs_behind_pools(x):
+    """Of 2 positions of all short lengths, and an even number of many long ones."""
+    x = tf.nn.avg_pool1d(tf.nn.max_pool1d(x, 2, 2, "VALID"), 3, 3, "SAME")
+    return tf.reduce_mean(tf.reshape(x, [-1, 2, D]), 1)
+
+
+def in_pairs_behind_windows(x):
+    """Where short lengths have no position."""
+    for stride in (3, 4):
+        x = tf.nn.conv1d(x, tf.ones([9, D, D], x.dtype), stride, "VALID")
+    return tf.reduce_mean(tf.reshape(x, [-1, 2, D]), 1)
+
+
 def turned_far(x):
     """An axis that is far from the rows, and as long as another at most by chance."""
     length = tf.shape(x)[4]
@@ -419,6 +432,8 @@ def turned_images(x):
         (along_an_axis_by_length, (None, D)),
         (in_seconds, (None, D)),
         (turned_images, (None, None)),
+        (in_pairs_behind_pools, (None, D)),
+        (in_pairs_behind_windows, (None, D)),
         (along_the_axis_of_a_truth, (None, D)),
         (turned_far, (None, 1, 1, None)),
         (turned_farther, (None, 1, 1, 1, 1, None)),
@@ -434,6 +449,35 @@ def test_what_holds_for_all_lengths_is_proven():
         return tf.reshape(tf.tanh(flat), tf.shape(x))[:, tf.shape(x)[1] // 2]
 
     assert is_proven(middle, (None, D))
+
+
+def test_windows_behind_windows_are_proven():
+    def halved_often(x):
+        for _ in range(5):
+            x = tf.nn.max_pool1d(x, 2, 2, "VALID")
+        flat = tf.reshape(x, [-1, D])
+        return tf.reshape(flat, [tf.shape(x)[0], -1, D])
+
+    def of_sounds(x):
+        x = tf.nn.conv1d(x, tf.ones([80, D, D], x.dtype), 16, "VALID")
+        return tf.reduce_sum(tf.nn.max_pool1d(x, 4, 4, "SAME"), 1)
+
+    assert is_proven(halved_often, (None, D))
+    assert is_proven(of_sounds, (None, D))
+
+
+def test_windows_inside_of_a_loop_are_not_proven():
+    """Nobody knows what lengths its rounds have."""
+
+    def halved(x):
+        def once(i, x):
+            return i + 1, tf.nn.max_pool1d(x, 2, 2, "SAME")
+
+        shapes = tf.TensorShape([]), tf.TensorShape([None, None, D])
+        x = tf.while_loop(lambda i, _: i < 2, once, (0, x), shape_invariants=shapes)[1]
+        return tf.reduce_mean(tf.reshape(x, [-1, 2, D]), 1)
+
+    assert found(halved, (None, D))
 
 
 def test_negative_batch_dims_and_tables_of_defaults():

@@ -1,6 +1,6 @@
 """What graphs read beside their inputs: variables, and tensors of the graph around them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import keras
 import tensorflow as tf
@@ -77,3 +77,36 @@ def outer_tensors(graph: tf.Graph) -> list[tuple[Tensor, Tensor]]:
         for outer, inner in graph.captures
         if outer.dtype != tf.resource and tf.is_symbolic_tensor(outer)
     ]
+
+
+def reads_metric(tensors: Iterable[Tensor], model: keras.Model) -> bool:
+    """Tell whether tensors are made of what a metric keeps.
+
+    Args:
+        tensors: Of a graph. Of others nobody knows what they are made of.
+        model: Whose metrics they are, and those of its callbacks.
+
+    Returns:
+        Whether any leads to a variable of one.
+    """
+    handles = {id(handle) for handle in _keras.metrics_handles(model)}
+    stack, seen = list(tensors), set()
+    while stack:
+        tensor = stack.pop()
+        if id(outermost(tensor)) in handles:
+            return True
+        if tf.is_symbolic_tensor(tensor) and tensor.op.name not in seen:
+            seen.add(tensor.op.name)
+            stack += tensor.op.inputs
+    return False
+
+
+def outermost(tensor: Tensor) -> Tensor:
+    """Return what a tensor is where it was captured first."""
+    while isinstance(getattr(tensor, "graph", None), tf.Graph):
+        captures = getattr(tensor.graph, "captures", ())
+        outer = next((out for out, inner in captures if inner is tensor), None)
+        if outer is None:
+            return tensor
+        tensor = outer
+    return tensor

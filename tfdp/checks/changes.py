@@ -2,14 +2,14 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras
-from tfdp._types import Array, Tensor, Variable
+from tfdp._types import Tensor, Variable
+from tfdp.checks.captures import outermost
 from tfdp.checks.graph import BRANCHES, CALLS, LOOPS
 from tfdp.rules.counting import count_steps
 from tfdp.rules.uses import NotFollowedError
@@ -32,14 +32,23 @@ class Changes:
     """What was assigned inside of `changes_inside`, once that has ended.
 
     Attributes:
-        handles: What has changed, in words, by the `id` of its handle.
+        words: What has changed, in words, by the `id` of its handle.
         drawn: Handles of what is like the state of a generator, and was only drawn with.
-        values: Eagerly, variables and what they were before.
+        before: Eagerly, variables and what they were before.
     """
 
-    handles: dict[int, str] = dataclasses.field(default_factory=dict)
+    words: dict[int, str] = dataclasses.field(default_factory=dict)
     drawn: set[int] = dataclasses.field(default_factory=set)
-    values: list[tuple[Variable, Array]] = dataclasses.field(default_factory=list)
+    before: list[tuple[Variable, Tensor]] = dataclasses.field(default_factory=list)
+
+    def has(self, variable: Variable) -> bool:
+        """Tell whether a variable has changed."""
+        return not self.words.keys().isdisjoint(paths_by_handle([variable]))
+
+    def undo(self) -> None:
+        """Give variables that changed eagerly what they had before."""
+        for variable, value in self.before:
+            variable.assign(value)
 
 
 @contextlib.contextmanager
@@ -55,27 +64,34 @@ def changes_inside(variables: list[Variable]) -> Iterator[Changes]:
             words = f"what operation `{op.name}` ({op.type}) changes"
             for inner, is_drawn in _changed(op):
                 handle = outermost(inner)
-                changes.handles[id(handle)] = words
+                changes.words[id(handle)] = words
                 if not (is_drawn and _keras.is_of_seed(handle)):
                     assigned.add(id(handle))
-        changes.drawn.update(changes.handles.keys() - assigned)
+        changes.drawn.update(changes.words.keys() - assigned)
         return
-    before = [np.array(each.numpy()) for each in variables]
+    # What is read is no copy, until something is assigned.
+    before = [tf.convert_to_tensor(each.value) for each in variables]
     yield changes
     for variable, value in zip(variables, before, strict=True):
-        # Bytes: no NaN equals another.
-        if variable.numpy().tobytes() == value.tobytes():
+        if _is_same(tf.convert_to_tensor(variable.value), value):
             continue
         if any(map(_keras.is_of_seed, _keras.handles_of(variable))):
             # As one draw leaves it: nobody sees what else was assigned.
-            variable.assign(value + np.array([0, 1], value.dtype))
-            changes.drawn.update(handles_by_id([variable]))
+            variable.assign(value + tf.constant([0, 1], value.dtype))
+            changes.drawn.update(paths_by_handle([variable]))
         else:
-            changes.values.append((variable, value))
-        changes.handles.update(handles_by_id([variable]))
+            changes.before.append((variable, value))
+        changes.words.update(paths_by_handle([variable]))
 
 
-def handles_by_id(variables: Iterable[Variable]) -> dict[int, str]:
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Tell whether tensors have the same bits: no NaN equals another."""
+    if one.dtype.is_floating or one.dtype.is_complex:
+        one, other = (tf.bitcast(each, tf.uint8) for each in (one, other))
+    return bool(tf.reduce_all(tf.equal(one, other)))
+
+
+def paths_by_handle(variables: Iterable[Variable]) -> dict[int, str]:
     """Return the paths of variables by the `id` of their handles."""
     return {
         id(handle): f"`{variable.path}`"
@@ -209,35 +225,3 @@ def _bodies(op: tf.Operation) -> Iterator[tf.Graph]:
             found = op.get_attr(attribute.name)
             for function in found if isinstance(found, list) else [found]:
                 yield _keras.function_graph(op.graph, function.name)
-
-
-def reads_any(tensors: Iterable[Tensor], handles: Set[int]) -> bool:
-    """Tell whether tensors are made of variables, in the graph that they are in.
-
-    Args:
-        tensors: Of a graph. Of others nobody knows what they are made of.
-        handles: The `id` of the variables' handles.
-
-    Returns:
-        Whether any leads to one of them.
-    """
-    stack, seen = list(tensors), set()
-    while stack:
-        tensor = stack.pop()
-        if id(outermost(tensor)) in handles:
-            return True
-        if tf.is_symbolic_tensor(tensor) and tensor.op.name not in seen:
-            seen.add(tensor.op.name)
-            stack += tensor.op.inputs
-    return False
-
-
-def outermost(tensor: Tensor) -> Tensor:
-    """Return what a tensor is where it was captured first."""
-    while isinstance(getattr(tensor, "graph", None), tf.Graph):
-        captures = getattr(tensor.graph, "captures", ())
-        outer = next((out for out, inner in captures if inner is tensor), None)
-        if outer is None:
-            return tensor
-        tensor = outer
-    return tensor

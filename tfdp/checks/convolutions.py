@@ -24,12 +24,14 @@ def fault_of_onednn(
     Returns:
         Words to go behind the name of an operation; None if no fault is known.
     """
-    given, of_kernel, columns = inputs.shape, kernel.shape, None
-    if None in (given.rank, of_kernel.rank, outputs.shape.rank):
-        return "of tensors of unknown rank may read memory of other rows"
+    if None in (inputs.shape.rank, kernel.shape.rank, outputs.shape.rank):
+        return (
+            "of tensors of unknown rank may read memory of other rows (say what shape they "
+            "have: `tf.ensure_shape(x, (None, 28, 28, 3))`)"
+        )
     if inputs.dtype == tf.bfloat16 and not _keras.has_gpus():
         # Seen in so many cases that no list of them is to be trusted.
-        if all(size == 1 for size in of_kernel[:-2]):
+        if all(size == 1 for size in kernel.shape[:-2]):
             return None
         return (
             "in bfloat16 may read memory of other rows (in float32 it does not; those of "
@@ -37,13 +39,13 @@ def fault_of_onednn(
         )
     *_, along_rows, along_columns, _ = strides
     *_, rows, columns, _ = outputs.shape
-    *_, of_columns, channels, _ = of_kernel
+    *_, of_columns, channels, _ = kernel.shape
     # Seen in batches of two rows and more, whatever there is along the depth.
     is_uneven = along_rows == 1 < along_columns and of_columns != 1
     if channels in (None, 1) and is_uneven and rows != 1 and columns in (None, 1):
         return (
             "of one channel, to one column, by different strides reads memory of other rows "
-            "(by the same stride along rows and columns it does not)"
+            f"(by the same stride along rows and columns it does not: `strides={along_columns}`)"
         )
     return None
 
@@ -69,5 +71,5 @@ def _refuse(
         raise UnsupportedLayerError(
             "A convolution must read nothing but its own row. Received: inputs of shape "
             f"{inputs.shape}, a kernel of shape {kernel.shape}, strides={list(strides)}, "
-            f"which {fault}, by a fault of oneDNN on CPUs. Use `strides=2`."
+            f"which {fault}, by a fault of oneDNN on CPUs."
         )

@@ -12,7 +12,7 @@ from absl import logging
 
 from tfdp import _keras, _tree
 from tfdp._types import Nest, Tensor, Variable
-from tfdp.checks.changes import changes_inside, handles_by_id
+from tfdp.checks.changes import changes_inside
 from tfdp.checks.convolutions import convolutions_of_rows
 from tfdp.checks.found import Found
 from tfdp.checks.problems import layer_problems, raise_if
@@ -124,10 +124,9 @@ def no_weight_assigned(model: keras.Model) -> Iterator[None]:
             for variable in (weight, *_keras.tensorflow_variables(weight)):
                 replaced.enter_context(_keras.attributes_replaced(variable, **methods))
         yield
-    for variable, value in changes.values:
-        variable.assign(value)
+    changes.undo()
     for weight in model.weights:
-        if not changes.handles.keys().isdisjoint(handles_by_id([weight])):
+        if changes.has(weight):
             refuse(weight)
 
 

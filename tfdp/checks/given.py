@@ -7,6 +7,7 @@ import tensorflow as tf
 from tfdp._types import Nest
 from tfdp.checks.sizes import Length, Size
 from tfdp.checks.values import WITHIN, Layout, Value
+from tfdp.checks.windows import Windows
 
 # Lengths for axes 1 to 5 where they are open, the same in all inputs: short ones that are
 # equal, and longer ones that are not, odd and even. Code may do something else from some
@@ -17,10 +18,20 @@ _LENGTHS = (
     (1031, 2053, 37, 613, 29),
     (131_072, 96, 20, 14, 6),
 )
+# And more where windows slide over them, which make few positions of a length.
+_LENGTHS_FOR_WINDOWS = (
+    (99_991, 1511, 101, 53, 31),
+    (150_001, 3004, 211, 71, 43),
+    (200_002, 5009, 307, 94, 58),
+)
 
 
 def all_given(
-    signature: Sequence[Nest], rows: int | None, views: int = 1
+    signature: Sequence[Nest],
+    rows: int | None,
+    views: int = 1,
+    *,
+    windows: Windows | None = None,
 ) -> Iterator[list[Value]]:
     """Say of the arguments of a function what is known, for some lengths that are open.
 
@@ -28,6 +39,7 @@ def all_given(
         signature: Nests of `tf.TensorSpec`, with leading axis N.
         rows: N, if that is static.
         views: How many entries of the first axis belong to one row.
+        windows: Notes those that slide over open axes, in what is looked at meanwhile.
 
     Yields:
         What is known of each tensor.
@@ -35,6 +47,8 @@ def all_given(
     # They must not be mistaken for that of the batch, and what holds for two of them by
     # chance is not counted on.
     for lengths in _LENGTHS if are_open(signature) else _LENGTHS[:1]:
+        yield [_given(spec, rows, views, lengths) for spec in _specs(signature)]
+    for lengths in _LENGTHS_FOR_WINDOWS if windows else ():
         yield [_given(spec, rows, views, lengths) for spec in _specs(signature)]
 
 

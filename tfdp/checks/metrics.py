@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdp import _keras
 from tfdp._types import Variable
-from tfdp.checks.changes import Changes, changes_inside, handles_by_id
+from tfdp.checks.changes import Changes, changes_inside, paths_by_handle
 from tfdp.errors import UnsupportedLayerError
 
 # In place of the name of a variable that is neither the model's nor the optimizer's.
@@ -36,7 +36,7 @@ def only_metrics_assigned(model: keras.Model) -> Iterator[None]:
     """
     with changes_inside(_variables(model)) as changes:
         yield
-    own, known = _own(model), handles_by_id(_variables(model))
+    own, known = _own(model), paths_by_handle(_variables(model))
     _refuse(
         changes,
         model,
@@ -78,14 +78,16 @@ def losses_keep_nothing(model: keras.Model, *, training: bool) -> Iterator[None]
     states = [v for v in model.non_trainable_variables if id(v) not in drawn]
     others = {id(each) for each in (*states, *seeds)}
     of_seeds = {
-        *handles_by_id(seeds),
+        *paths_by_handle(seeds),
         *map(id, _keras.handles_of(_keras.global_seed_state())),
     }
     before = [tf.identity(state.value) for state in states]
     with changes_inside(_variables(model)) as changes:
         yield
-    known = handles_by_id(each for each in _variables(model) if id(each) not in others)
-    may_change = _own(model) | handles_by_id(states).keys()
+    known = paths_by_handle(
+        each for each in _variables(model) if id(each) not in others
+    )
+    may_change = _own(model) | paths_by_handle(states).keys()
 
     def name_of(handle: int) -> str | None:
         if handle in of_seeds:
@@ -96,7 +98,7 @@ def losses_keep_nothing(model: keras.Model, *, training: bool) -> Iterator[None]
 
     _refuse(changes, model, name_of)
     for state, value in zip(states, before, strict=True):
-        if not changes.handles.keys().isdisjoint(handles_by_id([state])):
+        if changes.has(state):
             state.assign(value)
 
 
@@ -114,12 +116,11 @@ def _refuse(
     Raises:
         UnsupportedLayerError: If it was.
     """
-    for handle, words in changes.handles.items():
+    for handle, words in changes.words.items():
         name = name_of(handle)
         if name is None or (name == _UNKNOWN and handle in changes.drawn):
             continue
-        for variable, value in changes.values:
-            variable.assign(value)
+        changes.undo()
         raise UnsupportedLayerError(
             f"Metrics and losses of model `{model.name}` must keep what they see of "
             "rows, without noise, in variables of metrics alone. Received: "
@@ -152,10 +153,10 @@ def _own(model: keras.Model) -> set[int]:
         UnsupportedLayerError: If a metric has a variable that is not its own.
     """
     _keras.note_metrics(model)
-    others = handles_by_id(_variables(model))
+    others = paths_by_handle(_variables(model))
     for metric in reversed(_metrics(model)):
         for variable in metric.variables:
-            if not others.keys().isdisjoint(handles_by_id([variable])):
+            if not others.keys().isdisjoint(paths_by_handle([variable])):
                 raise UnsupportedLayerError(
                     "A metric must not have a variable of the model or the optimizer as an "
                     "attribute: Keras takes it for the metric's own, and sets it to zero. "

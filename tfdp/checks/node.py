@@ -22,6 +22,7 @@ from tfdp.checks.values import (
     known,
     laid_out,
 )
+from tfdp.checks.windows import Windows
 
 
 @dataclasses.dataclass
@@ -36,6 +37,8 @@ class Node:
         value_of: Tells what is known of a tensor that comes before it in its graph.
         has_open_lengths: Whether some lengths stand for others: what holds for them by
             comparison may not hold for all.
+        windows: Notes those that slide over them; None in the function of another
+            operation, of which nobody knows how often it runs.
         number: Which output is to be described.
         causes: What is the matter with any of the inputs.
     """
@@ -46,6 +49,7 @@ class Node:
     outer: tf.Operation
     value_of: Callable[[Tensor], Value]
     has_open_lengths: bool = False
+    windows: Windows | None = None
     number: int = 0
     causes: frozenset[Cause] = dataclasses.field(init=False)
 

@@ -120,10 +120,12 @@ def settled(shape: Array, lengths: Sequence[Length]) -> tuple[Length, ...]:
         position = numbers.index(-1)
         rest = product(numbers[:position] + numbers[position + 1 :])
         total = product(lengths)
-        if isinstance(rest, Size) and not isinstance(total, Size):
+        if 0 in (rest, total):
+            numbers[position] = 0
+        elif isinstance(rest, Size) and not isinstance(total, Size):
             numbers[position] = UNKNOWN
         else:
-            numbers[position] = 0 if rest == 0 else total // rest
+            numbers[position] = total // rest
     return tuple(numbers)
 
 

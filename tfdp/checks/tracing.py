@@ -1,7 +1,7 @@
 """Builds the graph of a model's pass, and says what lets its rows meet."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import keras
 import tensorflow as tf
@@ -17,6 +17,7 @@ from tfdp.checks.given import all_given, are_open
 from tfdp.checks.graph import Analysis
 from tfdp.checks.operations.chance import READ
 from tfdp.checks.values import PLAIN, WITHIN, Cause, Value
+from tfdp.checks.windows import Windows
 from tfdp.rules.places import ROWS_FIRST, Place, Where
 from tfdp.rules.uses import made_as
 
@@ -125,7 +126,8 @@ class Trace:
             where: set() for where in self._noted
         }
         for given in all_given(signature, None):
-            analysis = self._analysis(graph, signature, None)
+            # What is found there is proven where it is used.
+            analysis = self._analysis(graph, signature, None, Windows())
             known = self._captures.known(graph, given)
             values = iter(analysis.values(graph, known, wanted))
             for where, tensors in self._noted.items():
@@ -205,10 +207,13 @@ class Trace:
         ends_in_rows: bool,
     ) -> list[Found]:
         found: dict[Cause, Found] = {}
-        for given in all_given(signature, rows, views):
-            analysis = self._analysis(graph, signature, rows)
+        windows = Windows()
+        for given in all_given(signature, rows, views, windows=windows):
+            analysis = self._analysis(graph, signature, rows, windows)
             for each in self._found_in(graph, given, analysis, ends_in_rows):
                 found.setdefault(each.cause, each)
+        for each in self._with_owners(graph, windows.causes()):
+            found.setdefault(each.cause, each)
         return list(found.values())
 
     def _found_in(
@@ -239,22 +244,34 @@ class Trace:
                 # A graph returns copies of nobody's.
                 made = made_as(tensor).op
                 causes.add(Cause(made, made, False, why))
+        return self._with_owners(graph, causes) + self._of_rows.found(by_tensor)
+
+    def _with_owners(self, graph: tf.Graph, causes: Iterable[Cause]) -> list[Found]:
+        """Say whose operations they are, in the order of the graph."""
         order = {op.name: n for n, op in enumerate(graph.get_operations())}
-        here = [
+        return [
             Found(self.calls.owner_of(cause, order), cause)
             for cause in sorted(causes, key=lambda c: order[c.outer.name])
         ]
-        return here + self._of_rows.found(by_tensor)
 
     def _analysis(
-        self, graph: tf.Graph, signature: Sequence[Nest], rows: int | None
+        self,
+        graph: tf.Graph,
+        signature: Sequence[Nest],
+        rows: int | None,
+        windows: Windows | None = None,
     ) -> Analysis:
         made_of = {
             tensor.op.name: inputs
             for tensor, inputs in self._made_of
             if tensor.graph is graph
         }
-        return Analysis(rows, made_of=made_of, has_open_lengths=are_open(signature))
+        return Analysis(
+            rows,
+            made_of=made_of,
+            has_open_lengths=are_open(signature),
+            windows=windows,
+        )
 
 
 def _common_place(values: list[Value]) -> Place | None:

@@ -232,6 +232,7 @@ def _split(function: Callable[..., Tensor], rows: list[Tensor]) -> Tensor | None
 
 def _may_ask_for_one_row(operation: tf.Operation) -> bool:
     """Tell whether an operation asserts anything but that labels go with logits."""
+    # TensorFlow asserts that these have equally many rows, however many there are.
     cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits.__name__
     return operation.type == "Assert" and not any(
         frame.name == cross_entropy for frame in operation.traceback

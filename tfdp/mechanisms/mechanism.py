@@ -30,7 +30,7 @@ _PHILOX = 1
 # Where the angles of a seed begin: its radii, from block 0 on, never get so far.
 _BLOCK_OF_ANGLES = 1 << 62
 
-# By so much a generator's state is raised for each number that is left out.
+# `RngReadAndSkip` raises the state by this much for each number that it skips.
 _RAISED_BY = 256
 
 # A forked process has the keys of its parent, and must not draw the parent's noise.
@@ -130,7 +130,7 @@ class Mechanism(abc.ABC):
 
     @property
     def number(self) -> Tensor:
-        """Of the next step, a scalar int64 tensor."""
+        """The number of the next step, a scalar int64 tensor."""
         return self._number.read_value()[0] // _RAISED_BY
 
     def _take_number(self, count: Tensor | int = 1) -> Tensor:
@@ -167,8 +167,10 @@ class Mechanism(abc.ABC):
 
     def skip_to(self, number: int) -> None:
         """Leave out the numbers before this one: a seeded key may have used them."""
-        number = max(int(self.number), number)
-        self._number.assign([_RAISED_BY * number, 0, 0])
+        # Not assigned: it can only rise, whatever other threads take meanwhile.
+        missing = number - int(self.number)
+        if missing > 0:
+            self._take_number(missing)
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[Callable[[], None]]:

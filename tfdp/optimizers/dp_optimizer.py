@@ -335,7 +335,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
         counted = mechanism.counted(noise_multiplier)
 
         def apply() -> bool:
-            # A seeded key's stream has the number of the steps that were counted before.
+            # Before the count, which moves a seeded key on to the next number.
             stream = mechanism.take_stream()
             begins = self.count_step(
                 clipped_sum, trainable_variables, recorder=recorder, counted=counted
@@ -418,9 +418,10 @@ class DPOptimizer(keras.optimizers.Optimizer):
         recorder: LedgerRecorder,
         counted: Tensor,
     ) -> Tensor:
-        """Count a step before anything of it is released.
+        """Count a step before anything of it is released, and before `take_step`.
 
         A run that is killed in between has counted a step too many, not one too few.
+        Replicas count one step together.
 
         Args:
             clipped_sum: See `apply_clipped_sum`; what the first replica has of it.
@@ -455,8 +456,7 @@ class DPOptimizer(keras.optimizers.Optimizer):
     ) -> list[Tensor]:
         """Noise the sum of a step that is counted, and let the inner optimizer apply it.
 
-        Replicas count one step together; each of them then draws the same noise and adds
-        it to the same sum.
+        Each replica draws the same noise and adds it to the same sum.
 
         Args:
             clipped_sum: See `apply_clipped_sum`; what the first replica has of it.

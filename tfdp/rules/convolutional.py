@@ -20,12 +20,12 @@ from tfdp.rules.terms import Convolution, OuterProducts, Term
 def conv(call: Call) -> Nest:
     """Rule of `Conv1D`, `Conv2D` and `Conv3D`."""
     layer = call.layer
-    if _is_open(call, are_slid=layer.groups > 1):
+    x, geometry = channels_last(layer, call.inputs), geometry_of(layer)
+    if _needs_lengths(x, geometry, by_shifts=layer.groups > 1):
         return generic(call)
     if layer.lora_enabled and layer.groups > 1:
         # Each group of inputs meets all of the second factor.
         return generic(call)
-    x, geometry = channels_last(layer, call.inputs), geometry_of(layer)
     x = _causal(layer, x)
 
     def terms(g: Tensor) -> list[Term]:
@@ -55,9 +55,9 @@ def conv_transpose(call: Call) -> Nest:
     """Rule of `Conv1DTranspose`, `Conv2DTranspose` and `Conv3DTranspose`."""
     # Transposed, inputs and outputs change places in the kernel's gradient.
     layer = call.layer
-    if _is_open(call):
-        return generic(call)
     x, geometry = channels_last(layer, call.inputs), geometry_of(layer)
+    if _needs_lengths(x, geometry):
+        return generic(call)
 
     def terms(g: Tensor) -> list[Term]:
         g = channels_last(layer, g)
@@ -70,9 +70,9 @@ def conv_transpose(call: Call) -> Nest:
 def depthwise_conv(call: Call) -> Nest:
     """Rule of `DepthwiseConv1D` and `DepthwiseConv2D`."""
     layer = call.layer
-    if _is_open(call, are_slid=True):
-        return generic(call)
     x, geometry = channels_last(layer, call.inputs), geometry_of(layer)
+    if _needs_lengths(x, geometry, by_shifts=True):
+        return generic(call)
 
     def terms(g: Tensor) -> list[Term]:
         g = channels_last(layer, g)
@@ -85,9 +85,9 @@ def depthwise_conv(call: Call) -> Nest:
 def separable_conv(call: Call) -> Nest:
     """Rule of `SeparableConv1D` and `SeparableConv2D`: two convolutions in a row."""
     layer = call.layer
-    if _is_open(call, are_slid=True):
-        return generic(call)
     x, geometry = channels_last(layer, call.inputs), geometry_of(layer)
+    if _needs_lengths(x, geometry, by_shifts=True):
+        return generic(call)
     x = _causal(layer, x)
     places = {"data_format": "channels_last"}
     between = call.watch(
@@ -124,21 +124,12 @@ def geometry_of(layer: keras.layers.Layer) -> Geometry:
     )
 
 
-def _is_open(call: Call, *, are_slid: bool = False) -> bool:
-    """Tell whether a space has lengths that the rules would have to know.
-
-    Args:
-        call: Of a convolution.
-        are_slid: Whether gradients of its kernel are made of shifted inputs, as those of
-            dilated kernels are.
-
-    Returns:
-        False where TensorFlow's own operation makes them, of spaces of any lengths.
-    """
-    layer = call.layer
-    dilations = {*geometry_of(layer).dilations}
-    space = channels_last(layer, call.inputs).shape[1:]
-    return (are_slid or dilations != {1}) and not space.is_fully_defined()
+def _needs_lengths(x: Tensor, geometry: Geometry, *, by_shifts: bool = False) -> bool:
+    """Tell whether a kernel's gradient needs lengths that the inputs do not have."""
+    # TensorFlow's own operation needs none; products of shifted inputs do, as those of
+    # dilated kernels.
+    is_open = not x.shape[1:].is_fully_defined()
+    return is_open and (by_shifts or {*geometry.dilations} != {1})
 
 
 def _causal(layer: keras.layers.Layer, x: Tensor) -> Tensor:

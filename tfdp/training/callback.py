@@ -2,19 +2,18 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
 
-from tfdp import _keras, _validate
+from tfdp import _validate
 from tfdp._mapping import vectorized_map
 from tfdp._types import Logs, Tensor
 from tfdp.ascent.losses import AscentLoss
 from tfdp.ascent.released import ReleasedGradient
 from tfdp.checks.alone import left_by
-from tfdp.checks.captures import Captures
-from tfdp.checks.changes import reads_any
+from tfdp.checks.captures import Captures, reads_metric
 from tfdp.clipping import ClippedSum
 from tfdp.errors import NotPrivateError
 from tfdp.mechanisms.mechanism import noise_of_query
@@ -73,7 +72,7 @@ class Query:
         norms: Tensor,
         clip: Tensor,
         noise: Tensor,
-        metrics: Set[int] = frozenset(),
+        model: keras.Model | None = None,
     ) -> Tensor:
         """Return the noised sum.
 
@@ -81,7 +80,7 @@ class Query:
             norms: Of the units, shape ``(U,)``; U may be 0.
             clip: The clip norm that clipped, a float64 scalar.
             noise: Standard normal numbers of the query's shape.
-            metrics: The `id` of the handle of each variable that is one of a metric.
+            model: Whose step it is, if it is that of a model.
 
         Returns:
             float64, of the query's shape.
@@ -92,7 +91,7 @@ class Query:
         """
         clip_of_norms = tf.cast(clip, norms.dtype)
         # What runs is what was looked at.
-        of_unit = self._proven(norms.dtype, metrics)
+        of_unit = self._proven(norms.dtype, model)
 
         def bounded(norm: Tensor) -> Tensor:
             vector = tf.cast(of_unit(norm, clip_of_norms), tf.float64)
@@ -111,7 +110,7 @@ class Query:
         return tf.reduce_sum(of_units, 0) + stddev * tf.cast(noise, tf.float64)
 
     def _proven(
-        self, dtype: tf.DType, metrics: Set[int]
+        self, dtype: tf.DType, model: keras.Model | None
     ) -> Callable[[Tensor, Tensor], Tensor]:
         """Return `of_unit` as a graph of its own, in which it leaves nothing behind."""
         scalar = tf.TensorSpec([], dtype)
@@ -127,7 +126,7 @@ class Query:
                 "answer, `variable.assign(step.ask(query))`."
             )
         read = [outer for outer, _ in traced.graph.captures]
-        if reads_any(read, metrics):
+        if model is not None and reads_metric(read, model):
             raise NotPrivateError(
                 "`of_unit` must compute a vector of a unit's norm, whatever other units are "
                 f"in the batch. Received: {self!r}, which reads a metric. Read what is "
@@ -178,15 +177,11 @@ class Answers:
             noise = noise_of_query(query.shape, stream=self._stream, number=number)
             norms = self._clipped_sum.norms
             clip = tf.cast(self._clipped_sum.l2_norm_clip, tf.float64)
-            seen = (
-                () if callback.model is None else _keras.metrics_handles(callback.model)
-            )
-            metrics = set(map(id, seen))
             if query.every == 1:
-                return query.answer(norms, clip, noise, metrics)
+                return query.answer(norms, clip, noise, callback.model)
             return tf.cond(
                 query.asks_at(iteration),
-                lambda: query.answer(norms, clip, noise, metrics),
+                lambda: query.answer(norms, clip, noise, callback.model),
                 lambda: tf.fill(query.shape, tf.constant(float("nan"), tf.float64)),
             )
 

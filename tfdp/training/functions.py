@@ -34,11 +34,10 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
 
     @property
     def _is_in_train_function(self) -> bool:
-        """Whether the training function calls, now.
+        """Whether this thread is in the training function.
 
-        Other threads may call meanwhile, and Python code that a graph runs: the generator of
-        a pipeline, or `tf.py_function` in a metric. TensorFlow runs it in threads of its own,
-        and eagerly.
+        TensorFlow runs Python code of a graph (a generator of a pipeline, `tf.py_function` in a
+        metric) in other threads, or eagerly.
         """
         is_eager = self.run_eagerly or tf.config.functions_run_eagerly()
         if tf.executing_eagerly() and not is_eager:
@@ -62,6 +61,8 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
 
         Raises:
             NotPrivateError: When a callback of `fit` calls the function.
+            ValueError: When it is called with batches of nobody knows whose rows, and users
+                are protected.
         """
         known: Callable[[Nest], Logs] | None = self.train_function
         if known is not None and not force:
@@ -83,15 +84,16 @@ class TrainingFunctions(_keras.ReplicatedModel, abc.ABC):
 
         def train(batches: Nest) -> Logs:
             sessions = self.sessions
-            if sessions.acting is None and not sessions.expects_batch:
+            if not sessions.expects_batch:
+                if sessions.acting is not None:
+                    raise NotPrivateError(
+                        "While `fit` runs its training function takes the batches that it "
+                        f"has drawn. Received: others, in a callback of model={self.name!r}. "
+                        "Use `private.train_on_batch(x, y)`, of which each step counts in "
+                        "full."
+                    )
                 # Nobody has said whose rows these are.
                 check_protects(self.unit, UNDECLARED)
-            if sessions.acting is not None and not sessions.expects_batch:
-                raise NotPrivateError(
-                    "While `fit` runs its training function takes the batches that it has "
-                    f"drawn. Received: others, in a callback of model={self.name!r}. Use "
-                    "`private.train_on_batch(x, y)`, of which each step counts in full."
-                )
             sessions.expects_batch = False
             # Only what this calls takes the batches that `fit` has counted on: callbacks
             # may take steps of their own meanwhile.

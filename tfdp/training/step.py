@@ -1,4 +1,4 @@
-"""The private step: clip, learn, count, add noise.
+"""The private step: clip, count, learn, add noise.
 
 `Session` is all that a step is made for, `private_step` is the step itself. Loops of one's
 own have its two halves: `clipped_gradients`, which uses `BatchClipper` as a step does, and
@@ -173,7 +173,7 @@ def private_step(
     def apply() -> bool:
         recorder = session.recorder
         begins = optimizer.count_step(
-            clipped_sum if is_one_device else replicas.first(clipped_sum),
+            replicas.first(clipped_sum),
             variables,
             recorder=recorder,
             counted=counted,
@@ -181,12 +181,12 @@ def private_step(
         # Callbacks see the weights that made the gradients. The C that they set is not
         # that of this step's noise, which comes with the clipped sum.
         if learn is not None:
-            # Of a step that they end with an error the answers are counted, too.
+            # Counted before it is asked: an answer is out even if the callback then fails.
             with tf.control_dependencies([recorder.counter.steps.read_value()]):
                 learn(clipped_sum)
         sum_of_all = _with_added(session, clipped_sum)
         released = optimizer.take_step(
-            sum_of_all if is_one_device else replicas.first(sum_of_all),
+            replicas.first(sum_of_all),
             variables,
             noise_multiplier=drawn,
             stream=stream,

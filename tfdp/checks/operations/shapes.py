@@ -77,7 +77,8 @@ def _broadcast_gradient_args(node: Node) -> Value:
 def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
     """Describe a tensor that is given other lengths, in the same order."""
     causes = value.causes
-    if value.axis is None:
+    # Where a window fits nowhere there are no entries, and nothing of any row.
+    if value.axis is None or 0 in (value.lengths or ()):
         return node.free(lengths, causes)
     # Flat, the entries are: before, times, rows, entries, after.
     times, entries = value.layout.times, value.layout.entries

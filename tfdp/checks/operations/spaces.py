@@ -70,7 +70,15 @@ def _slid_over(node: Node) -> Lengths | None:
             reach = 1
         elif node.attr("padding") == b"EXPLICIT":
             pads = node.attr("explicit_paddings")[2 + 2 * axis :][:2]
-        positions.append(max(length + sum(pads) - reach + stride, 0) // stride)
+        made = max(length + sum(pads) - reach + stride, 0) // stride
+        positions.append(made)
+        if not node.has_open_lengths:
+            continue
+        if node.windows is None:
+            return None
+        node.windows.note(
+            *(node.op, axis), length=length, positions=made, stride=stride
+        )
     return (value.shape[0], *positions, None)
 
 

@@ -180,10 +180,11 @@ class Convolution(Movable):
         # Groups see fewer channels each: as if all were one, the bound only grows.
         shape = (*self.variable.shape[:-2], 1, 1)
         if not all(x.shape[1:].is_fully_defined() for x, _ in self.calls):
-            # Each pixel is seen from as many positions as the kernel has numbers at most.
-            often = math.sqrt(math.prod(shape))
+            # By Cauchy-Schwarz: each pixel is seen from as many positions as the kernel has
+            # numbers, at most.
+            most_often = math.sqrt(math.prod(shape))
             return tf.add_n([
-                often
+                most_often
                 * tf.cast(tf.norm(units.view(x, []), axis=1), tf.float64)
                 * tf.cast(tf.norm(units.view(g, []), axis=1), tf.float64)
                 for x, g in in_pairs(self.factors(units))

@@ -1,0 +1,70 @@
+"""Windows that slide over axes of open lengths, and what they leave of these lengths."""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfdp.checks.values import Cause
+
+
+class _Slide(NamedTuple):
+    """What a window has made of a length.
+
+    Attributes:
+        length: Of the axis.
+        positions: How many the window has along it.
+        stride: Between two of them.
+    """
+
+    length: int
+    positions: int
+    stride: int
+
+
+class Windows(dict[tuple[str, int], tuple[tf.Operation, list[_Slide]]]):
+    """Windows of the outermost graph and axes, and their slides over each length.
+
+    Lengths that stand for open ones must differ as much as these may: where all that a
+    window makes of them happen to be even, nothing would show that pairs of positions are of
+    two rows where there is an odd number of them.
+    """
+
+    def note(
+        self, op: tf.Operation, axis: int, *, length: int, positions: int, stride: int
+    ) -> None:
+        """Note that a window slides over an axis."""
+        _, slides = self.setdefault((op.name, axis), (op, []))
+        slides.append(_Slide(length, positions, stride))
+
+    def causes(self) -> list[Cause]:
+        """List the windows that make lengths which are too much alike."""
+        why = (
+            "makes of the open lengths that were tried some that are too much alike (give "
+            "the axis a length: `keras.Input((128, 3))`)"
+        )
+        return [
+            Cause(op, op, False, why)
+            for op, slides in self.values()
+            if not _differ_as_before(slides)
+        ]
+
+
+def _differ_as_before(slides: list[_Slide]) -> bool:
+    """Tell whether a number divides all differences only where it must."""
+    before = _divisor([slide.length for slide in slides])
+    if before == 0:
+        # It is no open length, or one that all others are behind.
+        return True
+    stride = slides[0].stride
+    # What a multiple of the stride is more makes its part of it more positions.
+    least = before // stride if before % stride == 0 else 1
+    # Where a window does not fit nothing is seen.
+    after = _divisor([slide.positions for slide in slides if slide.positions > 0])
+    return after > 0 and least % after == 0
+
+
+def _divisor(lengths: list[int]) -> int:
+    """Return the greatest number by which all lengths have the same remainder."""
+    return math.gcd(*(after - one for one, after in itertools.pairwise(lengths)))
