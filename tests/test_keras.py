@@ -118,6 +118,25 @@ def test_convolutions_in_groups_are_those_of_the_groups(
         np.testing.assert_allclose(found, true, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize("strides", [(2, 1), (1, 3)])
+def test_kernels_of_single_pixels_slide_by_equal_strides(strides, padding, rng):
+    """By different ones TensorFlow's gradient of the kernel writes beyond its memory."""
+    x, kernel = rng.normal(size=(4, 5, 7, 3)), rng.normal(size=(1, 1, 3, 2))
+    of_line = x[:, 0], kernel[0]
+    with tf.Graph().as_default() as graph:
+        with _keras.convolutions_replaced(lambda *_: None):
+            found = (
+                tf.nn.conv2d(x, kernel, strides, padding),
+                tf.nn.conv1d(*of_line, strides[1], padding),
+            )
+        made = [op for op in graph.get_operations() if op.type == "Conv2D"]
+        found = tf.compat.v1.Session().run(found)
+    assert [op.get_attr("strides") for op in made] == [[1, 1, 1, 1]] * len(made)
+    np.testing.assert_allclose(found[0], tf.nn.conv2d(x, kernel, strides, padding))
+    np.testing.assert_allclose(found[1], tf.nn.conv1d(*of_line, strides[1], padding))
+
+
 @pytest.mark.parametrize("begin", [(0, 1, 0), (0, 4, 3), (2, -1, 9)])
 def test_slices_are_updated_as_by_xla(begin, rng):
     x, part = rng.normal(size=(3, 5, 4)), rng.normal(size=(3, 2, 1))

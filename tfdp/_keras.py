@@ -301,14 +301,18 @@ def convolutions_replaced(
             input: Tensor,  # noqa: A002 (TensorFlow's name)
             filter: Tensor,  # noqa: A002
             strides: Sequence[int],
-            *args: Nest,
+            padding: str,
             **options: Nest,
         ) -> Tensor:
             tensors = [tf.convert_to_tensor(each) for each in (input, filter)]
             dtype = tensors[0].dtype
             if not has_gpus():
                 tensors = _in_float32(*tensors)
-            outputs = convolution(*tensors, strides, *args, **options)
+            if _is_of_single_pixels(tensors[1], strides, padding, **options):
+                # The gradient of such a kernel writes beyond its memory.
+                (_, down, right, _), strides = strides, [1, 1, 1, 1]
+                tensors[0] = tensors[0][:, ::down, ::right]
+            outputs = convolution(*tensors, strides, padding, **options)
             check(*tensors, outputs, strides)
             return tf.cast(outputs, dtype)
 
@@ -316,6 +320,21 @@ def convolutions_replaced(
 
     convolutions = {name: checked(of) for name, of in _CONVOLUTIONS.items()}
     return attributes_replaced(gen_nn_ops, **_FILTER_GRADIENTS, **convolutions)
+
+
+def _is_of_single_pixels(
+    kernel: Tensor,
+    strides: Sequence[int],
+    padding: str,
+    *,
+    data_format: str = "NHWC",
+    **others: Nest,
+) -> bool:
+    """Tell whether a kernel of one number slides by two different strides."""
+    del others
+    is_one = kernel.shape.rank == 4 and kernel.shape[:2] == (1, 1)
+    is_plain = padding != "EXPLICIT" and data_format == "NHWC" and len(strides) == 4
+    return is_one and is_plain and strides[1] != strides[2]
 
 
 _CONVOLUTIONS = {name: getattr(gen_nn_ops, name) for name in ("conv2d", "conv3d")}

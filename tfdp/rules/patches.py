@@ -91,8 +91,10 @@ def _fastest(
         ``"pixels"``: each is copied. ``"rows"``: what the kernel sees of a row of pixels
         is put side by side, by a product, and copied. ``"identity"``: a convolution.
     """
-    if _keras.inside_xla():
-        return "pixels"  # Of all copies XLA makes one operation.
+    # XLA makes one operation of all copies. By products a GPU may round what it lays out,
+    # to TensorFloat-32.
+    if _keras.inside_xla() or _keras.has_gpus():
+        return "pixels"
     height, width, channels, _ = kernel_shape
     # In multiplications; each row of pixels is multiplied once.
     copied = _COPIED / channels

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.rules.test_filters import CASES, one_by_one, problem
+from tfdp.rules.geometry import Geometry
 from tfdp.rules.terms import Convolution, Kept, OuterProducts, PerRow, Units
 
 SEEDS = st.integers(0, 2**32)
@@ -41,6 +42,27 @@ def convolution(rng, case, units, rows=1, dtype="float32"):
         options["geometry"],
     )
     return term, truth.reshape(units, -1)
+
+
+def test_lengths_of_an_open_space_are_of_each_row(rng):
+    """Else what a row sees would be multiplied by the gradients of another."""
+
+    @tf.function(
+        input_signature=[tf.TensorSpec([None, None, 3]), tf.TensorSpec([None, None, 2])]
+    )
+    def lengths(x, g):
+        geometry = Geometry((1,), (1,), "VALID")
+        return Convolution(variable(4, 3, 2), x, g, geometry).lengths(Units(3, 6))
+
+    x, g = rng.normal(size=(6, 9, 3)), rng.normal(size=(6, 6, 2))
+    usual = lengths(x, g)
+    # In each unit, a row that sees much and has small gradients.
+    x[::2] *= 1e6
+    g[::2] *= 1e-6
+    np.testing.assert_allclose(lengths(x, g), usual, rtol=1e-5)
+    norms = [np.linalg.norm(each.reshape(6, -1), axis=1) for each in (x, g)]
+    of_rows = 2 * np.prod(norms, axis=0)
+    np.testing.assert_allclose(usual, of_rows.reshape(3, 2).sum(1), rtol=1e-5)
 
 
 def check(term, truth, units, can_gram=True):

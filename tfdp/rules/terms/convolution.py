@@ -180,13 +180,11 @@ class Convolution(Movable):
         # Groups see fewer channels each: as if all were one, the bound only grows.
         shape = (*self.variable.shape[:-2], 1, 1)
         if not all(x.shape[1:].is_fully_defined() for x, _ in self.calls):
-            # By Cauchy-Schwarz: each pixel is seen from as many positions as the kernel has
-            # numbers, at most.
+            # By Cauchy-Schwarz, in each row: a pixel is seen from as many positions as the
+            # kernel has numbers, at most.
             most_often = math.sqrt(math.prod(shape))
             return tf.add_n([
-                most_often
-                * tf.cast(tf.norm(units.view(x, []), axis=1), tf.float64)
-                * tf.cast(tf.norm(units.view(g, []), axis=1), tf.float64)
+                most_often * tf.reduce_sum(_norms_of_rows(x) * _norms_of_rows(g), 1)
                 for x, g in in_pairs(self.factors(units))
             ])
         return tf.add_n([
@@ -263,6 +261,12 @@ class Convolution(Movable):
     def moved(self, jvp: Jvp, rate: Tensor) -> "Convolution":
         """Move the inputs, then the gradients."""
         return self.copy_with(calls=moved_pairs(self.calls, jvp, rate))
+
+
+def _norms_of_rows(of_units: Tensor) -> Tensor:
+    """``(U, K, ...)`` -> ``(U, K)``, float64."""
+    axes = list(range(2, of_units.shape.rank))
+    return tf.cast(tf.sqrt(tf.reduce_sum(tf.square(of_units), axes)), tf.float64)
 
 
 def _in_rows(of_units: Tensor) -> Tensor:
