@@ -296,6 +296,16 @@ def test_another_axis_of_as_many_entries_is_none_of_rows():
         chosen(columns, 4)
 
 
+def test_a_loop_over_rows_is_told_of_the_loss_that_has_none():
+    """`test_ctc_is_followed_row_by_row` has the advice."""
+
+    def of_loop(_, x):
+        return ops.mean(tf.scan(lambda _, row: ops.sum(row**2), x, 0.0))
+
+    with pytest.raises(UnsupportedLayerError, match=r"`keras\.ops\.ctc_loss\("):
+        chosen(adding(of_loop), 4)
+
+
 def test_rows_that_are_constants_of_a_graph_are_no_weights():
     problem = PROBLEMS["activity"]
     batch = problem.batch(4)

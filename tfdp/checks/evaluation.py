@@ -111,7 +111,8 @@ def no_weight_assigned(model: keras.Model) -> Iterator[None]:
             f"Model `{model.name}` must assign none of its weights while it predicts: they "
             f"would keep rows without noise. Received: `{weight.path}`, assigned in a call "
             "for inference. Assign no variable in `call`; compute it before training from "
-            "public data, as `keras.layers.Normalization.adapt` does. For public rows the "
+            "public data, as `keras.layers.Normalization.adapt` does; and mask a weight where "
+            "it is used, `keras.ops.conv(x, self.kernel * self.mask)`. For public rows the "
             "model predicts by itself: `private.model.predict(x)`, and leave "
             "`validation_data` out of `fit`."
         )

@@ -76,6 +76,10 @@ _LOSS_OF_LAYER = (
     "A mean over the rows is for the end: `self.add_loss(ops.mean(losses))`, where "
     "`losses` has one value for each row."
 )
+_LOSS_OF_LABELS = (
+    "`keras.ops.ctc_loss(labels, logits, lengths_of_labels, lengths_of_logits)` has one, "
+    "without a loop."
+)
 _UNKNOWN_STEPS = _Flaw(
     "where the number of time steps is unknown, Keras takes that of the rows for it",
     "Give it rows of one length: `keras.Input((steps, ...))`, and batches of that "
@@ -314,7 +318,10 @@ def loss_problems(found: list[Found]) -> list[Problem]:
 
 def _loss_of_layer(found: Found) -> str:
     """Say which loss a layer may add in the place of one that lets rows meet."""
-    return OWN_COMPARISONS if found.cause.why in MEETING else _LOSS_OF_LAYER
+    if found.cause.why in MEETING:
+        return OWN_COMPARISONS
+    is_loop = found.cause.outer.type in LOOPS
+    return f"{_LOSS_OF_LAYER} {_LOSS_OF_LABELS}" if is_loop else _LOSS_OF_LAYER
 
 
 def raise_if(model: keras.Model, problems: list[Problem]) -> None:
