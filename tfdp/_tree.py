@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from tfdp._types import Nest
+from tfdp._types import Nest, Tensor
 
 # Applies a function to every leaf but None.
 map_tensors = functools.partial(keras.tree.map_structure, none_is_leaf=False)
@@ -21,6 +21,14 @@ def pack(leaves: Iterable[Nest], like: Nest) -> Nest:
     """Put leaves in the places of the leaves of `like` that are not None."""
     remaining = iter(leaves)
     return map_tensors(lambda _: next(remaining), like)
+
+
+def joined(units: Tensor) -> Tensor:
+    """``(U, K, ...)`` -> ``(U K, ...)``."""
+    if units.shape[2:].is_fully_defined():
+        return tf.reshape(units, [-1, *units.shape[2:]])
+    rows = tf.reshape(units, tf.concat([[-1], tf.shape(units)[2:]], 0))
+    return tf.ensure_shape(rows, [None, *units.shape[2:]])
 
 
 def signature_of(tree: Nest, rows: int | None = None) -> Nest:

@@ -29,19 +29,19 @@ def positive(name: str, value: object, fix: str = "") -> float:
     return result
 
 
-def non_negative(name: str, value: object, fix: str = "") -> float:
+def non_negative(name: str, value: object) -> float:
     """Return `value` as a float with 0 <= value < inf, or raise."""
     result = number(name, value)
     if not 0 <= result < math.inf:
-        raise ValueError(_rule(name, "must be at least 0 and finite", value, fix))
+        raise ValueError(_rule(name, "must be at least 0 and finite", value))
     return result
 
 
-def probability(name: str, value: object, fix: str = "") -> float:
+def probability(name: str, value: object) -> float:
     """Return `value` as a float with 0 < value < 1, or raise."""
     result = number(name, value)
     if not 0 < result < 1:
-        raise ValueError(_rule(name, "must lie strictly between 0 and 1", value, fix))
+        raise ValueError(_rule(name, "must lie strictly between 0 and 1", value))
     return result
 
 

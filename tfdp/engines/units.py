@@ -46,7 +46,7 @@ def of_each_unit(
         of_unit, (numbers, _tree.tensors(units)), must_rehearse=_may_fail(model)
     )
     advance_seeds[0]()
-    return tensors, _tree.map_tensors(_unstacked, y_pred)
+    return tensors, _tree.map_tensors(_tree.joined, y_pred)
 
 
 def map_units(
@@ -155,9 +155,3 @@ def stacked(rows: Tensor, rows_per_unit: int | Tensor) -> Tensor:
     stacked = tf.reshape(rows, shape)
     known = rows_per_unit if isinstance(rows_per_unit, int) else None
     return tf.ensure_shape(stacked, [None, known, *rows.shape[1:]])
-
-
-def _unstacked(units: Tensor) -> Tensor:
-    """(U, rows_per_unit, ...) -> (N, ...)."""
-    rows = tf.reshape(units, tf.concat([[-1], tf.shape(units)[2:]], 0))
-    return tf.ensure_shape(rows, [None, *units.shape[2:]])

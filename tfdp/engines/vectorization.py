@@ -4,7 +4,7 @@ import contextlib
 
 import tensorflow as tf
 
-from tfdp import _keras
+from tfdp import _keras, _tree
 from tfdp._mapping import PforInput
 from tfdp._types import Tensor
 from tfdp.rules import filters
@@ -89,9 +89,7 @@ def _convert_batch_matmul(pfor_input: PforInput) -> Tensor:
 
 def _convert_max_pool_gradient(pfor_input: PforInput) -> Tensor:
     pfor_input.stack_inputs()
-    inputs, outputs, output_gradients = (
-        pfor_input.stacked_input(index) for index in range(3)
-    )
+    inputs, output_gradients = map(pfor_input.stacked_input, (0, 2))
     window = {
         "ksize": pfor_input.get_attr("ksize"),
         "strides": pfor_input.get_attr("strides"),
@@ -99,11 +97,7 @@ def _convert_max_pool_gradient(pfor_input: PforInput) -> Tensor:
         "explicit_paddings": pfor_input.get_attr("explicit_paddings"),
         "data_format": pfor_input.get_attr("data_format").decode(),
     }
-    rows, _, gradient_rows = (
-        tf.reshape(tensor, tf.concat([[-1], tf.shape(tensor)[2:]], 0))
-        for tensor in (inputs, outputs, output_gradients)
-    )
-    rows = tf.ensure_shape(rows, [None, *inputs.shape[2:]])
+    rows, gradient_rows = map(_tree.joined, (inputs, output_gradients))
     gradients = tf.raw_ops.MaxPoolGrad(
         orig_input=rows,
         orig_output=tf.raw_ops.MaxPool(input=rows, **window),

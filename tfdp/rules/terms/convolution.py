@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdp import _tree
 from tfdp._types import Tensor, Variable
 from tfdp.clipping import at_least_float32
 from tfdp.rules import filters, own_kernels, patches
@@ -207,8 +208,8 @@ class Convolution(Movable):
         """One ordinary filter gradient for each use."""
         parts = [
             filters.filter_gradient(
-                _in_rows(x),
-                _in_rows(weighted(g, weights)),
+                _tree.joined(x),
+                _tree.joined(weighted(g, weights)),
                 kernel_shape=tuple(self.variable.shape),
                 geometry=self.geometry,
             )
@@ -267,11 +268,3 @@ def _norms_of_rows(of_units: Tensor) -> Tensor:
     """``(U, K, ...)`` -> ``(U, K)``, float64."""
     axes = list(range(2, of_units.shape.rank))
     return tf.cast(tf.sqrt(tf.reduce_sum(tf.square(of_units), axes)), tf.float64)
-
-
-def _in_rows(of_units: Tensor) -> Tensor:
-    """``(U, K, ...)`` -> ``(U K, ...)``."""
-    if of_units.shape[2:].is_fully_defined():
-        return tf.reshape(of_units, [-1, *of_units.shape[2:]])
-    rows = tf.reshape(of_units, tf.concat([[-1], tf.shape(of_units)[2:]], 0))
-    return tf.ensure_shape(rows, [None, *of_units.shape[2:]])
