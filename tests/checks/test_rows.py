@@ -409,6 +409,12 @@ def in_pairs_behind_windows(x):
     return tf.reduce_mean(tf.reshape(x, [-1, 2, D]), 1)
 
 
+def in_pairs_behind_the_rest(x):
+    """Of what is longer than anything that was tried."""
+    x = x[:, 1_000_000:]
+    return tf.reduce_mean(tf.reshape(x, [-1, 2, D]), 1)
+
+
 def turned_far(x):
     """An axis that is far from the rows, and as long as another at most by chance."""
     length = tf.shape(x)[4]
@@ -434,6 +440,7 @@ def turned_images(x):
         (turned_images, (None, None)),
         (in_pairs_behind_pools, (None, D)),
         (in_pairs_behind_windows, (None, D)),
+        (in_pairs_behind_the_rest, (None, D)),
         (along_the_axis_of_a_truth, (None, D)),
         (turned_far, (None, 1, 1, None)),
         (turned_farther, (None, 1, 1, 1, 1, None)),

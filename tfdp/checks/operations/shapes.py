@@ -77,8 +77,10 @@ def _broadcast_gradient_args(node: Node) -> Value:
 def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
     """Describe a tensor that is given other lengths, in the same order."""
     causes = value.causes
-    # Where a window fits nowhere there are no entries, and nothing of any row.
-    if value.axis is None or 0 in (value.lengths or ()):
+    # Where a window fits nowhere there are no entries, and nothing of any row; which
+    # lengths tell of others is known of windows alone.
+    is_empty = bool(node.windows) and 0 in (value.lengths or ())
+    if value.axis is None or is_empty:
         return node.free(lengths, causes)
     # Flat, the entries are: before, times, rows, entries, after.
     times, entries = value.layout.times, value.layout.entries
