@@ -120,12 +120,10 @@ def settled(shape: Array, lengths: Sequence[Length]) -> tuple[Length, ...]:
         position = numbers.index(-1)
         rest = product(numbers[:position] + numbers[position + 1 :])
         total = product(lengths)
-        if 0 in (rest, total):
-            numbers[position] = 0
-        elif isinstance(rest, Size) and not isinstance(total, Size):
+        if isinstance(rest, Size) and not isinstance(total, Size):
             numbers[position] = UNKNOWN
         else:
-            numbers[position] = total // rest
+            numbers[position] = 0 if rest == 0 else total // rest
     return tuple(numbers)
 
 

@@ -17,7 +17,7 @@ from tfdp.checks.given import all_given, are_open
 from tfdp.checks.graph import Analysis
 from tfdp.checks.operations.chance import READ
 from tfdp.checks.values import PLAIN, WITHIN, Cause, Value
-from tfdp.checks.windows import Windows
+from tfdp.checks.windows import NoPlaceError, Windows
 from tfdp.rules.places import ROWS_FIRST, Place, Where
 from tfdp.rules.uses import made_as
 
@@ -129,13 +129,15 @@ class Trace:
             # What is found there is proven where it is used.
             analysis = self._analysis(graph, signature, None, Windows())
             known = self._captures.known(graph, given)
-            values = iter(analysis.values(graph, known, wanted))
-            for where, tensors in self._noted.items():
-                different[where].add(_common_place([next(values) for _ in tensors]))
+            with contextlib.suppress(NoPlaceError):
+                values = iter(analysis.values(graph, known, wanted))
+                for where, tensors in self._noted.items():
+                    different[where].add(_common_place([next(values) for _ in tensors]))
         return {
             where: place
-            for where, (place, *others) in different.items()
-            if not others
+            for where, places in different.items()
+            for place in places
+            if len(places) == 1
             and place is not None
             and (place != ROWS_FIRST or where in self._unrecorded)
         }
@@ -208,11 +210,15 @@ class Trace:
     ) -> list[Found]:
         found: dict[Cause, Found] = {}
         windows = Windows()
+        left_out: list[Cause] = []
         for given in all_given(signature, rows, views, windows=windows):
             analysis = self._analysis(graph, signature, rows, windows)
-            for each in self._found_in(graph, given, analysis, ends_in_rows):
-                found.setdefault(each.cause, each)
-        for each in self._with_owners(graph, windows.causes()):
+            try:
+                for each in self._found_in(graph, given, analysis, ends_in_rows):
+                    found.setdefault(each.cause, each)
+            except NoPlaceError as error:
+                left_out.append(error.cause)
+        for each in self._with_owners(graph, windows.causes(left_out)):
             found.setdefault(each.cause, each)
         return list(found.values())
 

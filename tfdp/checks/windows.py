@@ -23,6 +23,23 @@ class _Slide(NamedTuple):
     stride: int
 
 
+# Of seven lengths so many may be too short for a window.
+_MOST_LEFT_OUT = 3
+
+
+class NoPlaceError(Exception):
+    """A length that was tried is shorter than a window.
+
+    Attributes:
+        cause: The window.
+    """
+
+    def __init__(self, cause: Cause) -> None:
+        """Say which window it is."""
+        super().__init__()
+        self.cause = cause
+
+
 class Windows(dict[tuple[str, int], tuple[tf.Operation, list[_Slide]]]):
     """Windows of the outermost graph and axes, and their slides over each length.
 
@@ -34,21 +51,40 @@ class Windows(dict[tuple[str, int], tuple[tf.Operation, list[_Slide]]]):
     def note(
         self, op: tf.Operation, axis: int, *, length: int, positions: int, stride: int
     ) -> None:
-        """Note that a window slides over an axis."""
+        """Note that a window slides over an axis.
+
+        Raises:
+            NoPlaceError: If there is no place for it: of such a length nothing is found out.
+        """
+        if positions <= 0:
+            raise NoPlaceError(
+                Cause(
+                    op, op, False, f"has no place in most lengths that were tried{_FIX}"
+                )
+            )
         _, slides = self.setdefault((op.name, axis), (op, []))
         slides.append(_Slide(length, positions, stride))
 
-    def causes(self) -> list[Cause]:
-        """List the windows that make lengths which are too much alike."""
-        why = (
-            "makes of the open lengths that were tried some that are too much alike (give "
-            "the axis a length: `keras.Input((128, 3))`)"
-        )
+    def causes(self, left_out: list[Cause]) -> list[Cause]:
+        """List the windows that leave too little to prove anything for all lengths.
+
+        Args:
+            left_out: Of each length of which nothing was found out, its `NoPlaceError`.
+
+        Returns:
+            A cause for each.
+        """
+        if len(left_out) > _MOST_LEFT_OUT:
+            return left_out[-1:]
+        why = f"makes of the open lengths that were tried some that are too much alike{_FIX}"
         return [
             Cause(op, op, False, why)
             for op, slides in self.values()
             if not _differ_as_before(slides)
         ]
+
+
+_FIX = " (give the axis a length: `keras.Input((128, 3))`)"
 
 
 def _differ_as_before(slides: list[_Slide]) -> bool:
@@ -60,8 +96,7 @@ def _differ_as_before(slides: list[_Slide]) -> bool:
     stride = slides[0].stride
     # What a multiple of the stride is more makes its part of it more positions.
     least = before // stride if before % stride == 0 else 1
-    # Where a window does not fit nothing is seen.
-    after = _divisor([slide.positions for slide in slides if slide.positions > 0])
+    after = _divisor([slide.positions for slide in slides])
     return after > 0 and least % after == 0
 
 

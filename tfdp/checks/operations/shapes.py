@@ -77,10 +77,7 @@ def _broadcast_gradient_args(node: Node) -> Value:
 def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
     """Describe a tensor that is given other lengths, in the same order."""
     causes = value.causes
-    # Where a window fits nowhere there are no entries, and nothing of any row; which
-    # lengths tell of others is known of windows alone.
-    is_empty = bool(node.windows) and 0 in (value.lengths or ())
-    if value.axis is None or is_empty:
+    if value.axis is None:
         return node.free(lengths, causes)
     # Flat, the entries are: before, times, rows, entries, after.
     times, entries = value.layout.times, value.layout.entries
@@ -102,6 +99,11 @@ def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
             continue
         layout = Layout(of_row // (behind // new_behind), behind // new_behind)
         if is_same_length(product([*lengths[:axis], layout.times]), ahead):
+            if node.has_open_lengths and not _are_whole(node, value, new_behind):
+                why = (
+                    "cuts axes of open lengths into parts, which may not end with a row"
+                )
+                causes |= {node.cause(why, is_certain=False)}
             return node.like(Value(axis, layout, lengths), causes)
     # With whole rows somewhere they may only be in another order; after what is not
     # known, they may be elsewhere.
@@ -109,6 +111,25 @@ def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
     is_certain = not has_rows and all(each.is_certain for each in causes)
     why = "puts parts of different rows together"
     return node.mixed(why, is_certain=is_certain, causes=causes)
+
+
+def _are_whole(node: Node, value: Value, behind: int) -> bool:
+    """Tell whether so many entries of a row are those of whole axes, the last ones."""
+    # Of an axis whose length is known they may be a part that divides it. Of one that is
+    # open it may divide the lengths that were tried, and not every other.
+    known_lengths = node.op.inputs[0].shape
+    own = value.lengths or ()
+    for axis in reversed(range(known(value.axis) + 1, len(own))):
+        length = own[axis]
+        if behind == 1:
+            return True
+        if not isinstance(length, int) or not length:
+            return False
+        if behind % length:
+            is_known = known_lengths.rank == len(own) and known_lengths[axis] == length
+            return is_known and length % behind == 0
+        behind //= length
+    return behind in (1, value.layout.entries)
 
 
 @rule("Reshape", rows_in=ANY)
