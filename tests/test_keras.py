@@ -129,11 +129,13 @@ def test_kernels_of_single_pixels_slide_by_equal_strides(strides, padding, rng):
             found = (
                 tf.nn.conv2d(x, kernel, strides, padding),
                 tf.nn.conv1d(*of_line, strides[1], padding),
+                tf.nn.convolution(x, kernel, strides, padding),
             )
         made = [op for op in graph.get_operations() if op.type == "Conv2D"]
         found = tf.compat.v1.Session().run(found)
     assert [op.get_attr("strides") for op in made] == [[1, 1, 1, 1]] * len(made)
-    np.testing.assert_allclose(found[0], tf.nn.conv2d(x, kernel, strides, padding))
+    for each in found[::2]:
+        np.testing.assert_allclose(each, tf.nn.conv2d(x, kernel, strides, padding))
     np.testing.assert_allclose(found[1], tf.nn.conv1d(*of_line, strides[1], padding))
 
 

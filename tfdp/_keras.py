@@ -327,13 +327,14 @@ def _is_of_single_pixels(
     strides: Sequence[int],
     padding: str,
     *,
-    data_format: str = "NHWC",
+    data_format: str | None = None,
     **others: Nest,
 ) -> bool:
     """Tell whether a kernel of one number slides by two different strides."""
     del others
     is_one = kernel.shape.rank == 4 and kernel.shape[:2] == (1, 1)
-    is_plain = padding != "EXPLICIT" and data_format == "NHWC" and len(strides) == 4
+    is_last = data_format in (None, "NHWC") and len(strides) == 4
+    is_plain = is_last and padding != "EXPLICIT"
     return is_one and is_plain and strides[1] != strides[2]
 
 
