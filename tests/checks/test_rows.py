@@ -398,7 +398,8 @@ def along_the_axis_of_a_truth(x):
 
 def in_pairs(x):
     """Pairs of positions, of which the last is of two rows where their number is odd."""
-    return tf.reduce_mean(tf.reshape(x, [-1, 2, D]), 1)
+    pairs = tf.reshape(x, [-1, 2, D])
+    return tf.reshape(pairs - tf.reduce_mean(pairs, 1, keepdims=True), tf.shape(x))
 
 
 def pools(x):
