@@ -91,10 +91,10 @@ def _differ_as_before(slides: list[_Slide]) -> bool:
     """Tell whether a number divides all differences only where it must."""
     before = _divisor([slide.length for slide in slides])
     if before == 0:
-        # It is no open length, or one that all others are behind.
+        # All are equal: the axis is not open.
         return True
     stride = slides[0].stride
-    # What a multiple of the stride is more makes its part of it more positions.
+    # Of lengths that differ by multiples of a number positions do by that over the stride.
     least = before // stride if before % stride == 0 else 1
     after = _divisor([slide.positions for slide in slides])
     return after > 0 and least % after == 0
