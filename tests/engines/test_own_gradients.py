@@ -1,5 +1,7 @@
 """Models that take gradients on the way to their outputs, against single examples."""
 
+import logging
+
 import keras
 import numpy as np
 import pytest
@@ -92,6 +94,16 @@ def test_whole_gradients_are_taken_and_right(name):
     run = runner(of_name, [VectorizedEngine()])
     for rows in BATCHES:
         check(of_name, run, rows)
+
+
+def test_the_log_says_once_why_whole_gradients_are_taken(caplog):
+    problem = PROBLEMS["of_sum"]
+    objective = Objective.of(problem.build(), problem.loss())
+    with caplog.at_level(logging.WARNING, "absl"):
+        choose("auto", objective, tuple(problem.batch(3)))
+    (said,) = caplog.messages
+    assert said.count("Received: ") == 1
+    assert "Received: a gradient through `" in said
 
 
 @pytest.mark.parametrize(

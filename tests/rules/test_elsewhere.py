@@ -687,6 +687,37 @@ def test_what_is_not_followed_is_taken_apart(name, monkeypatch):
     check(problem, runner(problem, [ApartEngine()]), OUTLIER)
 
 
+@register
+class UnknownOfTwo(layers.Layer):
+    """Makes something of two variables that rows meet where nothing is known."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(WIDTH)
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.first, self.second = (
+            self.add_weight(shape=(WIDTH,), initializer="ones", name=name)
+            for name in ("first", "second")
+        )
+
+    def call(self, x):
+        both = self.first * self.second
+        return tf.math.igamma(both, ops.abs(self.dense(x)) + 1)
+
+
+def test_what_is_not_known_of_several_variables_is_said_once():
+    def build():
+        return keras.Sequential([keras.Input((WIDTH,)), UnknownOfTwo()])
+
+    with pytest.raises(UnsupportedLayerError, match="Igamma") as failure:
+        chosen(Problem("of_two", build, floats((WIDTH,), WIDTH), "mse"), "bookkeeping")
+    said = str(failure.value)
+    assert said.count("Igamma `") == 1
+    assert all(f"/{name}`" in said for name in ("first", "second"))
+
+
 @pytest.mark.slow
 def test_a_use_that_no_loss_depends_on_has_no_gradient(monkeypatch):
     monkeypatch.setitem(USES, "unused", lambda x, own: (x * own, x)[1])

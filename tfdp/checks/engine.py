@@ -23,6 +23,7 @@ from tfdp.losses.added import AddedLossError
 from tfdp.losses.batch import Batch
 from tfdp.losses.objective import Objective
 from tfdp.rules.generic import generic
+from tfdp.rules.own_gradients import OwnGradientsError
 from tfdp.rules.registry import has_leaves
 
 
@@ -96,7 +97,10 @@ def choose(
                 f"`{objective.model.name}`. {error} Or use `engine='auto'`."
             ) from error
         apart = engines.ApartEngine()
-        if _can_take_apart(apart, objective, data, sizes, sample, passes, moved):
+        takes_gradients = isinstance(error, OwnGradientsError)
+        if not takes_gradients and _can_take_apart(
+            apart, objective, data, sizes, sample, passes, moved
+        ):
             is_said &= not isinstance(error, AddedLossError)
             logging.log(
                 logging.INFO if is_said else logging.WARNING,

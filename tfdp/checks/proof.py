@@ -13,6 +13,7 @@ from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.added import AddedLossError
 from tfdp.losses.batch import Batch
 from tfdp.losses.objective import Objective
+from tfdp.rules.own_gradients import OwnGradientsError
 from tfdp.rules.unrolling import NotUnrolledError
 
 
@@ -58,8 +59,8 @@ def proven_engine(
         if passes is not None:
             passes += traced
         return engine
-    if isinstance(failure, NotUnrolledError):
-        # Who asked for that goes on without.
+    if isinstance(failure, (NotUnrolledError, OwnGradientsError)):
+        # Who asked for loops step by step goes on without; gradients are taken anyway.
         raise failure
     other = None
     if isinstance(engine, engines.BookkeepingEngine):

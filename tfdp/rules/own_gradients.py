@@ -7,6 +7,17 @@ from tfdp._types import Tensor
 from tfdp.errors import UnsupportedLayerError
 
 
+class OwnGradientsError(UnsupportedLayerError):
+    """A model or a loss takes gradients itself, of which no rule knows the terms."""
+
+    def __init__(self, through: str) -> None:
+        """Say what they go through."""
+        super().__init__(
+            "A model or a loss that takes gradients itself needs whole gradients of each "
+            f"example. Received: a gradient through {through}."
+        )
+
+
 class OwnGradients:
     """Finds gradients that go back through calls of layers while a pass goes forward.
 
@@ -23,7 +34,7 @@ class OwnGradients:
         """Look for them.
 
         Raises:
-            UnsupportedLayerError: At the end, if there was one.
+            OwnGradientsError: At the end, if there was one.
         """
         self._is_forward = True
         try:
@@ -31,18 +42,10 @@ class OwnGradients:
         finally:
             self._is_forward = False
         if self._found:
-            raise UnsupportedLayerError(refusal(f"`{'`, `'.join(self._found)}`"))
+            raise OwnGradientsError(f"`{'`, `'.join(self._found)}`")
 
     def see(self, path: str, gradient: Tensor) -> Tensor:
         """Look at a gradient that goes back through a call of a layer, and return it."""
         if self._is_forward:
             self._found[path] = None
         return gradient
-
-
-def refusal(through: str) -> str:
-    """Say why a model or a loss that takes gradients itself is refused."""
-    return (
-        "A model or a loss that takes gradients itself needs whole gradients of each "
-        f"example. Received: a gradient through {through}."
-    )

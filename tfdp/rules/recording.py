@@ -17,7 +17,7 @@ from tfdp.rules.elsewhere import Met, has_recorded, met
 from tfdp.rules.free import Free
 from tfdp.rules.lengths import Lengths
 from tfdp.rules.moves import Moves
-from tfdp.rules.own_gradients import OwnGradients, refusal
+from tfdp.rules.own_gradients import OwnGradients, OwnGradientsError
 from tfdp.rules.places import NotedPlaces, Place, Places
 from tfdp.rules.registry import (
     Rule,
@@ -155,7 +155,7 @@ class Recording:
         self._variables.note_foreign(outside)
         refusals = self._variables.refusals
         if self._loops.are_differentiated():
-            refusals.append(refusal("a loop"))
+            refusals.append(str(OwnGradientsError("a loop")))
         self._watch_foreign()
         self._variables.refuse_out_of_reach()
         if refusals:
@@ -329,9 +329,9 @@ class Recording:
         met_rows: list[Followed] = []
         # What several variables have made together is used once.
         uses: dict[tuple[str, int], tuple[Use, Place | None, list[Followed]]] = {}
-        reasons = {id(variable): reason for variable, reason in foreign}
+        unknown: dict[str, list[Variable]] = {}
         for variable, _ in foreign:
-            with self._following([variable], reasons):
+            with self._following([variable], unknown):
                 if trace is not None and trace.reads_alone(variable):
                     raise NotFollowedError("a loss of each example alone")
                 followed = operations.follow(variable)
@@ -348,28 +348,29 @@ class Recording:
         # Once all is noted, for those who look where rows lie.
         for use, place, together in uses.values():
             variables = [followed.variable for followed in together]
-            with self._following(variables, reasons):
+            with self._following(variables, unknown):
                 found = met(
                     together, use, rows, place, is_recorded=self._is_recorded(use)
                 )
                 self._watch_use(variables[0].path, use, found)
+        reasons = {id(variable): reason for variable, reason in foreign}
+        for what, variables in unknown.items():
+            refusals += dict.fromkeys(reasons[id(variable)] for variable in variables)
+            paths = ", ".join(dict.fromkeys(f"`{each.path}`" for each in variables))
+            refusals.append(f"Nothing is known of {what}; in it are {paths}.")
         refusals += self._loops.unanswered(met_rows)
 
     @contextlib.contextmanager
     def _following(
-        self, variables: list[Variable], reasons: dict[int, str]
+        self, variables: list[Variable], unknown: dict[str, list[Variable]]
     ) -> Iterator[None]:
-        """Refuse variables in the end if something of their uses is not known."""
+        """Note variables that are in something of which nothing is known."""
         try:
             yield
         except NotFollowedError as error:
             if error.is_in_function:
                 note_loop()
-            self._variables.refusals += [
-                f"{reasons[id(variable)]} `{variable.path}` is not followed: nothing is "
-                f"known of {error}."
-                for variable in variables
-            ]
+            unknown.setdefault(str(error), []).extend(variables)
 
     def _is_recorded(self, use: Use) -> bool:
         return self._loops.tap_of(use) is not None or has_recorded(
