@@ -51,6 +51,9 @@ class Tracing(Protocol):
     def note_loop(self) -> None:
         """Note that a layer or a variable is out of reach in what may be a loop."""
 
+    def note_outputs(self, outputs: list[Tensor]) -> None:
+        """Note what a model returns, which must have one entry for each row."""
+
     def note_read(self, tensors: list[Tensor]) -> None:
         """Note what an engine has made up to now, of which its norms and sums are."""
 

@@ -8,6 +8,7 @@ from keras import layers
 
 import tfdp
 from tfdp.engines.bookkeeping import BookkeepingEngine
+from tfdp.errors import UnsupportedLayerError
 from tfdp.losses.batch import Batch
 from tfdp.losses.objective import Objective
 
@@ -193,3 +194,60 @@ def test_losses_of_probabilities_are_those_of_logits(activation, loss, y):
     assert np.max(np.abs(expected[0])) > 1
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine / 3, theirs, rtol=1e-5, atol=1e-5)
+
+
+class Returning(keras.Model):
+    """Returns what is made of its hidden rows and its codes."""
+
+    def __init__(self, makes):
+        super().__init__()
+        self.makes = makes
+        self.dense = layers.Dense(2)
+        self.codes = self.add_weight(shape=(5, 2), name="codes")
+
+    def call(self, x):
+        return self.makes(self.dense(x), self.codes)
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        hidden = keras.tree.flatten(y_pred)[0]
+        return keras.ops.mean(keras.ops.square(hidden)) + keras.ops.sum(self.codes**2)
+
+
+# By what they have where a row should have one entry.
+OUTPUTS = {
+    r"an output of shape \(5, 2\)": lambda hidden, codes: (hidden, codes + 0.0),
+    r"an output of shape \(\)": lambda hidden, codes: (
+        hidden,
+        keras.ops.sum(codes),
+    ),
+    "an output of 2 entries for each row": lambda hidden, codes: keras.ops.concatenate(
+        [hidden, -hidden], axis=0
+    ),
+    "an output of 3 entries for each row": lambda hidden, codes: keras.ops.repeat(
+        hidden, 3, axis=0
+    ),
+}
+
+
+@pytest.mark.parametrize("received", OUTPUTS)
+def test_outputs_that_are_not_of_each_row_are_refused(received):
+    model = Returning(OUTPUTS[received])
+    model(X)
+    private = tfdp.DPModel(model)
+    private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0))
+    before = model.get_weights()
+    with pytest.raises(UnsupportedLayerError, match=received):
+        private.fit(X, Y, batch_size=2, verbose=0)
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert private.ledger.steps == 0
+
+
+def test_several_things_of_a_row_are_on_another_axis():
+    # What the error tells.
+    model = Returning(lambda hidden, codes: keras.ops.stack([hidden, -hidden], axis=1))
+    model(X)
+    private = tfdp.DPModel(model)
+    private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0))
+    history = private.fit(X, Y, batch_size=2, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()

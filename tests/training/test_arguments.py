@@ -40,8 +40,20 @@ def test_a_model_with_its_own_train_step_is_refused():
         def train_step(self, data):
             return {}
 
-    with pytest.raises(ValueError, match="train_step"):
-        tfdp.DPModel(Own([keras.Input((3,)), layers.Dense(2)]))
+    inside = [keras.Input((3,)), layers.Dense(2)]
+    with pytest.raises(ValueError, match="overrides `train_step`") as refused:
+        tfdp.DPModel(Own(inside))
+    assert "autoencoder" not in str(refused.value)
+    # What it advises trains.
+    code = str(refused.value).partition("\n\n")[2].partition("    tfdp.DPModel")[0]
+    code = code.replace("keras.Model", "keras.Sequential")
+    names = {"keras": keras}
+    exec(textwrap.dedent(code), names)
+    private = tfdp.DPModel(names["Own"](inside))
+    private.compile(tfdp.optimizers.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.0))
+    x = np.ones((6, 3), "float32")
+    losses = private.fit(x, x[:, :2], batch_size=2, verbose=0).history["loss"]
+    assert np.isfinite(losses).all()
 
 
 @pytest.mark.parametrize("model", [None, "model", layers.Dense(1)])

@@ -16,8 +16,10 @@ from tfdp.checks.found import Found, Owner
 from tfdp.checks.given import all_given, are_open
 from tfdp.checks.graph import Analysis
 from tfdp.checks.operations.chance import READ
+from tfdp.checks.sizes import Length, Size
 from tfdp.checks.values import PLAIN, WITHIN, Cause, Value
 from tfdp.checks.windows import NoPlaceError, Windows
+from tfdp.losses.objective import refuse_output
 from tfdp.rules.places import ROWS_FIRST, Place, Where
 from tfdp.rules.uses import made_as
 
@@ -55,6 +57,7 @@ class Trace:
         # What is made of the same rows as what, for certain.
         self._made_of: list[tuple[Tensor, list[Tensor]]] = []
         self._noted: dict[Where, list[Tensor]] = {}
+        self._outputs: list[Tensor] = []
         self._unrecorded: set[Where] = set()
 
     def found(
@@ -166,6 +169,10 @@ class Trace:
         """Note that something is out of reach; see `Tracing`."""
         self.has_loop = True
 
+    def note_outputs(self, outputs: list[Tensor]) -> None:
+        """Note what the model returns, which must have one entry for each row."""
+        self._outputs += outputs
+
     def note_read(self, tensors: list[Tensor]) -> None:
         """Note what an engine has made up to now, of which its norms and sums are."""
         graph = tf.compat.v1.get_default_graph()
@@ -231,11 +238,14 @@ class Trace:
     ) -> list[Found]:
         read, past = self._read or (graph.outputs, None)
         known = self._captures.known(graph, given)
-        wanted = [*read, *self._of_rows.outer_tensors()]
+        outputs = [each for each in self._outputs if each.graph is graph]
+        wanted = [*read, *self._of_rows.outer_tensors(), *outputs]
         values = analysis.values(graph, known, wanted, past)
         by_tensor = {
             id(tensor): value for tensor, value in zip(wanted, values, strict=True)
         }
+        for output in outputs:
+            _check_output(by_tensor[id(output)], given[0].shape[0])
         # What is kept is at fault even if nothing that is returned depends on it.
         causes = set(analysis.effects)
         self.moved |= analysis.assigned | analysis.moved
@@ -278,6 +288,18 @@ class Trace:
             has_open_lengths=are_open(signature),
             windows=windows,
         )
+
+
+def _check_output(value: Value, rows: Length | None) -> None:
+    """Refuse an output in which rows stay apart, and have not one entry each."""
+    if value.lengths is None or value.causes:
+        return
+    length = value.lengths[0] if value.lengths else 0
+    if isinstance(length, Size):
+        if length.block is not None and length != rows:
+            refuse_output(f"{length.block} entries for each row")
+    elif length is not None and length != rows:
+        refuse_output(f"shape {value.lengths}")
 
 
 def _common_place(values: list[Value]) -> Place | None:

@@ -5,13 +5,14 @@ import dataclasses
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Self
+from typing import NoReturn, Self
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdp import _keras, _tree
+from tfdp._tracing import tracing
 from tfdp._types import Loss, Nest, Tensor, Variable
 from tfdp._views_per_example import views_per_example
 from tfdp.ascent.losses import Ascent
@@ -148,12 +149,14 @@ class Objective:
             of shape ``(N,)``.
 
         Raises:
-            UnsupportedLayerError: If it is not known what a row has of an added loss.
+            UnsupportedLayerError: If it is not known what a row has of an added loss, or
+                an output is not one of each row.
         """
         rows = number_of_rows(tuple(batch))
         noted = AddedLosses(self.model, batch.x)
         with noted.observing(), _keras.models_run_plainly():
             y_pred = self.predict(noted.inputs)
+            _check_outputs(y_pred, rows)
             if (
                 noted.found
                 and is_of_one_unit
@@ -241,6 +244,38 @@ class Objective:
             for layer in _keras.flatten_layers(self.model)
         )
         return _FLOAT16_LOSS_SCALE if uses_float16 else 1.0
+
+
+def _check_outputs(y_pred: Nest, rows: int | Tensor) -> None:
+    """Refuse outputs that are known to have another number of entries than there are rows.
+
+    Entries of padding, the last ones, are left out, and of each row alone a loss sees its own
+    entry: they would be those of others.
+    """
+    outputs = [leaf for leaf in keras.tree.flatten(y_pred) if tf.is_tensor(leaf)]
+    trace = tracing()
+    if trace is not None:
+        # It knows more of them, and whether rows meet in them.
+        trace.note_outputs(outputs)
+    number = rows if isinstance(rows, int) else None
+    for shape in (output.shape for output in outputs):
+        of_others = trace is None and shape.rank and shape[0] not in (None, number)
+        if shape.rank == 0 or of_others:
+            refuse_output(f"shape {tuple(shape)}")
+
+
+def refuse_output(received: str) -> NoReturn:
+    """Say that an output has not one entry for each row, but what was received.
+
+    Raises:
+        UnsupportedLayerError: Always.
+    """
+    raise UnsupportedLayerError(
+        "A model must return one entry of each output for each row. Received: an output "
+        f"of {received}. What belongs to no row leave out, and read it in `compute_loss` "
+        "where it is kept (`self.codes`). Return several things of a row on another "
+        "axis: `keras.ops.stack([a, b], axis=1)`."
+    )
 
 
 def _nothing_but_added(x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest) -> Tensor:

@@ -18,9 +18,16 @@ from tfdp.losses.objective import check_takes_logits
 from tfdp.optimizers import DPOptimizer
 from tfdp.sampling import Scheme, samplings
 
-# What the most frequent `train_step` becomes.
+# What a `train_step` becomes.
 _WITHOUT_TRAIN_STEP = """\
-    class VAE(keras.Model):  # `__init__` stays as it is.
+    class OfModel(keras.Model):  # `__init__` and `call` stay as they are.
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_):
+            return keras.ops.mean(keras.ops.square(y - y_pred))
+"""
+
+# And the most frequent one.
+_WITHOUT_TRAIN_STEP_OF_VAE = """\
+    class OfModel(keras.Model):  # `__init__` stays as it is.
         def call(self, x, training=None):
             mean, log_variance, code = self.encoder(x)
             image = self.decoder(code)
@@ -65,13 +72,16 @@ def check_wrapped(model: object) -> None:
             "to be logged: `evaluate` computes the loss and these."
         )
         if "train_step" in overridden:
+            is_vae = hasattr(model, "encoder") and hasattr(model, "decoder")
+            code = _WITHOUT_TRAIN_STEP_OF_VAE if is_vae else _WITHOUT_TRAIN_STEP
+            whose = " of a variational autoencoder" if is_vae else ""
             advice = (
                 "Use `compile(metrics=...)` for what is to be logged, return from `call` "
                 "all that the loss is made of, and compute it in `compute_loss`, of which "
                 "each example has what it would have alone. Of a GAN wrap what sees data, "
                 "`tfdp.DPModel(discriminator)`, and train the generator in a callback. In "
-                "place of the `train_step` of a variational autoencoder:\n\n"
-                f"{_WITHOUT_TRAIN_STEP.replace('VAE', kind)}\n"
+                f"place of the `train_step`{whose}:\n\n"
+                f"{code.replace('OfModel', kind)}\n"
                 "    tfdp.DPModel(model).compile(optimizer)"
             )
         raise ValueError(
