@@ -139,6 +139,37 @@ def test_kernels_of_single_pixels_slide_by_equal_strides(strides, padding, rng):
     np.testing.assert_allclose(found[1], tf.nn.conv1d(*of_line, strides[1], padding))
 
 
+@pytest.mark.parametrize(
+    ("convolve", "shape", "kernel", "shorter"),
+    [
+        (tf.nn.conv1d, (2, 3, 4), (3, 4, 4), (2, 2, 4)),
+        (tf.nn.conv2d, (2, 3, 5, 4), (3, 3, 4, 4), (2, 5, 2, 4)),
+        (tf.nn.conv3d, (2, 3, 5, 3, 4), (3, 3, 3, 4, 4), (2, 3, 5, 2, 4)),
+        (tf.nn.depthwise_conv2d, (2, 3, 5, 4), (3, 3, 4, 1), (2, 2, 5, 4)),
+    ],
+)
+def test_convolutions_without_a_place_fail(convolve, shape, kernel, shorter):
+    """There oneDNN returns what is in memory."""
+    strides = 1 if len(shape) == 3 else [1] * len(shape)
+    kernel = tf.ones(kernel)
+
+    def run(x):
+        with _keras.convolutions_replaced(lambda *_: None):
+            return convolve(x, kernel, strides, "VALID")
+
+    of_any = tf.TensorSpec([None] * (len(shape) - 1) + [4])
+    traced = tf.function(run, autograph=False, input_signature=[of_any])
+    x = tf.ones(shape)
+    np.testing.assert_array_equal(traced(x), convolve(x, kernel, strides, "VALID"))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a place for its window"):
+        traced(tf.ones(shorter))
+    # What has a length that is known asks nothing.
+    whole = tf.function(run, autograph=False).get_concrete_function(
+        tf.TensorSpec(shape)
+    )
+    assert not any(op.type == "Assert" for op in whole.graph.get_operations())
+
+
 @pytest.mark.parametrize("begin", [(0, 1, 0), (0, 4, 3), (2, -1, 9)])
 def test_slices_are_updated_as_by_xla(begin, rng):
     x, part = rng.normal(size=(3, 5, 4)), rng.normal(size=(3, 2, 1))

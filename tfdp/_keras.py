@@ -286,8 +286,9 @@ def convolutions_replaced(
     """Let convolutions on CPUs, and gradients of kernels anywhere, be made in float32.
 
     In bfloat16 oneDNN reads memory that other rows may have left, and TensorFlow leaves
-    entries of gradients that see nothing but padding as they are in memory. What calls
-    `tf.raw_ops` is not reached, and has to give them float32, as rules do.
+    entries of gradients that see nothing but padding as they are in memory. On CPUs those of
+    inputs that are shorter than their windows fail, as oneDNN reads such memory there too.
+    What calls `tf.raw_ops` is not reached, and has to give them float32, as rules do.
 
     Args:
         check: Called for each convolution with its inputs, kernel, outputs and strides.
@@ -312,6 +313,7 @@ def convolutions_replaced(
                 # The gradient of such a kernel writes beyond its memory.
                 (_, down, right, _), strides = strides, [1, 1, 1, 1]
                 tensors[0] = tensors[0][:, ::down, ::right]
+            tensors[0] = _as_long_as_windows(*tensors, padding=padding, **options)
             outputs = convolution(*tensors, strides, padding, **options)
             check(*tensors, outputs, strides)
             return tf.cast(outputs, dtype)
@@ -319,7 +321,12 @@ def convolutions_replaced(
         return convolve
 
     convolutions = {name: checked(of) for name, of in _CONVOLUTIONS.items()}
-    return attributes_replaced(gen_nn_ops, **_FILTER_GRADIENTS, **convolutions)
+    return attributes_replaced(
+        gen_nn_ops,
+        depthwise_conv2d_native=_depthwise,
+        **_FILTER_GRADIENTS,
+        **convolutions,
+    )
 
 
 def _is_of_single_pixels(
@@ -338,7 +345,59 @@ def _is_of_single_pixels(
     return is_one and is_plain and strides[1] != strides[2]
 
 
+def _as_long_as_windows(
+    inputs: Tensor,
+    kernel: Tensor,
+    *,
+    padding: str,
+    data_format: str | None = None,
+    dilations: Sequence[int] | None = None,
+    **others: Nest,
+) -> Tensor:
+    """Return inputs that fail where they are shorter than windows along open axes."""
+    del others
+    rank = kernel.shape.rank
+    is_last = (data_format or "C").endswith("C")
+    if padding != "VALID" or not is_last or has_gpus() or inputs.shape.rank != rank:
+        return inputs
+    every = [1] * rank if dilations is None else dilations
+    least = {
+        axis: every[axis] * (kernel.shape[axis - 1] - 1) + 1
+        for axis in range(1, rank - 1)
+        if inputs.shape[axis] is None and kernel.shape[axis - 1] not in (None, 1)
+    }
+    if not least:
+        return inputs
+    lengths = tf.gather(tf.shape(inputs), [*least])
+    check = tf.debugging.Assert(
+        tf.reduce_all(lengths >= [*least.values()]),
+        [_TOO_SHORT.format([*least.values()])],
+    )
+    with tf.control_dependencies([check]):
+        return tf.identity(inputs)
+
+
+# No lengths: those of a drawn batch are not public.
+_TOO_SHORT = (
+    "A convolution must have a place for its window. Received: a batch that is shorter than "
+    "{} along an open axis. Use `padding='same'`, or leave out what is shorter."
+)
+
 _CONVOLUTIONS = {name: getattr(gen_nn_ops, name) for name in ("conv2d", "conv3d")}
+_depthwise_of_tensorflow = gen_nn_ops.depthwise_conv2d_native
+
+
+def _depthwise(
+    input: Tensor,  # noqa: A002 (TensorFlow's name)
+    filter: Tensor,  # noqa: A002
+    strides: Sequence[int],
+    padding: str,
+    **options: Nest,
+) -> Tensor:
+    """Convolve each channel by itself, if there is a place for the kernel."""
+    inputs, kernel = tf.convert_to_tensor(input), tf.convert_to_tensor(filter)
+    inputs = _as_long_as_windows(inputs, kernel, padding=padding, **options)
+    return _depthwise_of_tensorflow(inputs, kernel, strides, padding, **options)
 
 
 def _in_float32(*tensors: Tensor) -> list[Tensor]:

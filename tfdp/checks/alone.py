@@ -13,7 +13,7 @@ from tfdp._types import Nest, Tensor, Variable
 from tfdp.checks.captures import READS_METRIC, Captures, outer_tensors
 from tfdp.checks.comparisons import OWN_COMPARISONS, Comparisons, warn_of_change
 from tfdp.checks.found import LOSS, Found, Owner
-from tfdp.checks.given import all_given, are_open
+from tfdp.checks.given import given
 from tfdp.checks.graph import LOOPS, Analysis
 from tfdp.checks.node import BY_PLACE
 from tfdp.checks.operations.chance import READ
@@ -217,12 +217,10 @@ class FunctionsOfRows:
             tf.TensorSpec([length, *tensor.shape[1:]], tensor.dtype) for tensor in rows
         ]
         graph = traced.get_concrete_function(specs).graph
-        known = self._captures.known(graph, next(all_given(specs, length)))
+        known = self._captures.known(graph, given(specs, length))
         known |= _freely_read(graph)
         comparisons = Comparisons()
-        analysis = Analysis(
-            length, comparisons.look_at, has_open_lengths=are_open(specs)
-        )
+        analysis = Analysis(length, comparisons.look_at)
         analysis.values(graph, known, graph.outputs)
         return comparisons
 

@@ -14,8 +14,17 @@ import tensorflow as tf
 
 from tfdp._types import Array, Tensor
 from tfdp.checks.node import COUNTS, Node, depth_of
+from tfdp.checks.open_lengths import Open
 from tfdp.checks.sizes import Length, Size, is_fixed
-from tfdp.checks.values import PLAIN, Cause, Layout, Value, causes_of, known
+from tfdp.checks.values import (
+    PLAIN,
+    Cause,
+    Layout,
+    Value,
+    causes_of,
+    fixed,
+    known,
+)
 
 _WHOLE = (tf.int32, tf.int64)
 # Floats have all whole numbers up to that.
@@ -75,7 +84,7 @@ def own_bounds(node: Node, number: int, layout: Layout) -> Bounds | None:
     Returns:
         Bounds, of which the causes are still the matter; None if it is not proven.
     """
-    if not layout.is_plain_blocks:
+    if not layout.is_plain_blocks or isinstance(layout.entries, Open):
         return None
     bounds = _bounds_of_rows(node, number)
     is_own = bounds is not None and bounds.are_in_own(layout.entries)
@@ -141,18 +150,13 @@ def own_rows(node: Node, number: int) -> tuple[Layout, frozenset[Cause]] | None:
 
 def are_never_negative(node: Node, numbers: Tensor, block: int) -> bool:
     """Tell whether numbers are of own entries, and would be too many if they overflow."""
-    if node.has_open_lengths:
-        return False
-    found = _Bounding(node.rows, node.value_of).of(numbers)
+    found = _found_of(node, numbers)
     return found is not None and not _was_compared(found) and found.are_in_own(block)
 
 
 def _bounds_of_rows(node: Node, number: int) -> Bounds | None:
-    if node.has_open_lengths:
-        # What is below a length that stands for any may be above others.
-        return None
     tensor, value = node.op.inputs[number], node.inputs[number]
-    found = _Bounding(node.rows, node.value_of).of(tensor)
+    found = _found_of(node, tensor)
     if found is None or value.axis is not None:
         return found
     # Of rows whose number is static, numbers for them may be free of data.
@@ -161,6 +165,15 @@ def _bounds_of_rows(node: Node, number: int) -> Bounds | None:
         return None
     arrays = _by_row(found[:3], 0, Layout(1, entries), node.rows)
     return None if arrays is None else found.with_arrays(arrays)
+
+
+def _found_of(node: Node, tensor: Tensor) -> Bounds | None:
+    """Return bounds of numbers, None where they depend on a length that is open."""
+    try:
+        return _Bounding(node.rows, node.value_of).of(tensor)
+    except TypeError:
+        # It has no order, and is no number.
+        return None
 
 
 class _Bounding:
@@ -294,10 +307,11 @@ def _by_row(
     lengths = {each.shape[axis] for each in arrays}
     if lengths == {1}:
         return arrays
-    if rows is None or layout.times > 1 or lengths - {1} != {rows * layout.entries}:
+    entries = fixed(layout.entries)
+    if rows is None or layout.times != 1 or lengths - {1} != {rows * entries}:
         return None
     first = [np.moveaxis(each, axis, 0) for each in np.broadcast_arrays(*arrays)]
-    of_rows = [each.reshape([rows, layout.entries, *each.shape[1:]]) for each in first]
+    of_rows = [each.reshape([rows, entries, *each.shape[1:]]) for each in first]
     one = hull(of_rows, (1,))
     if one is None:
         return None

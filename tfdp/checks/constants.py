@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdp._types import Array
 from tfdp.checks.node import Node, of_numbers, static_lengths
+from tfdp.checks.open_lengths import Open
 from tfdp.checks.sizes import UNKNOWN, Length, Size, constant, is_fixed, slice_masks
 from tfdp.checks.values import PLAIN, Value
 
@@ -64,12 +65,15 @@ def _are_whole(values: Array) -> bool:
     """Tell whether there are only whole numbers that floats have, too, if any are."""
     if values.dtype.kind in "iub":
         return True
-    return all(abs(n) <= _MOST_EXACT and n == int(n) for n in values.ravel())
+    return all(
+        isinstance(n, Open) or (abs(n) <= _MOST_EXACT and n == int(n))
+        for n in values.ravel()
+    )
 
 
 def _may_overflow(numbers: Array) -> bool:
     sizes = (n.block if isinstance(n, Size) else n for n in numbers.ravel())
-    return any(size is not None and abs(size) >= 2**31 for size in sizes)
+    return any(isinstance(size, int) and abs(size) >= 2**31 for size in sizes)
 
 
 # ------------------------------------------------------- entry by entry
@@ -89,11 +93,13 @@ def _of_numbers(
     """Make a function of numbers that knows of sizes at most what equal ones give."""
 
     def of_entries(*entries: Length) -> Length:
-        if not any(isinstance(entry, Size) for entry in entries):
-            return int(function(*entries))
-        if if_equal is None or entries[0] != entries[1]:
+        if if_equal is not None and entries[0] == entries[1]:
+            return if_equal
+        if any(isinstance(entry, Size) for entry in entries):
             return UNKNOWN
-        return if_equal
+        if any(isinstance(entry, Open) for entry in entries):
+            return Open.unknown(function, *entries)
+        return int(function(*entries))
 
     return _elementwise(of_entries)
 
@@ -105,27 +111,36 @@ def _truncated(a: int, b: int) -> int:
 
 
 def _larger(a: Length, b: Length) -> Length:
-    if not (isinstance(a, Size) or isinstance(b, Size)):
+    if a == b:
+        return a
+    if isinstance(a, int) and isinstance(b, int):
         return max(a, b)
+    if not (isinstance(a, Size) or isinstance(b, Size)):
+        return Open.unknown("larger", frozenset({a, b}))
     if isinstance(b, Size):
         a, b = b, a
-    if isinstance(b, Size):
-        return a if a == b else UNKNOWN
+    if not (isinstance(a, Size) and isinstance(a.block, int) and isinstance(b, int)):
+        return UNKNOWN
     # There is a row at least: without one there is nothing to tell.
-    is_larger = isinstance(a, Size) and a.block is not None and b <= a.block > 0
-    return a if is_larger else UNKNOWN
+    return a if b <= a.block > 0 else UNKNOWN
 
 
 def _smaller(a: Length, b: Length) -> Length:
+    if a == b:
+        return a
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
     if isinstance(a, Size) or isinstance(b, Size):
-        return a if a == b else UNKNOWN
-    return min(a, b)
+        return UNKNOWN
+    return Open.unknown("smaller", frozenset({a, b}))
 
 
 def _chosen(condition: Length, a: Length, b: Length) -> Length:
-    if isinstance(condition, Size):
-        return a if a == b else UNKNOWN
-    return a if condition else b
+    if a == b or isinstance(condition, int):
+        return a if condition else b
+    if any(isinstance(each, Size) for each in (condition, a, b)):
+        return UNKNOWN
+    return Open.unknown("chosen", condition, a, b)
 
 
 # ------------------------------------------------------- whole arrays
@@ -262,10 +277,10 @@ def _broadcast_shape(_: tf.Operation, first: Array, second: Array) -> Array | No
     )
     shape: list[Length | None] = []
     for a, b in pairs:
-        is_one = isinstance(a, int) and a == 1
-        if not (is_one or a == b or (isinstance(b, int) and b == 1)):
+        longer = [n for n in (a, b) if n != 1]
+        if len(longer) == 2 and a != b:
             return None
-        shape.append(b if is_one else a)
+        shape.append(longer[0] if longer else 1)
     return constant(shape)
 
 

@@ -37,7 +37,6 @@ from tfdp.checks.values import (
     laid_out,
     with_shape,
 )
-from tfdp.checks.windows import Windows
 from tfdp.rules.uses import made_as
 
 _MOST_ROUNDS = 12
@@ -64,8 +63,6 @@ class Analysis:
         look_at: Called for each operation, with what becomes of its outputs.
         made_of: For identities in the outermost graph, by their names, what their rows
             are known to be made of; see `made_of_rows`.
-        has_open_lengths: See `Node`.
-        windows: See `Node`.
 
     Attributes:
         effects: What changes state that outlives the step by what rows hold.
@@ -80,13 +77,9 @@ class Analysis:
         look_at: Callable[[Node, Sequence[Value]], None] | None = None,
         *,
         made_of: Mapping[str, Sequence[Tensor]] | None = None,
-        has_open_lengths: bool = False,
-        windows: Windows | None = None,
     ) -> None:
         """Begin with nothing."""
         self._made_of = made_of or {}
-        self._windows = windows
-        self._has_open_lengths = has_open_lengths
         self.effects: set[Cause] = set()
         self.assigned: set[str] = set()
         self.moved: set[str] = set()
@@ -190,8 +183,6 @@ class Analysis:
             rows=self._rows,
             outer=self._outer,
             value_of=lambda tensor: here[tensor.op.name][tensor.value_index],
-            has_open_lengths=self._has_open_lengths,
-            windows=self._windows if op is self._outer else None,
         )
 
     def _note_effect(self, node: Node) -> None:

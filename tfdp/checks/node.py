@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdp._types import Array, Tensor
 from tfdp.checks.effects import has_effect, is_of_data
+from tfdp.checks.open_lengths import Open
 from tfdp.checks.sizes import UNKNOWN, Length, Lengths, Size, is_fixed, product
 from tfdp.checks.values import (
     PLAIN,
@@ -22,7 +23,6 @@ from tfdp.checks.values import (
     known,
     laid_out,
 )
-from tfdp.checks.windows import Windows
 
 
 @dataclasses.dataclass
@@ -35,10 +35,6 @@ class Node:
         rows: How many rows a batch has; None if that is not static.
         outer: The operation of the outermost graph that this is part of.
         value_of: Tells what is known of a tensor that comes before it in its graph.
-        has_open_lengths: Whether some lengths stand for others: what holds for them by
-            comparison may not hold for all.
-        windows: Notes those that slide over them; None in the function of another
-            operation, of which nobody knows how often it runs.
         number: Which output is to be described.
         causes: What is the matter with any of the inputs.
     """
@@ -48,8 +44,6 @@ class Node:
     rows: int | None
     outer: tf.Operation
     value_of: Callable[[Tensor], Value]
-    has_open_lengths: bool = False
-    windows: Windows | None = None
     number: int = 0
     causes: frozenset[Cause] = dataclasses.field(init=False)
 
@@ -74,7 +68,7 @@ class Node:
         block = layout.times * layout.entries
         return Size(block) if self.rows is None else block * self.rows
 
-    def entries_of(self, length: Length | None) -> int | None:
+    def entries_of(self, length: Length | None) -> int | Open | None:
         """Return how many entries of an axis belong to a row; None if not whole."""
         if self.rows is None:
             return length.block if isinstance(length, Size) else None
@@ -308,10 +302,22 @@ def broadcast(values: Sequence[Value]) -> Lengths | None:
     result: list[Length | None] = []
     for position in range(-rank, 0):
         here = [shape[position] for shape in shapes if len(shape) >= -position]
-        longer = [n for n in here if n != 1]
-        sure = [n for n in longer if n is not None]
-        result.append(sure[0] if sure else (None if longer else 1))
+        result.append(broadcast_length(here))
     return tuple(result)
+
+
+def broadcast_length(lengths: Sequence[Length | None]) -> Length | None:
+    """Return the length of an axis along which tensors are broadcast; None if not known."""
+    longer = [length for length in lengths if length != 1]
+    sure = [length for length in longer if length is not None]
+    if not sure:
+        return None if longer else 1
+    fixed = [length for length in sure if not isinstance(length, Open)]
+    if fixed:
+        # Others are equal to it, or 1.
+        return fixed[0]
+    different = dict.fromkeys(sure)
+    return sure[0] if len(different) == 1 else Open.unknown("longest", *different)
 
 
 def has_fixed_rest(shape: Value) -> bool:
@@ -351,7 +357,7 @@ def is_same_length(first: Length | None, second: Length | None) -> bool:
 def lengths_from(shape: Value) -> tuple[Length, ...]:
     """Read lengths from the numbers of a tensor."""
     numbers = known(shape.numbers).ravel()
-    return tuple(n if isinstance(n, Size) else int(n) for n in numbers)
+    return tuple(n if isinstance(n, Open | Size) else int(n) for n in numbers)
 
 
 def axis_from(along: Value, rank: int) -> int:

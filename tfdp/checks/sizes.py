@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._types import Array
+from tfdp.checks.open_lengths import Open
 
 
 class Size:
@@ -18,7 +19,7 @@ class Size:
 
     __slots__ = ("block",)
 
-    def __init__(self, block: int | None) -> None:
+    def __init__(self, block: "int | Open | None") -> None:
         """Make a size."""
         self.block = block
 
@@ -40,7 +41,7 @@ class Size:
         """Multiply by a number; a square of the number of rows is not known."""
         if isinstance(other, Size) or self.block is None:
             return UNKNOWN
-        return Size(self.block * int(other)) if other else 0
+        return Size(self.block * other) if other else 0
 
     __rmul__ = __mul__
 
@@ -77,7 +78,7 @@ class Size:
 UNKNOWN = Size(None)
 
 # The length of an axis.
-Length = int | Size
+Length = int | Open | Size
 
 # Of all axes of a tensor, each None where nobody knows.
 Lengths = tuple[Length | None, ...]
@@ -152,7 +153,7 @@ def constant(values: Array | Sequence[Length | None] | Length) -> Array:
 
 
 def _plain(value: Length) -> Length:
-    return value if isinstance(value, Size) else int(value)
+    return value if isinstance(value, Open | Size) else int(value)
 
 
 def slice_masks(op: tf.Operation, entries: int) -> list[dict[str, bool]]:

@@ -13,12 +13,12 @@ from tfdp.checks.alone import SEED_AS_NUMBER, FunctionsOfRows
 from tfdp.checks.calls import Calls
 from tfdp.checks.captures import Captures
 from tfdp.checks.found import Found, Owner
-from tfdp.checks.given import all_given, are_open
+from tfdp.checks.given import given
 from tfdp.checks.graph import Analysis
+from tfdp.checks.open_lengths import Open
 from tfdp.checks.operations.chance import READ
 from tfdp.checks.sizes import Length, Size
-from tfdp.checks.values import PLAIN, WITHIN, Cause, Value
-from tfdp.checks.windows import NoPlaceError, Windows
+from tfdp.checks.values import PLAIN, WITHIN, Cause, Value, fixed
 from tfdp.losses.objective import refuse_output
 from tfdp.rules.places import ROWS_FIRST, Place, Where
 from tfdp.rules.uses import made_as
@@ -125,24 +125,17 @@ class Trace:
         with _keras.own_global_seed():
             graph = self._traced(run, signature).graph
         wanted = [tensor for tensors in self._noted.values() for tensor in tensors]
-        different: dict[Where, set[Place | None]] = {
-            where: set() for where in self._noted
+        # What is found there is proven where it is used.
+        known = self._captures.known(graph, given(signature, None))
+        values = iter(self._analysis(graph, None).values(graph, known, wanted))
+        places = {
+            where: _common_place([next(values) for _ in tensors])
+            for where, tensors in self._noted.items()
         }
-        for given in all_given(signature, None):
-            # What is found there is proven where it is used.
-            analysis = self._analysis(graph, signature, None, Windows())
-            known = self._captures.known(graph, given)
-            with contextlib.suppress(NoPlaceError):
-                values = iter(analysis.values(graph, known, wanted))
-                for where, tensors in self._noted.items():
-                    different[where].add(_common_place([next(values) for _ in tensors]))
         return {
             where: place
-            for where, places in different.items()
-            for place in places
-            if len(places) == 1
-            and place is not None
-            and (place != ROWS_FIRST or where in self._unrecorded)
+            for where, place in places.items()
+            if place is not None and (place != ROWS_FIRST or where in self._unrecorded)
         }
 
     def note_rows(
@@ -215,29 +208,10 @@ class Trace:
         views: int,
         ends_in_rows: bool,
     ) -> list[Found]:
-        found: dict[Cause, Found] = {}
-        windows = Windows()
-        left_out: list[Cause] = []
-        for given in all_given(signature, rows, views, windows=windows):
-            analysis = self._analysis(graph, signature, rows, windows)
-            try:
-                for each in self._found_in(graph, given, analysis, ends_in_rows):
-                    found.setdefault(each.cause, each)
-            except NoPlaceError as error:
-                left_out.append(error.cause)
-        for each in self._with_owners(graph, windows.causes(left_out)):
-            found.setdefault(each.cause, each)
-        return list(found.values())
-
-    def _found_in(
-        self,
-        graph: tf.Graph,
-        given: list[Value],
-        analysis: Analysis,
-        ends_in_rows: bool,
-    ) -> list[Found]:
+        arguments = given(signature, rows, views)
+        analysis = self._analysis(graph, rows)
         read, past = self._read or (graph.outputs, None)
-        known = self._captures.known(graph, given)
+        known = self._captures.known(graph, arguments)
         outputs = [each for each in self._outputs if each.graph is graph]
         wanted = [*read, *self._of_rows.outer_tensors(), *outputs]
         values = analysis.values(graph, known, wanted, past)
@@ -245,7 +219,7 @@ class Trace:
             id(tensor): value for tensor, value in zip(wanted, values, strict=True)
         }
         for output in outputs:
-            _check_output(by_tensor[id(output)], given[0].shape[0])
+            _check_output(by_tensor[id(output)], arguments[0].shape[0])
         # What is kept is at fault even if nothing that is returned depends on it.
         causes = set(analysis.effects)
         self.moved |= analysis.assigned | analysis.moved
@@ -270,24 +244,13 @@ class Trace:
             for cause in sorted(causes, key=lambda c: order[c.outer.name])
         ]
 
-    def _analysis(
-        self,
-        graph: tf.Graph,
-        signature: Sequence[Nest],
-        rows: int | None,
-        windows: Windows | None = None,
-    ) -> Analysis:
+    def _analysis(self, graph: tf.Graph, rows: int | None) -> Analysis:
         made_of = {
             tensor.op.name: inputs
             for tensor, inputs in self._made_of
             if tensor.graph is graph
         }
-        return Analysis(
-            rows,
-            made_of=made_of,
-            has_open_lengths=are_open(signature),
-            windows=windows,
-        )
+        return Analysis(rows, made_of=made_of)
 
 
 def _check_output(value: Value, rows: Length | None) -> None:
@@ -304,8 +267,11 @@ def _check_output(value: Value, rows: Length | None) -> None:
 
 def _common_place(values: list[Value]) -> Place | None:
     """Return where rows lie in all of some tensors, if it is known."""
+    if any(isinstance(number, Open) for each in values for number in each.layout[:2]):
+        # How many entries each row has is seen when the graph runs.
+        return None
     places = {
-        Place(each.axis, each.layout.times, each.layout.entries)
+        Place(each.axis, fixed(each.layout.times), fixed(each.layout.entries))
         for each in values
         if each.axis is not None
     }

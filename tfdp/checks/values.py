@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._types import Array
+from tfdp.checks.open_lengths import Open
 from tfdp.checks.sizes import Length, Lengths
 
 # In place of an axis: the tensor belongs to one row as a whole.
@@ -24,6 +25,13 @@ def known(what: _Known | None) -> _Known:
     if what is None:
         raise NotKnownError
     return what
+
+
+def fixed(number: int | Open) -> int:
+    """Return a number, or raise `NotKnownError` if it is that of an open length."""
+    if isinstance(number, Open):
+        raise NotKnownError
+    return number
 
 
 class Cause(NamedTuple):
@@ -57,8 +65,8 @@ class Layout(NamedTuple):
             any number of entries.
     """
 
-    times: int = 1
-    entries: int = 1
+    times: int | Open = 1
+    entries: int | Open = 1
     is_alike: bool = False
     words: str = ""
 

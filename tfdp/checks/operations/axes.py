@@ -1,6 +1,7 @@
 """Reductions, and what else goes along axes."""
 
 from tfdp.checks.node import ANY, Node, axis_from, rule
+from tfdp.checks.operations.elementwise import with_equal_blocks
 from tfdp.checks.sizes import is_fixed
 from tfdp.checks.values import Value, causes_of, have_rows, known
 
@@ -156,7 +157,8 @@ def _top_k(node: Node) -> Value:
 )
 def _cross_entropy(node: Node) -> Value:
     rows = [each for each in node.inputs if each.axis is not None]
-    if any(each.axis != 0 or each.layout != rows[0].layout for each in rows):
+    layouts = set(with_equal_blocks([each.layout for each in rows]))
+    if any(each.axis != 0 for each in rows) or len(layouts) > 1:
         return node.mixed("goes along the rows")
     lengths = node.inputs[0].lengths
     if lengths is not None and node.number == 0:

@@ -1,8 +1,9 @@
 """Sums of products."""
 
 import string
+from collections import defaultdict
 
-from tfdp.checks.node import ANY, NONE, Node, rule
+from tfdp.checks.node import ANY, NONE, Node, broadcast_length, rule
 from tfdp.checks.values import Value
 
 
@@ -43,17 +44,16 @@ def _einsum(node: Node) -> Value:
 def _contracted(node: Node, labels: list[str], output: str) -> Value:
     """Describe a sum of products, whose axes have labels."""
     places = set()
-    lengths = {}
+    lengths = defaultdict(list)
     for value, own in zip(node.inputs, labels, strict=True):
         for label, length in zip(own, value.shape, strict=True):
-            if length != 1 or label not in lengths:
-                lengths[label] = length
+            lengths[label].append(length)
         if value.axis is not None:
             # Rows that meet under one label are multiplied row by row.
             places.add((own[value.axis], value.layout))
             if own.count(own[value.axis]) > 1:
                 return node.mixed("takes the diagonal of the rows")
-    shape = tuple(lengths.get(label) for label in output)
+    shape = tuple(broadcast_length(lengths[label]) for label in output)
     if not places:
         return node.free(shape)
     if len(places) > 1:

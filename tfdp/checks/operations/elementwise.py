@@ -16,8 +16,9 @@ from tfdp.checks.node import (
     of_numbers,
     rule,
 )
+from tfdp.checks.open_lengths import Open
 from tfdp.checks.sizes import constant, is_fixed
-from tfdp.checks.values import Value, causes_of, have_rows
+from tfdp.checks.values import Layout, Value, causes_of, fixed, have_rows
 
 
 def joined(node: Node, values: Sequence[Value]) -> Value:
@@ -31,11 +32,33 @@ def joined(node: Node, values: Sequence[Value]) -> Value:
     lengths = broadcast(values)
     if not with_rows:
         return node.free(lengths, causes)
-    (place, layout), *others = {(each.from_end, each.layout) for each in with_rows}
+    layouts = with_equal_blocks([each.layout for each in with_rows])
+    (place, layout), *others = {
+        (each.from_end, own) for each, own in zip(with_rows, layouts, strict=True)
+    }
     rank = len(lengths) if lengths is not None else node.op.outputs[0].shape.rank
     if others or rank is None or place is None:
         return node.mixed("joins tensors whose rows are on different axes")
     return node.like(Value(rank + place, layout, lengths), causes)
+
+
+def with_equal_blocks(layouts: Sequence[Layout]) -> list[Layout]:
+    """Say of what goes together entry by entry that it has as many of each row.
+
+    Args:
+        layouts: Of tensors with the same number of rows. Where one of them is broadcast, it
+            has one entry, and there is one row.
+
+    Returns:
+        The layouts, all with the entries of one of them, if rows lie in plain blocks.
+    """
+    if not all(each.is_plain_blocks for each in layouts):
+        return list(layouts)
+    entries = [each.entries for each in layouts]
+    if not any(isinstance(number, Open) for number in entries):
+        return list(layouts)
+    one = min(entries, key=lambda number: isinstance(number, Open))
+    return [Layout(1, one)] * len(layouts)
 
 
 def _joined_lists(node: Node, values: Sequence[Value]) -> Value:
@@ -152,7 +175,7 @@ def _go_together(values: Sequence[Value]) -> bool:
 def _select(node: Node) -> Value:
     condition, *others = node.inputs
     numbers = condition.numbers
-    if numbers is not None and condition.lengths == () and is_fixed(numbers):
+    if numbers is not None and isinstance(numbers.item(0), int) and numbers.ndim == 0:
         return joined(node, [others[0] if numbers.item() else others[1]])
     if node.op.type == "Select" and condition.lengths and others[0].lengths:
         # A vector has one condition for each entry of the first axis.
@@ -187,7 +210,7 @@ def _is_always_so(node: Node) -> bool:
         and not picked.get_attr("batch_dims")
         and (along is not None and along.tolist() == of_params.axis == 0)
         and of_params.layout.is_plain_blocks
-        and are_never_negative(node, numbers, of_params.layout.entries)
+        and are_never_negative(node, numbers, fixed(of_params.layout.entries))
         and tf.get_static_value(least) == 0
         # How long it is may be said by data.
         and None not in node.inputs[0].shape

@@ -13,7 +13,7 @@ from tfdp.checks.node import (
     rule,
     static_lengths,
 )
-from tfdp.checks.values import PLAIN, Layout, Value, known
+from tfdp.checks.values import PLAIN, Layout, NotKnownError, Value, known
 
 
 @rule("ResourceGather", rows_in=[1])
@@ -38,7 +38,10 @@ def _gather(node: Node) -> Value:
             lengths = (*params.shape[:axis], *indices.shape, *params.shape[axis + 1 :])
             rows, layout = indices[:2]
             if rows is None:
-                rows, layout = 0, Layout(1, known(node.entries_of(indices.shape[0])))
+                entries = node.entries_of(indices.shape[0])
+                if entries is None:
+                    raise NotKnownError
+                rows, layout = 0, Layout(1, entries)
             causes = params.causes | own.causes
             return node.like(Value(rows + axis, layout, lengths), causes)
         # Rows may pick entries of their own, by numbers that begin where theirs do, and

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from tfdp.checks.node import COUNTS, NONE, Node, counting, lengths_from, rule
+from tfdp.checks.open_lengths import Open
 from tfdp.checks.sizes import Lengths, constant, is_fixed, same
 from tfdp.checks.values import (
     NEW_LIST,
@@ -95,7 +96,7 @@ def _about_list(node: Node) -> Value:
     lengths = value.lengths or (None,)
     shown = lengths[1:] if is_shape else lengths[:1]
     causes = node.causes
-    if not value.lengths or not all(isinstance(length, int) for length in shown):
+    if not value.lengths or not all(isinstance(each, int | Open) for each in shown):
         causes |= counting(node)
     # Gradients of loops make lists of tensors of this shape.
     is_known = is_shape and shown and None not in shown
@@ -213,7 +214,8 @@ def _concatenated(node: Node) -> Value:
         return node.mixed(_PUTS_BEHIND)
     # Of a list that may have no tensors nobody knows how many entries they have.
     length = None if is_open(value) or not value.lengths else value.lengths[0]
-    causes = node.causes if isinstance(length, int) else node.causes | counting(node)
+    is_known = isinstance(length, int | Open)
+    causes = node.causes if is_known else node.causes | counting(node)
     if value.axis is None or node.number:
         return node.free(causes=causes)
     return node.like(Value(value.axis - 1, value.layout), causes)

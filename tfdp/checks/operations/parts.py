@@ -14,6 +14,7 @@ from tfdp.checks.node import (
     of_numbers,
     rule,
 )
+from tfdp.checks.open_lengths import Open
 from tfdp.checks.operations.elementwise import joined
 from tfdp.checks.sizes import Length, Lengths, constant
 from tfdp.checks.values import Value, causes_of, known
@@ -75,8 +76,9 @@ def _concatenated(shapes: Sequence[Lengths | None], axis: int) -> Lengths | None
     known = [shape for shape in shapes if shape is not None]
     if len(known) < len(shapes):
         return None
+    # Those of other axes are equal, or this fails.
     lengths = [
-        next((length for length in each if length is not None), None)
+        min(each, key=lambda length: (length is None, isinstance(length, Open)))
         for each in zip(*known, strict=True)
     ]
     total: Length | None = 0

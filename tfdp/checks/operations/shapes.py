@@ -14,6 +14,7 @@ from tfdp.checks.node import (
     rule,
     static_lengths,
 )
+from tfdp.checks.open_lengths import Open
 from tfdp.checks.sizes import (
     UNKNOWN,
     Length,
@@ -24,7 +25,7 @@ from tfdp.checks.sizes import (
     reduced_axes,
     settled,
 )
-from tfdp.checks.values import PLAIN, Cause, Layout, Value, known
+from tfdp.checks.values import PLAIN, Cause, Layout, Value, fixed, known
 
 
 @rule("Shape", "ShapeN", "Size", rows_in=ANY)
@@ -60,6 +61,9 @@ def _range(node: Node) -> Value:
     # As many numbers as there are rows, or as a row has entries times rows, are theirs.
     if limit is None or start != 0 or not isinstance(step, int) or step <= 0:
         return node.free()
+    if isinstance(limit, Open) and not (limit.is_length and step == 1):
+        # Of what is below 0 there are none.
+        return node.free((Open.unknown("range", limit, step),))
     return node.free((limit // step if isinstance(limit, Size) else -(-limit // step),))
 
 
@@ -79,11 +83,14 @@ def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
     causes = value.causes
     if value.axis is None:
         return node.free(lengths, causes)
+    own, past = value.lengths or (), value.axis + 1
+    if own and own[:past] == lengths[:past]:
+        # What lies behind the rows is as much as it was, or this fails.
+        return node.like(Value(value.axis, value.layout, lengths), causes)
     # Flat, the entries are: before, times, rows, entries, after.
     times, entries = value.layout.times, value.layout.entries
-    own = value.lengths or ()
     ahead = known_product([*own[: value.axis], times])
-    behind = known_product([*own[value.axis + 1 :], entries])
+    behind = known_product([*own[past:], entries])
     # The rows go to an axis whose length is a multiple of theirs, if as many entries
     # come before and behind as before: then each row has the same ones as it had.
     for axis, length in enumerate(lengths):
@@ -99,37 +106,19 @@ def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
             continue
         layout = Layout(of_row // (behind // new_behind), behind // new_behind)
         if is_same_length(product([*lengths[:axis], layout.times]), ahead):
-            if node.has_open_lengths and not _are_whole(node, value, new_behind):
-                why = (
-                    "cuts axes of open lengths into parts, which may not end with a row"
-                )
-                causes |= {node.cause(why, is_certain=False)}
             return node.like(Value(axis, layout, lengths), causes)
     # With whole rows somewhere they may only be in another order; after what is not
     # known, they may be elsewhere.
     has_rows = any(node.entries_of(length) for length in lengths)
-    is_certain = not has_rows and all(each.is_certain for each in causes)
+    # Of some lengths they may be kept together.
+    may_be_open = any(map(_is_open, (*own, *lengths, times, entries)))
+    is_certain = not (has_rows or may_be_open) and all(c.is_certain for c in causes)
     why = "puts parts of different rows together"
     return node.mixed(why, is_certain=is_certain, causes=causes)
 
 
-def _are_whole(node: Node, value: Value, behind: int) -> bool:
-    """Tell whether so many entries of a row are those of whole axes, the last ones."""
-    # Of an axis whose length is known they may be a part that divides it. Of one that is
-    # open it may divide the lengths that were tried, and not every other.
-    known_lengths = node.op.inputs[0].shape
-    own = value.lengths or ()
-    for axis in reversed(range(known(value.axis) + 1, len(own))):
-        length = own[axis]
-        if behind == 1:
-            return True
-        if not isinstance(length, int) or not length:
-            return False
-        if behind % length:
-            is_known = known_lengths.rank == len(own) and known_lengths[axis] == length
-            return is_known and length % behind == 0
-        behind //= length
-    return behind in (1, value.layout.entries)
+def _is_open(length: Length | None) -> bool:
+    return isinstance(length.block if isinstance(length, Size) else length, Open)
 
 
 @rule("Reshape", rows_in=ANY)
@@ -234,7 +223,7 @@ def _tile(node: Node) -> Value:
         return node.mixed("repeats rows as often as there are rows")
     again = 1 if value.axis is None else times[value.axis]
     if again != 1:
-        if isinstance(again, Size) or again < 1 or value.layout.words:
+        if isinstance(again, Size) or fixed(again) < 1 or value.layout.words:
             return node.mixed("repeats all rows one after the other")
         layout = value.layout._replace(times=value.layout.times * again)
         value = value._replace(layout=layout)

@@ -11,8 +11,9 @@ from tfdp.checks.node import (
     lengths_from,
     rule,
 )
+from tfdp.checks.open_lengths import Open
 from tfdp.checks.sizes import Length, Size, is_fixed, slice_masks
-from tfdp.checks.values import Layout, Value, known
+from tfdp.checks.values import Layout, Value, fixed, known
 
 _PART_BY_ROWS = "takes a part that depends on rows"
 
@@ -97,30 +98,52 @@ def _at(value: Value, entry: int) -> Length | None:
 
 
 def _part(
-    length: Length | None, bounds: list[Length | None], has: dict[str, bool]
+    length: Length | None, given: list[Length | None], has: dict[str, bool]
 ) -> _Taken:
     """Say what is taken of one axis, from begin, end and stride."""
     if has["shrink_axis"]:
         return _Taken(None, takes_all=False, is_dropped=True)
-    begin = 0 if has["begin"] else bounds[0]
-    end = length if has["end"] else bounds[1]
-    stride = bounds[2]
+    begin = 0 if has["begin"] else given[0]
+    end = length if has["end"] else given[1]
+    stride = given[2]
     if begin is None or stride is None or (end is None and not has["end"]):
         return _Taken(None, takes_all=None)
     to_end = has["end"] or is_same_length(end, length)
     if begin == 0 and to_end and stride == 1:
         return _Taken(None, length)
-    if isinstance(length, int) and is_fixed([begin, end, stride]):
-        first = None if has["begin"] else begin
-        part = slice(first, None if has["end"] else end, stride)
-        places = range(*part.indices(length))
-        first = places.start if stride == 1 else None
-        return _Taken(None, len(places), takes_all=False, begin=first)
+    bounds = [length, begin, end, stride]
+    numbers = [number for number in bounds if isinstance(number, int)]
+    if len(numbers) == len(bounds):
+        own, first, stop, step = numbers
+        part = slice(
+            None if has["begin"] else first, None if has["end"] else stop, step
+        )
+        places = range(*part.indices(own))
+        at = places.start if step == 1 else None
+        return _Taken(None, len(places), takes_all=False, begin=at)
+    if any(isinstance(number, Open) for number in bounds):
+        return _Taken(None, _of_open(length, begin, end, stride), takes_all=False)
     if stride != 1:
         return _Taken(None, takes_all=False)
     past = length if to_end else end
     between = None if past is None else past - begin
     return _Taken(None, between, takes_all=False, begin=begin)
+
+
+def _of_open(
+    length: Length | None, begin: Length, end: Length | None, stride: Length
+) -> Length | None:
+    """Return the length of a part where it depends on how long the axis is."""
+    bounds = (length, begin, end, stride)
+    if length is None or end is None or any(isinstance(n, Size) for n in bounds):
+        return None
+    if stride == 1:
+        past = length + end if isinstance(end, int) and end < 0 else end
+        left_out = length - (past - begin)
+        # As long as all but one, where there is one. Of shorter axes parts end sooner.
+        if begin in (0, 1) and left_out == 1:
+            return length - 1
+    return Open.unknown("part", *bounds)
 
 
 @rule("StridedSlice", otherwise=_PART_BY_ROWS)
@@ -141,8 +164,8 @@ def _cut(
     of_rows = next(taken for taken in found if taken.axis == value.axis)
     layout = value.layout
     if not of_rows.takes_all:
-        times = _times(node, layout.entries, of_rows)
-        if times is None or layout.words or times[1] > layout.times:
+        times = _times(node, fixed(layout.entries), of_rows)
+        if times is None or layout.words or times[1] > fixed(layout.times):
             is_certain = of_rows.takes_all is not None
             return node.mixed("takes some of the rows", is_certain=is_certain)
         layout = layout._replace(times=times[1] - times[0])
@@ -156,7 +179,10 @@ def _times(node: Node, entries: int, taken: _Taken) -> tuple[int, int] | None:
         return None
     first = 0 if taken.begin == 0 else node.entries_of(taken.begin)
     number = node.entries_of(taken.length)
-    if first is None or not number or first < 0 or number < 0:
+    if first is None or not number:
+        return None
+    first, number = fixed(first), fixed(number)
+    if first < 0 or number < 0:
         return None
     if first % entries or number % entries:
         return None
@@ -166,8 +192,9 @@ def _times(node: Node, entries: int, taken: _Taken) -> tuple[int, int] | None:
 def _are_of(layout: Layout, times: tuple[int, int], whole: int) -> bool:
     """Tell whether so many entries of each row are those of `layout`, and more of these."""
     first, past = times
-    is_part = past - first == layout.times and past * layout.entries <= whole
-    return is_part and not whole % layout.entries and not layout.words
+    entries = fixed(layout.entries)
+    is_part = past - first == layout.times and past * entries <= whole
+    return is_part and not whole % entries and not layout.words
 
 
 @rule("StridedSliceGrad", rows_in=[4])
@@ -183,9 +210,9 @@ def _strided_slice_grad(node: Node) -> Value:
     of_rows = [taken for taken in found if not taken.is_dropped][value.axis]
     layout = value.layout
     if of_rows.axis is None or not of_rows.takes_all:
-        times = _times(node, layout.entries, of_rows)
+        times = _times(node, fixed(layout.entries), of_rows)
         whole = None if times is None else node.entries_of(lengths[known(of_rows.axis)])
-        if times is None or not whole or not _are_of(layout, times, whole):
+        if times is None or not whole or not _are_of(layout, times, fixed(whole)):
             is_certain = of_rows.takes_all is not None
             return node.mixed("puts rows to others", is_certain=is_certain)
         # There are zeros beside what is put in.

@@ -2,8 +2,12 @@
 
 import math
 
+import tensorflow as tf
+
+from tfdp import _keras
 from tfdp.checks.convolutions import fault_of_onednn
 from tfdp.checks.node import ANY, Node, has_fixed_rest, lengths_from, rule
+from tfdp.checks.open_lengths import Open
 from tfdp.checks.sizes import Length, Lengths
 from tfdp.checks.values import Layout, Value, known
 
@@ -35,12 +39,35 @@ def _spatial(node: Node) -> Value:
         fault = fault_of_onednn(inputs, kernel, outputs, strides=node.attr("strides"))
         if fault is not None:
             return node.mixed(f"{fault}, by a fault of oneDNN on CPUs")
+    if node.op.type in _CONVOLUTIONS and not _has_a_place(node.op):
+        why = (
+            "may find no place in an open length, and reads memory of other rows then, by a "
+            "fault of oneDNN on CPUs (those of Keras and of `tf.nn` fail)"
+        )
+        return node.mixed(why, is_certain=False)
     # Of tensors of other ranks nobody knows which axis is that of the batch.
     has_batch = value.axis == 0 and node.op.inputs[0].shape.rank in (4, 5)
     if value.axis is not None and not has_batch:
         return node.mixed("takes the rows for a space")
     lengths = _slid_over(node) if node.op.type in _SLIDING and has_batch else None
     return node.like(value._replace(lengths=lengths))
+
+
+_CONVOLUTIONS = ("Conv2D", "Conv3D", "DepthwiseConv2dNative")
+
+
+def _has_a_place(op: tf.Operation) -> bool:
+    """Tell whether a convolution is known to have a position, or to fail."""
+    inputs, kernel = op.inputs
+    if op.get_attr("padding") == b"SAME" or _keras.has_gpus():
+        return True
+    is_open = any(
+        length is None and size != 1
+        for length, size in zip(inputs.shape[1:-1], kernel.shape[:-2], strict=True)
+    )
+    return not is_open or any(
+        before.type == "Assert" for before in inputs.op.control_inputs
+    )
 
 
 # Where a window slides over a space, of as many positions as fit.
@@ -62,7 +89,7 @@ def _slid_over(node: Node) -> Lengths | None:
     positions: list[Length | None] = []
     for axis, length in enumerate(value.shape[1:-1]):
         extent, pads = window[axis], (0, 0)
-        if not (isinstance(length, int) and isinstance(extent, int)):
+        if not (isinstance(length, int | Open) and isinstance(extent, int)):
             return None
         stride = node.attr("strides")[1 + axis]
         reach = dilations[axis] * (extent - 1) + 1
@@ -70,16 +97,18 @@ def _slid_over(node: Node) -> Lengths | None:
             reach = 1
         elif node.attr("padding") == b"EXPLICIT":
             pads = node.attr("explicit_paddings")[2 + 2 * axis :][:2]
-        made = max(length + sum(pads) - reach + stride, 0) // stride
-        positions.append(made)
-        if not node.has_open_lengths:
-            continue
-        if node.windows is None:
-            return None
-        node.windows.note(
-            *(node.op, axis), length=length, positions=made, stride=stride
-        )
+        positions.append(_positions(length + sum(pads), reach, stride))
     return (value.shape[0], *positions, None)
+
+
+def _positions(length: int | Open, reach: int, stride: int) -> int | Open:
+    """Return how many positions a window has."""
+    if isinstance(length, int):
+        return max(length - reach + stride, 0) // stride
+    if reach == stride == 1:
+        return length
+    # None where the axis is shorter than the window.
+    return Open.unknown("window", length, reach, stride)
 
 
 @rule(*_OF_SEVERAL.split(), rows_in=ANY)
@@ -129,7 +158,23 @@ def _space_and_batch(node: Node) -> Value:
     if value.axis != 0 or (times % number and not is_into_batch):
         return node.mixed("takes the rows for a space")
     times = times * number if is_into_batch else times // number
-    return node.like(Value(0, Layout(times, entries)))
+    return node.like(Value(0, Layout(times, entries), _blocked(node, is_into_batch)))
+
+
+def _blocked(node: Node, is_into_batch: bool) -> Lengths | None:
+    """Return the lengths of spaces that were cut into blocks, or are put together again."""
+    value, block, rims = node.inputs
+    if rims.numbers is None or value.lengths is None:
+        return None
+    sizes = lengths_from(block)
+    lengths = list(value.lengths)
+    for axis, (size, rim) in enumerate(zip(sizes, rims.numbers, strict=True), 1):
+        length, more = lengths[axis], sum(rim.tolist())
+        if length is not None:
+            lengths[axis] = (
+                (length + more) // size if is_into_batch else length * size - more
+            )
+    return tuple(lengths)
 
 
 @rule("MaxPoolWithArgmax")
