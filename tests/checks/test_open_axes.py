@@ -115,6 +115,12 @@ MEETING = {
     ),
     "columns": (in_columns_to_fifty, (None, None, None, D)),
     "another": (of_another, (None, D), (None, D)),
+    # One position is as many as the other has.
+    "broadcast": (
+        lambda x, y: in_parts(tf.concat([x + y, x], 1), 2 * tf.shape(x)[1], D),
+        (None, D),
+        (None, D),
+    ),
     # Cut at both ends, it may be empty, and padded again longer than it was.
     "padded again": (
         lambda x: in_parts(
