@@ -674,8 +674,21 @@ def test_only_models_are_taken():
     "make", [lambda: keras.Sequential([batch_norm("norm")]), OwnModel]
 )
 def test_a_model_must_be_built(make):
-    with pytest.raises(ValueError, match=r"must be built.*Use `model\.build"):
-        fix_model(make())
+    model = make()
+    with pytest.raises(ValueError, match=r"must be built.*`model\(x\[:1\]\)`"):
+        fix_model(model)
+    # What it advises.
+    model(np.ones((1, 8, 8, 3)))
+    fix_model(model)
+
+
+@pytest.mark.filterwarnings("ignore:`build..` was called on layer")
+def test_a_class_that_only_says_that_it_is_built_is_not():
+    model = OwnModel()
+    model.norm.trainable = True
+    model.build((None, 8, 8, 3))
+    with pytest.raises(ValueError, match="must be built"):
+        fix_model(model)
 
 
 # ------------------------------------------------------------- nothing else is changed
@@ -861,6 +874,51 @@ def test_what_no_config_holds_is_in_the_copy(stack, rng):
     np.testing.assert_array_equal(new(x), old(x))
     regularizer = getattr(old, "kernel_regularizer", None)
     assert getattr(new, "kernel_regularizer", None) is regularizer
+
+
+class Leaving(keras.layers.Layer):
+    """Leaves most of its arguments out of its config."""
+
+    def __init__(self, units, scale=1.0, depth=1, table=None, **kwargs):
+        super().__init__(**kwargs)
+        self.units, self.scale, self.table = units, scale, table
+        self.dense = [keras.layers.Dense(units) for _ in range(depth)]
+
+    def build(self, shape):
+        for dense in self.dense:
+            dense.build(shape)
+
+    def call(self, x):
+        for dense in self.dense:
+            x = dense(x)
+        return self.scale * x
+
+    def get_config(self):
+        return super().get_config() | {"units": self.units}
+
+
+def test_what_a_config_leaves_out_is_in_the_copy(rng):
+    model = around(Leaving(4, scale=50.0, depth=3))
+    fixed = tfdp.fix_model(model)
+    old, new = model.layers[-1], fixed.layers[-1]
+    x = rng.normal(size=(2, 4))
+    np.testing.assert_array_equal(new(x), old(x))
+    assert old is not new
+
+
+@pytest.mark.parametrize(
+    ("arguments", "received"),
+    [
+        ({"scale": 50.0}, r"copy has scale=1\.0, for 50\.0"),
+        ({"depth": 3}, "copy has 1 layers in it, for 3"),
+        ({}, "copy has table=None, for array"),
+    ],
+)
+def test_a_copy_that_would_be_another_layer_is_refused(arguments, received):
+    """Of a layer that was made with an array Keras does not note with what else."""
+    table = np.ones(3)
+    with pytest.raises(UnsupportedLayerError, match=f"Leaving.*{received}"):
+        tfdp.fix_model(around(Leaving(4, table=table, **arguments)))
 
 
 def test_a_layer_that_cannot_be_copied_is_named():

@@ -686,6 +686,12 @@ def inside_xla() -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
+def arguments_of(operation: keras.Operation) -> dict[str, Nest]:
+    """Return what an operation was made with; nothing unless all is numbers and texts."""
+    config = getattr(operation, "_auto_config", None)
+    return {} if config is None else dict(config.config)
+
+
 def flatten_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """List the model and all the layers in it, at every depth, each once."""
     return list(model._flatten_layers())

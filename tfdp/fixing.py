@@ -5,7 +5,7 @@ import inspect
 import math
 import tempfile
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import keras
 
@@ -105,10 +105,12 @@ def _check_type(model: object) -> None:
             "`model` must not be private yet. Received: model of type DPModel. Fix the "
             "model in it: `tfdp.DPModel(tfdp.fix_model(private.model))`."
         )
-    if not model.built:
+    # A class without a `build` of its own is said to be built before its layers are.
+    normalizing = [each for each in _keras.flatten_layers(model) if _mixes(each)]
+    if not all(each.built for each in (model, *normalizing)):
         raise ValueError(
             f"Model `{model.name}` must be built, so that the numbers of channels are "
-            f"known. Received: model={model!r}. Use `model.build((None, 32, 32, 3))`, "
+            f"known. Received: model={model!r}. Call it on some rows, `model(x[:1])`, "
             "or begin with `keras.Input((32, 32, 3))`."
         )
 
@@ -213,12 +215,14 @@ _HELD = (keras.Initializer, keras.Regularizer, keras.constraints.Constraint)
 
 
 def _made_of_config(layer: _Operation) -> _Operation:
-    config = layer.get_config()
+    taken = inspect.signature(type(layer)).parameters
+    given = _keras.arguments_of(layer)
+    # A config may leave out what would then be a default.
+    config = {name: given[name] for name in taken if name in given} | layer.get_config()
     try:
         return type(layer).from_config(config)
     except TypeError:
         # Not every class takes the name, the dtype, and whether it is to be trained.
-        taken = inspect.signature(type(layer)).parameters
         copy = type(layer)(**{k: v for k, v in config.items() if k in taken})
     copy.name = layer.name
     return copy
@@ -367,10 +371,14 @@ def _fill_alike(
 ) -> None:
     """Fill a copy of the same class, and replace what is in it."""
     _build_alike(original, copy)
+    sources, targets = map(_keras.flatten_layers, (original, copy))
+    if len(sources) != len(targets):
+        _refuse_copy(
+            original, f"{len(targets) - 1} layers in it, for {len(sources) - 1}"
+        )
     replaced = set()
-    for source, target in zip(
-        *map(_keras.flatten_layers, (original, copy)), strict=True
-    ):
+    for source, target in zip(sources, targets, strict=True):
+        _check_alike(source, target)
         if _mixes(source):
             _replace(source, target, groups)
             replaced |= {id(v) for v in [*source.variables, *target.variables]}
@@ -391,6 +399,32 @@ def _fill_alike(
     )
     for source, target in zip(*kept, strict=True):
         _assign(source, target)
+
+
+def _check_alike(source: keras.layers.Layer, copy: keras.layers.Layer) -> None:
+    """Refuse a copy that was not made with the same numbers and texts."""
+    given = inspect.signature(type(source)).parameters
+    for name, value in vars(source).items():
+        other = vars(copy).get(name)
+        if isinstance(value, bool | int | float | str):
+            is_alike = name[0] == "_" or name in _OF_EACH or value == other
+        else:
+            # Of other arguments no more is known than whether there is one.
+            is_alike = name not in given or (value is None) == (other is None)
+        if not is_alike:
+            _refuse_copy(source, f"{name}={other!r}, for {value!r}")
+
+
+# What a copy has of its own, or gets later.
+_OF_EACH = ("name", "built", "trainable")
+
+
+def _refuse_copy(layer: keras.layers.Layer, has: str) -> NoReturn:
+    raise UnsupportedLayerError(
+        "`fix_model` must copy each layer of a model by its config. Received: layer="
+        f"{layer!r}, whose copy has {has}. Return all arguments of its `__init__` from "
+        "`get_config`."
+    )
 
 
 def _assign(source: Variable, target: Variable) -> None:
