@@ -140,6 +140,7 @@ SHAPES = {
     "rolled": (WIDTH,),
     "shifted": (LENGTH, WIDTH),
     "positions": (1, LENGTH, WIDTH),
+    "looked_up": (7, WIDTH),
     "temperature": (),
     "decay": (WIDTH,),
     "weighed": (LENGTH,),
@@ -181,6 +182,9 @@ SHAPES = {
 # Before and after each axis: by itself, TensorFlow pads the same before as after.
 PADS = [(0, 0), (0, 0), (2, 1), (0, 0)]
 
+# By the layer, say, when it was made.
+MADE_BEFORE = tf.range(LENGTH) * 2
+
 USES = {
     "scaled": lambda x, own: x * own,
     "rolled": lambda x, own: x * ops.roll(own, 1, axis=-1),
@@ -197,6 +201,7 @@ USES = {
     "transposed": lambda x, own: ops.matmul(x, ops.transpose(own)),
     "flattened": flattened,
     "of_squares": lambda x, own: ops.matmul(x, own**2),
+    "looked_up": lambda x, own: x + ops.take(own, MADE_BEFORE, axis=0),
     "mixed_positions": lambda x, own: ops.matmul(own, x),
     "heads": lambda x, own: ops.matmul(x[:, None], own),
     "einsum": lambda x, own: ops.einsum("ntd,hde->nhte", x, own),
@@ -459,6 +464,7 @@ def chosen(problem, engine="auto", seen=None):
 QUICK = {
     "in_a_map",
     "in_activations",
+    "looked_up",
     "nodes",
     "padded",
     "part",

@@ -20,9 +20,13 @@ class Free:
     def __init__(self, number: int | None) -> None:
         self.number = number
         self._known: dict[str, bool] = {}
+        # Whether what a graph captures may be rows.
+        self._has_rows_outside = False
 
     def add(self, rows: Iterable[Tensor]) -> None:
         """Note tensors that are rows, whatever made them: they may be constants."""
+        rows = list(rows)
+        self._has_rows_outside |= not all(map(tf.is_symbolic_tensor, rows))
         self.note(rows, is_free=False)
 
     def note(self, tensors: Iterable[Tensor], *, is_free: bool) -> None:
@@ -47,7 +51,8 @@ class Free:
                 # Other resources bring data, such as iterators.
                 self._known[op.name] = op.type in {"ReadVariableOp", "VariableShape"}
             elif not before:
-                self._known[op.name] = op.type == "Const"
+                is_outside = _is_made_outside(op) and not self._has_rows_outside
+                self._known[op.name] = op.type == "Const" or is_outside
             elif "Random" in op.type or _copies_for_rows(op, self.number):
                 self._known[op.name] = False
             elif _is_length(op):
@@ -56,6 +61,16 @@ class Free:
                 stack.append((op, True))
                 stack.extend((each.op, False) for each in op.inputs)
         return self._known[tensor.op.name]
+
+
+def _is_made_outside(op: tf.Operation) -> bool:
+    """Tell whether it stands for a tensor that was made before the graph."""
+    return any(
+        inner.op.name == op.name
+        and not tf.is_symbolic_tensor(outer)
+        and outer.dtype not in (tf.resource, tf.variant)
+        for outer, inner in getattr(op.graph, "captures", ())
+    )
 
 
 def _copies_for_rows(op: tf.Operation, number: int | None) -> bool:
