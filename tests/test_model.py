@@ -837,9 +837,8 @@ def on_a_gpu(layer, seen):
 @pytest.mark.parametrize(
     "use_cudnn", ["auto", pytest.param(True, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize(
-    "engine", [pytest.param("bookkeeping", marks=pytest.mark.slow), "vectorized"]
-)
+@pytest.mark.parametrize("engine", ["bookkeeping", "vectorized"])
+@pytest.mark.slow
 def test_training_does_without_cudnn_and_xla_compiles_it(engine, use_cudnn):
     seen = []
     layer = on_a_gpu(layers.LSTM(3), seen)

@@ -128,6 +128,7 @@ def test_who_stops_a_training_with_a_budget_owes_no_more_than_that(rows):
     assert model.ledger.cut_short == (passes(3),)
 
 
+@pytest.mark.slow
 def test_a_spent_budget_binds_everywhere(rows, tmp_path):
     model = private()
     budget = budget_of(passes(2), UnamplifiedSteps(3, 128.0))

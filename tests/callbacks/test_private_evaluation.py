@@ -292,6 +292,7 @@ def test_releases_come_out_of_the_budget_of_the_steps():
     assert not ledger.cut_short
 
 
+@pytest.mark.slow
 def test_a_release_without_room_is_not_made(caplog):
     model = private()
     evaluation = PrivateEvaluation(["accuracy"], noise_multiplier=0.01)

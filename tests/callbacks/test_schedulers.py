@@ -371,6 +371,7 @@ def test_one_callback_alone_may_set_a_variable(callbacks):
     assert not model.ledger.steps
 
 
+@pytest.mark.slow
 def test_levels_of_planned_noise_are_those_of_the_sensitivity():
     """Of 40 noise multipliers at most 32 stand for all, each of them a half."""
     model = private(1.0, num_microbatches=ROWS // 2)

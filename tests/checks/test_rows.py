@@ -1673,6 +1673,7 @@ def test_each_number_of_rows_that_is_seen_is_looked_at(loss, options):
         train(64)
 
 
+@pytest.mark.slow
 def test_each_eager_batch_is_looked_at():
     """Sizes that vary, as Poisson draws do."""
     x, y = np.ones((64, D), "float32"), np.ones((64, 1), "float32")

@@ -121,6 +121,7 @@ def test_empty_bins_are_batches(tmp_path):
     assert len(sizes) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_all_trainings_on_the_same_files_are_one_allocation(tmp_path):
     data = write(tmp_path / "one")

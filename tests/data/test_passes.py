@@ -99,6 +99,7 @@ def test_an_iterator_that_is_dropped_is_not_gone_on_with():
     assert not [each for each in dropped if each in batches]
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_fit_takes_every_row_once_an_epoch(trained):
     model = private()

@@ -218,6 +218,7 @@ def test_a_worker_with_nothing_left_to_do_says_so(tmp_path):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_a_mirrored_device_alone(rng):
     with one_device_scope():

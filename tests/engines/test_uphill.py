@@ -244,6 +244,7 @@ def test_layers_that_are_not_linear_are_named(name):
         run(take(pool(problem).batch, [0, 1]), 1.0)
 
 
+@pytest.mark.slow
 def test_gradients_of_sums_are_spread_by_broadcasting():
     # TensorFlow would make tiles of them, which takes many times as long.
     model = keras.Sequential([

@@ -86,6 +86,7 @@ def test_it_predicts_the_same_for_batches_of_any_size(digits):
             np.testing.assert_allclose(served[key], value, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_only_weights_of_the_model_are_stored(digits):
     private, path, _ = digits
@@ -149,6 +150,7 @@ def of_a_step(private):
     assert float(private.model.layers[0].total.result()) > 0
 
 
+@pytest.mark.slow
 def test_what_layers_have_measured_is_not_exported(tmp_path):
     inner = keras.Sequential([keras.Input((3,)), Measuring(), layers.Dense(1)])
     private = untrained(inner, expected_batch_size=8)

@@ -149,6 +149,7 @@ def test_a_pass_of_shared_noise_is_one_release_that_costs_more():
     assert found.noise_multiplier == pytest.approx(expected.noise_multiplier)
 
 
+@pytest.mark.slow
 def test_a_budget_counts_shared_noise_as_it_costs():
     model = private(Banded(0.5))
     target = tfdp.accounting.Ledger((

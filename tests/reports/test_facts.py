@@ -155,6 +155,7 @@ def test_without_noise_nothing_is_proven_and_it_stays_json():
     assert "Guarantee: None: steps ran without noise." in card
 
 
+@pytest.mark.slow
 def test_nothing_is_proven_of_what_plain_keras_trained_afterwards():
     private = fitted(small())
     private.model.compile("sgd", "mse", run_eagerly=True)

@@ -462,13 +462,11 @@ def chosen(problem, engine="auto", seen=None):
 
 # The others take seconds as well, and differ in no more than an operation.
 QUICK = {
-    "in_a_map",
     "in_activations",
     "looked_up",
     "nodes",
     "padded",
     "part",
-    "places",
     "rolled",
     "tied",
 }

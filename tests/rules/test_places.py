@@ -243,7 +243,6 @@ def names(*quick, one_more=()):
 
 @names(
     "attention_in_windows",
-    "nodes_first",
     "views",
     # Of what these are made of, others are left.
     one_more={"nodes_of_windows", "windows", "nodes"},

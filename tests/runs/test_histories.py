@@ -34,6 +34,7 @@ from tfdp.runs.recorder import LedgerRecorder
 # ------------------------------------------------------------------- one of several
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_a_model_of_two_has_what_its_parts_run_later():
     one, other = part("one"), part("other")

@@ -77,6 +77,7 @@ def test_who_stops_at_a_private_loss_is_warned_and_told_what_to_do():
         assert sorted_callbacks(stop) == [stop]
 
 
+@pytest.mark.slow
 def test_validation_of_rows_that_are_trained_on_decides_nothing(tmp_path):
     x, y = data(20)
     stop = keras.callbacks.EarlyStopping("val_loss")

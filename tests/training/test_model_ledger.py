@@ -196,6 +196,7 @@ def plain_steps(model):
     return model.privacy_report(1e-3)["plain_keras_steps"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")
 def test_plain_steps_are_saved(tmp_path):
     model = trained_by_plain_keras()
