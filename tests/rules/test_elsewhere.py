@@ -141,6 +141,7 @@ SHAPES = {
     "shifted": (LENGTH, WIDTH),
     "positions": (1, LENGTH, WIDTH),
     "looked_up": (7, WIDTH),
+    "drawn": (2, WIDTH),
     "temperature": (),
     "decay": (WIDTH,),
     "weighed": (LENGTH,),
@@ -201,6 +202,9 @@ USES = {
     "transposed": lambda x, own: ops.matmul(x, ops.transpose(own)),
     "flattened": flattened,
     "of_squares": lambda x, own: ops.matmul(x, own**2),
+    "drawn": lambda x, own: (
+        x + ops.prod(own * (1 + tf.random.stateless_normal([2, WIDTH], [1, 2])), 0)
+    ),
     "looked_up": lambda x, own: x + ops.take(own, MADE_BEFORE, axis=0),
     "mixed_positions": lambda x, own: ops.matmul(own, x),
     "heads": lambda x, own: ops.matmul(x[:, None], own),
@@ -462,6 +466,7 @@ def chosen(problem, engine="auto", seen=None):
 
 # The others take seconds as well, and differ in no more than an operation.
 QUICK = {
+    "drawn",
     "in_activations",
     "looked_up",
     "nodes",

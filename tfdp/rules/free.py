@@ -53,8 +53,14 @@ class Free:
             elif not before:
                 is_outside = _is_made_outside(op) and not self._has_rows_outside
                 self._known[op.name] = op.type == "Const" or is_outside
-            elif "Random" in op.type or _copies_for_rows(op, self.number):
+            elif _copies_for_rows(op, self.number):
                 self._known[op.name] = False
+            elif "Random" in op.type:
+                # As many numbers however many rows there are: one draw for all of them.
+                shape = op.outputs[0].shape
+                self._known[op.name] = (
+                    shape.is_fully_defined() and self.number not in shape.as_list()
+                )
             elif _is_length(op):
                 self._known[op.name] = True
             else:
