@@ -170,6 +170,28 @@ def test_convolutions_without_a_place_fail(convolve, shape, kernel, shorter):
     assert not any(op.type == "Assert" for op in whole.graph.get_operations())
 
 
+@pytest.mark.parametrize(
+    ("padding", "data_format", "shape", "kernel"),
+    [
+        ("VALID", "NCHW", (None, 4, 9, None), (3, 3, 4, 4)),
+        ([(0, 0), (1, 0), (0, 0), (0, 0)], "NHWC", (None, None, 9, 4), (3, 3, 4, 4)),
+        ("VALID", "NHWC", (None, 9, 9, 4), (None, 3, 4, 4)),
+    ],
+)
+def test_open_lengths_of_all_kinds_are_compared(padding, data_format, shape, kernel):
+    @tf.function(autograph=False)
+    def convolve(x, kernel):
+        return tf.nn.conv2d(x, kernel, 1, padding, data_format)
+
+    with _keras.convolutions_replaced(lambda *_: None):
+        traced = convolve.get_concrete_function(
+            tf.TensorSpec(shape), tf.TensorSpec(kernel)
+        )
+    operations = traced.graph.get_operations()
+    (made,) = [op for op in operations if op.type == "Conv2D"]
+    assert _keras.fails_without_a_place(made)
+
+
 @pytest.mark.parametrize("begin", [(0, 1, 0), (0, 4, 3), (2, -1, 9)])
 def test_slices_are_updated_as_by_xla(begin, rng):
     x, part = rng.normal(size=(3, 5, 4)), rng.normal(size=(3, 2, 1))

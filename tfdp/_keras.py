@@ -352,36 +352,57 @@ def _as_long_as_windows(
     padding: str,
     data_format: str | None = None,
     dilations: Sequence[int] | None = None,
+    explicit_paddings: Sequence[int] = (),
     **others: Nest,
 ) -> Tensor:
     """Return inputs that fail where they are shorter than windows along open axes."""
     del others
     rank = kernel.shape.rank
-    is_last = (data_format or "C").endswith("C")
-    if padding != "VALID" or not is_last or has_gpus() or inputs.shape.rank != rank:
+    # TensorFlow's own gradients give bytes.
+    is_same = padding in ("SAME", b"SAME")
+    if is_same or has_gpus() or rank is None or inputs.shape.rank != rank:
         return inputs
+    first = 1 if (data_format or "C").endswith("C") else 2
     every = [1] * rank if dilations is None else dilations
-    least = {
-        axis: every[axis] * (kernel.shape[axis - 1] - 1) + 1
-        for axis in range(1, rank - 1)
-        if inputs.shape[axis] is None and kernel.shape[axis - 1] not in (None, 1)
-    }
-    if not least:
+    rims = list(explicit_paddings) or [0] * (2 * rank)
+    missing = [
+        every[axis] * (_length(kernel, place) - 1)
+        + 1
+        - sum(rims[2 * axis : 2 * axis + 2])
+        - _length(inputs, axis)
+        for place, axis in enumerate(range(first, first + rank - 2))
+        if None in (inputs.shape[axis], kernel.shape[place])
+        and kernel.shape[place] != 1
+    ]
+    if not missing:
         return inputs
-    lengths = tf.gather(tf.shape(inputs), [*least])
     check = tf.debugging.Assert(
-        tf.reduce_all(lengths >= [*least.values()]),
-        [_TOO_SHORT.format([*least.values()])],
+        tf.reduce_max(tf.stack(missing)) <= 0, [_TOO_SHORT], name=_HAS_A_PLACE
     )
     with tf.control_dependencies([check]):
         return tf.identity(inputs)
 
 
+def _length(tensor: Tensor, axis: int) -> int | Tensor:
+    known: int | None = tensor.shape[axis]
+    return tf.shape(tensor)[axis] if known is None else known
+
+
+_HAS_A_PLACE = "tfdp_has_a_place"
 # No lengths: those of a drawn batch are not public.
 _TOO_SHORT = (
     "A convolution must have a place for its window. Received: a batch that is shorter than "
-    "{} along an open axis. Use `padding='same'`, or leave out what is shorter."
+    "a window along an open axis. Use `padding='same'`, or leave out what is shorter."
 )
+
+
+def fails_without_a_place(convolution: tf.Operation) -> bool:
+    """Tell whether a convolution of what is shorter than its window fails."""
+    return any(
+        before.type == "Assert" and _HAS_A_PLACE in before.name
+        for before in convolution.inputs[0].op.control_inputs
+    )
+
 
 _CONVOLUTIONS = {name: getattr(gen_nn_ops, name) for name in ("conv2d", "conv3d")}
 _depthwise_of_tensorflow = gen_nn_ops.depthwise_conv2d_native

@@ -22,7 +22,7 @@ from tfdp import engines, rules
 from tfdp.ascent.losses import Ascent
 from tfdp.checks.engine import choose
 from tfdp.checks.following import check_objective
-from tfdp.engines.bookkeeping import BookkeepingEngine
+from tfdp.engines.bookkeeping import BookkeepingEngine, GhostEngine
 from tfdp.errors import UnsupportedLayerError, UnsupportedLossError
 from tfdp.losses.batch import Batch
 from tfdp.losses.objective import Objective
@@ -801,16 +801,32 @@ def test_unseeded_layers_are_random_from_the_first_pass(wrapper):
         return tfdp.clipped_gradients(model, "mse", x, y, l2_norm_clip=1.0).norms
 
     first, second = np.asarray(norms()), np.asarray(norms())
-    # A row's mask is its own, and another one each time.
-    assert len(set(first)) > 8
+    # All rows have the mask that Keras draws for all, another one each time.
+    np.testing.assert_allclose(first, first[0], rtol=1e-6)
     assert not np.array_equal(first, second)
 
 
-def test_a_random_layer_without_a_rule_is_refused():
-    # The norm would be that of one draw, the sum that of another.
-    objective = Objective.of(sequential((3,), DropConnect(), layers.Dense(1)), "mse")
-    with pytest.raises(UnsupportedLayerError, match="must not be random"):
-        choose("bookkeeping", objective, linear_data())
+@pytest.mark.parametrize("engine", [BookkeepingEngine(), GhostEngine()])
+def test_weights_with_a_mask_have_the_norm_of_that_draw(engine):
+    model = sequential((3,), DropConnect(), layers.Dense(1))
+    objective = Objective.of(model, "mse")
+    assert choose(engine, objective, linear_data()).name == engine.name
+    x, y = np.full((1, 3), 1e5, "float32"), np.ones((1, 1), "float32")
+
+    def clipped(clip):
+        @tf.function(autograph=False)
+        def run():
+            return tfdp.clipped_gradients(
+                model, "mse", x, y, l2_norm_clip=clip, engine=engine
+            )
+
+        found = run()
+        return float(tf.linalg.global_norm(found.gradients)), float(found.norms[0])
+
+    for _ in range(3):
+        total, norm = clipped(1e30)
+        np.testing.assert_allclose(total, norm, rtol=1e-5)
+        assert clipped(1.0)[0] <= 1
 
 
 def test_a_wrong_rule_is_found_out_beside_a_row_of_nan(table):

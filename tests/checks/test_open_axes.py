@@ -67,6 +67,79 @@ def in_columns_to_fifty(x):
     return tf.reshape(x[:, 0, 0, :width], [-1, 50 * D])
 
 
+def padded_to(x, length, number=8):
+    """Taken apart as if it had so many entries, and `number` more."""
+    more = tf.pad(x, [(0, 0), (0, number), (0, 0)])
+    return in_parts(more, length + number, D)
+
+
+def shifted_in_nothing(x, begin):
+    """Of no position there are none but the last: one is there all the same."""
+    joined = tf.concat([begin[:, None], x[:, :-1]], 1)
+    return padded_to(joined, tf.shape(x)[1])
+
+
+def of_two_branches(x):
+    """One of which has another length."""
+    length = tf.shape(x)[1]
+    y = tf.cond(length > 1, lambda: x, lambda: tf.repeat(x, 3, axis=1))
+    return padded_to(x + y, length)
+
+
+def left_by_minus_one(x, y):
+    """What is left where five fewer are one fewer than none."""
+    length = tf.shape(x)[1]
+    left = tf.reshape(x[:, 5:], [tf.shape(x)[0], length - 5, D])
+    return in_parts(tf.concat([y, left], 1), length, D)
+
+
+def sliced_by_minus_one(x):
+    length = tf.shape(x)[1]
+    left = tf.slice(x, [0, 0, 0], [-1, length - 5, -1])
+    return in_parts(tf.concat([left, x], 1), 2 * length - 5, D)
+
+
+def backwards(x):
+    """From the first entry back to the last there are none."""
+    return padded_to(x[:, ::-1], tf.shape(x[:, 0 : tf.shape(x)[1] : -1])[1])
+
+
+def overflown(x):
+    return padded_to(x, tf.shape(x)[1] * 65536 * 65536 // 65536 // 65536)
+
+
+def of_wide_numbers(x):
+    """32 bits of it are none."""
+    wide = tf.shape(x, tf.int64)[1] * 2**32 + 1
+    return padded_to(x[:, :1], tf.cast(wide, tf.int32))
+
+
+def rounded(x):
+    many = tf.shape(x)[1] * 2**14 * 2**10
+    one = tf.cast(tf.cast(many + 1, tf.float32), tf.int32) - many
+    return padded_to(tf.reduce_sum(x, 1, keepdims=True), one)
+
+
+def squeezed(x):
+    """Without all axes of one entry, where an open one may be one of them."""
+    return padded_to(x, tf.shape(tf.squeeze(tf.ones([tf.shape(x)[1], 1, D])))[0])
+
+
+def by_axes_of_gradients(x, y):
+    """They are those of the rows, too, where an open length is 1."""
+    shape = tf.stack([tf.shape(y)[1], D])
+    axes = tf.raw_ops.BroadcastGradientArgs(s0=tf.shape(x), s1=shape)
+    return x + tf.reduce_sum(x, axes[1])
+
+
+def by_shape_of_a_list(x):
+    """Which may be open, whatever is in the list."""
+    rows = tf.ones([2, tf.shape(x)[1]])
+    made = tf.raw_ops.TensorListFromTensor(tensor=rows, element_shape=tf.constant([-1]))
+    shape = tf.raw_ops.TensorListElementShape(input_handle=made, shape_type=tf.int32)
+    return padded_to(x, shape[0], 9)
+
+
 # Rows meet at some lengths, or nobody knows that they do not.
 MEETING = {
     "first": (first, (None, D)),
@@ -145,6 +218,21 @@ MEETING = {
         ),
         (None, D),
     ),
+    "shifted in nothing": (shifted_in_nothing, (None, D), (D,)),
+    "two branches": (of_two_branches, (None, D)),
+    "left by minus one": (left_by_minus_one, (None, D), (5, D)),
+    "sliced by minus one": (sliced_by_minus_one, (None, D)),
+    "backwards": (backwards, (None, D)),
+    "overflown": (overflown, (None, D)),
+    "of wide numbers": (of_wide_numbers, (None, D)),
+    "rounded": (rounded, (None, D)),
+    "squeezed": (squeezed, (None, D)),
+    "axes of gradients": (by_axes_of_gradients, (D,), (None, D)),
+    "shape of a list": (by_shape_of_a_list, (None, D)),
+    "over itself": (
+        lambda x: padded_to(x[:, :0], tf.shape(x)[1] // tf.shape(x)[1] - 1),
+        (None, D),
+    ),
     "of an output's length": (
         lambda x, y: tf.reshape(x, [-1, tf.shape(y)[1]]),
         (None,),
@@ -201,6 +289,15 @@ KEPT_APART = {
     "shifted": (shifted, (None, D)),
     "attention": (attention, (None, D)),
     "up and down": (up_and_down, (None, D)),
+    "causal": (
+        lambda x: flat(tf.pad(x, [(0, 0), (3, 0), (0, 0)])[:, :-3] + x),
+        (None, D),
+    ),
+    "put together again": (
+        lambda x: flat(tf.concat([x[:, 2:], x[:, :2]], 1) + x),
+        (None, D),
+    ),
+    "backwards": (lambda x: flat(x[:, ::-1] + x), (None, D)),
     "in another order": (
         lambda x: flat(tf.gather(x, tf.range(tf.shape(x)[1])[::-1], axis=1) + x),
         (None, D),
@@ -260,4 +357,11 @@ def test_a_convolution_that_may_have_no_place_is_not_proven():
         )
 
     assert found(convolved, (None, 9, D), dtype=tf.float32)
+
+    def checked(x):
+        """By something else."""
+        with tf.control_dependencies([tf.debugging.assert_greater(tf.shape(x)[0], 0)]):
+            return convolved(tf.identity(x))
+
+    assert found(checked, (None, 9, D), dtype=tf.float32)
     assert not found(convolved, (9, 9, D), dtype=tf.float32)

@@ -18,6 +18,8 @@ from tfdp.checks.values import PLAIN, Value
 _Function: TypeAlias = Callable[..., Array | Length | None]
 
 _MOST_NUMBERS = 256
+# How often an open length may be taken: what is longer than 2^31 overflows.
+_LARGEST_TIMES = 2**15
 
 # What numbers are worked out for: narrower ones wrap around.
 _WIDE = (tf.int32, tf.int64, tf.bool)
@@ -66,14 +68,19 @@ def _are_whole(values: Array) -> bool:
     if values.dtype.kind in "iub":
         return True
     return all(
-        isinstance(n, Open) or (abs(n) <= _MOST_EXACT and n == int(n))
+        n.is_one if isinstance(n, Open) else abs(n) <= _MOST_EXACT and n == int(n)
         for n in values.ravel()
     )
 
 
 def _may_overflow(numbers: Array) -> bool:
     sizes = (n.block if isinstance(n, Size) else n for n in numbers.ravel())
-    return any(isinstance(size, int) and abs(size) >= 2**31 for size in sizes)
+    return any(
+        abs(number) >= (_LARGEST_TIMES if isinstance(size, Open) else 2**31)
+        for size in sizes
+        if size is not None
+        for number in (size.terms.values() if isinstance(size, Open) else [size])
+    )
 
 
 # ------------------------------------------------------- entry by entry
@@ -108,6 +115,17 @@ def _truncated(a: int, b: int) -> int:
     """Divide towards zero; not by way of floats, which large numbers do not fit."""
     quotient = abs(a) // abs(b) if b else 0
     return quotient if (a < 0) == (b < 0) else -quotient
+
+
+def _floor_divided(a: Length, b: Length) -> Length:
+    if b in (0, 1):
+        return a if b == 1 else UNKNOWN
+    if isinstance(a, Size) or isinstance(b, Size):
+        return a // b
+    if isinstance(a, Open) or isinstance(b, Open):
+        # What was multiplied may have overflown, and of 0 over 0 nobody knows.
+        return Open.unknown("//", a, b)
+    return a // b
 
 
 def _larger(a: Length, b: Length) -> Length:
@@ -251,6 +269,13 @@ def _padded(
 
 
 def _cast(op: tf.Operation, values: Array) -> Array | None:
+    if any(isinstance(n, Open) for n in values.ravel()):
+        # Of floats and wider numbers only lengths stay what they are.
+        is_same = op.inputs[0].dtype == op.outputs[0].dtype
+        are_lengths = all(not isinstance(n, Open) or n.is_one for n in values.ravel())
+        is_of_floats = op.inputs[0].dtype.is_floating
+        if not is_same and (is_of_floats or not are_lengths):
+            return None
     # Other numbers come out of narrower ones, and of truths.
     return values if op.outputs[0].dtype.name in _CAST_TO else None
 
@@ -292,7 +317,7 @@ _FUNCTIONS: dict[str, _Function] = {
     "AddV2": _elementwise(operator.add),
     "Sub": _elementwise(operator.sub),
     "Mul": _elementwise(operator.mul),
-    "FloorDiv": _elementwise(lambda a, b: a // b if b != 0 else UNKNOWN),
+    "FloorDiv": _elementwise(_floor_divided),
     "FloorMod": _of_numbers(lambda a, b: a % b if b else 0),
     "Mod": _of_numbers(lambda a, b: a - b * _truncated(a, b)),
     "TruncateDiv": _of_numbers(_truncated),

@@ -316,6 +316,8 @@ def broadcast_length(lengths: Sequence[Length | None]) -> Length | None:
     if fixed:
         # Others are equal to it, or 1.
         return fixed[0]
+    if len(sure) < len(longer):
+        return None
     different = dict.fromkeys(sure)
     return sure[0] if len(different) == 1 else Open.unknown("longest", *different)
 

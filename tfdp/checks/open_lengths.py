@@ -15,6 +15,7 @@ _numbers = itertools.count()
 # leave, and of what is broadcast.
 _OF_AXES = ("given", "window", "part", "longest", "range")
 _lengths: set[int] = set()
+_other_lengths: set["Open"] = set()
 
 
 class Open:
@@ -44,7 +45,8 @@ class Open:
             *what: The same for what is always equally long.
         """
         number = _unknowns.setdefault(what, next(_numbers))
-        if what[0] in _OF_AXES:
+        is_divided = what[0] in ("//", "%") and all(map(_is_length, what[1:]))
+        if what[0] in _OF_AXES or is_divided:
             _lengths.add(number)
         return cls({(number,): 1})
 
@@ -52,7 +54,22 @@ class Open:
     def is_length(self) -> bool:
         """Whether it is a sum of lengths, and so never below 0."""
         numbers = {number for product in self.terms for number in product}
-        return numbers <= _lengths and min(self.terms.values()) > 0
+        is_sum = numbers <= _lengths and min(self.terms.values()) > 0
+        return is_sum or self in _other_lengths
+
+    def as_length(self) -> "Open":
+        """Return it, of which is known that it never is below 0."""
+        _other_lengths.add(self)
+        return self
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is the length of an axis, and nothing more is made of it."""
+        return (
+            self.is_length
+            and {len(each) for each in self.terms} == {1}
+            and (list(self.terms.values()) == [1])
+        )
 
     def __eq__(self, other: object) -> bool:
         """Tell whether both are equal whatever the open lengths are."""
@@ -119,6 +136,14 @@ class Open:
     def __rmod__(self, other: object) -> Any:
         """Return what is left of a number."""
         return _rest(other, self)
+
+
+def _is_length(value: object) -> bool:
+    return (
+        value.is_length
+        if isinstance(value, Open)
+        else isinstance(value, int) and value > 0
+    )
 
 
 def _terms_of(value: object) -> Mapping[_Product, int] | None:

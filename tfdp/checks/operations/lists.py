@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from tfdp.checks.node import COUNTS, NONE, Node, counting, lengths_from, rule
 from tfdp.checks.open_lengths import Open
-from tfdp.checks.sizes import Lengths, constant, is_fixed, same
+from tfdp.checks.sizes import Length, Lengths, constant, is_fixed, same
 from tfdp.checks.values import (
     NEW_LIST,
     NO_NUMBERS,
@@ -43,7 +43,14 @@ def _shape_from(shape: Value) -> Lengths:
     """Read the shape of a list's tensors; nothing where it leaves open all of it."""
     if shape.lengths == ():
         return ()
-    return tuple(None if n == -1 else n for n in lengths_from(shape))
+    return tuple(None if _may_be_left(n) else n for n in lengths_from(shape))
+
+
+def _may_be_left(length: Length) -> bool:
+    return length == -1 or (isinstance(length, Open) and not length.is_length)
+
+
+_LOOPS = ("While", "StatelessWhile")
 
 
 def _asked(node: Node, value: Value, shape: Value) -> Value:
@@ -99,7 +106,10 @@ def _about_list(node: Node) -> Value:
     if not value.lengths or not all(isinstance(each, int | Open) for each in shown):
         causes |= counting(node)
     # Gradients of loops make lists of tensors of this shape.
-    is_known = is_shape and shown and None not in shown
+    # For them alone: of a list that has none the shape may be open, whatever it has now.
+    readers = node.tensor.consumers()
+    is_of_lists = all("TensorList" in op.type or op.type in _LOOPS for op in readers)
+    is_known = is_shape and is_of_lists and shown and None not in shown
     numbers = constant(shown) if is_known else None
     return node.free(causes=causes)._replace(numbers=numbers)
 

@@ -1,5 +1,6 @@
 """Operations that ask for shapes, or give tensors other ones."""
 
+from tfdp._types import Array, Tensor
 from tfdp.checks.node import (
     ANY,
     COUNTS,
@@ -18,6 +19,7 @@ from tfdp.checks.open_lengths import Open
 from tfdp.checks.sizes import (
     UNKNOWN,
     Length,
+    Lengths,
     Size,
     constant,
     is_fixed,
@@ -73,9 +75,41 @@ def _broadcast_gradient_args(node: Node) -> Value:
     axes = None
     if first is not None and second is not None:
         axes = reduced_axes(first, second)[node.number]
+        if _may_be_broadcast(first, second) and not _are_put_back(node.tensor):
+            axes = None
     if axes is None:
         return node.free()
     return node.free(causes=frozenset())._replace(numbers=axes)
+
+
+def _differ_in_one(own: Lengths, lengths: Lengths, rows: int) -> bool:
+    """Tell whether a tensor has the same axes as before, but for one that has no rows."""
+    if len(own) != len(lengths):
+        return False
+    other = [
+        axis
+        for axis, pair in enumerate(zip(own, lengths, strict=True))
+        if pair[0] != pair[1]
+    ]
+    return len(other) <= 1 and rows not in other
+
+
+def _may_be_broadcast(first: Array, second: Array) -> bool:
+    """Tell whether an open length, which may be 1, meets another than itself."""
+    pairs = zip(first[::-1], second[::-1], strict=False)
+    return any(
+        a != b and 1 not in (a, b) and (isinstance(a, Open) or isinstance(b, Open))
+        for a, b in pairs
+    )
+
+
+def _are_put_back(axes: Tensor) -> bool:
+    """Tell whether all that is summed over axes is then reshaped, as in gradients."""
+    # Whichever lengths are 1, its entries are as many, and in the same order.
+    sums = axes.consumers()
+    return all(op.type == "Sum" for op in sums) and all(
+        reader.type == "Reshape" for op in sums for reader in op.outputs[0].consumers()
+    )
 
 
 def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
@@ -84,8 +118,10 @@ def reshaped(node: Node, value: Value, lengths: tuple[Length, ...]) -> Value:
     if value.axis is None:
         return node.free(lengths, causes)
     own, past = value.lengths or (), value.axis + 1
-    if own and own[:past] == lengths[:past]:
-        # What lies behind the rows is as much as it was, or this fails.
+    is_behind = own[:past] == lengths[:past]
+    if own and (is_behind or _differ_in_one(own, lengths, value.axis)):
+        # What lies behind the rows, or along the one axis, is as much as it was, or this
+        # fails.
         return node.like(Value(value.axis, value.layout, lengths), causes)
     # Flat, the entries are: before, times, rows, entries, after.
     times, entries = value.layout.times, value.layout.entries
@@ -132,7 +168,14 @@ def _reshape(node: Node) -> Value:
             new = constant([-1 if n is None else n for n in own])
     if value.lengths is None or len(lengths) < len(value.lengths) or new is None:
         return node.mixed("has a shape that is not known", is_certain=False)
-    return reshaped(node, value, settled(new, lengths))
+    # What may be -1 at some length stands for what is left then, whatever that is.
+    numbers = [
+        Open.unknown("given", n, *value.lengths)
+        if isinstance(n, Open) and not n.is_length
+        else n
+        for n in new.ravel()
+    ]
+    return reshaped(node, value, settled(constant(numbers), lengths))
 
 
 @rule("ExpandDims")
@@ -148,7 +191,7 @@ def _squeeze(node: Node) -> Value:
     lengths = value.shape
     gone = [axis % len(lengths) for axis in node.attr("squeeze_dims")]
     if not gone:
-        if None in lengths:
+        if None in lengths or any(map(_is_open, lengths)):
             return node.mixed("has a shape that is not known", is_certain=False)
         gone = [axis for axis, n in enumerate(lengths) if n == 1]
         is_open = node.rows is None and static_lengths(node.tensor) is None

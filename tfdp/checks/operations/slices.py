@@ -64,6 +64,9 @@ def _slice(node: Node) -> Value:
 
 def _sliced(length: Length | None, begin: Length, size: Length) -> Length | None:
     """Return the length of a part."""
+    if isinstance(size, Open) and not size.is_length:
+        # It may be -1, which stands for all that is left.
+        return None
     if size != -1:
         return size
     return None if length is None else length - begin
@@ -122,7 +125,8 @@ def _part(
         at = places.start if step == 1 else None
         return _Taken(None, len(places), takes_all=False, begin=at)
     if any(isinstance(number, Open) for number in bounds):
-        return _Taken(None, _of_open(length, begin, end, stride), takes_all=False)
+        shown = (None if has["begin"] else begin, None if has["end"] else end, stride)
+        return _Taken(None, _of_open(length, *shown), takes_all=False)
     if stride != 1:
         return _Taken(None, takes_all=False)
     past = length if to_end else end
@@ -131,19 +135,39 @@ def _part(
 
 
 def _of_open(
-    length: Length | None, begin: Length, end: Length | None, stride: Length
+    length: Length | None, begin: Length | None, end: Length | None, stride: Length
 ) -> Length | None:
-    """Return the length of a part where it depends on how long the axis is."""
-    bounds = (length, begin, end, stride)
-    if length is None or end is None or any(isinstance(n, Size) for n in bounds):
+    """Return the length of a part where it depends on how long the axis is.
+
+    Args:
+        length: Of the axis.
+        begin: Where the part begins, None for the first entry, by the stride.
+        end: Where it ends, None behind the last.
+        stride: Between two entries.
+    """
+    if length is None or any(isinstance(n, Size) for n in (length, begin, end, stride)):
         return None
-    if stride == 1:
-        past = length + end if isinstance(end, int) and end < 0 else end
-        left_out = length - (past - begin)
-        # As long as all but one, where there is one. Of shorter axes parts end sooner.
-        if begin in (0, 1) and left_out == 1:
-            return length - 1
-    return Open.unknown("part", *bounds)
+    if begin is None and end is None and stride in (1, -1):
+        return length
+    if stride == 1 and isinstance(length, Open):
+        if begin in (None, 0) and isinstance(end, int):
+            return _first(length, end) if end >= 0 else _rest(length, -end)
+        if end is None and isinstance(begin, int):
+            return _rest(length, begin) if begin >= 0 else _first(length, -begin)
+    return Open.unknown("part", length, begin, end, stride)
+
+
+def _first(length: Open, number: int) -> int | Open:
+    """Return how many of the first, or last, entries there are, if an axis has so many."""
+    more = length - number
+    has_all = more.is_length if isinstance(more, Open) else more >= 0
+    return number if has_all else Open.unknown("part", length, number)
+
+
+def _rest(length: Open, number: int) -> int | Open:
+    """Return how many entries there are without so many, if an axis has them."""
+    rest = length - _first(length, number)
+    return rest.as_length() if isinstance(rest, Open) else rest
 
 
 @rule("StridedSlice", otherwise=_PART_BY_ROWS)

@@ -61,13 +61,13 @@ def _has_a_place(op: tf.Operation) -> bool:
     inputs, kernel = op.inputs
     if op.get_attr("padding") == b"SAME" or _keras.has_gpus():
         return True
+    is_last = op.get_attr("data_format") in (b"NHWC", b"NDHWC")
+    spatial = inputs.shape[1:-1] if is_last else inputs.shape[2:]
     is_open = any(
-        length is None and size != 1
-        for length, size in zip(inputs.shape[1:-1], kernel.shape[:-2], strict=True)
+        None in (length, size) and size != 1
+        for length, size in zip(spatial, kernel.shape[:-2], strict=True)
     )
-    return not is_open or any(
-        before.type == "Assert" for before in inputs.op.control_inputs
-    )
+    return not is_open or _keras.fails_without_a_place(op)
 
 
 # Where a window slides over a space, of as many positions as fit.
