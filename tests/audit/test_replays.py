@@ -125,6 +125,7 @@ def test_microbatches_have_twice_the_sensitivity():
     assert report.l2_sensitivity == 2 * small.CLIP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows_of_each", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_users_are_emptied_with_all_their_rows(rows_of_each):
     private = small.private(wrap={"unit": "user"})

@@ -70,6 +70,7 @@ class Loads(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [None, 1])
 def test_who_has_ended_a_training_is_known_whatever_was_loaded(rows, tmp_path, last):
     path = tmp_path / "other.keras"

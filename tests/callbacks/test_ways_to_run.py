@@ -162,6 +162,7 @@ def test_a_quantile_of_the_norms(options):
     assert segment.noise_multiplier <= counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

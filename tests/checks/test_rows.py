@@ -1633,6 +1633,7 @@ def mixing_many(loss, *, is_certain, expected_batch_size=None, **options):
     return private
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "options"),
     [

@@ -329,6 +329,7 @@ def test_maps_and_sums_of_own_entries_need_no_rows_apart(name):
     check(problem, runner(problem, [engine]), OUTLIER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recurrent",
     [

@@ -96,6 +96,7 @@ def test_uphill_too_there_and_here(radius):
     assert len(calls()) == 2
 
 
+@pytest.mark.slow
 def test_derivatives_are_traced_once_for_their_number_of_rows():
     loss = tfdp.losses.BAM("mse", ascent="exact")
     wrapped = private(model(), loss, expected_batch_size=ROWS)

@@ -368,6 +368,7 @@ def test_hinges_leave_out_what_is_masked(rng):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [losses.Hinge(), "squared_hinge"])
 def test_a_hinge_clips_as_single_rows_and_trains(loss, rng):
     problem = Problem(

@@ -113,6 +113,7 @@ def test_noise_that_steps_share_begins_anew_with_every_pass():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The privacy noise is reproducible")
 @pytest.mark.parametrize(
     "kind", [Gaussian, pytest.param(Banded, marks=pytest.mark.slow)]

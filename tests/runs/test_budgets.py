@@ -184,6 +184,7 @@ def test_a_budget_binds_train_step(traced):
     np.testing.assert_array_equal(one.get_weights()[0], values[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "steps_per_execution", [pytest.param(1, marks=pytest.mark.slow), 4]
 )

@@ -23,6 +23,7 @@ class OneMore(keras.callbacks.Callback):
             self.model.train_on_batch(x[:5], y[:5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "sampling"),
     [

@@ -143,6 +143,7 @@ def test_it_costs_no_privacy():
     assert len(with_it.model.weights) == len(with_it.model.trainable_weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "weights_only", [False, pytest.param(True, marks=pytest.mark.slow)]
 )

@@ -86,6 +86,7 @@ def test_each_fit_begins_anew(rng):
     np.testing.assert_allclose(found.mean, means.mean(0), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"initial_epoch": 1, "epochs": 3}, {}])
 @pytest.mark.parametrize(
     "steps_per_execution", [pytest.param(1, marks=pytest.mark.slow), 5]
