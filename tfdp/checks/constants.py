@@ -1,5 +1,6 @@
 """Small tensors whose numbers are known, and what operations make of them: shapes above all."""
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -18,8 +19,6 @@ from tfdp.checks.values import PLAIN, Value
 _Function: TypeAlias = Callable[..., Array | Length | None]
 
 _MOST_NUMBERS = 256
-# How often an open length may be taken: what is longer than 2^31 overflows.
-_LARGEST_TIMES = 2**15
 
 # What numbers are worked out for: narrower ones wrap around.
 _WIDE = (tf.int32, tf.int64, tf.bool)
@@ -76,10 +75,9 @@ def _are_whole(values: Array) -> bool:
 def _may_overflow(numbers: Array) -> bool:
     sizes = (n.block if isinstance(n, Size) else n for n in numbers.ravel())
     return any(
-        abs(number) >= (_LARGEST_TIMES if isinstance(size, Open) else 2**31)
+        not size.is_small if isinstance(size, Open) else abs(size) >= 2**31
         for size in sizes
         if size is not None
-        for number in (size.terms.values() if isinstance(size, Open) else [size])
     )
 
 
@@ -117,15 +115,21 @@ def _truncated(a: int, b: int) -> int:
     return quotient if (a < 0) == (b < 0) else -quotient
 
 
-def _floor_divided(a: Length, b: Length) -> Length:
+def _floor_divided(dtype: str, a: Length, b: Length) -> Length:
     if b in (0, 1):
         return a if b == 1 else UNKNOWN
     if isinstance(a, Size) or isinstance(b, Size):
-        return a // b
+        blocks = [each.block if isinstance(each, Size) else each for each in (a, b)]
+        return UNKNOWN if any(isinstance(n, Open) for n in blocks) else a // b
     if isinstance(a, Open) or isinstance(b, Open):
         # What was multiplied may have overflown, and of 0 over 0 nobody knows.
-        return Open.unknown("//", a, b)
+        return Open.unknown("//", a, b, dtype)
     return a // b
+
+
+def _floor_division(op: tf.Operation, *arrays: Array) -> Array | Length | None:
+    dtype = op.outputs[0].dtype.name
+    return _elementwise(functools.partial(_floor_divided, dtype))(op, *arrays)
 
 
 def _larger(a: Length, b: Length) -> Length:
@@ -317,7 +321,7 @@ _FUNCTIONS: dict[str, _Function] = {
     "AddV2": _elementwise(operator.add),
     "Sub": _elementwise(operator.sub),
     "Mul": _elementwise(operator.mul),
-    "FloorDiv": _elementwise(_floor_divided),
+    "FloorDiv": _floor_division,
     "FloorMod": _of_numbers(lambda a, b: a % b if b else 0),
     "Mod": _of_numbers(lambda a, b: a - b * _truncated(a, b)),
     "TruncateDiv": _of_numbers(_truncated),

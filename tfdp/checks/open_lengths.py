@@ -15,6 +15,8 @@ _numbers = itertools.count()
 # leave, and of what is broadcast.
 _OF_AXES = ("given", "window", "part", "longest", "range")
 _lengths: set[int] = set()
+# How often one may be taken: what is longer than 2^31 overflows.
+_LARGEST_TIMES = 2**15
 _other_lengths: set["Open"] = set()
 
 
@@ -45,7 +47,7 @@ class Open:
             *what: The same for what is always equally long.
         """
         number = _unknowns.setdefault(what, next(_numbers))
-        is_divided = what[0] in ("//", "%") and all(map(_is_length, what[1:]))
+        is_divided = what[0] in ("//", "%") and all(map(_is_plain, what[1:3]))
         if what[0] in _OF_AXES or is_divided:
             _lengths.add(number)
         return cls({(number,): 1})
@@ -61,6 +63,13 @@ class Open:
         """Return it, of which is known that it never is below 0."""
         _other_lengths.add(self)
         return self
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it does not overflow where tensors of such lengths are in memory."""
+        degree = max(map(len, self.terms))
+        is_of_axes = degree < 3 or (degree == 3 and len(self.terms) == 1)
+        return is_of_axes and max(map(abs, self.terms.values())) < _LARGEST_TIMES
 
     @property
     def is_one(self) -> bool:
@@ -138,12 +147,11 @@ class Open:
         return _rest(other, self)
 
 
-def _is_length(value: object) -> bool:
-    return (
-        value.is_length
-        if isinstance(value, Open)
-        else isinstance(value, int) and value > 0
-    )
+def _is_plain(value: object) -> bool:
+    """Tell whether it is positive, or a sum of lengths."""
+    if isinstance(value, Open):
+        return value.is_length and max(map(len, value.terms)) < 2
+    return isinstance(value, int) and value > 0
 
 
 def _terms_of(value: object) -> Mapping[_Product, int] | None:

@@ -50,9 +50,6 @@ def _may_be_left(length: Length) -> bool:
     return length == -1 or (isinstance(length, Open) and not length.is_length)
 
 
-_LOOPS = ("While", "StatelessWhile")
-
-
 def _asked(node: Node, value: Value, shape: Value) -> Value:
     """Return a list whose tensors, if it has none, have the shape that is asked for."""
     if not is_open(value) or node.attr("element_dtype") == tf.variant:
@@ -108,7 +105,7 @@ def _about_list(node: Node) -> Value:
     # Gradients of loops make lists of tensors of this shape.
     # For them alone: of a list that has none the shape may be open, whatever it has now.
     readers = node.tensor.consumers()
-    is_of_lists = all("TensorList" in op.type or op.type in _LOOPS for op in readers)
+    is_of_lists = readers and all("TensorList" in op.type for op in readers)
     is_known = is_shape and is_of_lists and shown and None not in shown
     numbers = constant(shown) if is_known else None
     return node.free(causes=causes)._replace(numbers=numbers)

@@ -1,6 +1,6 @@
 """Operations that ask for shapes, or give tensors other ones."""
 
-from tfdp._types import Array, Tensor
+from tfdp._types import Array
 from tfdp.checks.node import (
     ANY,
     COUNTS,
@@ -25,6 +25,7 @@ from tfdp.checks.sizes import (
     is_fixed,
     product,
     reduced_axes,
+    same,
     settled,
 )
 from tfdp.checks.values import PLAIN, Cause, Layout, Value, fixed, known
@@ -75,7 +76,7 @@ def _broadcast_gradient_args(node: Node) -> Value:
     axes = None
     if first is not None and second is not None:
         axes = reduced_axes(first, second)[node.number]
-        if _may_be_broadcast(first, second) and not _are_put_back(node.tensor):
+        if _may_be_one(first, second) and not _are_put_back(node):
             axes = None
     if axes is None:
         return node.free()
@@ -94,21 +95,24 @@ def _differ_in_one(own: Lengths, lengths: Lengths, rows: int) -> bool:
     return len(other) <= 1 and rows not in other
 
 
-def _may_be_broadcast(first: Array, second: Array) -> bool:
-    """Tell whether an open length, which may be 1, meets another than itself."""
-    pairs = zip(first[::-1], second[::-1], strict=False)
-    return any(
-        a != b and 1 not in (a, b) and (isinstance(a, Open) or isinstance(b, Open))
-        for a, b in pairs
+def _may_be_one(first: Array, second: Array) -> bool:
+    """Tell whether shapes that differ have open lengths: along those of 1 is summed, too."""
+    return not same(first, second) and any(
+        map(_is_open, (*first.ravel(), *second.ravel()))
     )
 
 
-def _are_put_back(axes: Tensor) -> bool:
-    """Tell whether all that is summed over axes is then reshaped, as in gradients."""
-    # Whichever lengths are 1, its entries are as many, and in the same order.
-    sums = axes.consumers()
+def _are_put_back(node: Node) -> bool:
+    """Tell whether all that is summed over axes gets the shape of its operand again."""
+    # As in TensorFlow's gradients: whichever lengths are 1, rows stay where they are.
+    shape = node.op.inputs[node.number]
+    sums = node.tensor.consumers()
+    readers = [op for each in sums for op in each.outputs[0].consumers()]
     return all(op.type == "Sum" for op in sums) and all(
-        reader.type == "Reshape" for op in sums for reader in op.outputs[0].consumers()
+        op.type == "Reshape"
+        and op.inputs[1].op.name == shape.op.name
+        and op.inputs[1].value_index == shape.value_index
+        for op in readers
     )
 
 
@@ -170,10 +174,10 @@ def _reshape(node: Node) -> Value:
         return node.mixed("has a shape that is not known", is_certain=False)
     # What may be -1 at some length stands for what is left then, whatever that is.
     numbers = [
-        Open.unknown("given", n, *value.lengths)
+        Open.unknown("given", place, *new.ravel(), *value.lengths)
         if isinstance(n, Open) and not n.is_length
         else n
-        for n in new.ravel()
+        for place, n in enumerate(new.ravel())
     ]
     return reshaped(node, value, settled(constant(numbers), lengths))
 
