@@ -140,6 +140,46 @@ def by_shape_of_a_list(x):
     return padded_to(x, shape[0], 9)
 
 
+def by_another_minus_one(x):
+    """What is left differs with what else is asked."""
+    rows, length = tf.unstack(tf.shape(x)[:2])
+    first, second = (tf.reshape(x, [rows, length - 5, depth]) for depth in (D, D // 2))
+    return in_parts(first, tf.shape(second)[1], D)
+
+
+def by_axes_that_are_equal(x):
+    """They are summed over, too, where another axis is."""
+    shape = tf.stack([tf.shape(x)[0], 1, 1])
+    axes = tf.raw_ops.BroadcastGradientArgs(s0=tf.shape(x), s1=shape)
+    return x + tf.raw_ops.Sum(input=x, axis=axes[0])
+
+
+def summed_and_cut(x, y):
+    shape = tf.stack([tf.shape(x)[0], tf.shape(y)[1], D])
+    axes = tf.raw_ops.BroadcastGradientArgs(s0=tf.shape(x), s1=shape)
+    left = tf.raw_ops.Sum(input=x, axis=axes[1])
+    return tf.reshape(left, [-1, tf.shape(x)[1], D])
+
+
+def by_shape_of_a_list_in_a_loop(x):
+    rows = tf.ones([2, tf.shape(x)[1]])
+    made = tf.raw_ops.TensorListFromTensor(tensor=rows, element_shape=tf.constant([-1]))
+    shape = tf.raw_ops.TensorListElementShape(input_handle=made, shape_type=tf.int32)
+    return tf.while_loop(
+        lambda i, *_: i < 1,
+        lambda i, x, shape: (i + 1, in_parts(x, shape[0] + 9, D), shape),
+        [0, tf.pad(x, [(0, 0), (0, 9), (0, 0)]), shape],
+        [tf.TensorShape([]), tf.TensorShape([None, None, D]), tf.TensorShape([1])],
+    )[1]
+
+
+def of_powers(x):
+    """16 to the power of 8 is none in 32 bits."""
+    length = tf.shape(x)[1]
+    power = tf.reduce_prod(tf.stack([length] * 8))
+    return padded_to(x[:, :1], power + 1)
+
+
 # Rows meet at some lengths, or nobody knows that they do not.
 MEETING = {
     "first": (first, (None, D)),
@@ -229,6 +269,11 @@ MEETING = {
     "squeezed": (squeezed, (None, D)),
     "axes of gradients": (by_axes_of_gradients, (D,), (None, D)),
     "shape of a list": (by_shape_of_a_list, (None, D)),
+    "another minus one": (by_another_minus_one, (None, D)),
+    "axes that are equal": (by_axes_that_are_equal, (None, D)),
+    "summed and cut": (summed_and_cut, (None, D), (None, D)),
+    "shape of a list in a loop": (by_shape_of_a_list_in_a_loop, (None, D)),
+    "powers": (of_powers, (None, D)),
     "over itself": (
         lambda x: padded_to(x[:, :0], tf.shape(x)[1] // tf.shape(x)[1] - 1),
         (None, D),
