@@ -74,11 +74,10 @@ class Open:
     @property
     def is_one(self) -> bool:
         """Whether it is the length of an axis, and nothing more is made of it."""
-        return (
-            self.is_length
-            and {len(each) for each in self.terms} == {1}
-            and (list(self.terms.values()) == [1])
-        )
+        return self.is_length and [*map(len, self.terms), *self.terms.values()] == [
+            1,
+            1,
+        ]
 
     def __eq__(self, other: object) -> bool:
         """Tell whether both are equal whatever the open lengths are."""
@@ -145,6 +144,11 @@ class Open:
     def __rmod__(self, other: object) -> Any:
         """Return what is left of a number."""
         return _rest(other, self)
+
+
+def may_be_negative(length: object) -> bool:
+    """Tell whether an open length may be -1, which in shapes stands for what is left."""
+    return isinstance(length, Open) and not length.is_length
 
 
 def _is_plain(value: object) -> bool:

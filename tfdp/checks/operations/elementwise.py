@@ -175,8 +175,9 @@ def _go_together(values: Sequence[Value]) -> bool:
 def _select(node: Node) -> Value:
     condition, *others = node.inputs
     numbers = condition.numbers
-    if numbers is not None and isinstance(numbers.item(0), int) and numbers.ndim == 0:
-        return joined(node, [others[0] if numbers.item() else others[1]])
+    chosen = None if numbers is None or numbers.ndim else numbers.item()
+    if isinstance(chosen, int):
+        return joined(node, [others[0] if chosen else others[1]])
     if node.op.type == "Select" and condition.lengths and others[0].lengths:
         # A vector has one condition for each entry of the first axis.
         more = [1] * (len(others[0].lengths) - len(condition.lengths))

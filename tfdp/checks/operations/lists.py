@@ -3,8 +3,8 @@
 import tensorflow as tf
 
 from tfdp.checks.node import COUNTS, NONE, Node, counting, lengths_from, rule
-from tfdp.checks.open_lengths import Open
-from tfdp.checks.sizes import Length, Lengths, constant, is_fixed, same
+from tfdp.checks.open_lengths import Open, may_be_negative
+from tfdp.checks.sizes import Lengths, constant, is_fixed, same
 from tfdp.checks.values import (
     NEW_LIST,
     NO_NUMBERS,
@@ -43,11 +43,8 @@ def _shape_from(shape: Value) -> Lengths:
     """Read the shape of a list's tensors; nothing where it leaves open all of it."""
     if shape.lengths == ():
         return ()
-    return tuple(None if _may_be_left(n) else n for n in lengths_from(shape))
-
-
-def _may_be_left(length: Length) -> bool:
-    return length == -1 or (isinstance(length, Open) and not length.is_length)
+    lengths = lengths_from(shape)
+    return tuple(None if n == -1 or may_be_negative(n) else n for n in lengths)
 
 
 def _asked(node: Node, value: Value, shape: Value) -> Value:

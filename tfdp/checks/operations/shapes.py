@@ -15,7 +15,7 @@ from tfdp.checks.node import (
     rule,
     static_lengths,
 )
-from tfdp.checks.open_lengths import Open
+from tfdp.checks.open_lengths import Open, may_be_negative
 from tfdp.checks.sizes import (
     UNKNOWN,
     Length,
@@ -175,7 +175,7 @@ def _reshape(node: Node) -> Value:
     # What may be -1 at some length stands for what is left then, whatever that is.
     numbers = [
         Open.unknown("given", place, *new.ravel(), *value.lengths)
-        if isinstance(n, Open) and not n.is_length
+        if may_be_negative(n)
         else n
         for place, n in enumerate(new.ravel())
     ]

@@ -11,7 +11,7 @@ from tfdp.checks.node import (
     lengths_from,
     rule,
 )
-from tfdp.checks.open_lengths import Open
+from tfdp.checks.open_lengths import Open, may_be_negative
 from tfdp.checks.sizes import Length, Size, is_fixed, slice_masks
 from tfdp.checks.values import Layout, Value, fixed, known
 
@@ -64,7 +64,7 @@ def _slice(node: Node) -> Value:
 
 def _sliced(length: Length | None, begin: Length, size: Length) -> Length | None:
     """Return the length of a part."""
-    if isinstance(size, Open) and not size.is_length:
+    if may_be_negative(size):
         # It may be -1, which stands for all that is left.
         return None
     if size != -1:
